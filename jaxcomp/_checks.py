@@ -1,0 +1,86 @@
+"""Checks of arguments that several transformations share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuses anything but a string or a non-empty tuple of distinct strings.
+
+    Raises:
+      ValueError: With what to pass instead.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
+            "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
+        )
+
+
+def check_int(name: str, value: Any, minimum: int) -> int:
+    """`value` as an int of at least `minimum`.
+
+    Raises:
+      ValueError: Otherwise, also for a traced value.
+    """
+    kind = {0: "a non-negative integer", 1: "a positive integer"}[minimum]
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"`{name}` must be {kind}, got {value!r}.{_static_hint(name, value)}")
+    if value < minimum:
+        raise ValueError(f"`{name}` must be {kind}, got {name}={value}.")
+    return int(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a bool.
+
+    Raises:
+      ValueError: Otherwise, also for a traced value.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}.{_static_hint(name, value)}")
+    return bool(value)
+
+
+def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> Any:
+    """`value`, if it is a finite number in the closed interval; traced values pass unchecked.
+
+    Raises:
+      ValueError: Otherwise.
+    """
+    if _is_traced(value):
+        return value
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
+    if not number or not math.isfinite(value) or not minimum <= value <= maximum:
+        bounds = f"at least {minimum:g}" + (f" and at most {maximum:g}" * (maximum < math.inf))
+        raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
+    return value
+
+
+def check_static_number(name: str, value: Any, minimum: float) -> float:
+    """Like `check_number` for a value that shapes the program and so cannot be traced.
+
+    Raises:
+      ValueError: For a traced value and for anything else than a finite number in range.
+    """
+    if _is_traced(value):
+        raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
+    return float(check_number(name, value, minimum))
+
+
+def _is_traced(value: Any) -> bool:
+    return hasattr(value, "aval")
+
+
+def _static_hint(name: str, value: Any) -> str:
+    if not _is_traced(value):
+        return ""
+    return (
+        f" It decides the shape of the program: with optax.inject_hyperparams pass it as a static "
+        f"argument, static_args=({name!r}, ...)."
+    )

@@ -1,0 +1,169 @@
+"""Everything that talks to other replicas, and every shim for a JAX version.
+
+The only file that names `lax.psum` and its relatives. Values that belong together are packed into
+one flat vector by hand: XLA merges separate all-reduces in the HLO, but on CPU over gloo each
+operand still travels on its own, and branches of a conditional are not merged at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._dtypes import round_to, wider
+from jaxcomp._matricize import leaf_name
+from jaxcomp._typing import Array, AxisName, PyTree
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """The mapped axes as a tuple of names."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of replicas along `axis_name`.
+
+    Raises:
+      ValueError: If an axis is not bound where this is called.
+    """
+    try:
+        return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
+    except NameError as error:
+        raise ValueError(
+            f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, jax.shard_map "
+            f"or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you mapped over."
+        ) from error
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether this runs inside a function that is mapped over `axis_name`."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return False
+    return True
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
+def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    axis_size(axis_name)
+    return tuple(name for name in axis_tuple(axis_name) if name in _varying(lax.axis_index(name)))
+
+
+def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks every array as this replica's own value. Costs nothing; values do not change."""
+    axes = _checked_axes(axis_name)
+
+    def mark(x: Any) -> Any:
+        missing = tuple(name for name in axes if name not in _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree) if axes else tree
+
+
+def check_local(gradients: PyTree, axis_name: AxisName) -> None:
+    """Refuses a gradient that was already reduced over the axis.
+
+    Under ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives
+    summed over the axis. Reducing it again would put nothing new on the wire and save nothing.
+
+    Raises:
+      ValueError: Naming the first such leaf, with the fix.
+    """
+    axes = _checked_axes(axis_name)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        if leaf.dtype == jax.dtypes.float0:
+            continue
+        reduced = [name for name in axes if name not in _varying(leaf)]
+        if reduced:
+            raise ValueError(
+                f"The gradient {leaf_name(path)} is the same on every replica along {reduced[0]!r}: "
+                "it was already summed by jax.grad inside shard_map(check_vma=True), so there is "
+                f"nothing left to reduce. Take it with jaxcomp.local_value_and_grad(loss, "
+                f"{axis_name!r}), or mark the parameters with jax.lax.pcast(params, {axis_name!r}, "
+                "to='varying') before jax.grad."
+            )
+
+
+class Reduced(NamedTuple):
+    """What an all-reduce of several arrays gave."""
+
+    means: list[Array]  # the averages, replicated
+    sent: list[Array]  # this replica's own contributions as sent: what the means are the mean of
+    finite: Array  # bool scalar, replicated: whether every value of the means is finite
+
+
+def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) -> Reduced:
+    """Averages arrays over the replicas in one all-reduce.
+
+    Args:
+      parts: Arrays of any shapes and floating dtypes; means and sent have the same.
+      axis_name: The mapped axis or axes.
+      wire_dtype: What goes on the wire. Where it is narrower than an array, the values are divided
+        by the number of replicas before they are rounded, so that a float16 sum does not overflow.
+    """
+    size = axis_size(axis_name)
+    if not sum(part.size for part in parts):
+        return Reduced(list(parts), list(parts), jnp.array(True))
+    dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
+    packed = _concatenate([part.reshape(-1).astype(dtype) for part in parts])
+    if dtype == jnp.dtype(wire_dtype):
+        sent, mean = packed, lax.psum(packed, axis_name) / size
+    else:
+        rounded = round_to(packed / size, wire_dtype)
+        sent, mean = rounded * size, _psum_narrow(rounded, axis_name, wire_dtype)
+    return Reduced(_unpack(mean, parts), _unpack(sent, parts), jnp.isfinite(mean).all())
+
+
+def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
+    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
+    means: dict[int, Array] = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
+        means.update(zip(chosen, reduced.means, strict=True))
+    return [means[i] for i in range(len(leaves))]
+
+
+def _concatenate(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _psum_narrow(rounded: Array, axis_name: AxisName, wire_dtype: Any) -> Array:
+    """Sums values that are exact in `wire_dtype`, with that dtype on the wire where there is one.
+
+    XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
+    process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
+    """
+
+    def narrow(x: Array) -> Array:
+        return lax.psum(x.astype(wire_dtype), axis_name).astype(x.dtype)
+
+    def wide(x: Array) -> Array:
+        return lax.psum(x, axis_name)
+
+    if jnp.dtype(wire_dtype) != jnp.bfloat16:
+        return narrow(rounded)
+    return lax.platform_dependent(rounded, cpu=wide, default=narrow)
+
+
+def _unpack(packed: Array, like: Sequence[Array]) -> list[Array]:
+    parts, start = [], 0
+    for part in like:
+        block = lax.slice_in_dim(packed, start, start + part.size)
+        parts.append(block.reshape(part.shape).astype(part.dtype))
+        start += part.size
+    return parts

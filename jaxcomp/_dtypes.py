@@ -1,0 +1,52 @@
+"""Floating dtypes: which is wider, rounding that survives the compiler, and argument checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._typing import Array
+
+_WIRE = ("float32", "bfloat16", "float16")
+
+
+def wider(first: Any, second: Any) -> Any:
+    """The floating dtype with more bits; `first` where both have as many.
+
+    Written out because promotion of mixed dtypes is an error under
+    ``jax_numpy_dtype_promotion='strict'``.
+    """
+    return second if jnp.finfo(second).bits > jnp.finfo(first).bits else jnp.dtype(first)
+
+
+def compute_dtype(dtype: Any) -> Any:
+    """The dtype in which a leaf is compressed: float32, or the leaf's own where that is wider."""
+    return wider(jnp.float32, dtype)
+
+
+def round_to(x: Array, dtype: Any) -> Array:
+    """Rounds to the precision of `dtype` without changing the dtype of `x`.
+
+    `lax.reduce_precision` and not a cast there and back, which XLA may elide on GPU.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def checked_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is not one of float32, bfloat16 and float16.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _WIRE:
+        raise ValueError(f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}.")
+    return found

@@ -1,0 +1,48 @@
+"""Products of a matricized leaf with its thin factors, without a transpose of the leaf.
+
+``M`` is ``(rows, cols)``, ``P`` is ``(rows, r)`` and ``Q`` is ``(cols, r)``, each with the same
+leading batch axes; a `MatrixView` tells whether the array holds ``M`` or its transpose.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._matricize import MatrixView
+from jaxcomp._typing import Array
+
+# A residual that is exact in float32 needs products that are: no TensorFloat-32 on GPU. With so few
+# columns the products are bound by memory, so the precision costs nothing.
+_EXACT = lax.Precision.HIGHEST
+# Up to this rank a sum of outer products, which XLA fuses with the arithmetic around it, replaces a
+# matrix product, whose dense result would be written out and read again.
+_FUSED_OUTER_RANK = 4
+
+
+def times_q(view: MatrixView, matrix: Array, q: Array) -> Array:
+    """``M Q``, shape ``(*batch, rows, r)``."""
+    return _contract_first(matrix, q) if view.cols_first else _contract_last(matrix, q)
+
+
+def transposed_times_p(view: MatrixView, matrix: Array, p: Array) -> Array:
+    """``M^T P``, shape ``(*batch, cols, r)``."""
+    return _contract_last(matrix, p) if view.cols_first else _contract_first(matrix, p)
+
+
+def outer(view: MatrixView, p: Array, q: Array) -> Array:
+    """``P Q^T``, laid out as `MatrixView.matricize` lays out the leaf."""
+    first, second = (q, p) if view.cols_first else (p, q)
+    rank = p.shape[-1]
+    if rank > _FUSED_OUTER_RANK:
+        return jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
+    products = [first[..., :, None, k] * second[..., None, :, k] for k in range(rank)]
+    return sum(products[1:], start=products[0])
+
+
+def _contract_last(x: Array, factor: Array) -> Array:
+    return jnp.einsum("...ij,...jr->...ir", x, factor, precision=_EXACT)
+
+
+def _contract_first(x: Array, factor: Array) -> Array:
+    return jnp.einsum("...ij,...ir->...jr", x, factor, precision=_EXACT)

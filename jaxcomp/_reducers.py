@@ -1,0 +1,75 @@
+"""Plain reducers, and the hand-over from one reducer to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import optax
+from jax import lax
+
+from jaxcomp._checks import check_axis_name
+from jaxcomp._collectives import mean_each, reduce_mean
+from jaxcomp._dtypes import checked_dtype
+from jaxcomp._gradients import reducible, replaced
+from jaxcomp._typing import Array, AxisName, DType, PyTree
+
+T = TypeVar("T")
+
+
+def allreduce(*, axis_name: AxisName, comm_dtype: DType | None = None) -> optax.GradientTransformation:
+    r"""Averages gradients over the replicas in one all-reduce.
+
+    .. math:: \bar g = \frac{1}{W} \sum_{w=1}^{W} g_w
+
+    torch's default hook, and with `comm_dtype` its ``fp16_compress_hook`` / ``bf16_compress_hook``.
+
+    Args:
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      comm_dtype: What goes on the wire: None for the gradients' own dtype (one all-reduce for each
+        dtype present), or bfloat16, float16, float32.
+
+    Returns:
+      A stateless transformation from local gradients to their mean, in the gradients' dtypes.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
+        is not floating, or was already reduced over the axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.allreduce(axis_name="data")
+      >>> grads = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}  # two replicas
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
+      [[2.0, 3.0], [2.0, 3.0]]
+    """
+    check_axis_name(axis_name)
+    wire = checked_dtype("comm_dtype", comm_dtype)
+
+    def init(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del params, extra_args
+        leaves, treedef = jax.tree.flatten(updates)
+        positions = reducible(updates, axis_name)
+        chosen = [leaves[i] for i in positions]
+        means = (
+            mean_each(chosen, axis_name)
+            if wire is None
+            else reduce_mean(chosen, axis_name, wire).means
+        )
+        return treedef.unflatten(replaced(leaves, positions, means)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def hand_over(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
+    """`before` while ``count < step``, then `after`; with ``step=0`` the program holds no branch."""
+    if step == 0:
+        return after()
+    return lax.cond(count < step, before, after)

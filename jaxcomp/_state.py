@@ -1,0 +1,223 @@
+"""States across replicas: to one copy for a checkpoint, and back onto any number of replicas.
+
+A state class says which of its fields differ between replicas with a class attribute,
+``per_replica = ("residual",)``. Nothing here knows a reducer by name, so a user's own takes part by
+declaring the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcomp._collectives import axis_tuple, mean_each
+from jaxcomp._dtypes import compute_dtype
+from jaxcomp._matricize import leaf_name
+from jaxcomp._typing import AxisName, KeyPath, PyTree
+
+# States of other libraries that hold something of each replica's own. MultiSteps accumulates local
+# gradients, of which, as of a residual, only the mean matters.
+_FOREIGN: dict[type, tuple[str, ...]] = {optax.MultiStepsState: ("acc_grads",)}
+
+
+def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
+    """Replaces what differs between replicas by its mean, in one all-reduce.
+
+    Call it inside the mapped function before a checkpoint. Outputs depend on the residuals only
+    through their mean, so every replica may start again from it, on any number of replicas. Under
+    ``shard_map(check_vma=True)`` the result is replicated: ``out_specs=P()`` gives the one copy.
+
+    Args:
+      state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.
+      axis_name: The mapped axis or axes of the replicas.
+
+    Returns:
+      The same tree, equal on every replica.
+
+    Raises:
+      ValueError: If the axis is not bound, or a per-replica leaf is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> tx = jaxcomp.powersgd(axis_name="data", start_step=0)
+      >>> def step(grads, state):
+      ...     updates, state = tx.update(grads, state)
+      ...     return jaxcomp.consolidate(state, "data")
+      >>> grads = jax.random.normal(jax.random.key(0), (2, 8, 8))
+      >>> state = jax.vmap(step, in_axes=(0, None), out_axes=None, axis_name="data")(
+      ...     grads, tx.init(grads[0]))
+      >>> state.residual.shape
+      (8, 8)
+    """
+    own: list[Any] = []
+
+    def collect(path: KeyPath, leaf: Any, local: bool) -> Any:
+        if local:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"The per-replica leaf {leaf_name(path)} has dtype {leaf.dtype}, which has no "
+                    "mean. Declare only floating fields in `per_replica`."
+                )
+            own.append(leaf)
+        return leaf
+
+    _map_leaves(collect, state)
+    # Averaged in float32 even where stored narrower, then back to the stored dtype.
+    means = mean_each([leaf.astype(compute_dtype(leaf.dtype)) for leaf in own], axis_name)
+    queue = iter([mean.astype(leaf.dtype) for mean, leaf in zip(means, own, strict=True)])
+    return _map_leaves(lambda path, leaf, local: next(queue) if local else leaf, state)
+
+
+def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
+    """PartitionSpecs of a state, for the ``in_specs`` and ``out_specs`` of `jax.shard_map`.
+
+    Args:
+      state: Any tree that holds jaxcomp states, of arrays or shape structs.
+      axis_name: The mesh axis or axes of the replicas.
+
+    Returns:
+      The same tree with ``P(axis_name)`` for each leaf that a replica has of its own and ``P()`` for
+      the others. A global per-replica array is ``n`` replicas' blocks along axis 0.
+
+    Raises:
+      ValueError: If a per-replica leaf has no axes to lay the replicas along.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> state = jaxcomp.powersgd(axis_name="data").init({"w": jnp.zeros((8, 8))})
+      >>> specs = jaxcomp.state_specs(state, "data")
+      >>> specs.residual["w"] == jax.P("data"), specs.q["w"] == jax.P()
+      (True, True)
+    """
+
+    def spec(path: KeyPath, leaf: Any, local: bool) -> PartitionSpec:
+        if not local:
+            return PartitionSpec()
+        if not np.ndim(leaf):
+            raise ValueError(
+                f"The per-replica leaf {leaf_name(path)} is a scalar, and the replicas' values are "
+                "laid along axis 0. Give it an axis of length 1."
+            )
+        return PartitionSpec(axis_name)
+
+    return _map_leaves(spec, state)
+
+
+def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
+    """Places a consolidated state on a mesh, ready for a function with `state_specs`.
+
+    Every replica gets the same copy of what it then has of its own. Shardings that the arrays
+    already have over other axes of the mesh (tensor or FSDP parallel) are kept.
+
+    Args:
+      state: A consolidated state: from ``init``, a checkpoint, or `consolidate`. In a run of several
+        processes, each passes the same values.
+      mesh: The mesh that `jax.shard_map` runs on.
+      axis_name: Its axis or axes along which the replicas lie.
+
+    Returns:
+      The same tree of global arrays. A per-replica leaf of shape ``(d, ...)`` becomes
+      ``(n * d, ...)`` for ``n`` replicas.
+
+    Raises:
+      ValueError: If the mesh lacks an axis, or a per-replica leaf is a scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> state = jaxcomp.powersgd(axis_name="data").init({"w": jnp.zeros((8, 8))})
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> jaxcomp.shard_state(state, mesh, "data").residual["w"].shape
+      (16, 8)
+    """
+    axes = axis_tuple(axis_name)
+    missing = [name for name in axes if name not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"The mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.shape)}. Pass the "
+            "axis_name that the reducer was made with, on the mesh that shard_map uses."
+        )
+    replicas = int(np.prod([mesh.shape[name] for name in axes]))
+    specs = state_specs(state, axis_name)
+
+    def place(path: KeyPath, leaf: Any, local: bool, spec: PartitionSpec) -> jax.Array:
+        del path
+        spec = _merged_spec(leaf, mesh, axes if local else ())
+        return _tiled(leaf, replicas if local else 1, NamedSharding(mesh, spec))
+
+    return _map_leaves(place, state, specs)
+
+
+def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """The leaf's present spec on this mesh, with `axes` put in front on axis 0."""
+    sharding = getattr(leaf, "sharding", None)
+    present = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else ()
+    if not axes:
+        return PartitionSpec(*present)
+    first = present[0] if len(present) else None
+    first = () if first is None else first if isinstance(first, tuple) else (first,)
+    return PartitionSpec((*axes, *first), *present[1:])
+
+
+def _tiled(leaf: Any, times: int, sharding: NamedSharding) -> jax.Array:
+    """`leaf` repeated along axis 0; no device holds more than its own shard."""
+    shape = np.shape(leaf)
+    if times > 1:
+        shape = (times * shape[0], *shape[1:])
+
+    def block(index: tuple[slice, ...]) -> Any:
+        if times == 1:
+            return leaf[index]
+        start, stop, _ = index[0].indices(shape[0])
+        size = max(np.shape(leaf)[0], 1)
+        offset = start % size
+        return leaf[(slice(offset, offset + stop - start), *index[1:])]
+
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(leaf, sharding)
+    host = np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
+    leaf = host
+    return jax.make_array_from_callback(shape, sharding, block)
+
+
+def _fields(node: Any) -> tuple[str, ...] | None:
+    """Names of the per-replica fields that the class of `node` declares, or None."""
+    declared = _FOREIGN.get(type(node), getattr(type(node), "per_replica", None))
+    return declared if isinstance(declared, tuple) else None
+
+
+def _map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Maps ``function(path, leaf, local, *rest)`` over a tree; `local` tells per-replica leaves."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    local = _local_flags(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return treedef.unflatten(
+        [
+            function(path, leaf, flag, *extra)
+            for (path, leaf), flag, *extra in zip(paths, local, *others, strict=True)
+        ]
+    )
+
+
+def _local_flags(tree: PyTree) -> list[bool]:
+    """For each leaf in flattening order, whether it lies in a per-replica field."""
+    flags: list[bool] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: _fields(x) is not None):
+        fields = _fields(node)
+        if fields is None:
+            flags.append(False)
+            continue
+        children = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda x, node=node: x is not node
+        )[0]
+        for (key,), child in children:
+            if getattr(key, "name", getattr(key, "key", None)) in fields:
+                flags.extend([True] * len(jax.tree.leaves(child)))
+            else:
+                flags.extend(_local_flags(child))
+    return flags

@@ -1,0 +1,40 @@
+"""Type aliases and the small protocols that the other modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+Array: TypeAlias = jax.Array
+PyTree: TypeAlias = Any
+KeyPath: TypeAlias = tuple[Any, ...]
+DType: TypeAlias = np.dtype | type | str
+# One mapped axis, or several that together enumerate the replicas.
+AxisName: TypeAlias = str | tuple[str, ...]
+
+
+class MatrixDims(NamedTuple):
+    """How the axes of one leaf form a (batch of) matrices.
+
+    Every axis of the leaf stands in exactly one of the three fields. The row index of the matrix is
+    the row-major index over `rows`, and likewise for the columns and the batch.
+
+    Example:
+        A scanned stack of dense kernels, shape ``(layers, in, out)``, compressed layer by layer:
+
+        >>> MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+        MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+    """
+
+    batch: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+
+
+# Called with the key path of `jax.tree_util.tree_flatten_with_path` and the leaf (or its shape).
+RankFn: TypeAlias = Callable[[KeyPath, Any], int | None]
+MatrixDimsFn: TypeAlias = Callable[[KeyPath, Any], MatrixDims | None]
+Schedule: TypeAlias = Callable[[Array], Array | float]
