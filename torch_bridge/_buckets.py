@@ -1,0 +1,307 @@
+"""Bucket layout: which parameter lies where in the flat buffers of torch's hook state.
+
+DDP concatenates gradients into buckets and the hook keeps one error, one P and one Q buffer per
+bucket. Neither the order of the parameters nor their strides are in the file, so a layout has to
+come with it (`record_layout`) or be inferred (``_infer.py``).
+
+References: ``torch/csrc/distributed/c10d/reducer.cpp`` for the buckets, ``powerSGD_hook.py`` for P
+and Q.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_bridge._errors import CheckpointMismatch
+
+_FORMAT = "torch_bridge.BucketLayout"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketEntry:
+    """One parameter in a bucket.
+
+    Attributes:
+      name: its name in the model, without ``module.``.
+      shape: length per axis.
+      strides: distance per axis in elements, as the gradient lies in the bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def unflatten(self, flat: np.ndarray) -> np.ndarray:
+        """The parameter's elements, stored in memory order, as an array of `shape` (a view)."""
+        return flat.reshape([self.shape[axis] for axis in self._memory_order]).transpose(
+            np.argsort(self._memory_order)
+        )
+
+    def flatten(self, array: np.ndarray) -> np.ndarray:
+        """The inverse of `unflatten`."""
+        return np.ascontiguousarray(array.transpose(self._memory_order)).reshape(-1)
+
+    @property
+    def _memory_order(self) -> list[int]:
+        # Slowest axis first; an axis of length 1 may carry any stride, so it keeps its place.
+        axes = range(len(self.shape))
+        wide = sorted((a for a in axes if self.shape[a] > 1), key=lambda a: -self.strides[a])
+        queue = iter(wide)
+        return [next(queue) if self.shape[axis] > 1 else axis for axis in axes]
+
+    def column_order(self) -> np.ndarray | None:
+        """Columns of the hook's matrix, as positions in ``array.reshape(shape[0], -1)``.
+
+        The hook reads the bucket's memory as ``(shape[0], -1)``, whatever the strides. For a
+        channels_last kernel its columns are therefore ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
+
+        Returns:
+          Positions, shape (cols,), or None if the hook's rows are not the first axis at all.
+        """
+        order = self._memory_order
+        if order and order[0] != 0:
+            return None
+        cols = np.arange(math.prod(self.shape[1:])).reshape(self.shape[1:])
+        return cols.transpose([axis - 1 for axis in order[1:]]).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorSlot:
+    """Where the factors of one compressed parameter lie in its bucket.
+
+    Attributes:
+      entry: the parameter.
+      bucket: index of its bucket.
+      rows, cols, rank: sizes of the matrix and its factors.
+      p_start, q_start: first element in the bucket's P and Q buffer.
+    """
+
+    entry: BucketEntry
+    bucket: int
+    rows: int
+    cols: int
+    rank: int
+    p_start: int
+    q_start: int
+
+    def p(self, buffer: np.ndarray) -> np.ndarray:
+        """P, shape (rows, rank), as a view of the bucket's buffer."""
+        return buffer[self.p_start : self.p_start + self.rows * self.rank].reshape(
+            self.rows, self.rank
+        )
+
+    def q(self, buffer: np.ndarray) -> np.ndarray:
+        """Q, shape (cols, rank), as a view of the bucket's buffer."""
+        return buffer[self.q_start : self.q_start + self.cols * self.rank].reshape(
+            self.cols, self.rank
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of each bucket, in order; the position of a bucket is its index in torch.
+
+    Example:
+      >>> import numpy as np
+      >>> model = {"w": np.zeros((8, 4)), "b": np.zeros(8)}
+      >>> layout = BucketLayout.from_order([["b", "w"]], model)
+      >>> layout.buckets[0][1]
+      BucketEntry(name='w', shape=(8, 4), strides=(4, 1))
+      >>> BucketLayout.from_json(layout.to_json()) == layout
+      True
+    """
+
+    buckets: tuple[tuple[BucketEntry, ...], ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
+        if twice:
+            raise CheckpointMismatch(
+                f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
+                f"parameter goes by its first name only."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters, bucket after bucket."""
+        return tuple(entry.name for bucket in self.buckets for entry in bucket)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements per bucket."""
+        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
+
+    @classmethod
+    def from_order(cls, order: Sequence[Sequence[str]], model: Mapping[str, Any]) -> BucketLayout:
+        """A layout from the names per bucket.
+
+        Args:
+          order: a list of parameter names per bucket.
+          model: name -> array or tensor, for the shapes and strides.
+
+        Raises:
+          CheckpointMismatch: a name is not in `model`; all such names are listed.
+        """
+        missing = [name for bucket in order for name in bucket if name not in model]
+        if missing:
+            raise CheckpointMismatch(
+                "The order names parameters that the model does not have. Use the names of "
+                "model.named_parameters().",
+                missing=missing,
+            )
+        return cls(
+            tuple(
+                tuple(
+                    BucketEntry(
+                        name, tuple(map(int, model[name].shape)), dense_strides(model[name])
+                    )
+                    for name in bucket
+                )
+                for bucket in order
+            )
+        )
+
+    @classmethod
+    def from_manifest(cls, manifest: Sequence[Sequence[Any]]) -> BucketLayout:
+        """A layout from plain entries.
+
+        Args:
+          manifest: per bucket a list of ``(name, shape)``, ``(name, shape, strides)`` or mappings
+            with these keys; without strides a parameter is contiguous.
+
+        Raises:
+          CheckpointMismatch: an entry has another form.
+        """
+        return cls(tuple(tuple(map(_entry, bucket)) for bucket in manifest))
+
+    def to_json(self) -> str:
+        """The layout as JSON text."""
+        buckets = [[dataclasses.asdict(entry) for entry in bucket] for bucket in self.buckets]
+        return json.dumps({"format": _FORMAT, "version": _VERSION, "buckets": buckets})
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketLayout:
+        """The inverse of `to_json`.
+
+        Raises:
+          CheckpointMismatch: the text is no layout, or of a later version.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointMismatch(
+                "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
+            ) from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise CheckpointMismatch(
+                f'A bucket layout must be a JSON object with "format": "{_FORMAT}".'
+            )
+        if document.get("version") != _VERSION:
+            raise CheckpointMismatch(
+                f"This bucket layout has version {document.get('version')!r:.20}; this release "
+                f"reads version {_VERSION}. Upgrade it."
+            )
+        return cls.from_manifest(document.get("buckets", ()))
+
+    def split(self, bucket: int, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Cut a bucket's error buffer into named parameters (views of `flat`)."""
+        pieces, start = {}, 0
+        for entry in self.buckets[bucket]:
+            pieces[entry.name] = entry.unflatten(flat[start : start + entry.size])
+            start += entry.size
+        return pieces
+
+    def factor_slots(self, rank: int, min_compression_rate: float) -> Iterator[FactorSlot]:
+        """Where the factors of the compressed parameters lie, bucket after bucket.
+
+        The hook cuts P and Q by groups of equal matrix shape in first-seen order, not in bucket
+        order.
+
+        Args:
+          rank: torch's ``matrix_approximation_rank``.
+          min_compression_rate: torch's argument of this name.
+        """
+        for index, bucket in enumerate(self.buckets):
+            groups: dict[tuple[int, int], list[tuple[BucketEntry, int]]] = {}
+            for entry in bucket:
+                shape = matrix_shape(entry.shape)
+                used = min(*shape, rank)
+                if sum(shape) * used * min_compression_rate < math.prod(shape):
+                    groups.setdefault(shape, []).append((entry, used))
+            p_start = q_start = 0
+            for (rows, cols), members in groups.items():
+                for entry, used in members:
+                    yield FactorSlot(entry, index, rows, cols, used, p_start, q_start)
+                    p_start += rows * used
+                    q_start += cols * used
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of ``tensor.view(shape[0], -1)``; an empty or scalar tensor has none."""
+    rows = shape[0] if len(shape) else 0
+    return rows, math.prod(shape) // rows if rows else 0
+
+
+def dense_strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements with which DDP lays out the gradient of `array`.
+
+    DDP keeps a parameter's own strides if it fills its memory without gaps (channels_last does),
+    and makes the gradient contiguous otherwise.
+    """
+    shape = tuple(map(int, array.shape))
+    if callable(getattr(array, "stride", None)):
+        strides = tuple(map(int, array.stride()))
+    elif isinstance(array, np.ndarray):
+        strides = tuple(step // array.itemsize for step in array.strides)
+    else:
+        return contiguous_strides(shape)
+    expected = 1
+    for axis in sorted(range(len(shape)), key=lambda a: (strides[a], shape[a])):
+        if shape[axis] > 1:
+            if strides[axis] != expected:
+                return contiguous_strides(shape)
+            expected *= shape[axis]
+    return strides
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a row-major array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _repeats(names: Sequence[str]) -> bool:
+    return len(set(names)) < len(names)
+
+
+def _entry(item: Any) -> BucketEntry:
+    if isinstance(item, BucketEntry):
+        return item
+    try:
+        if isinstance(item, Mapping):
+            name, shape, strides = item["name"], item["shape"], item.get("strides")
+        else:
+            name, shape, *rest = item
+            strides = rest[0] if rest else None
+        shape = tuple(shape)
+        strides = contiguous_strides(shape) if strides is None else tuple(strides)
+        counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))
+        if isinstance(name, str) and counts and len(shape) == len(strides):
+            return BucketEntry(name, shape, strides)
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise CheckpointMismatch(
+        f"A layout entry must be (name, shape) or (name, shape, strides), got {item!r:.80}."
+    )

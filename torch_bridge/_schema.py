@@ -1,0 +1,186 @@
+"""A typed mirror, in NumPy, of what torch keeps for PowerSGD. Torch is not needed to read it.
+
+The field names are torch's own (``powerSGD_hook.PowerSGDState.__slots__``), so that a reader who
+knows the hook recognises every entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_MT_WORDS = 624
+
+
+class SchemaError(ValueError):
+    """An entry of the hook state is missing or of the wrong kind; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomStateRecord:
+    """A ``numpy.random.RandomState`` as plain numbers; `rebuild` makes the generator.
+
+    Attributes:
+      key: the Mersenne Twister's words, shape (624,), uint32.
+      pos: position in `key`, 0 to 624.
+      has_gauss: 1 when one normal sample is kept back.
+      cached_gaussian: that sample.
+    """
+
+    key: np.ndarray
+    pos: int
+    has_gauss: int = 0
+    cached_gaussian: float = 0.0
+
+    def __post_init__(self) -> None:
+        key = np.asarray(self.key)
+        if key.shape != (_MT_WORDS,) or key.dtype.kind not in "ui":
+            raise SchemaError(
+                f"`rng` must hold {_MT_WORDS} integer words, got {key.dtype} of shape {key.shape}"
+            )
+        if not 0 <= int(self.pos) <= _MT_WORDS:
+            raise SchemaError(f"`rng` position must lie in 0 to {_MT_WORDS}, got {self.pos}")
+        object.__setattr__(self, "key", key.astype(np.uint32))
+        object.__setattr__(self, "pos", int(self.pos))
+        object.__setattr__(self, "has_gauss", int(self.has_gauss))
+        object.__setattr__(self, "cached_gaussian", float(self.cached_gaussian))
+
+    @classmethod
+    def of(cls, generator: np.random.RandomState) -> RandomStateRecord:
+        """The record of a live generator."""
+        state: Any = generator.get_state(legacy=True)
+        return cls(*state[1:])
+
+    def rebuild(self) -> np.random.RandomState:
+        """A generator that goes on where the recorded one stopped."""
+        generator = np.random.RandomState()
+        generator.set_state(("MT19937", self.key, self.pos, self.has_gauss, self.cached_gaussian))
+        return generator
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGDRecord:
+    """One rank's ``PowerSGDState``, with arrays in place of tensors.
+
+    Attributes:
+      matrix_approximation_rank: rank asked for; a leaf has ``min(rows, cols, rank)``.
+      iter: calls of the hook so far.
+      error_dict: bucket index -> this rank's error, flat, in bucket parameter order; each
+        parameter in memory order; compressed and uncompressed ones together.
+      p_memory_dict: bucket index -> flat (rows, r) blocks of the compressed parameters, cut by
+        groups of equal matrix shape in first-seen order.
+      q_memory_dict: bucket index -> flat (cols, r) blocks, cut likewise.
+      rng: the generator that seeds the first Q, or None if the file has none.
+    """
+
+    matrix_approximation_rank: int
+    iter: int
+    error_dict: dict[int, np.ndarray]
+    p_memory_dict: dict[int, np.ndarray]
+    q_memory_dict: dict[int, np.ndarray]
+    start_powerSGD_iter: int = 1_000
+    min_compression_rate: float = 2.0
+    orthogonalization_epsilon: float = 0.0
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    batch_tensors_with_same_shape: bool = False
+    rng: RandomStateRecord | None = None
+    total_numel_before_compression: int = 0
+    total_numel_after_compression: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    next_stats_report: int = 0
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Indices of the buckets that have any state, ascending."""
+        return tuple(sorted({*self.error_dict, *self.p_memory_dict, *self.q_memory_dict}))
+
+    @property
+    def hyperparameters(self) -> dict[str, int | float | bool]:
+        """What the user chose, by torch's argument names."""
+        return {name: getattr(self, name) for name in HYPERPARAMETERS}
+
+
+HYPERPARAMETERS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "orthogonalization_epsilon",
+    "use_error_feedback",
+    "warm_start",
+    "batch_tensors_with_same_shape",
+    "compression_stats_logging_frequency",
+)
+COUNTERS = (
+    "iter",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+    "next_stats_report",
+)
+_BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
+# Present since the hook exists; later torch releases added the others, which have defaults.
+REQUIRED = ("matrix_approximation_rank", "iter", *_BUFFERS)
+_FLOATS = ("min_compression_rate", "orthogonalization_epsilon")
+_FLAGS = ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape")
+
+
+def is_slots(value: object) -> bool:
+    """Whether `value` looks like what ``PowerSGDState.__getstate__()`` returns."""
+    return isinstance(value, Mapping) and all(name in value for name in REQUIRED)
+
+
+def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
+    """Build a record from the slot dictionary of a ``PowerSGDState``.
+
+    Args:
+      slots: slot name -> value, arrays as NumPy; ``process_group`` and unknown slots are ignored.
+
+    Returns:
+      The record; slots that older torch releases lack take torch's defaults.
+
+    Raises:
+      SchemaError: a required slot is missing, or a slot has the wrong kind of value.
+    """
+    missing = [name for name in REQUIRED if name not in slots]
+    if missing:
+        raise SchemaError(f"the hook state lacks {', '.join(missing)}")
+    values: dict[str, Any] = {}
+    for name in (*HYPERPARAMETERS, *COUNTERS):
+        if name in slots:
+            values[name] = _number(name, slots[name])
+    for name in _BUFFERS:
+        values[name] = _bucket_arrays(name, slots[name])
+    rng = slots.get("rng")
+    if rng is not None and not isinstance(rng, RandomStateRecord):
+        raise SchemaError(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
+    if values["matrix_approximation_rank"] < 1 or values["iter"] < 0:
+        raise SchemaError("`matrix_approximation_rank` must be >= 1 and `iter` >= 0")
+    return PowerSGDRecord(rng=rng, **values)
+
+
+def _number(name: str, value: Any) -> int | float | bool:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if name in _FLAGS and isinstance(value, bool | int):
+        return bool(value)
+    if name in _FLOATS and isinstance(value, int | float):
+        return float(value)
+    if name not in _FLAGS and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise SchemaError(f"`{name}` must be a number, got {type(value).__name__}")
+
+
+def _bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
+    if not isinstance(value, Mapping):
+        raise SchemaError(f"`{name}` must map bucket index to tensor, got {type(value).__name__}")
+    arrays = {}
+    for key, array in value.items():
+        if not isinstance(key, int) or not isinstance(array, np.ndarray):
+            raise SchemaError(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
+        arrays[key] = array.reshape(-1)
+    return arrays

@@ -1,0 +1,360 @@
+"""A pickle machine that cannot run anything: it has no import, no getattr and no call.
+
+``pickle.Unpickler`` with a filtered ``find_class`` still hands real functions and classes to the
+file: BUILD may set attributes on them, a memo index of 2**31 allocates gigabytes, and a nested
+tuple as a dictionary key recurses through C. Here a global is an inert `Global` token, and the
+only thing that REDUCE, NEWOBJ and BUILD do is look that token up in a table of constructors of
+ours (``_globals.py``), each of which checks its arguments. Opcodes that torch never writes are
+refused.
+
+References: Python's ``pickletools`` for the opcodes, ``torch/_weights_only_unpickler.py`` for the
+idea of a reduced machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# One opcode costs at most about a hundred bytes of memory, so this bounds a stream of
+# EMPTY_DICTs. A checkpoint with 100 000 tensors takes four million.
+MAX_OPCODES = 20_000_000
+_MAX_KEY_DEPTH = 2
+
+
+class Malformed(Exception):
+    """The stream is damaged, or is no checkpoint of torch's; the message says what was expected."""
+
+
+class Forbidden(Exception):
+    """The stream asks for a global that is not on the allow-list.
+
+    Attributes:
+      name: that global, ``module.name``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Global:
+    """A global the file names, never imported: only its name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Pending:
+    """An object between its creation and its BUILD, which turns it into a value.
+
+    Args:
+      what: its kind, for messages.
+      build: state from the file -> the finished value.
+      value: what it counts as when the file never builds it.
+    """
+
+    __slots__ = ("build", "memo_keys", "value", "what")
+
+    def __init__(self, what: str, build: Callable[[Any], Any], value: Any = None) -> None:
+        self.what = what
+        self.build = build
+        self.value = value
+        self.memo_keys: list[int] = []
+
+
+Constructors = Mapping[str, Callable[..., Any]]
+_MARK = object()
+
+
+class Machine:
+    """Reads one pickle from `data`.
+
+    Args:
+      data: the bytes; nothing past the pickle's STOP is looked at.
+      allowed: names of the globals that may appear.
+      reduce: global name -> constructor for REDUCE and NEWOBJ; a name in `allowed` alone may
+        appear as a value only.
+      persistent_load: persistent id -> value.
+      pos: where the pickle starts.
+
+    Attributes:
+      pos: after `load`, the first byte past the pickle.
+    """
+
+    def __init__(
+        self,
+        data: bytes | mmap.mmap,
+        *,
+        allowed: frozenset[str],
+        reduce: Constructors,
+        persistent_load: Callable[[Any], Any],
+        pos: int = 0,
+    ) -> None:
+        self.data = data
+        self.pos = pos
+        self._allowed = allowed
+        self._reduce = reduce
+        self._persistent_load = persistent_load
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def load(self) -> Any:
+        """Run to STOP and return the value.
+
+        Raises:
+          Malformed: the stream is cut short or is not one that torch writes.
+          Forbidden: it asks for a global that is not allowed.
+        """
+        for _ in range(MAX_OPCODES):
+            opcode = self._take(1)
+            if opcode == pickle.STOP:
+                return self._pop()
+            handler = _HANDLERS.get(opcode)
+            if handler is None:
+                raise Malformed(f"pickle opcode {opcode!r}, which torch.save does not write")
+            handler(self)
+        raise Malformed(f"more than {MAX_OPCODES} pickle opcodes")
+
+    # --- bytes ------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        end = self.pos + count
+        if count < 0 or end > len(self.data):
+            raise Malformed("the pickle ends in the middle of an object")
+        chunk = self.data[self.pos : end]
+        self.pos = end
+        return chunk
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _line(self) -> str:
+        end = self.data.find(b"\n", self.pos, self.pos + 1024)
+        if end < 0:
+            raise Malformed("a global's name has no end")
+        return _text(self._take(end + 1 - self.pos)[:-1])
+
+    # --- the stack --------------------------------------------------------------------------
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise Malformed("the pickle takes a value that is not there")
+        return settle(self._stack.pop())
+
+    def _pop_to_mark(self) -> list[Any]:
+        values = []
+        while self._stack:
+            value = self._stack.pop()
+            if value is _MARK:
+                return values[::-1]
+            values.append(settle(value))
+        raise Malformed("the pickle closes a group that it never opened")
+
+    def _top(self, kind: type) -> Any:
+        if not self._stack or not isinstance(self._stack[-1], kind):
+            raise Malformed(f"the pickle fills a {kind.__name__} where there is none")
+        return self._stack[-1]
+
+    def _memoize(self, key: int) -> None:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise Malformed("the pickle stores a value that is not there")
+        value = self._stack[-1]
+        self._memo[key] = value
+        if isinstance(value, Pending):
+            value.memo_keys.append(key)
+
+    def _recall(self, key: int) -> None:
+        if key not in self._memo:
+            raise Malformed(f"the pickle recalls entry {key}, which it never stored")
+        self._push(self._memo[key])
+
+    # --- globals and objects ----------------------------------------------------------------
+
+    def _global(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise Malformed("a global's name is not text")
+        full = canonical(module, name)
+        if full not in self._allowed:
+            raise Forbidden(full)
+        self._push(Global(full))
+
+    def _construct(self, target: Any, args: Any) -> None:
+        if not isinstance(target, Global) or not isinstance(args, tuple):
+            raise Malformed(f"the pickle calls a {type(target).__name__}")
+        constructor = self._reduce.get(target.name)
+        if constructor is None:
+            # On the list as a value (a hook, a dtype), but never to be called.
+            raise Forbidden(f"{target.name} (called)")
+        self._push(constructor(*args))
+
+    def _build(self) -> None:
+        state = self._pop()
+        if not self._stack:
+            raise Malformed("the pickle fills an object that is not there")
+        target = self._stack[-1]
+        if isinstance(target, Pending):
+            value = target.build(state)
+            # The file memoised the object before it was complete: later references must see
+            # the value. Nothing else can hold the unfinished object.
+            for key in target.memo_keys:
+                self._memo[key] = value
+            self._stack[-1] = value
+        elif not isinstance(target, dict):  # a dict subclass's own attributes are not needed
+            raise Malformed(f"the pickle sets attributes of a {type(target).__name__}")
+
+    # --- one method per opcode that needs more than a line -----------------------------------
+
+    def _setitems(self, pairs: list[Any]) -> None:
+        if len(pairs) % 2:
+            raise Malformed("a dictionary key has no value")
+        target = self._top(dict)
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            target[plain_key(key)] = value
+
+    def _setitem(self) -> None:
+        value = self._pop()
+        self._setitems([self._pop(), value])
+
+    def _append(self) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def _op_reduce(self) -> None:
+        args = self._pop()
+        self._construct(self._pop(), args)
+
+    def _inst(self) -> None:
+        # A class and its arguments in one, of protocol 0: torch never writes it.
+        module, name = self._line(), self._line()
+        raise Forbidden(canonical(module, name))
+
+    def _extension(self, form: str) -> None:
+        raise Forbidden(f"copyreg extension code {self._number(form)}")
+
+    def _stack_global(self) -> None:
+        name = self._pop()
+        self._global(self._pop(), name)
+
+    def _tuple(self, count: int) -> None:
+        values = [self._pop() for _ in range(count)]
+        self._push(tuple(values[::-1]))
+
+    def _dup(self) -> None:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise Malformed("the pickle copies a value that is not there")
+        self._push(self._stack[-1])
+
+    def _string(self, form: str) -> None:
+        self._push(_text(self._take(self._number(form))))
+
+    def _py2_string(self, form: str) -> None:
+        self._push(self._take(self._number(form)).decode("latin-1"))
+
+    def _bytes(self, form: str) -> None:
+        self._push(bytes(self._take(self._number(form))))
+
+    def _long(self, form: str) -> None:
+        self._push(int.from_bytes(self._take(self._number(form)), "little", signed=True))
+
+    def _proto(self) -> None:
+        if self._number("B") > pickle.HIGHEST_PROTOCOL:
+            raise Malformed("a pickle protocol newer than this Python's")
+
+
+def settle(value: Any) -> Any:
+    """The value of an object that the file left unbuilt; any other value as it is."""
+    return value.value if isinstance(value, Pending) else value
+
+
+def plain_key(key: Any, depth: int = 0) -> Any:
+    """Check that `key` may key a dictionary: hashing it must be cheap and end."""
+    plain = key is None or isinstance(key, str | bytes | int | float | Global)
+    if plain:
+        return key
+    if isinstance(key, tuple) and depth < _MAX_KEY_DEPTH and len(key) <= 64:
+        return tuple(plain_key(part, depth + 1) for part in key)
+    raise Malformed(f"a {type(key).__name__} as a dictionary key")
+
+
+def canonical(module: str, name: str) -> str:
+    """``module.name`` as Python 3 and today's NumPy spell it."""
+    module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+    if module == "numpy.core" or module.startswith("numpy.core."):
+        module = "numpy._core" + module[len("numpy.core") :]
+    return f"{module}.{name}"
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise Malformed("text that is not UTF-8") from error
+
+
+_HANDLERS: dict[bytes, Callable[[Machine], object]] = {
+    pickle.PROTO: Machine._proto,
+    pickle.FRAME: lambda m: m._number("<Q"),
+    pickle.MARK: lambda m: m._push(_MARK),
+    pickle.POP: lambda m: m._pop(),
+    pickle.POP_MARK: lambda m: m._pop_to_mark(),
+    pickle.DUP: Machine._dup,
+    pickle.NONE: lambda m: m._push(None),
+    pickle.NEWTRUE: lambda m: m._push(True),
+    pickle.NEWFALSE: lambda m: m._push(False),
+    pickle.BININT: lambda m: m._push(m._number("<i")),
+    pickle.BININT1: lambda m: m._push(m._number("B")),
+    pickle.BININT2: lambda m: m._push(m._number("<H")),
+    pickle.LONG1: lambda m: m._long("B"),
+    pickle.LONG4: lambda m: m._long("<i"),
+    pickle.BINFLOAT: lambda m: m._push(m._number(">d")),
+    pickle.BINUNICODE: lambda m: m._string("<I"),
+    pickle.SHORT_BINUNICODE: lambda m: m._string("B"),
+    pickle.BINUNICODE8: lambda m: m._string("<Q"),
+    pickle.BINSTRING: lambda m: m._py2_string("<i"),
+    pickle.SHORT_BINSTRING: lambda m: m._py2_string("B"),
+    pickle.BINBYTES: lambda m: m._bytes("<I"),
+    pickle.SHORT_BINBYTES: lambda m: m._bytes("B"),
+    pickle.BINBYTES8: lambda m: m._bytes("<Q"),
+    pickle.BYTEARRAY8: lambda m: m._bytes("<Q"),
+    pickle.EMPTY_TUPLE: lambda m: m._push(()),
+    pickle.TUPLE1: lambda m: m._tuple(1),
+    pickle.TUPLE2: lambda m: m._tuple(2),
+    pickle.TUPLE3: lambda m: m._tuple(3),
+    pickle.TUPLE: lambda m: m._push(tuple(m._pop_to_mark())),
+    pickle.EMPTY_LIST: lambda m: m._push([]),
+    pickle.LIST: lambda m: m._push(m._pop_to_mark()),
+    pickle.EMPTY_DICT: lambda m: m._push({}),
+    pickle.EMPTY_SET: lambda m: m._push(set()),
+    pickle.FROZENSET: lambda m: m._push(frozenset(map(plain_key, m._pop_to_mark()))),
+    pickle.SETITEM: Machine._setitem,
+    pickle.SETITEMS: lambda m: m._setitems(m._pop_to_mark()),
+    pickle.APPEND: Machine._append,
+    pickle.APPENDS: lambda m: (lambda v: m._top(list).extend(v))(m._pop_to_mark()),
+    pickle.ADDITEMS: lambda m: (lambda v: m._top(set).update(map(plain_key, v)))(m._pop_to_mark()),
+    pickle.BINPUT: lambda m: m._memoize(m._number("B")),
+    pickle.LONG_BINPUT: lambda m: m._memoize(m._number("<I")),
+    pickle.MEMOIZE: lambda m: m._memoize(len(m._memo)),
+    pickle.BINGET: lambda m: m._recall(m._number("B")),
+    pickle.LONG_BINGET: lambda m: m._recall(m._number("<I")),
+    pickle.GLOBAL: lambda m: m._global(m._line(), m._line()),
+    pickle.STACK_GLOBAL: Machine._stack_global,
+    pickle.INST: Machine._inst,
+    pickle.EXT1: lambda m: m._extension("B"),
+    pickle.EXT2: lambda m: m._extension("<H"),
+    pickle.EXT4: lambda m: m._extension("<i"),
+    pickle.REDUCE: Machine._op_reduce,
+    pickle.NEWOBJ: Machine._op_reduce,
+    pickle.BUILD: Machine._build,
+    pickle.BINPERSID: lambda m: m._push(m._persistent_load(m._pop())),
+}
