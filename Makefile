@@ -1,0 +1,44 @@
+# `make demo` and `make test` set themselves up: a virtual environment in .venv, filled by pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check format clean
+
+help:
+	@echo "make demo    train a small language model four ways; table, picture and JSON in out/"
+	@echo "make test    run the test suite"
+	@echo "make check   lint, formatting, types"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make clean   remove .venv, caches and out/"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxcomp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of extras, renewed when pyproject.toml changes.
+$(VENV)/.examples: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	@touch $@
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis
