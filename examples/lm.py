@@ -1,0 +1,220 @@
+"""Byte-level language modelling on the source of Python's own standard library.
+
+The data, the model, the loss and the held-out evaluation that every example and study of this
+repository shares. Nothing is downloaded: the text is the `.py` files that came with the
+interpreter. Nothing here knows about devices or communication; `data_parallel.py` adds that.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCABULARY = 256  # one token per byte value
+
+# Tests are a third of the library and repeat themselves; the others are not Python's own source.
+SKIPPED_DIRECTORIES = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+HELD_OUT_SHARE = 10  # one file in ten is never trained on
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text, as bytes, split by file.
+
+    Attributes:
+      train: uint8, the training files one after the other.
+      held_out: uint8, the files that are only evaluated on.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def standard_library_files(root: Path | None = None) -> list[tuple[str, bytes]]:
+    """Reads the standard library's source files.
+
+    Args:
+      root: where to look; by default the directory of the running interpreter's library.
+
+    Returns:
+      (path relative to `root` with forward slashes, content) in the order of the paths, which is
+      the same on every machine with the same Python. Unreadable and empty files are left out.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        # `_sysconfigdata` is written when Python is built and differs from machine to machine.
+        if SKIPPED_DIRECTORIES & set(relative.parts) or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        if content:
+            files.append((relative.as_posix(), content))
+    return sorted(files)
+
+
+def load_corpus(root: Path | None = None) -> Corpus:
+    """Reads the corpus and splits it by file.
+
+    A file's side is decided by a checksum of its path alone, so that it stays on that side when
+    other files come or go, and no held-out file is ever seen in training.
+
+    Args:
+      root: see `standard_library_files`.
+
+    Returns:
+      The corpus.
+
+    Raises:
+      ValueError: there is no text (some distributions ship the library without its source).
+    """
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for name, content in standard_library_files(root):
+        sides[zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0].append(content)
+    if not (sides[0] and sides[1]):
+        raise ValueError(
+            "the standard library's source was not found next to this interpreter; "
+            "use a Python that ships its .py files"
+        )
+    train, held_out = (np.frombuffer(b"\n".join(side), np.uint8) for side in sides)
+    return Corpus(train, held_out)
+
+
+def training_batch(
+    text: np.ndarray, step: int, *, seed: int, size: int, context: int
+) -> np.ndarray:
+    """Draws the global batch of one step.
+
+    It depends on the seed and the step only, not on what was drawn before and not on the number of
+    replicas: a resumed run, on any number of devices, sees the same data as an uninterrupted one.
+
+    Args:
+      text: uint8, at least `context + 1` long.
+      step: the step's number, from 0.
+      seed: the run's seed.
+      size: sequences in the global batch.
+      context: tokens the model sees; each sequence has one more, the last target.
+
+    Returns:
+      int32 tokens of shape (size, context + 1).
+    """
+    starts = np.random.default_rng((seed, step)).integers(0, len(text) - context, size)
+    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def held_out_batches(text: np.ndarray, *, count: int, size: int, context: int) -> list[np.ndarray]:
+    """Cuts the held-out text into evenly spaced sequences: the same for every run and strategy.
+
+    Args:
+      text: uint8, the held-out text.
+      count: how many batches.
+      size: sequences in each batch.
+      context: tokens the model sees.
+
+    Returns:
+      `count` int32 arrays of shape (size, context + 1).
+    """
+    starts = np.linspace(0, len(text) - context - 1, count * size).astype(np.int64)
+    windows = text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    return list(windows.reshape(count, size, context + 1))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the transformer.
+
+    Attributes:
+      layers: transformer blocks.
+      width: features of the residual stream; a multiple of `heads`.
+      heads: attention heads.
+      context: longest sequence, in bytes.
+      dtype: what the activations are computed in; parameters and the loss stay in float32.
+    """
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    dtype: Any = jnp.float32
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: causal self-attention, then a ReLU layer of four widths."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (batch, length, width) to the same shape."""
+        config = self.config
+        dense = {"use_bias": False, "dtype": config.dtype}
+        # What is added to the stream starts small, so that depth does not change its scale.
+        to_stream = nn.initializers.normal(0.02 / np.sqrt(2 * config.layers))
+
+        h = nn.RMSNorm(dtype=config.dtype, name="attention_norm")(x)
+        # One packed kernel: a larger matrix compresses better than three small ones.
+        qkv = nn.Dense(3 * config.width, name="qkv", **dense)(h)
+        qkv = qkv.reshape(*qkv.shape[:-1], 3, config.heads, config.width // config.heads)
+        h = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -3, 0), is_causal=True)
+        h = h.reshape(x.shape)
+        x = x + nn.Dense(config.width, kernel_init=to_stream, name="attention_out", **dense)(h)
+
+        h = nn.RMSNorm(dtype=config.dtype, name="mlp_norm")(x)
+        h = nn.relu(nn.Dense(4 * config.width, name="mlp_in", **dense)(h))
+        return x + nn.Dense(config.width, kernel_init=to_stream, name="mlp_out", **dense)(h)
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer over bytes; positions are learned, the output layer is its own."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps int tokens (batch, length) to float32 logits (batch, length, 256)."""
+        config = self.config
+        small = nn.initializers.normal(0.02)
+        embed = {"features": config.width, "embedding_init": small, "dtype": config.dtype}
+        x = nn.Embed(VOCABULARY, name="tokens", **embed)(tokens)
+        x = x + nn.Embed(config.context, name="positions", **embed)(jnp.arange(tokens.shape[-1]))
+        for layer in range(config.layers):
+            x = Block(config, name=f"block_{layer}")(x)
+        x = nn.RMSNorm(dtype=config.dtype, name="final_norm")(x)
+        logits = nn.Dense(VOCABULARY, use_bias=False, dtype=config.dtype, name="output")(x)
+        return logits.astype(jnp.float32)
+
+
+def init_params(model: Transformer, seed: int) -> Any:
+    """The model's initial parameters, float32; the same for the same seed, on any device count."""
+    return model.init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def loss_fn(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy of predicting each next byte.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      tokens: int (batch, context + 1).
+
+    Returns:
+      float32 scalar, in nats per byte (divide by log 2 for bits).
+    """
+    logits = model.apply({"params": params}, tokens[:, :-1])
+    assert isinstance(logits, jax.Array)  # for the type checker: nothing mutable was asked for
+    log_probabilities = jax.nn.log_softmax(logits)
+    targets = tokens[:, 1:, None]
+    return -jnp.take_along_axis(log_probabilities, targets, axis=-1).mean()

@@ -1,0 +1,254 @@
+"""One training run of the language model, as an iterator over its steps.
+
+`train_lm.py` gives it a command line and `demo.py` runs several beside each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from data_parallel import MAPPINGS, Device, local_devices, new_state
+from lm import (
+    Corpus,
+    ModelConfig,
+    Transformer,
+    held_out_batches,
+    init_params,
+    load_corpus,
+    loss_fn,
+    training_batch,
+)
+from lm_checkpoints import CheckpointError, Checkpoints
+from lm_strategies import STRATEGIES, Options, adamw
+
+
+class UsageError(ValueError):
+    """An input that cannot work; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines a run. Two runs with equal configurations have the same curve.
+
+    Attributes:
+      strategy: A key of `lm_strategies.STRATEGIES`.
+      rank: Rank of the compressed gradients.
+      start_step: Steps before compression begins.
+      mapping: "pmap" or "shard_map".
+      devices: Replicas; None for all GPUs, or 8 CPU devices.
+      steps: Length of the run; the learning rate's schedule depends on it.
+      batch_size: Sequences in a step, over all replicas.
+      layers: Transformer blocks.
+      width: Features of the model.
+      heads: Attention heads.
+      context: Bytes in a sequence.
+      bf16: Compute activations in bfloat16.
+      learning_rate: The highest learning rate.
+      seed: Of the parameters and of the data.
+      eval_every: Steps between two evaluations; the last step is always evaluated.
+      eval_sequences: Held-out sequences in an evaluation, rounded up to whole batches.
+    """
+
+    strategy: str = "powersgd"
+    rank: int = 4
+    start_step: int = 100
+    mapping: str = "pmap"
+    devices: int | None = None
+    steps: int = 1000
+    batch_size: int = 32
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    bf16: bool = False
+    learning_rate: float = 3e-3
+    seed: int = 0
+    eval_every: int = 100
+    eval_sequences: int = 512
+
+    def check(self) -> None:
+        """Raises a `UsageError` that names everything wrong with the values."""
+        positive = ("rank", "steps", "batch_size", "layers", "width", "heads", "context")
+        positive += ("learning_rate", "eval_every", "eval_sequences")
+        wrong = [f"{_flag(name)} must be positive" for name in positive if getattr(self, name) <= 0]
+        wrong += [f"{_flag(name)} must not be negative" for name in ("start_step", "seed")
+                  if getattr(self, name) < 0]  # fmt: skip
+        if self.devices is not None and self.devices <= 0:
+            wrong.append("--devices must be positive")
+        if not wrong and self.width % self.heads:
+            wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
+        for name, known in (("strategy", STRATEGIES), ("mapping", MAPPINGS)):
+            if getattr(self, name) not in known:
+                wrong.append(f"{_flag(name)} must be one of {', '.join(known)}")
+        if wrong:
+            raise UsageError("; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known after a step.
+
+    Attributes:
+      step: Steps done.
+      losses: The replicas' training losses of this step, still on the devices.
+      held_out: Held-out loss in nats per byte, where it was evaluated.
+      bytes_step: Bytes that each replica handed to the network in this step.
+      bytes_sent: The same, since step 0.
+      seconds: Since the run was started or resumed, evaluations and compilation included.
+    """
+
+    step: int
+    losses: jax.Array
+    held_out: float | None
+    bytes_step: float
+    bytes_sent: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Training loss of the whole batch. Reading it waits for the devices."""
+        return float(np.mean(jax.device_get(self.losses)))
+
+
+# What may not change between a checkpoint and the run that resumes from it. Other differences (a
+# longer schedule, another seed) are allowed, and reported.
+FIXED = ("layers", "width", "heads", "context", "strategy", "rank")
+# What may change without a word: none of it changes the curve by more than rounding.
+FREE = ("devices", "mapping", "eval_every", "eval_sequences")
+
+
+class Run:
+    """A run that is ready to start, or to continue.
+
+    Attributes:
+      config: As given.
+      devices: The devices it runs on.
+      parameters: Number of model parameters.
+      start: Steps that were done before, by the run that wrote the checkpoint.
+      notes: Sentences that the user should see.
+    """
+
+    def __init__(self, config: RunConfig, checkpoints: Checkpoints | None = None):
+        """Builds the model and the optimizer, and restores the last checkpoint if there is one.
+
+        Args:
+          config: The run.
+          checkpoints: Where to save and to resume from.
+
+        Raises:
+          UsageError: The configuration cannot work here, or does not fit the checkpoint.
+        """
+        config.check()
+        self.config, self.checkpoints = config, checkpoints
+        self.notes: list[str] = []
+        self.devices = _devices(config)
+        self.corpus = _corpus(config)
+        dtype = jnp.bfloat16 if config.bf16 else jnp.float32
+        model = Transformer(
+            ModelConfig(config.layers, config.width, config.heads, config.context, dtype)
+        )
+        self._mapped = MAPPINGS[config.mapping](partial(loss_fn, model), self.devices)
+
+        strategy, options = STRATEGIES[config.strategy], Options(config.rank, config.start_step)
+        tx = strategy.transformation(options, adamw(config.learning_rate, config.steps), "data")
+        params = init_params(model, config.seed)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        self._bytes_at = strategy.bytes_at(options, params)
+        state = new_state(model, params, tx)
+        self.start = (checkpoints and checkpoints.latest_step) or 0
+        if checkpoints and self.start:
+            self._compare(checkpoints.config())
+            state = checkpoints.restore(state)
+        self._state = self._mapped.place(state)
+
+    def _compare(self, saved: dict[str, Any]) -> None:
+        mine = asdict(self.config)
+        changed = {k: v for k, v in saved.items() if mine.get(k) != v and k not in FREE}
+        refused = [f"{_flag(k)} {changed[k]}, not {mine[k]}" for k in FIXED if k in changed]
+        if refused:
+            raise UsageError(f"cannot resume: the checkpoint is of a run with {'; '.join(refused)}")
+        if self.start > self.config.steps:
+            raise UsageError(f"cannot resume: {self.start} steps are done, of {self.config.steps}")
+        self.notes += [f"{_flag(k)} was {v} before the checkpoint" for k, v in changed.items()]
+
+    def held_out_loss(self) -> float:
+        """Mean loss over the held-out sequences, in nats per byte."""
+        size, context = self.config.batch_size, self.config.context
+        batches = held_out_batches(
+            self.corpus.held_out,
+            count=-(-self.config.eval_sequences // size),
+            size=size,
+            context=context,
+        )
+        # One batch at a time: many programs in flight only fight for the cores of a CPU.
+        return float(
+            np.mean([jax.device_get(self._mapped.evaluate(self._state, b)) for b in batches])
+        )
+
+    def steps(self, stop_at: int | None = None) -> Iterator[Record]:
+        """Trains, one record per step.
+
+        Args:
+          stop_at: Stop early, after so many steps in all, as if interrupted there.
+
+        Yields:
+          A record after each step.
+        """
+        config, began, losses = self.config, time.monotonic(), None
+        last = min(config.steps, stop_at or config.steps)
+        bytes_sent = sum(self._bytes_at(i) for i in range(self.start))
+        for index in range(self.start, last):
+            batch = training_batch(
+                self.corpus.train,
+                index,
+                seed=config.seed,
+                size=config.batch_size,
+                context=config.context,
+            )
+            jax.block_until_ready(losses)  # the host prepares one step ahead, and no more
+            self._state, losses = self._mapped.train(self._state, batch)
+            done, ended = index + 1, index + 1 == last
+            held_out = self.held_out_loss() if ended or done % config.eval_every == 0 else None
+            if self.checkpoints and (ended or done % self.checkpoints.every == 0):
+                saved = self._mapped.consolidated(self._state)
+                self.checkpoints.save(done, saved, asdict(config))
+            bytes_sent += (bytes_step := self._bytes_at(index))
+            seconds = time.monotonic() - began
+            yield Record(done, losses, held_out, bytes_step, bytes_sent, seconds)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _devices(config: RunConfig) -> list[Device]:
+    try:
+        devices = local_devices(config.devices)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if config.batch_size % len(devices):
+        raise UsageError(
+            f"--batch-size {config.batch_size} is not a multiple of the {len(devices)} devices"
+        )
+    return devices
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    try:
+        corpus = load_corpus()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    longest = min(len(corpus.train), len(corpus.held_out)) - 2
+    if config.context > longest:
+        raise UsageError(f"--context {config.context} is longer than the text ({longest} bytes)")
+    return corpus
+
+
+__all__ = ["CheckpointError", "Checkpoints", "Record", "Run", "RunConfig", "UsageError"]
