@@ -1,8 +1,9 @@
 """One torch tensor and its Flax leaf: the exact map between them, in both directions.
 
-A `Pairing` is data: which rows of the tensor, seen in which shape, with which axes moved and which
-reversed, fill which part of the leaf. Everything else follows from it: the values, their inverse, and
-the order in which the rows and columns of torch's matrix ``view(shape[0], -1)`` appear in the leaf.
+A `Pairing` is data: which rows of the tensor, seen in which shape, with which axes moved and
+which reversed, fill which part of the leaf. Everything else follows from it: the values, their
+inverse, and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)``
+appear in the leaf.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch_bridge._torch import to_numpy
 class Pairing:
     """How one torch tensor (or some of its rows) becomes one Flax leaf (or a part of it).
 
-    Most tensors have one pairing. A packed tensor (the ``in_proj_weight`` of attention, the gates of
-    an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is the sum
-    of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
+    Most tensors have one pairing. A packed tensor (the ``in_proj_weight`` of attention, the gates
+    of an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is
+    the sum of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
 
     Attributes:
       torch_name: name in the torch state dict, as given.
@@ -203,7 +204,7 @@ class Pairing:
     def _checked(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if values.shape != shape:
             raise CheckpointMismatch(
-                f"{self.torch_name} <-> {'/'.join(self.path)} ({self.kind}) takes an array of shape "
-                f"{shape}, got {values.shape}. Pass the tensor that the pairing was made for."
+                f"{self.torch_name} <-> {'/'.join(self.path)} ({self.kind}) takes an array of "
+                f"shape {shape}, got {values.shape}. Pass the tensor that the pairing was made for."
             )
         return values
