@@ -44,9 +44,10 @@ class Matcher:
     options: Options
     couples: dict[TorchUnit, FlaxUnit] = dataclasses.field(default_factory=dict)
     ambiguous: list[str] = dataclasses.field(default_factory=list)
+    undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
 
     def run(self) -> list[Built]:
-        """Matches, and builds the pairings of every couple; leftovers fill `ambiguous`."""
+        """Matches, builds the pairings of every couple and fills `ambiguous`."""
         self._by_rule()
         self._by_name(lambda unit: unit.stem.exact, forced=True)
         self._by_name(lambda unit: unit.stem.words, forced=False)
@@ -70,7 +71,7 @@ class Matcher:
         leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
         modules = {unit.path: unit for unit in self.flax}
         for unit in self.torch:
-            cleaned = clean_names_of(unit, self.torch)
+            cleaned = [self._cleaned[name] for name in unit.names()]
             for pattern, template in self.options.rules:
                 for name in (*cleaned, unit.name):
                     if found := re.fullmatch(pattern, name):
@@ -93,9 +94,11 @@ class Matcher:
                 "which is neither a leaf nor a module of the Flax tree"
             )
         elif self.couples.get(unit, target) is not target:
+            pass  # an earlier rule has decided
+        elif target in self.couples.values() and unit not in self.couples:
             self.ambiguous.append(
-                f"the rule {pattern!r} sends {unit.name} to {target.name}, but another rule sends "
-                f"it to {self.couples[unit].name}"
+                f"the rule {pattern!r} sends {unit.name} to {target.name}, where an earlier rule "
+                "sends another layer"
             )
         else:
             self.couples[unit] = target
@@ -177,14 +180,20 @@ class Matcher:
         return (int(embeds), shared, neighbours)
 
     def _explain_leftovers(self) -> None:
-        """Moves the leftovers that have candidates from "unexpected" to "ambiguous"."""
-        targets: dict[TorchUnit, set[str]] = {}
-        for couples in self._candidates().values():
-            for unit, target in couples:
-                targets.setdefault(unit, set()).add(target.name)
-        for unit, names in targets.items():
-            shapes = ", ".join(str(shape) for _, shape in unit.entries.values())
-            self.ambiguous.append(f"{unit.name} {shapes} could be {' or '.join(sorted(names))}")
+        """Says of every leftover that fits somewhere where it could go."""
+        targets = self.open_flax
+        for unit in self.open_torch:
+            fitting = [t for t in targets if t.family == unit.family and self._fits(unit, t)]
+            if fitting:
+                self.undecided |= {unit, *fitting}
+                names = [target.name or "(root)" for target in fitting]
+                shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
+                shapes = ", ".join(str(shape) for _, shape in unit.entries.values())
+                self.ambiguous.append(f"{unit.name or '(root)'} {shapes} could be {shown}")
+
+    @functools.cached_property
+    def _cleaned(self) -> dict[str, str]:
+        return clean_names([name for unit in self.torch for name in unit.names()])
 
     @functools.cached_property
     def _clearly_transposed(self) -> frozenset[tuple[str, ...]]:
@@ -197,9 +206,8 @@ class Matcher:
 
     def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
         flattened = None
-        cleaned = clean_names_of(unit, self.torch)[:1]
         for pattern, shape in self.options.flatten:
-            if any(re.fullmatch(pattern, name) for name in (unit.name, *cleaned)):
+            if re.fullmatch(pattern, unit.name):
                 flattened = shape
         words = set(unit.stem.words) | set(target.stem.words)
         transposed = bool(words & _TRANSPOSED_WORDS)
@@ -216,12 +224,6 @@ class Matcher:
 
     def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         return build(unit, target, Hints()).fits
-
-
-def clean_names_of(unit: TorchUnit, units: Iterable[TorchUnit]) -> list[str]:
-    """The tensor names of one unit without the prefixes of wrappers."""
-    cleaned = clean_names([name for other in units for name in other.names()])
-    return [cleaned[name] for name in unit.names()]
 
 
 def _parent(path: Sequence[str]) -> tuple[str, ...]:

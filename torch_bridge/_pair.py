@@ -128,10 +128,16 @@ def _pair(
         + [
             f"{'/'.join(path)} {shape}"
             for unit in matcher.open_flax
+            if unit not in matcher.undecided
             for path, shape in unit.entries.values()
         ],
         "unexpected": [line for part in built for line in part.unexpected]
-        + [f"{n} {shape}" for unit in matcher.open_torch for n, shape in unit.entries.values()],
+        + [
+            f"{name} {shape}"
+            for unit in matcher.open_torch
+            if unit not in matcher.undecided
+            for name, shape in unit.entries.values()
+        ],
         "mis_shaped": [line for part in built for line in part.mis_shaped],
         "ambiguous": matcher.ambiguous,
     }

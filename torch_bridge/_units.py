@@ -179,7 +179,7 @@ def flax_units(tree: Tree, *, split_attention: bool) -> list[FlaxUnit]:
         if names.issuperset(_ATTENTION) and not split_attention:
             units.append(_absorb(groups, parent, _ATTENTION, "attention"))
         elif frozenset(name.rstrip("_") for name in names) in _GATES:
-            units.append(_absorb(groups, parent, tuple(names), "recurrent"))
+            units.append(_absorb(groups, parent, sorted(names), "recurrent"))
     for module, entries in groups.items():
         units += _flax_units_of(module, entries)
     return units
