@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax import lax
 from jaxcomp._dtypes import round_to, wider
 from jaxcomp._matricize import leaf_name
 from jaxcomp._typing import Array, AxisName, PyTree
+
+T = TypeVar("T")
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ def is_bound(axis_name: AxisName) -> bool:
 
 def _varying(x: Any) -> frozenset[str]:
     """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
@@ -72,6 +74,27 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree) if axes else tree
+
+
+def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
+    """`lax.switch` whose branches may differ in what JAX knows to be local; index 0 is the first.
+
+    A branch that ends in an average has replicated results where one that does not has this
+    replica's own, and under ``check_vma=True`` a conditional wants one type for both.
+    """
+    if len(branches) == 1:
+        return branches[0]()
+    shapes = [jax.eval_shape(branch) for branch in branches]
+    axes = jax.tree.map(lambda *xs: frozenset().union(*map(_varying, xs)), *shapes)
+
+    def marked(branch: Callable[[], T]) -> T:
+        def mark(x: Any, wanted: frozenset[str]) -> Any:
+            missing = tuple(sorted(wanted - _varying(x)))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(mark, branch(), axes)
+
+    return lax.switch(index, [functools.partial(marked, branch) for branch in branches])
 
 
 def check_local(gradients: PyTree, axis_name: AxisName) -> None:
@@ -117,7 +140,9 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
     """
     size = axis_size(axis_name)
     if not sum(part.size for part in parts):
-        return Reduced(list(parts), list(parts), jnp.array(True))
+        # Constants, which are replicated by their type under check_vma=True.
+        nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
+        return Reduced(nothing, list(parts), jnp.array(True))
     dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
     packed = _concatenate([part.reshape(-1).astype(dtype) for part in parts])
     if dtype == jnp.dtype(wire_dtype):
@@ -136,6 +161,32 @@ def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
         reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
         means.update(zip(chosen, reduced.means, strict=True))
     return [means[i] for i in range(len(leaves))]
+
+
+def replica_index(axis_name: AxisName) -> Array:
+    """This replica's number, from 0; int32 scalar."""
+    return lax.axis_index(axis_name)
+
+
+def exchange(x: Array, axis_name: AxisName) -> Array:
+    """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
+    return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def gather(x: Array, axis_name: AxisName) -> Array:
+    """Every replica's `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
+    return lax.all_gather(x, axis_name, to="invarying")
+
+
+def largest(leaf: Array, axis_name: AxisName) -> Array:
+    """The elementwise maximum over the replicas, for values that have no mean."""
+    leaf = as_local(leaf, axis_name)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = maximum(jax.random.key_data(leaf), axis_name)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if leaf.dtype == jnp.bool_:
+        return maximum(leaf.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return maximum(leaf, axis_name)
 
 
 def _concatenate(parts: Sequence[Array]) -> Array:

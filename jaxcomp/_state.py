@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcomp._collectives import axis_tuple, mean_each
+from jaxcomp._collectives import as_local, axis_tuple, largest, mean_each
 from jaxcomp._dtypes import compute_dtype
 from jaxcomp._matricize import leaf_name
 from jaxcomp._typing import AxisName, KeyPath, PyTree
@@ -32,6 +32,8 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
     Call it inside the mapped function before a checkpoint. Outputs depend on the residuals only
     through their mean, so every replica may start again from it, on any number of replicas. Under
     ``shard_map(check_vma=True)`` the result is replicated: ``out_specs=P()`` gives the one copy.
+    Counters, flags and random keys, which have no mean, take the largest value among the replicas:
+    the common one, wherever the replicas agree.
 
     Args:
       state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.
@@ -41,7 +43,7 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
       The same tree, equal on every replica.
 
     Raises:
-      ValueError: If the axis is not bound, or a per-replica leaf is not floating.
+      ValueError: If the axis is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -58,20 +60,23 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
     own: list[Any] = []
 
     def collect(path: KeyPath, leaf: Any, local: bool) -> Any:
-        if local:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ValueError(
-                    f"The per-replica leaf {leaf_name(path)} has dtype {leaf.dtype}, which has no "
-                    "mean. Declare only floating fields in `per_replica`."
-                )
+        del path
+        if local and jnp.issubdtype(leaf.dtype, jnp.floating):
             own.append(leaf)
         return leaf
+
+    def replace(path: KeyPath, leaf: Any, local: bool) -> Any:
+        del path
+        if not local:
+            return leaf
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return next(queue) if floating else largest(leaf, axis_name)
 
     _map_leaves(collect, state)
     # Averaged in float32 even where stored narrower, then back to the stored dtype.
     means = mean_each([leaf.astype(compute_dtype(leaf.dtype)) for leaf in own], axis_name)
     queue = iter([mean.astype(leaf.dtype) for mean, leaf in zip(means, own, strict=True)])
-    return _map_leaves(lambda path, leaf, local: next(queue) if local else leaf, state)
+    return _map_leaves(replace, state)
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
@@ -151,6 +156,13 @@ def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
         return _tiled(leaf, replicas if local else 1, NamedSharding(mesh, spec))
 
     return _map_leaves(place, state, specs)
+
+
+def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks what a replica has of its own as such, so that two branches of a conditional agree."""
+    return _map_leaves(
+        lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state
+    )
 
 
 def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
