@@ -3,10 +3,15 @@
 from torch_bridge._buckets import BucketEntry, BucketLayout
 from torch_bridge._checkpoint import Checkpoint, load
 from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._infer import infer_layout
 from torch_bridge._pair import pair
 from torch_bridge._pairing import Pairing
 from torch_bridge._params import params_from_torch, params_to_torch
+from torch_bridge._powersgd import powersgd_from_torch
+from torch_bridge._powersgd_export import powersgd_to_torch
 from torch_bridge._schema import PowerSGDRecord, RandomStateRecord
+from torch_bridge._torch_resume import resume_powersgd
+from torch_bridge._torch_side import gradient_order, record_layout, save_checkpoint
 
 __all__ = [
     "BucketEntry",
@@ -17,8 +22,15 @@ __all__ = [
     "PowerSGDRecord",
     "RandomStateRecord",
     "UnsafeCheckpoint",
+    "gradient_order",
+    "infer_layout",
     "load",
     "pair",
     "params_from_torch",
     "params_to_torch",
+    "powersgd_from_torch",
+    "powersgd_to_torch",
+    "record_layout",
+    "resume_powersgd",
+    "save_checkpoint",
 ]

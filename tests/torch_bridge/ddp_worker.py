@@ -1,0 +1,116 @@
+"""One rank of a real DDP job over gloo; the tests start it as a subprocess, twice.
+
+`train` feeds given gradients through DDP with the PowerSGD hook and saves at SAVE_AT in the
+documented form and with save_checkpoint. `resume` goes on from a hook state that the test wrote.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bridge
+from torch_bridge._torch_resume import state_from_record
+
+START, SAVE_AT, STEPS = 3, 6, 10
+
+
+class Feed(nn.Module):
+    """A model whose gradients are whatever it is fed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(6, 16, 3)
+        self.fc1 = nn.Linear(32, 24)
+        self.norm = nn.LayerNorm(24)
+        self.fc2 = nn.Linear(24, 48)
+        self.fc3 = nn.Linear(32, 24)  # the shape of fc1: one group of factors
+        self.emb = nn.Embedding(40, 16)
+        self.frozen = nn.Linear(32, 24)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+        self.head = nn.Linear(24, 32, bias=False)
+
+    def forward(self, feed):
+        named = dict(self.named_parameters())
+        return sum((named[name] * value).sum() for name, value in feed.items())
+
+
+def gradients(model, step, rank):
+    """The gradients of one rank at one step, with a low-rank part that stays."""
+    fixed, noise = np.random.RandomState(7), np.random.RandomState(1000 * step + rank)
+    feed = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        base, own = fixed.randn(*shape), noise.randn(*shape)
+        if parameter.requires_grad:
+            feed[name] = torch.from_numpy((base + 0.5 * own).astype(np.float32))
+    return feed
+
+
+def ddp(model):
+    return DistributedDataParallel(model, bucket_cap_mb=1000)
+
+
+def run(ddp_model, out, rank, first, last, state=None):
+    for step in range(first, last):
+        if step == SAVE_AT and state is not None:
+            save(ddp_model, state, out, rank)
+        ddp_model.zero_grad()
+        ddp_model(gradients(ddp_model.module, step, rank)).backward()
+        if rank == 0 and step >= SAVE_AT:
+            grads = {n: p.grad for n, p in ddp_model.module.named_parameters() if p.requires_grad}
+            torch.save(grads, out / f"grads_{step}.pt")
+
+
+def save(ddp_model, state, out, rank):
+    document = {
+        "state_dict": ddp_model.state_dict(),
+        "comm_hook": powerSGD_hook.powerSGD_hook,
+        "comm_hook_state": state,
+        "epoch": 3,
+    }
+    torch.save(document, out / f"rank{rank}.pt")
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1, momentum=0.9)
+    torch_bridge.save_checkpoint(
+        out / "complete.pt", ddp_model, state, optimizer=optimizer, extra={"epoch": 3}
+    )
+    if rank == 0:
+        text = torch_bridge.record_layout(ddp_model, state).to_json()
+        (out / "layout.json").write_text(text)
+
+
+def main():
+    mode, rank, out, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    out = pathlib.Path(out)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out / mode}", rank=rank, world_size=2)
+    model = ddp(Feed())
+    if mode == "train":
+        state = powerSGD_hook.PowerSGDState(None, int(arguments[0]), start_powerSGD_iter=START)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        run(model, out, rank, 0, STEPS, state)
+    else:
+        record = torch_bridge.load(out / "exported.pt").powersgd[0]
+        state = state_from_record(record)
+        layout = torch_bridge.BucketLayout.from_json((out / "exported.json").read_text())
+        calls = iter(range(100, 110))  # other gradients: the warm-up must leave no trace
+        torch_bridge.resume_powersgd(
+            model,
+            state,
+            layout,
+            lambda: model(gradients(model.module, next(calls), rank)).backward(),
+        )
+        (out / "resumed").mkdir(exist_ok=True)
+        run(model, out / "resumed", rank, SAVE_AT, STEPS)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
