@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from data_parallel import MAPPINGS, Device, local_devices, new_state
+from data_parallel import MAPPINGS, Device, new_state
 from lm import (
     Corpus,
     ModelConfig,
@@ -42,7 +42,6 @@ class RunConfig:
       rank: Rank of the compressed gradients.
       start_step: Steps before compression begins.
       mapping: "pmap" or "shard_map".
-      devices: Replicas; None for all GPUs, or 8 CPU devices.
       steps: Length of the run; the learning rate's schedule depends on it.
       batch_size: Sequences in a step, over all replicas.
       layers: Transformer blocks.
@@ -60,7 +59,6 @@ class RunConfig:
     rank: int = 4
     start_step: int = 100
     mapping: str = "pmap"
-    devices: int | None = None
     steps: int = 1000
     batch_size: int = 32
     layers: int = 4
@@ -80,8 +78,6 @@ class RunConfig:
         wrong = [f"{_flag(name)} must be positive" for name in positive if getattr(self, name) <= 0]
         wrong += [f"{_flag(name)} must not be negative" for name in ("start_step", "seed")
                   if getattr(self, name) < 0]  # fmt: skip
-        if self.devices is not None and self.devices <= 0:
-            wrong.append("--devices must be positive")
         if not wrong and self.width % self.heads:
             wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
         for name, known in (("strategy", STRATEGIES), ("mapping", MAPPINGS)):
@@ -120,8 +116,9 @@ class Record:
 # What may not change between a checkpoint and the run that resumes from it. Other differences (a
 # longer schedule, another seed) are allowed, and reported.
 FIXED = ("layers", "width", "heads", "context", "strategy", "rank")
-# What may change without a word: none of it changes the curve by more than rounding.
-FREE = ("devices", "mapping", "eval_every", "eval_sequences")
+# What may change without a word: it does not change the curve by more than rounding. The number of
+# devices is not even part of the configuration.
+FREE = ("mapping", "eval_every", "eval_sequences")
 
 
 class Run:
@@ -129,32 +126,40 @@ class Run:
 
     Attributes:
       config: As given.
-      devices: The devices it runs on.
       parameters: Number of model parameters.
       start: Steps that were done before, by the run that wrote the checkpoint.
       notes: Sentences that the user should see.
     """
 
-    def __init__(self, config: RunConfig, checkpoints: Checkpoints | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        devices: Sequence[Device],
+        checkpoints: Checkpoints | None = None,
+    ):
         """Builds the model and the optimizer, and restores the last checkpoint if there is one.
 
         Args:
           config: The run.
+          devices: The replicas' devices, for example from `data_parallel.local_devices`.
           checkpoints: Where to save and to resume from.
 
         Raises:
           UsageError: The configuration cannot work here, or does not fit the checkpoint.
         """
         config.check()
+        if config.batch_size % len(devices):
+            raise UsageError(
+                f"--batch-size {config.batch_size} is not a multiple of the {len(devices)} devices"
+            )
         self.config, self.checkpoints = config, checkpoints
         self.notes: list[str] = []
-        self.devices = _devices(config)
         self.corpus = _corpus(config)
         dtype = jnp.bfloat16 if config.bf16 else jnp.float32
         model = Transformer(
             ModelConfig(config.layers, config.width, config.heads, config.context, dtype)
         )
-        self._mapped = MAPPINGS[config.mapping](partial(loss_fn, model), self.devices)
+        self._mapped = MAPPINGS[config.mapping](partial(loss_fn, model), devices)
 
         strategy, options = STRATEGIES[config.strategy], Options(config.rank, config.start_step)
         tx = strategy.transformation(options, adamw(config.learning_rate, config.steps), "data")
@@ -226,18 +231,6 @@ class Run:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _devices(config: RunConfig) -> list[Device]:
-    try:
-        devices = local_devices(config.devices)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if config.batch_size % len(devices):
-        raise UsageError(
-            f"--batch-size {config.batch_size} is not a multiple of the {len(devices)} devices"
-        )
-    return devices
 
 
 def _corpus(config: RunConfig) -> Corpus:

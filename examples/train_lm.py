@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn
 
-from data_parallel import MAPPINGS
+from data_parallel import MAPPINGS, local_devices
 from lm_strategies import STRATEGIES
 from lm_training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError
 from rich.console import Console
@@ -166,6 +166,12 @@ def train(arguments: argparse.Namespace, console: Console) -> int:
     """Runs to the end, or to where it is stopped. Returns the exit code."""
     config = RunConfig(**{f.name: getattr(arguments, f.name) for f in fields(RunConfig)})
     config.check()
+    if arguments.devices is not None and arguments.devices <= 0:
+        raise UsageError("--devices must be positive")
+    try:
+        devices = local_devices(arguments.devices)  # before orbax, which looks at the devices
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     checkpoints = None
     if arguments.checkpoint_dir:
         if arguments.checkpoint_every <= 0 or arguments.keep <= 0:
@@ -179,9 +185,9 @@ def train(arguments: argparse.Namespace, console: Console) -> int:
     elif arguments.resume:
         raise UsageError("--resume needs --checkpoint-dir")
     try:
-        run = Run(config, checkpoints)
+        run = Run(config, devices, checkpoints)
         log = Log(arguments.log, config, run.start) if arguments.log else None
-        where = f"{len(run.devices)} {run.devices[0].platform} devices"
+        where = f"{len(devices)} {devices[0].platform} devices"
         console.print(f"{run.parameters:,} parameters on {where}, from step {run.start}")
         for note in run.notes:
             console.print(f"note: {note}", soft_wrap=True)
