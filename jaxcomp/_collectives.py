@@ -175,7 +175,14 @@ def exchange(x: Array, axis_name: AxisName) -> Array:
 
 def gather(x: Array, axis_name: AxisName) -> Array:
     """Every replica's `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
-    return lax.all_gather(x, axis_name, to="invarying")
+    if _checked_axes(axis_name):
+        return lax.all_gather(x, axis_name, to="invarying")
+    return lax.all_gather(x, axis_name)
+
+
+def maximum(x: Array, axis_name: AxisName) -> Array:
+    """The elementwise maximum over the replicas."""
+    return lax.pmax(x, axis_name)
 
 
 def largest(leaf: Array, axis_name: AxisName) -> Array:

@@ -28,6 +28,7 @@ from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._reducers import hand_over
+from jaxcomp._reduction import Reducer, Reduction, averaged_first, check_reduce_first
 from jaxcomp._typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
 
 
@@ -59,6 +60,7 @@ class _Options:
     matrix_dims: MatrixDimsFn | None
     error_decay: Any
     feedback_every: int
+    reduce_first: AxisName | None
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
@@ -87,7 +89,8 @@ def powersgd(
     matrix_dims: MatrixDimsFn | None = None,
     error_decay: float | Schedule = 1.0,
     feedback_every: int = 1,
-) -> optax.GradientTransformationExtraArgs:
+    reduce_first: AxisName | None = None,
+) -> Reducer:
     r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
 
     For a leaf seen as a ``(rows, cols)`` matrix, with local gradient :math:`G_w`, residual
@@ -133,6 +136,9 @@ def powersgd(
       error_decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule
         of the update count.
       feedback_every: Add the residual back every so many updates only; it accumulates in between.
+      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand, so
+        that only the slow `axis_name` carries compressed traffic. Residuals are then equal along the
+        fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -157,6 +163,7 @@ def powersgd(
       Optimization. NeurIPS 2019.
     """
     check_axis_name(axis_name)
+    check_reduce_first(reduce_first, axis_name)
     options = _Options(
         rank=rank if callable(rank) else check_int("rank", rank, 1),
         axis_name=axis_name,
@@ -173,6 +180,7 @@ def powersgd(
         if callable(error_decay)
         else check_number("error_decay", error_decay, 0, 1),
         feedback_every=check_int("feedback_every", feedback_every, 1),
+        reduce_first=reduce_first,
     )
 
     def init(params: PyTree) -> PowerSGDState:
@@ -182,9 +190,16 @@ def powersgd(
         updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PowerSGDState]:
         del params, extra_args
-        return _update(options, updates, state)
+        result = _reduce(options, updates, state, want_sent=False)
+        return result.updates, result.state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def reduce(
+        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        return _reduce(options, updates, state, want_sent=True)
+
+    return Reducer(init, reduce, axis_name, update=update)
 
 
 def _init(options: _Options, params: PyTree) -> PowerSGDState:
@@ -213,9 +228,8 @@ def _random_q(options: _Options, plan: LeafPlan, index: int, count: Array | int)
     return jax.random.normal(key, plan.q_shape, compute_dtype(plan.dtype))
 
 
-def _update(
-    options: _Options, updates: PyTree, state: PowerSGDState
-) -> tuple[PyTree, PowerSGDState]:
+def _reduce(options: _Options, updates: PyTree, state: PowerSGDState, want_sent: bool) -> Reduction:
+    updates = averaged_first(updates, options.reduce_first)
     leaves, treedef = jax.tree.flatten(updates)
     positions = reducible(updates, options.axis_name)
     plans = options.plan(updates)
@@ -226,6 +240,7 @@ def _update(
         [i for i in positions if plans[i].view is None],
         plans,
         options.wire_dtype([leaves[i] for i in positions]),
+        want_sent,
     )
     result = hand_over(
         state.count,
@@ -235,8 +250,12 @@ def _update(
     )
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
     outputs = replaced(leaves, step.chosen + step.dense, result.outputs)
-    return treedef.unflatten(outputs), PowerSGDState(
-        count, treedef.unflatten(result.residual), treedef.unflatten(result.q)
+    sent = replaced(leaves, step.chosen + step.dense, result.sent) if want_sent else leaves
+    return Reduction(
+        treedef.unflatten(outputs),
+        PowerSGDState(count, treedef.unflatten(result.residual), treedef.unflatten(result.q)),
+        treedef.unflatten(sent),
+        result.finite,
     )
 
 
@@ -245,6 +264,7 @@ class _Result(NamedTuple):
     residual: list[Any]  # of every leaf
     q: list[Any]  # of every leaf
     finite: Array  # bool scalar
+    sent: list[Array]  # like outputs: this replica's own part of them; empty unless wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,12 +276,14 @@ class _Step:
     dense: list[int]  # positions of the leaves that are averaged as they are
     plans: list[LeafPlan]
     wire: Any
+    want_sent: bool
 
     def plain(self, leaves: list[Array], residual: list[Any], q: list[Any]) -> _Result:
         """The update before `start_step`: one all-reduce, no state touched."""
         parts = [leaves[i] for i in self.chosen + self.dense]
         reduced = reduce_mean(parts, self.options.axis_name, self.wire)
-        return _Result(reduced.means, residual, q, reduced.finite)
+        sent = reduced.sent if self.want_sent else []
+        return _Result(reduced.means, residual, q, reduced.finite, sent)
 
     def compressed(
         self, leaves: list[Array], residual: list[Any], q: list[Any], count: Array
@@ -301,7 +323,13 @@ class _Step:
                 lost = lost if kept is None else lost + kept * residual[i].astype(lost.dtype)
                 new_residual[i] = jnp.where(finite, lost.astype(residual[i].dtype), residual[i])
         outputs = [jnp.where(finite, x, jnp.nan) for x in [*outputs, *first.means[len(left) :]]]
-        return _Result(outputs, new_residual, new_q, finite)
+        sent = []
+        if self.want_sent:
+            for k, i in enumerate(self.chosen):
+                own = outer(views[k], p[k], second.sent[k])
+                sent.append(views[k].unmatricize(own).astype(self.plans[i].dtype))
+            sent += first.sent[len(left) :]
+        return _Result(outputs, new_residual, new_q, finite, sent)
 
     def _matrix(self, i: int, gradient: Array, residual: Any, added: Any) -> Array:
         """Gradient plus what the residual adds, matricized, in the compute dtype."""
@@ -351,7 +379,9 @@ def _checked_state(
         for name, value, shape in expected:
             found = None if isinstance(value, optax.MaskedNode) else tuple(np.shape(value))
             if found != shape:
-                wrong.append(f"{name}{plan.path}: expected {shape or 'none'}, got {found or 'none'}")
+                wrong.append(
+                    f"{name}{plan.path}: expected {shape or 'none'}, got {found or 'none'}"
+                )
     if wrong:
         raise ValueError(
             "The PowerSGDState does not fit these gradients and arguments:\n  "

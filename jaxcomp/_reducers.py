@@ -13,12 +13,24 @@ from jaxcomp._checks import check_axis_name
 from jaxcomp._collectives import mean_each, reduce_mean
 from jaxcomp._dtypes import checked_dtype
 from jaxcomp._gradients import reducible, replaced
+from jaxcomp._reduction import (
+    Reducer,
+    Reduction,
+    all_finite,
+    averaged_first,
+    check_reduce_first,
+)
 from jaxcomp._typing import Array, AxisName, DType, PyTree
 
 T = TypeVar("T")
 
 
-def allreduce(*, axis_name: AxisName, comm_dtype: DType | None = None) -> optax.GradientTransformation:
+def allreduce(
+    *,
+    axis_name: AxisName,
+    comm_dtype: DType | None = None,
+    reduce_first: AxisName | None = None,
+) -> Reducer:
     r"""Averages gradients over the replicas in one all-reduce.
 
     .. math:: \bar g = \frac{1}{W} \sum_{w=1}^{W} g_w
@@ -29,6 +41,8 @@ def allreduce(*, axis_name: AxisName, comm_dtype: DType | None = None) -> optax.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       comm_dtype: What goes on the wire: None for the gradients' own dtype (one all-reduce for each
         dtype present), or bfloat16, float16, float32.
+      reduce_first: A fast axis (or axes) over which gradients are averaged beforehand in their own
+        dtype, so that `comm_dtype` concerns the slow `axis_name` only.
 
     Returns:
       A stateless transformation from local gradients to their mean, in the gradients' dtypes.
@@ -45,27 +59,34 @@ def allreduce(*, axis_name: AxisName, comm_dtype: DType | None = None) -> optax.
       [[2.0, 3.0], [2.0, 3.0]]
     """
     check_axis_name(axis_name)
+    check_reduce_first(reduce_first, axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
     def init(params: PyTree) -> optax.EmptyState:
         del params
         return optax.EmptyState()
 
-    def update(
+    def reduce(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.EmptyState]:
+    ) -> Reduction:
         del params, extra_args
+        updates = averaged_first(updates, reduce_first)
         leaves, treedef = jax.tree.flatten(updates)
         positions = reducible(updates, axis_name)
-        chosen = [leaves[i] for i in positions]
-        means = (
-            mean_each(chosen, axis_name)
-            if wire is None
-            else reduce_mean(chosen, axis_name, wire).means
+        sent = [leaves[i] for i in positions]
+        if wire is None:
+            means = mean_each(sent, axis_name)
+        else:
+            reduced = reduce_mean(sent, axis_name, wire)
+            means, sent = reduced.means, reduced.sent
+        return Reduction(
+            treedef.unflatten(replaced(leaves, positions, means)),
+            state,
+            treedef.unflatten(replaced(leaves, positions, sent)),
+            all_finite(means),
         )
-        return treedef.unflatten(replaced(leaves, positions, means)), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Reducer(init, reduce, axis_name)
 
 
 def hand_over(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:

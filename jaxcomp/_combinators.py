@@ -1,0 +1,270 @@
+"""Reducers made of reducers: a residual for a biased one, and a change from one to another."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcomp._checks import check_int
+from jaxcomp._collectives import as_local, is_bound
+from jaxcomp._dtypes import checked_dtype, compute_dtype
+from jaxcomp._gradients import replaced
+from jaxcomp._matricize import leaf_dtype, leaf_name
+from jaxcomp._reducers import hand_over
+from jaxcomp._reduction import (
+    Reducer,
+    Reduction,
+    averaged_first,
+    check_reduce_first,
+    reduce_function,
+)
+from jaxcomp._state import mark_local
+from jaxcomp._typing import Array, AxisName, DType, PyTree
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`."""
+
+    residual: PyTree  # floating leaf: what was not sent yet, shape of the leaf; per replica
+    inner: PyTree  # the reducer's own state
+
+    per_replica = ("residual",)
+
+
+class SwitchState(NamedTuple):
+    """State of `switch_at`."""
+
+    count: Array  # int32 scalar: finite updates seen; replicated
+    before: PyTree  # the first reducer's state
+    after: PyTree  # the second reducer's state
+
+    per_replica = ()
+
+
+def error_feedback(
+    reducer: optax.GradientTransformation,
+    *,
+    residual_dtype: DType | None = None,
+    reduce_first: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
+
+    With local gradient :math:`g_w`, residual :math:`e_w` and the reducer :math:`\mathcal{C}`, of
+    whose average :math:`s_w` is this replica's own part as it was sent:
+
+    .. math::
+        m_w = g_w + e_w, \qquad \text{output} = \mathcal{C}(m) = \frac{1}{W} \sum_w s_w, \qquad
+        e_w = m_w - s_w
+
+    So nothing is lost: the mean residual is the mean of :math:`m` minus the output, whatever the
+    wire did to it. The gradients reach the reducer in float32 (or wider, where they are). If an
+    output is not finite, all outputs are NaN and the state stays as it was, bit for bit.
+
+    Args:
+      reducer: A reducer of this package, or a `Reducer` of your own. Of any other transformation
+        it is not known what a replica sent; there the residual is :math:`m_w` minus the output, as
+        in torch's hooks. Its mean is right, but each replica's deviation from the mean is never
+        sent, and grows like the square root of the step count.
+      residual_dtype: How the residual is stored: bfloat16, float16, float32; None for float32.
+      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand. Give
+        it here and not to the reducer: residuals are then equal along the fast axis, and only the
+        slow axis concerns `state_specs`, `shard_state` and `consolidate`.
+
+    Returns:
+      A reducer. Its state is an `ErrorFeedbackState`.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the state belongs to other leaves.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data"))
+      >>> grads = {"w": jnp.array(2 * [[1.0, 0.003, 2.0, 2.0]])}  # two replicas
+      >>> state = tx.init({"w": jnp.zeros(4)})
+      >>> step = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, 0), axis_name="data")
+      >>> means, state = step(grads, state)
+      >>> [round(float(x), 3) for x in means["w"]]  # 0.003 is below half a level of 1/127
+      [1.0, 0.0, 2.0, 2.0]
+      >>> [round(float(x), 3) for x in state.residual["w"][0]]
+      [0.0, 0.003, 0.0, 0.0]
+
+    References:
+      Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
+      ICML 2019.
+    """
+    dtype = checked_dtype("residual_dtype", residual_dtype)
+    axis_name = getattr(reducer, "axis_name", None)
+    check_reduce_first(reduce_first, axis_name or ())
+    inner = reduce_function(reducer)
+
+    def init(params: PyTree) -> ErrorFeedbackState:
+        def zeros(leaf: Any) -> Any:
+            kind = leaf_dtype(leaf)
+            if not jnp.issubdtype(kind, jnp.floating):
+                return optax.MaskedNode()
+            return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
+
+        residual = jax.tree.map(zeros, params)
+        if axis_name and is_bound(axis_name):
+            # init() called inside the mapped function: a scan can then carry the state.
+            residual = as_local(residual, axis_name)
+        return ErrorFeedbackState(residual, reducer.init(params))
+
+    def reduce(
+        updates: PyTree,
+        state: ErrorFeedbackState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> Reduction:
+        updates = averaged_first(updates, reduce_first)
+        leaves, treedef = jax.tree.flatten(updates)
+        residual = _checked_residual(updates, state.residual)
+        floating = [i for i, e in enumerate(residual) if not isinstance(e, optax.MaskedNode)]
+        if axis_name:
+            residual = as_local(residual, axis_name)
+
+        added = [_add(leaves[i], residual[i]) for i in floating]
+        result = inner(
+            treedef.unflatten(replaced(leaves, floating, added)), state.inner, params, **extra_args
+        )
+        means, sent = jax.tree.leaves(result.updates), jax.tree.leaves(result.sent)
+        finite = result.finite
+        for i, total in zip(floating, added, strict=True):
+            lost = (total - sent[i]).astype(residual[i].dtype)
+            residual[i] = jnp.where(finite, lost, residual[i])
+            means[i] = jnp.where(finite, means[i], jnp.nan).astype(leaves[i].dtype)
+        new_state = ErrorFeedbackState(treedef.unflatten(residual), result.state)
+        return Reduction(treedef.unflatten(means), new_state, result.sent, finite)
+
+    return _reducer(init, reduce, axis_name)
+
+
+def switch_at(
+    step: int,
+    before: optax.GradientTransformation,
+    after: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Hands over from one reducer to another after a number of updates.
+
+    The update counted as ``step`` (from 0) is the first of `after`. ``powersgd(start_step=...)`` is
+    the same hand-over from an exact average; use this one to begin with anything else. Only the
+    reducer whose turn it is communicates and changes its state. Updates that are not finite are not
+    counted.
+
+    Args:
+      step: Updates of `before`.
+      before: The first reducer.
+      after: The second one. Its own ``start_step``, if it has one, counts its own updates: pass 0.
+
+    Returns:
+      A reducer. Its state is a `SwitchState`, with the states of both.
+
+    Raises:
+      ValueError: If `step` is not a non-negative integer, or the reducers lie along different axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.switch_at(
+      ...     1,
+      ...     jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
+      ...     jaxcomp.powersgd(rank=1, axis_name="data", start_step=0),
+      ... )
+      >>> grads = {"w": jax.random.normal(jax.random.key(0), (2, 8, 8))}  # two replicas
+      >>> state = tx.init({"w": jnp.zeros((8, 8))})
+      >>> def two_steps(grads, state):
+      ...     first, state = tx.update(grads, state)
+      ...     return first, tx.update(grads, state)[0]
+      >>> first, second = jax.vmap(two_steps, in_axes=(0, None), axis_name="data")(grads, state)
+      >>> [int(jnp.linalg.matrix_rank(x["w"][0])) for x in (first, second)]
+      [8, 1]
+    """
+    step = check_int("step", step, 0)
+    axes = [tx.axis_name for tx in (before, after) if isinstance(tx, Reducer)]
+    if len(set(axes)) > 1:
+        raise ValueError(
+            f"`before` and `after` must have the same axis_name, got {axes[0]!r} and {axes[1]!r}."
+        )
+    axis_name = axes[0] if axes else None
+    first, second = reduce_function(before), reduce_function(after)
+
+    def init(params: PyTree) -> SwitchState:
+        return SwitchState(jnp.zeros([], jnp.int32), before.init(params), after.init(params))
+
+    def reduce(
+        updates: PyTree, state: SwitchState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        if axis_name:
+            state = mark_local(state, axis_name)
+
+        def run(function: Any, own: PyTree, other: PyTree, swapped: bool) -> Reduction:
+            result = function(updates, own, params, **extra_args)
+            states = (other, result.state) if swapped else (result.state, other)
+            sent = as_local(result.sent, axis_name) if axis_name else result.sent
+            return result._replace(state=states, sent=sent)
+
+        result = hand_over(
+            state.count,
+            step,
+            lambda: run(first, state.before, state.after, swapped=False),
+            lambda: run(second, state.after, state.before, swapped=True),
+        )
+        count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
+        return result._replace(state=SwitchState(count, *result.state))
+
+    return _reducer(init, reduce, axis_name)
+
+
+def _reducer(
+    init: Any, reduce: Any, axis_name: AxisName | None
+) -> optax.GradientTransformationExtraArgs:
+    """A `Reducer`, or a plain transformation where nothing but plain ones went in."""
+    if axis_name:
+        return Reducer(init, reduce, axis_name)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        result = reduce(updates, state, params, **extra_args)
+        return result.updates, result.state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add(gradient: Array, residual: Array) -> Array:
+    """Their sum in float32, or in the gradient's own dtype where that is wider."""
+    dtype = compute_dtype(gradient.dtype)
+    return gradient.astype(dtype) + residual.astype(dtype)
+
+
+def _checked_residual(updates: PyTree, residual: PyTree) -> list[Any]:
+    """The leaves of `residual` beside those of `updates`.
+
+    Raises:
+      ValueError: Listing every leaf that does not fit, with the fix.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
+    try:
+        beside = treedef.flatten_up_to(residual)
+    except ValueError as error:
+        raise ValueError(
+            "The gradients and the ErrorFeedbackState have different tree structures. Make the "
+            f"state with init() of a tree like the gradients. Gradients: {treedef}."
+        ) from error
+    wrong = []
+    for (path, leaf), e in zip(leaves, beside, strict=True):
+        expected = tuple(np.shape(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+        found = None if isinstance(e, optax.MaskedNode) else tuple(np.shape(e))
+        if found != expected:
+            wrong.append(f"residual{leaf_name(path)}: expected {expected}, got {found}")
+    if wrong:
+        raise ValueError(
+            "The ErrorFeedbackState does not fit these gradients:\n  "
+            + "\n  ".join(wrong)
+            + "\nA residual whose first axis is off by the number of replicas was not placed with "
+            "jaxcomp.shard_state and jaxcomp.state_specs."
+        )
+    return beside

@@ -1,0 +1,139 @@
+"""What one reducer tells another: besides the average, this replica's own part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._checks import check_axis_name
+from jaxcomp._collectives import mean_each
+from jaxcomp._gradients import reducible, replaced
+from jaxcomp._typing import Array, AxisName, PyTree
+
+
+class Reduction(NamedTuple):
+    """One update of a `Reducer`, with what `error_feedback` and `switch_at` need to know of it."""
+
+    updates: PyTree  # the average, equal on every replica
+    state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
+    sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
+    finite: Array  # bool scalar, equal on every replica: whether all updates are finite
+
+
+class Reducer(optax.GradientTransformationExtraArgs):
+    """An Optax transformation that also says what this replica contributed to the average.
+
+    Every reducer of this package is one. To `optax.chain` and the like it is an ordinary
+    transformation, a pair of ``init`` and ``update``. `error_feedback` calls `reduce` instead, and
+    keeps what was not sent.
+
+    Args:
+      init: From parameters to a consolidated state.
+      reduce: A function of (local gradients, state, parameters or None, **extra arguments) that
+        returns a `Reduction`.
+      axis_name: The mapped axis or axes of the replicas.
+      update: Optax's update function; by default made of `reduce`.
+
+    Example:
+      A reducer that averages signs, and keeps the rest for the next step:
+
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> def reduce(updates, state, params=None, **extra_args):
+      ...     sent = jax.tree.map(jnp.sign, updates)
+      ...     mean = jax.lax.pmean(sent, "data")
+      ...     return jaxcomp.Reduction(mean, state, sent, jnp.isfinite(mean["w"]).all())
+      >>> signs = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, "data")
+      >>> tx = jaxcomp.error_feedback(signs)
+      >>> grads = {"w": jnp.array([[3.0, -1.0], [0.5, -1.0]])}  # two replicas
+      >>> state = tx.init({"w": jnp.zeros(2)})
+      >>> mean, state = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")(grads, state)
+      >>> mean["w"][0].tolist(), state.residual["w"].tolist()
+      ([1.0, -1.0], [[2.0, 0.0], [-0.5, 0.0]])
+    """
+
+    reduce: Callable[..., Reduction]
+    axis_name: AxisName
+
+    def __new__(
+        cls,
+        init: Callable[[PyTree], PyTree],
+        reduce: Callable[..., Reduction],
+        axis_name: AxisName,
+        *,
+        update: Callable[..., Any] | None = None,
+    ) -> Reducer:
+        """A pair of functions, as Optax wants it, with two attributes beside."""
+        check_axis_name(axis_name)
+
+        def derived(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        ) -> tuple[PyTree, PyTree]:
+            result = reduce(updates, state, params, **extra_args)
+            return result.updates, result.state
+
+        self = super().__new__(cls, init, update or derived)
+        self.reduce, self.axis_name = reduce, axis_name
+        return self
+
+
+def reduce_function(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
+    """The `reduce` of a reducer, or a stand-in for it made from a plain transformation.
+
+    Nothing is known of what a plain transformation sends. The stand-in takes the average for every
+    replica's contribution, as torch's hooks do: residuals then have the right mean.
+    """
+    if isinstance(tx, Reducer):
+        return tx.reduce
+    plain = optax.with_extra_args_support(tx)
+
+    def reduce(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        means, new_state = plain.update(updates, state, params, **extra_args)
+        finite = all_finite(jax.tree.leaves(means))
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+        return Reduction(means, kept, means, finite)
+
+    return reduce
+
+
+def all_finite(leaves: list[Array]) -> Array:
+    """Bool scalar: whether every floating value is finite."""
+    flags = [jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack(flags).all() if flags else jnp.array(True)
+
+
+def check_reduce_first(reduce_first: Any, axis_name: AxisName) -> None:
+    """Refuses an axis that is reduced twice.
+
+    Raises:
+      ValueError: With what to pass instead.
+    """
+    if reduce_first is None:
+        return
+    check_axis_name(reduce_first)
+    first = reduce_first if isinstance(reduce_first, tuple) else (reduce_first,)
+    second = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if set(first) & set(second):
+        raise ValueError(
+            f"`reduce_first` and `axis_name` must name different axes, got {reduce_first!r} and "
+            f"{axis_name!r}. Give the fast axis to reduce_first and the slow one to axis_name."
+        )
+
+
+def averaged_first(updates: PyTree, reduce_first: AxisName | None) -> PyTree:
+    """The exact mean over the fast axes, in the gradients' own dtypes; unchanged for None.
+
+    Raises:
+      ValueError: If a gradient was already reduced over a fast axis, or the axis is not bound.
+    """
+    if reduce_first is None:
+        return updates
+    leaves, treedef = jax.tree.flatten(updates)
+    positions = reducible(updates, reduce_first)
+    means = mean_each([leaves[i] for i in positions], reduce_first)
+    return treedef.unflatten(replaced(leaves, positions, means))
