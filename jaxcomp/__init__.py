@@ -1,12 +1,18 @@
 """Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
 
+from jaxcomp._accumulate import accumulate
 from jaxcomp._batched_powersgd import batched_powersgd
 from jaxcomp._combinators import ErrorFeedbackState, SwitchState, error_feedback, switch_at
 from jaxcomp._gradients import local_value_and_grad
+from jaxcomp._local_sgd import LocalSGDState, local_sgd
+from jaxcomp._local_sgd_round import LocalSGDRound, local_sgd_round
+from jaxcomp._local_stats import LevelStats, LocalSGDStats, local_sgd_stats
+from jaxcomp._outer import average
 from jaxcomp._powersgd import PowerSGDState, powersgd
 from jaxcomp._quantize import QuantizedState, quantized_allreduce
 from jaxcomp._reducers import allreduce
 from jaxcomp._reduction import Reducer, Reduction
+from jaxcomp._sampling import sharded_indices
 from jaxcomp._state import consolidate, shard_state, state_specs
 from jaxcomp._stats import (
     CompressionStats,
@@ -21,23 +27,33 @@ __all__ = [
     "CompressionStats",
     "ErrorFeedbackState",
     "LeafStats",
+    "LevelStats",
+    "LocalSGDRound",
+    "LocalSGDState",
+    "LocalSGDStats",
     "MatrixDims",
     "PowerSGDState",
     "QuantizedState",
     "Reducer",
     "Reduction",
     "SwitchState",
+    "accumulate",
     "allreduce",
+    "average",
     "batched_powersgd",
     "batched_stats",
     "compression_stats",
     "consolidate",
     "error_feedback",
+    "local_sgd",
+    "local_sgd_round",
+    "local_sgd_stats",
     "local_value_and_grad",
     "powersgd",
     "quantized_allreduce",
     "quantized_stats",
     "shard_state",
+    "sharded_indices",
     "state_specs",
     "switch_at",
 ]
