@@ -4,6 +4,8 @@ from torch_bridge._buckets import BucketEntry, BucketLayout
 from torch_bridge._checkpoint import Checkpoint, load
 from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._infer import infer_layout
+from torch_bridge._optim import optimizer_from_torch
+from torch_bridge._optim_to_torch import optimizer_to_torch
 from torch_bridge._pair import pair
 from torch_bridge._pairing import Pairing
 from torch_bridge._params import params_from_torch, params_to_torch
@@ -25,6 +27,8 @@ __all__ = [
     "gradient_order",
     "infer_layout",
     "load",
+    "optimizer_from_torch",
+    "optimizer_to_torch",
     "pair",
     "params_from_torch",
     "params_to_torch",

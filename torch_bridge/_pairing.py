@@ -89,7 +89,7 @@ class Pairing:
           array: the torch tensor or a NumPy array of shape `torch_shape`.
 
         Returns:
-          An array of the same dtype.
+          An array of the same dtype. It owns its memory: torch changes tensors in place.
 
         Raises:
           CheckpointMismatch: If the shape is not `torch_shape`.
@@ -98,7 +98,7 @@ class Pairing:
         if self.rows is not None:
             values = values[self.rows[0] : self.rows[1]]
         moved = np.flip(values.reshape(self.split).transpose(self.axes), self.flip)
-        return np.ascontiguousarray(moved).reshape(self.part_shape)
+        return np.array(moved, order="C").reshape(self.part_shape)
 
     def to_torch(self, array: Any) -> np.ndarray:
         """The inverse of `to_flax`: the rows `row_range` of the torch tensor.
@@ -117,7 +117,7 @@ class Pairing:
         back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
         start, stop = self.row_range
         shape = (stop - start, *self.torch_shape[1:]) if self.torch_shape else ()
-        return np.ascontiguousarray(back).reshape(shape)
+        return np.array(back, order="C").reshape(shape)
 
     def take(self, leaf: Any) -> np.ndarray:
         """The part of the whole Flax leaf that belongs to this pairing."""

@@ -532,6 +532,16 @@ def test_dtypes_are_kept(dtype):
     assert_equal_states(params_to_torch(params, module.state_dict()), module.state_dict())
 
 
+def test_result_does_not_share_memory_with_torch():
+    module = torch.nn.Linear(2, 2)
+    params = params_from_torch(module.state_dict(), {"kernel": np.ones((2, 2)), "bias": np.ones(2)})
+    before = jax.tree.map(np.copy, params)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
 def test_random_state_and_caches_of_nnx_are_kept():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -1,0 +1,328 @@
+"""Optimizers: after conversion the next updates are those that torch would have made."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+from torch_bridge import (
+    CheckpointMismatch,
+    optimizer_from_torch,
+    optimizer_to_torch,
+    pair,
+    params_from_torch,
+    params_to_torch,
+)
+from torch_bridge._params import leaves_from_torch
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """optax.adam computes ``decay**count``, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+SGD = [
+    {"momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": bool(x)}
+    for m, d, n, w, x in itertools.product(
+        (0, 0.9), (0, 0.3), (False, True), (0, 0.1), (False, True)
+    )
+    if not (n and (d or not m))
+]
+ADAM = [
+    {"betas": b, "eps": e, "weight_decay": w, "maximize": bool(x)}
+    for b, e, w, x in itertools.product(
+        ((0.9, 0.999), (0.5, 0.9)), (1e-8, 1e-2), (0, 0.1), (False, True)
+    )
+]
+CASES = [
+    *((torch.optim.SGD, keywords) for keywords in SGD),
+    *((torch.optim.Adam, keywords) for keywords in ADAM),
+    *((torch.optim.AdamW, keywords) for keywords in ADAM),
+]
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten(), torch.nn.Linear(12, 4, bias=False)
+    )
+
+
+LIKE = {
+    "Conv_0": {"kernel": np.zeros((3, 3, 2, 3)), "bias": np.zeros(3)},
+    "Dense_0": {"kernel": np.zeros((12, 4))},
+}
+
+
+def gradients(module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in module.named_parameters()}
+
+
+def torch_steps(module, optimizer, seeds) -> None:
+    parameters = dict(module.named_parameters())
+    for seed in seeds:
+        for name, gradient in gradients(module, seed).items():
+            parameters[name].grad = gradient.clone() if parameters[name].requires_grad else None
+        optimizer.step()
+
+
+def flax_steps(module, like, params, tx, state, seeds):
+    pairings = pair(module.state_dict(), like)
+    update = jax.jit(tx.update)
+    for seed in seeds:
+        leaves = leaves_from_torch(pairings, gradients(module, seed), mean=True)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(params, module, like, tolerance=2e-6):
+    theirs = params_from_torch(module.state_dict(), like)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance),
+        params,
+        theirs,
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(("make", "keywords"), CASES)
+def test_next_updates_are_equal_there_and_back(make, keywords, steps):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.05, **keywords)
+    torch_steps(module, optimizer, range(steps))
+    params = params_from_torch(module.state_dict(), LIKE)
+    tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+
+    resumed = copy.deepcopy(module)
+    params, state = flax_steps(module, LIKE, params, tx, state, (7, 8))
+    torch_steps(module, optimizer, (7, 8))
+    assert_close(params, module, LIKE)
+
+    resumed.load_state_dict(params_to_torch(params, resumed.state_dict()))
+    fresh = make(resumed.parameters(), lr=0.05, **keywords)
+    converted = optimizer_to_torch(state, params, fresh.state_dict(), resumed.state_dict())
+    fresh.load_state_dict(converted)
+    torch_steps(resumed, fresh, (9, 10))
+    torch_steps(module, optimizer, (9, 10))
+    for ours, theirs in zip(resumed.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords", "own"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, optax.sgd(0.1, 0.9, nesterov=True)),
+        (torch.optim.Adam, {}, optax.adam(0.1)),
+        (torch.optim.AdamW, {"weight_decay": 0.2}, optax.adamw(0.1, weight_decay=0.2)),
+    ],
+)
+def test_state_fits_the_optimizer_that_one_writes_by_hand(make, keywords, own):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.1, **keywords)
+    torch_steps(module, optimizer, range(2))
+    params = params_from_torch(module.state_dict(), LIKE)
+    _, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+    assert jax.tree.structure(state) == jax.tree.structure(own.init(params))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_param_groups_with_their_own_hyperparameters(named):
+    module = network()
+    matrices = [(n, p) for n, p in module.named_parameters() if p.ndim > 1]
+    vectors = [(n, p) for n, p in module.named_parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices if named else [p for _, p in matrices], "weight_decay": 0.3},
+        {"params": vectors if named else [p for _, p in vectors], "weight_decay": 0.0, "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    torch_steps(module, optimizer, range(3))
+    params = params_from_torch(module.state_dict(), LIKE)
+    names = None if named else [[n for n, _ in matrices], [n for n, _ in vectors]]
+    model = module.state_dict()
+    if not named:
+        with pytest.raises(ValueError, match="group by group"):
+            optimizer_from_torch(optimizer.state_dict(), model, params)
+    tx, state = optimizer_from_torch(optimizer.state_dict(), model, params, param_names=names)
+    before = copy.deepcopy(optimizer.state_dict())
+    back = optimizer_to_torch(state, params, optimizer.state_dict(), model, param_names=names)
+    for index, kept in before["state"].items():
+        for key, value in kept.items():
+            torch.testing.assert_close(back["state"][index][key], value, rtol=0, atol=0)
+    params, _ = flax_steps(module, LIKE, params, tx, state, (7, 8))
+    torch_steps(module, optimizer, (7, 8))
+    assert_close(params, module, LIKE)
+
+
+def test_frozen_parameters_stay():
+    module = network()
+    module[0].requires_grad_(False)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    torch_steps(module, optimizer, range(2))
+    params = params_from_torch(module.state_dict(), LIKE)
+    with pytest.raises(ValueError, match="param_names"):
+        optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+    tx, state = optimizer_from_torch(
+        optimizer.state_dict(), module.state_dict(), params, param_names=["2.weight"]
+    )
+    params, _ = flax_steps(module, LIKE, params, tx, state, (5,))
+    torch_steps(module, optimizer, (5,))
+    assert_close(params, module, LIKE)
+
+
+def test_parameter_that_had_no_gradient_yet():
+    module = network()
+    for make in (
+        torch.optim.Adam,
+        lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, dampening=0.5),
+    ):
+        optimizer = make(module.parameters(), lr=0.05)
+        module[0].requires_grad_(False)
+        torch_steps(module, optimizer, range(3))
+        module[0].requires_grad_(True)
+        params = params_from_torch(module.state_dict(), LIKE)
+        tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+        params, _ = flax_steps(module, LIKE, params, tx, state, (7, 8))
+        torch_steps(module, optimizer, (7, 8))
+        assert_close(params, module, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_packed_and_summed_parameters(make, keywords, kind):
+    torch.manual_seed(0)
+    x = jnp.ones((2, 3, 4))
+    if kind == "lstm":
+        module = torch.nn.LSTM(4, 5)
+        like = jax.eval_shape(nn.RNN(nn.LSTMCell(5)).init, jax.random.key(0), x)["params"]
+        alike = torch.nn.LSTM(4, 5)
+    else:
+        module = torch.nn.MultiheadAttention(4, 2)
+        layer = nn.MultiHeadDotProductAttention(2)
+        like = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+        alike = torch.nn.MultiheadAttention(4, 2)
+    optimizer = make(module.parameters(), lr=0.01, **keywords)
+
+    def step(module, optimizer, seed):
+        values = gradients(module, seed)
+        for name, parameter in module.named_parameters():
+            parameter.grad = values[name.replace("bias_ih", "bias_hh")].clone()
+        optimizer.step()
+
+    for seed in range(3):
+        step(module, optimizer, seed)
+    params = params_from_torch(module.state_dict(), like)
+    tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+    pairings = pair(module.state_dict(), like)
+    values = gradients(module, 7)
+    values = {name: values[name.replace("bias_ih", "bias_hh")] for name in values}
+    leaves = leaves_from_torch(pairings, values, mean=True)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    step(module, optimizer, 7)
+    assert_close(params, module, like)
+
+    alike.load_state_dict(params_to_torch(params, alike.state_dict()))
+    fresh = make(alike.parameters(), lr=0.01, **keywords)
+    fresh.load_state_dict(optimizer_to_torch(state, params, fresh.state_dict(), alike.state_dict()))
+    step(alike, fresh, 8)
+    step(module, optimizer, 8)
+    ours, theirs = (params_from_torch(m.state_dict(), like) for m in (alike, module))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), ours, theirs)
+
+
+def test_nnx_state_and_a_chain_with_a_reducer_in_front():
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    torch_steps(module, optimizer, range(3))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(2, 3, (3, 3), rngs=rngs)
+            self.head = nnx.Linear(12, 4, use_bias=False, rngs=rngs)
+
+    params = params_from_torch(module.state_dict(), nnx.state(Model(nnx.Rngs(0)), nnx.Param))
+    tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    chained = (optax.EmptyState(), state)
+    back = optimizer_to_torch(chained, params, optimizer.state_dict(), module.state_dict())
+    assert float(back["state"][0]["step"]) == 4
+
+
+def test_schedule_goes_on_where_torch_stopped():
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    torch_steps(module, optimizer, range(3))
+    params = params_from_torch(module.state_dict(), LIKE)
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    _, state = optimizer_from_torch(
+        optimizer.state_dict(), module.state_dict(), params, learning_rate=schedule
+    )
+    assert int(state[-1].count) == 3
+
+
+def test_what_has_no_equal_is_refused():
+    module = network()
+    model = module.state_dict()
+    params = params_from_torch(model, LIKE)
+
+    def convert(optimizer, **keywords):
+        torch_steps(module, optimizer, range(1))
+        return optimizer_from_torch(optimizer.state_dict(), model, params, **keywords)
+
+    with pytest.raises(ValueError, match="amsgrad"):
+        convert(torch.optim.Adam(module.parameters(), amsgrad=True))
+    with pytest.raises(ValueError, match=r"Only torch\.optim\.SGD"):
+        convert(torch.optim.Adagrad(module.parameters()))
+    with pytest.raises(ValueError, match="does not agree"):
+        convert(torch.optim.SGD(module.parameters()), algorithm="adam")
+    names = list(reversed(model))
+    with pytest.raises(CheckpointMismatch, match=r"has exp_avg \(4, 12\)") as caught:
+        convert(torch.optim.Adam(module.parameters()), param_names=names)
+    assert len(caught.value.mis_shaped) == 4
+    like = torch.optim.Adam(module.parameters()).state_dict()
+    with pytest.raises(CheckpointMismatch, match="another optimizer") as caught:
+        optimizer_to_torch(optax.sgd(0.1).init(params), params, like, model)
+    assert caught.value.missing == ("0.weight", "0.bias", "2.weight")
+
+
+def test_older_files_say_which_adam():
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.1)
+    torch_steps(module, optimizer, range(1))
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["decoupled_weight_decay"]
+    params = params_from_torch(module.state_dict(), LIKE)
+    with pytest.raises(ValueError, match="algorithm='adamw'"):
+        optimizer_from_torch(state, module.state_dict(), params)
+    tx, optax_state = optimizer_from_torch(state, module.state_dict(), params, algorithm="adamw")
+    params, _ = flax_steps(module, LIKE, params, tx, optax_state, (5,))
+    torch_steps(module, optimizer, (5,))
+    assert_close(params, module, LIKE)
