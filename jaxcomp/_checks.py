@@ -15,7 +15,11 @@ def check_axis_name(axis_name: Any) -> None:
       ValueError: With what to pass instead.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
+    if (
+        not names
+        or not all(isinstance(n, str) and n for n in names)
+        or len(set(names)) < len(names)
+    ):
         raise ValueError(
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
             "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
@@ -43,7 +47,9 @@ def check_flag(name: str, value: Any) -> bool:
       ValueError: Otherwise, also for a traced value.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be True or False, got {value!r}.{_static_hint(name, value)}")
+        raise ValueError(
+            f"`{name}` must be True or False, got {value!r}.{_static_hint(name, value)}"
+        )
     return bool(value)
 
 

@@ -42,7 +42,8 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
     spare = _spare_directions(matrix)
 
     def gram_schmidt(x: Array) -> Array:
-        return _gram_schmidt(x, spare, eps / jnp.where(zero, 1, scale))
+        plain = isinstance(eps, (int, float)) and eps == 0
+        return _gram_schmidt(x, spare, None if plain else eps / jnp.where(zero, 1, scale))
 
     def qr(x: Array) -> Array:
         return jnp.linalg.qr(jnp.where(zero, spare, x))[0]
@@ -50,13 +51,13 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
     if rank <= _GRAM_SCHMIDT_RANK:
         return gram_schmidt(scaled)
     if rank <= _GRAM_SCHMIDT_RANK_ACCELERATOR:
-        return lax.platform_dependent(scaled, cpu=qr, default=lambda x: _gram_schmidt(x, spare, 0))
+        return lax.platform_dependent(
+            scaled, cpu=qr, default=lambda x: _gram_schmidt(x, spare, None)
+        )
     return qr(scaled)
 
 
-def map_by_shape(
-    function: Callable[[Array], Array], arrays: Sequence[Array]
-) -> list[Array]:
+def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
     """Applies `function`, which treats leading axes as a batch, once for every shape present.
 
     A model of 200 equal layers so costs one orthogonalisation to compile and to launch, and only
@@ -70,21 +71,26 @@ def map_by_shape(
     return [results[i] for i in range(len(arrays))]
 
 
-def _gram_schmidt(matrix: Array, spare: Array, eps: Array | float) -> Array:
-    """Columns one after the other, each projected twice ("twice is enough", Giraud et al. 2005)."""
-    eps = jnp.broadcast_to(eps, (*matrix.shape[:-2], 1, matrix.shape[-1]))
-    basis: list[Array] = []
+def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
+    """Columns one after the other, each projected twice ("twice is enough", Giraud et al. 2005).
+
+    With `eps`, ``(*batch, 1, r)``, it is torch's: one projection, onto columns that are a little
+    shorter than 1, except for a column that takes a spare direction.
+    """
     columns: list[Array] = []
     for j in range(matrix.shape[-1]):
-        column, before = matrix[..., j], _norm(matrix[..., j])
-        column = _project_out(column, basis)
+        given = matrix[..., j]
+        column = _project_out(given, columns)
         left = _norm(column)
-        lost = left <= _COLLINEAR * before
-        column = _project_out(jnp.where(lost, spare[..., j], column), basis)
-        column = column / _norm(column)
-        basis.append(column)
-        kept = left + jnp.where(lost, 1, eps[..., 0, j, None])
-        columns.append(column * jnp.where(lost, 1, left / kept))
+        lost = left <= _COLLINEAR * _norm(given)
+        column = jnp.where(lost, spare[..., j], column)
+        if eps is None:
+            column = _project_out(column, columns)
+            columns.append(column / _norm(column))
+        else:
+            fresh = _project_out(column, columns)
+            shrunk = column / (left + jnp.where(lost, 1, eps[..., 0, j, None]))
+            columns.append(jnp.where(lost, fresh / _norm(fresh), shrunk))
     return jnp.stack(columns, axis=-1)
 
 

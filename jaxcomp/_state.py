@@ -178,23 +178,25 @@ def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
 
 def _tiled(leaf: Any, times: int, sharding: NamedSharding) -> jax.Array:
     """`leaf` repeated along axis 0; no device holds more than its own shard."""
-    shape = np.shape(leaf)
-    if times > 1:
-        shape = (times * shape[0], *shape[1:])
+    if isinstance(leaf, jax.Array):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(leaf, sharding)
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            raise ValueError(
+                f"An array of shape {leaf.shape} in the state is spread over several processes. "
+                "Consolidate the state (out_specs=P() under shard_map) before placing it."
+            )
+    host = np.asarray(leaf)
+    if times == 1:
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    rows = host.shape[0]
 
-    def block(index: tuple[slice, ...]) -> Any:
-        if times == 1:
-            return leaf[index]
-        start, stop, _ = index[0].indices(shape[0])
-        size = max(np.shape(leaf)[0], 1)
-        offset = start % size
-        return leaf[(slice(offset, offset + stop - start), *index[1:])]
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(times * rows)
+        offset = start % max(rows, 1)
+        return host[(slice(offset, offset + stop - start), *index[1:])]
 
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.device_put(leaf, sharding)
-    host = np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
-    leaf = host
-    return jax.make_array_from_callback(shape, sharding, block)
+    return jax.make_array_from_callback((times * rows, *host.shape[1:]), sharding, block)
 
 
 def _fields(node: Any) -> tuple[str, ...] | None:

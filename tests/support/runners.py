@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ def mesh_of(n: int, axis: str = AXIS) -> Mesh:
     return jax.make_mesh((n,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
 
 
-def simulate(mapping: str, tx: Any, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+def simulate(
+    mapping: str, tx: Any, grads: Any, state: Any, params: Any = None, **extra: Any
+) -> Any:
     """Feeds recorded local gradients to `tx`, step by step, in one compiled program.
 
     Args:
@@ -87,8 +90,14 @@ def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: i
 def collectives(compiled: str) -> list[tuple[str, str, int]]:
     """(operation, element type, number of values) of every collective in a compiled HLO text."""
     found = []
-    for line in compiled.splitlines():
-        for op in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute"):
+    for line in re.sub(r"/\*.*?\*/", "", compiled).splitlines():
+        for op in (
+            "all-reduce",
+            "all-to-all",
+            "all-gather",
+            "reduce-scatter",
+            "collective-permute",
+        ):
             if f" {op}(" in line or f" {op}-start(" in line:
                 result = line.split(" = ")[1].split(f" {op}")[0].strip("() ")
                 for part in result.split("}, ") if "}, " in result else [result]:

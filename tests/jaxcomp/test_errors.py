@@ -1,0 +1,148 @@
+"""Unusable arguments and gradients: one clear sentence, when built or traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runners import AXIS, mesh_of, simulate
+
+import jaxcomp
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rank": 0}, "`rank` must be a positive integer, got rank=0"),
+        ({"rank": 1.5}, "`rank` must be a positive integer"),
+        ({"rank": True}, "`rank`"),
+        ({"rank": None}, "`rank`"),
+        ({"start_step": -1}, "`start_step` must be a non-negative integer, got start_step=-1"),
+        ({"start_step": 0.5}, "`start_step`"),
+        ({"min_compression_rate": -1.0}, "`min_compression_rate`"),
+        ({"min_compression_rate": float("nan")}, "`min_compression_rate`"),
+        ({"comm_dtype": "int7"}, "`comm_dtype` must be one of float32, bfloat16, float16"),
+        ({"comm_dtype": jnp.int8}, "`comm_dtype`"),
+        ({"residual_dtype": "nonsense"}, "`residual_dtype`"),
+        ({"eps": -1e-8}, "`eps`"),
+        ({"eps": "small"}, "`eps`"),
+        ({"error_decay": 1.5}, "`error_decay` must be a finite number, at least 0 and at most 1"),
+        ({"feedback_every": 0}, "`feedback_every`"),
+        ({"error_feedback": "yes"}, "`error_feedback` must be True or False"),
+        ({"warm_start": 1}, "`warm_start`"),
+        ({"seed": -1}, "`seed`"),
+        ({"axis_name": ""}, "`axis_name`"),
+        ({"axis_name": ()}, "`axis_name`"),
+        ({"axis_name": ("a", "a")}, "`axis_name`"),
+        ({"axis_name": 3}, "`axis_name`"),
+    ],
+)
+def test_powersgd_refuses_when_built(arguments, words):
+    with pytest.raises(ValueError) as caught:
+        jaxcomp.powersgd(**{"axis_name": AXIS, **arguments})
+    assert words in str(caught.value)
+
+
+def test_allreduce_and_stats_refuse_when_built():
+    with pytest.raises(ValueError, match="`comm_dtype`"):
+        jaxcomp.allreduce(axis_name=AXIS, comm_dtype="int4")
+    with pytest.raises(ValueError, match="`axis_name`"):
+        jaxcomp.allreduce(axis_name=None)
+    with pytest.raises(ValueError, match="`rank`"):
+        jaxcomp.compression_stats({}, rank=0)
+
+
+REDUCERS = [
+    jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
+    jaxcomp.allreduce(axis_name=AXIS),
+]
+
+
+@pytest.mark.parametrize("tx", REDUCERS)
+def test_an_unbound_axis_is_named_with_the_fix(tx):
+    grads = {"w": jnp.ones((8, 8))}
+    with pytest.raises(ValueError, match=r"axis 'data' is not bound here. Call update\(\) inside"):
+        tx.update(grads, tx.init(grads))
+    with pytest.raises(ValueError, match="not bound"):
+        jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="batch")({"w": jnp.ones((2, 8, 8))})
+
+
+@pytest.mark.parametrize("tx", REDUCERS)
+def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(tx):
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
+        return tx.update({"w": grads}, tx.init({"w": w}))[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
+    )
+    with pytest.raises(ValueError, match=r"\['w'\] is the same on every replica.*local_value_and_"):
+        jax.jit(mapped)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("tx", REDUCERS)
+@pytest.mark.parametrize(("dtype", "fix"), [(jnp.int32, "optax.masked"), (complex, "split_real")])
+def test_a_gradient_that_is_not_floating_is_named(tx, dtype, fix):
+    grads = {"w": jnp.ones((2, 8, 8)), "odd": jnp.ones((2, 3), dtype)}
+    state = tx.init(jax.tree.map(lambda g: g[0], grads))
+    with pytest.raises(ValueError, match=rf"\['odd'\] has dtype .*{fix}"):
+        jax.vmap(lambda g: tx.update(g, state)[0], axis_name=AXIS)(grads)
+
+
+@pytest.mark.parametrize("tx", REDUCERS)
+def test_float0_none_scalar_and_empty_leaves_pass(tx):
+    params = {
+        "steps": jnp.array([3, 4]),
+        "w": jnp.ones((8, 8)),
+        "scalar": jnp.array(2.0),
+        "none": None,
+        "empty": jnp.zeros((0, 4)),
+    }
+
+    def loss(p, x):
+        return jnp.sum(p["w"] * x) * p["scalar"]
+
+    def step(params, x):
+        _, grads = jaxcomp.local_value_and_grad(loss, AXIS, allow_int=True)(params, x)
+        return {k: v for k, v in tx.update(grads, tx.init(params))[0].items() if k != "steps"}
+
+    updates = jax.vmap(step, in_axes=(None, 0), axis_name=AXIS)(params, jnp.arange(3.0))
+    np.testing.assert_allclose(updates["scalar"], 64.0)
+    assert updates["none"] is None
+    assert updates["empty"].shape == (3, 0, 4)
+
+
+def test_a_state_of_another_rank_lists_every_leaf():
+    params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((20, 20)), "c": jnp.zeros(3)}
+    old = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0).init(params)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    grads = jax.tree.map(lambda p: jnp.zeros((2, 1, *p.shape)), params)
+    with pytest.raises(ValueError) as caught:
+        simulate("vmap", tx, grads, old)
+    assert "q['a']: expected (16, 2), got (16, 1)" in str(caught.value)
+    assert "q['b']" in str(caught.value)
+
+
+def test_a_state_of_another_tree_is_refused():
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    state = tx.init({"a": jnp.zeros((16, 16))})
+    grads = {"b": jnp.zeros((2, 1, 16, 16))}
+    with pytest.raises(ValueError, match="different tree structures"):
+        simulate("vmap", tx, grads, state)
+
+
+def test_a_residual_that_was_not_sharded_says_how():
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    state = tx.init({"w": jnp.zeros((16, 16))})
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.shard_map(
+        tx.update, mesh=mesh_of(2), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
+    )
+    with pytest.raises(ValueError, match=r"jaxcomp.shard_state"):
+        jax.jit(step)({"w": jnp.zeros((32, 16))}, state)
+
+
+def test_inject_hyperparams_says_which_argument_must_be_static():
+    injected = optax.inject_hyperparams(jaxcomp.powersgd)(rank=2, axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"static_args=\('rank', ...\)"):
+        injected.init({"w": jnp.zeros((8, 8))})

@@ -1,0 +1,87 @@
+"""Orthonormal columns, whatever comes in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcomp._orthogonalize import _gram_schmidt, _spare_directions, map_by_shape, orthogonalize
+
+
+def assert_orthonormal(p, atol=2e-5):
+    gram = np.asarray(p, np.float64).swapaxes(-1, -2) @ np.asarray(p, np.float64)
+    np.testing.assert_allclose(gram, np.broadcast_to(np.eye(p.shape[-1]), gram.shape), atol=atol)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 30),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    st.integers(0, 5),
+)
+def test_columns_are_orthonormal_and_span_the_same_space(rank, extra, scale, seed):
+    x = np.random.default_rng(seed).normal(size=(2, rank + extra, rank)).astype(np.float32)
+    p = np.asarray(orthogonalize(jnp.asarray(x * np.float32(scale))), np.float64)
+    assert_orthonormal(p)
+    q = np.linalg.qr(x.astype(np.float64))[0]
+    # Nearly singular inputs have ill-determined columns; the projectors still agree closely.
+    condition = np.linalg.cond(x.astype(np.float64)).max()
+    projector = lambda y: y @ y.swapaxes(-1, -2)  # noqa: E731
+    np.testing.assert_allclose(projector(p), projector(q), atol=1e-6 * max(condition, 10))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 8])
+def test_zero_and_repeated_columns_get_a_direction_of_their_own(rank):
+    column = jnp.arange(1.0, 13.0)[:, None]
+    for x in (jnp.zeros((12, rank)), jnp.tile(column, rank), jnp.eye(12, rank).at[:, 0].set(0)):
+        assert_orthonormal(orthogonalize(x))
+
+
+@pytest.mark.parametrize("rank", [3, 5, 8])
+def test_the_accelerators_gram_schmidt_agrees_with_qr(rank):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40, rank)), jnp.float32)
+    ours = _gram_schmidt(x, _spare_directions(x), None)
+    assert_orthonormal(ours)
+    theirs = jnp.linalg.qr(x)[0]
+    np.testing.assert_allclose(ours @ ours.mT, theirs @ theirs.mT, atol=1e-5)
+
+
+def test_columns_of_very_different_size():
+    x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
+    p = orthogonalize(jnp.asarray(x * np.float32([1e30, 1e-30])))
+    assert_orthonormal(p)
+    q = np.linalg.qr(x)[0]
+    np.testing.assert_allclose(p @ p.T, q @ q.T, atol=1e-5)
+
+
+def test_eps_is_torchs():
+    """``column / (norm + eps)``, then the later columns minus their share of the shrunk one."""
+    x = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
+    eps, y = 1e-2, x.copy()
+    y[:, 0] /= np.linalg.norm(y[:, 0]) + eps
+    y[:, 1] -= (y[:, 0] @ y[:, 1]) * y[:, 0]
+    y[:, 1] /= np.linalg.norm(y[:, 1]) + eps
+    np.testing.assert_allclose(orthogonalize(jnp.asarray(x), eps), y, atol=1e-6)
+    assert np.linalg.norm(orthogonalize(jnp.asarray(x), 10.0)[:, 0]) < 0.5
+
+
+def test_spare_directions_are_independent_for_long_columns():
+    spare = _spare_directions(jnp.zeros((1_000_000, 3)))
+    correlation = np.corrcoef(np.asarray(spare).T)
+    assert np.abs(correlation - np.eye(3)).max() < 0.01
+
+
+def test_map_by_shape_calls_once_for_each_shape():
+    calls = []
+
+    def double(x):
+        calls.append(x.shape)
+        return 2 * x
+
+    arrays = [jnp.ones((4, 2)), jnp.ones((3, 2)), 3 * jnp.ones((4, 2))]
+    results = map_by_shape(double, arrays)
+    assert calls == [(2, 4, 2), (1, 3, 2)]
+    jax.tree.map(np.testing.assert_array_equal, results, [2 * a for a in arrays])

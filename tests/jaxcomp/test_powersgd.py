@@ -1,0 +1,285 @@
+"""The algorithm: against a NumPy reference, and the invariants that make it trustworthy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Reference
+from runners import AXIS, MAPPINGS, random_grads, simulate
+
+import jaxcomp
+
+SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
+
+
+def zeros(shapes):
+    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+
+def as_matrix(name, x):
+    """(rows, cols) by the documented rule, written out independently of the library."""
+    if name == "embedding":
+        return x
+    lead = {"conv": 36, "dense": 24}[name]
+    return (
+        np.asarray(x, np.float64).reshape(*x.shape[: -len(SHAPES[name])], lead, -1).swapaxes(-1, -2)
+    )
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_equals_the_numpy_reference(mapping, rank):
+    n, steps = 3, 6
+    grads = random_grads(SHAPES, n, steps)
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    state = tx.init(zeros(SHAPES))
+    outputs, final = simulate(mapping, tx, grads, state)
+
+    for name in ("conv", "dense", "embedding"):
+        matrices = as_matrix(name, np.asarray(grads[name], np.float64))
+        reference = Reference(n, *matrices.shape[2:], state.q[name])
+        for t in range(steps):
+            expected = reference.step(matrices[:, t])
+            np.testing.assert_allclose(as_matrix(name, outputs[name][t]), expected, atol=2e-5)
+        np.testing.assert_allclose(
+            as_matrix(name, final.residual[name]), reference.residual, atol=2e-5
+        )
+        np.testing.assert_allclose(np.abs(final.q[name]), np.abs(reference.q), atol=1e-4)
+    np.testing.assert_allclose(outputs["bias"], grads["bias"].mean(0), rtol=1e-6)
+    assert isinstance(final.q["bias"], optax.MaskedNode)
+    assert int(final.count) == steps
+
+
+shapes = st.one_of(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)),
+    st.tuples(st.integers(2, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=shapes,
+    rank=st.integers(1, 5),
+    n=st.integers(1, 5),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
+    wire=st.sampled_from([None, jnp.bfloat16, jnp.float16]),
+    decay=st.sampled_from([1.0, 0.5]),
+    seed=st.integers(0, 9),
+)
+def test_output_plus_mean_residual_is_the_mean_of_what_went_in(
+    shape, rank, n, dtype, wire, decay, seed
+):
+    grads = {"w": random_grads({"w": shape}, n, 1, seed)["w"].astype(dtype)}
+    tx = jaxcomp.powersgd(
+        rank,
+        axis_name=AXIS,
+        start_step=0,
+        min_compression_rate=0.0,
+        comm_dtype=wire,
+        error_decay=decay,
+    )
+    state = tx.init({"w": jnp.zeros(shape, dtype)})
+    old = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    state = state._replace(residual={"w": old})
+    outputs, final = simulate("vmap", tx, grads, state)
+    assert outputs["w"].dtype == dtype
+    assert final.residual["w"].dtype == jnp.float32
+
+    went_in = grads["w"][:, 0].astype(jnp.float32).mean(0) + decay * old
+    came_out = outputs["w"][0].astype(jnp.float32) + final.residual["w"].mean(0)
+    # The output is rounded to the gradient's dtype, and a float16 sum is rounded on its way.
+    tolerance = 1e-5 if (dtype == jnp.float32 and wire != jnp.float16) else 3e-2
+    np.testing.assert_allclose(came_out, went_in, atol=tolerance * float(jnp.abs(went_in).max()))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4), (7, 1)])
+def test_full_rank_gives_the_exact_mean(shape):
+    grads = random_grads({"w": shape}, 3, 2)
+    tx = jaxcomp.powersgd(64, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
+    outputs, final = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros(shape)}))
+    np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
+    np.testing.assert_allclose(final.residual["w"].mean(0), 0, atol=1e-5)
+
+
+def test_the_residual_stays_bounded():
+    """torch's rule lets it grow like sqrt(steps): 3.2 times from 400 to 4 000."""
+    n, shape = 4, (24, 16)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    state = tx.init({"w": jnp.zeros(shape)})
+    signal = jax.random.normal(jax.random.key(1), shape)
+
+    def steps(key, state):
+        def one(state, t):
+            noise = jax.random.normal(jax.random.fold_in(key, t), shape)
+            _, state = tx.update({"w": signal + noise}, state)
+            return state, jnp.linalg.norm(state.residual["w"])
+
+        return jax.lax.scan(one, state, jnp.arange(4_000))[1]
+
+    run = jax.vmap(steps, in_axes=(0, None), axis_name=AXIS)
+    norms = np.asarray(jax.jit(run)(jax.random.split(jax.random.key(2), n), state)).mean(0)
+    late, early = norms[3_900:].mean(), norms[300:400].mean()
+    assert late < 1.5 * early
+
+
+@pytest.mark.parametrize("replicas_after", [4, 2, 8])
+def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
+    n, steps, half = 4, 10, 5
+    grads = random_grads(SHAPES, n, steps)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    straight, _ = simulate("vmap", tx, grads, tx.init(zeros(SHAPES)))
+
+    first = jax.tree.map(lambda g: g[:, :half], grads)
+    _, state = simulate("vmap", tx, first, tx.init(zeros(SHAPES)))
+    mean = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+    # The same data on another number of replicas: groups averaged, or each gradient seen twice.
+    second = jax.tree.map(lambda g: g[:, half:], grads)
+    if replicas_after < n:
+        second = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]).mean(1), second)
+    elif replicas_after > n:
+        second = jax.tree.map(lambda g: jnp.repeat(g, 2, axis=0), second)
+    resumed, _ = simulate("vmap", tx, second, mean)
+    for name, outputs in resumed.items():
+        np.testing.assert_allclose(outputs, straight[name][half:], atol=2e-4)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_before_start_step_gradients_are_averaged_exactly(mapping):
+    grads = random_grads(SHAPES, 4, 4)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=2)
+    outputs, state = simulate(mapping, tx, grads, tx.init(zeros(SHAPES)))
+    for name in SHAPES:
+        np.testing.assert_allclose(outputs[name][:2], grads[name].mean(0)[:2], rtol=1e-5, atol=1e-6)
+    late = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    expected, _ = simulate(
+        "vmap", late, jax.tree.map(lambda g: g[:, 2:], grads), late.init(zeros(SHAPES))
+    )
+    np.testing.assert_allclose(outputs["dense"][2:], expected["dense"], atol=1e-5)
+    assert int(state.count) == 4
+
+
+def test_without_error_feedback_no_residual_is_kept():
+    grads = random_grads(SHAPES, 3, 3)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
+    state = tx.init(zeros(SHAPES))
+    assert not jax.tree.leaves(state.residual)
+    outputs, state = simulate("vmap", tx, grads, state)
+    assert not jax.tree.leaves(state.residual)
+    # Same as a residual that is scaled away.
+    other = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_decay=0.0)
+    expected, _ = simulate("vmap", other, grads, other.init(zeros(SHAPES)))
+    np.testing.assert_allclose(outputs["conv"], expected["conv"], atol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_without_warm_start_every_step_draws_a_fresh_factor(mapping):
+    one = random_grads({"w": (16, 12)}, 2, 1)["w"]
+    grads = {"w": jnp.repeat(one, 3, axis=1)}
+    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, warm_start=False, error_feedback=False)
+    state = tx.init({"w": jnp.zeros((16, 12))})
+    assert not jax.tree.leaves(state.q)
+    outputs, _ = simulate(mapping, tx, grads, state)  # asserts that replicas agree
+    w = np.asarray(outputs["w"])
+    assert np.abs(w[0] - w[1]).max() > 1e-2
+    assert np.abs(w[1] - w[2]).max() > 1e-2
+
+
+def test_error_decay_scales_the_residual_and_may_be_a_schedule():
+    grads = random_grads({"dense": (24, 16)}, 2, 4)
+    state = jaxcomp.powersgd(1, axis_name=AXIS).init({"dense": jnp.zeros((24, 16))})
+    schedule = optax.linear_schedule(1.0, 0.25, 3)
+    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_decay=schedule)
+    outputs, _ = simulate("vmap", tx, grads, state)
+    matrices = as_matrix("dense", np.asarray(grads["dense"], np.float64))
+    reference = Reference(2, 16, 24, state.q["dense"])
+    for t in range(4):
+        expected = reference.step(matrices[:, t], decay=float(schedule(t)))
+        np.testing.assert_allclose(as_matrix("dense", outputs["dense"][t]), expected, atol=2e-5)
+
+
+def test_feedback_every_accumulates_in_between():
+    grads = random_grads({"w": (10, 8)}, 2, 4)
+    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, feedback_every=2)
+    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((10, 8))}))
+    # Nothing is lost: what went in is what came out plus what is still kept.
+    total = outputs["w"].sum(0) + state.residual["w"].mean(0)
+    np.testing.assert_allclose(total, grads["w"].mean(0).sum(0), atol=1e-4)
+    # The first update adds nothing back, the second adds what the first lost.
+    plain = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    expected, _ = simulate("vmap", plain, grads, plain.init({"w": jnp.zeros((10, 8))}))
+    np.testing.assert_allclose(outputs["w"][:2], expected["w"][:2], atol=1e-5)
+    assert np.abs(outputs["w"][2] - expected["w"][2]).max() > 1e-3
+
+
+def test_a_bfloat16_residual_loses_only_its_rounding():
+    n, steps = 4, 50
+    grads = random_grads({"w": (32, 24)}, n, steps)
+    norms = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, residual_dtype=dtype)
+        outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((32, 24))}))
+        assert state.residual["w"].dtype == dtype
+        residual = state.residual["w"].astype(jnp.float32)
+        norms[dtype] = float(jnp.linalg.norm(residual))
+        went_in = grads["w"].mean(0).sum(0)
+        missing = outputs["w"].sum(0) + residual.mean(0) - went_in
+        # 50 roundings to 8 bits of a residual of about this size, none of them systematic.
+        bound = 1e-6 if dtype == jnp.float32 else 2**-8 * np.sqrt(steps)
+        assert jnp.abs(missing).max() < 4 * bound * jnp.abs(residual).max()
+    assert norms[jnp.bfloat16] == pytest.approx(norms[jnp.float32], rel=0.1)
+
+
+def test_rank_function_and_batch_axes_compress_each_layer_of_a_stack():
+    n, layers = 3, 4
+    grads = random_grads({"stack": (layers, 12, 10), "head": (12, 30)}, n, 3)
+
+    def dims(path, leaf):
+        if leaf.ndim == 3:
+            return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+        return jaxcomp.MatrixDims(rows=(-1,), cols=(0,))
+
+    tx = jaxcomp.powersgd(
+        lambda path, leaf: None if path[-1].key == "head" else 2,
+        axis_name=AXIS,
+        start_step=0,
+        matrix_dims=dims,
+    )
+    state = tx.init({k: jnp.zeros(v.shape[2:]) for k, v in grads.items()})
+    assert state.q["stack"].shape == (layers, 12, 2)
+    outputs, _ = simulate("vmap", tx, grads, state)
+    np.testing.assert_allclose(outputs["head"], grads["head"].mean(0), atol=1e-6)
+    for layer in range(layers):
+        matrices = np.asarray(grads["stack"], np.float64)[:, :, layer].swapaxes(-1, -2)
+        reference = Reference(n, 10, 12, state.q["stack"][layer])
+        for t in range(3):
+            np.testing.assert_allclose(
+                outputs["stack"][t, layer].T, reference.step(matrices[:, t]), atol=2e-5
+            )
+
+
+def test_jit_and_eager_agree_and_one_compilation_serves_every_step():
+    grads = jax.tree.map(lambda g: g[:, 0], random_grads(SHAPES, 2, 1))
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=1)
+    state = tx.init(zeros(SHAPES))
+    traces = []
+
+    @jax.jit
+    def compiled(g, s):
+        traces.append(None)
+        return jax.vmap(
+            tx.update, in_axes=(0, STATE_AXES), out_axes=(0, STATE_AXES), axis_name=AXIS
+        )(g, s)
+
+    STATE_AXES = jaxcomp.PowerSGDState(None, 0, None)
+    stacked = state._replace(residual=jax.tree.map(lambda e: jnp.stack([e, e]), state.residual))
+    eager = jax.vmap(tx.update, in_axes=(0, STATE_AXES), out_axes=(0, STATE_AXES), axis_name=AXIS)
+    a, b = stacked, stacked
+    for _ in range(3):
+        ua, a = eager(grads, a)
+        ub, b = compiled(grads, b)
+    np.testing.assert_allclose(ua["conv"], ub["conv"], atol=1e-5)
+    assert len(traces) == 1

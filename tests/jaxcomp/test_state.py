@@ -1,0 +1,168 @@
+"""One consolidated copy out, any number of replicas in; generic over state classes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from runners import AXIS, MAPPINGS, mesh_of, random_grads, simulate
+
+import jaxcomp
+
+PARAMS = {"kernel": jnp.zeros((24, 16)), "bias": jnp.zeros(16)}
+
+
+def chain():
+    return optax.chain(
+        optax.clip_by_global_norm(1e9),
+        jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
+        optax.sgd(0.1, momentum=0.9),
+    )
+
+
+class Own(NamedTuple):
+    """A user's reducer state."""
+
+    inner: Any
+    memory: Any
+    per_replica = ("memory",)
+
+
+def test_init_is_consolidated_and_mirrors_the_parameters():
+    state = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
+    assert (state.count.dtype, state.count.shape) == (jnp.int32, ())
+    assert state.residual["kernel"].shape == (24, 16)
+    assert state.q["kernel"].shape == (24, 2)
+    assert state.residual["bias"] == state.q["bias"] == optax.MaskedNode()
+    shapes = jax.eval_shape(jaxcomp.powersgd(2, axis_name=AXIS).init, PARAMS)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_consolidate_gives_every_replica_the_mean(mapping):
+    tx = chain()
+    grads = random_grads({"kernel": (24, 16), "bias": (16,)}, 4, 3)
+    _, state = simulate("vmap", tx, grads, tx.init(PARAMS))
+    mean = np.asarray(state[1].residual["kernel"].mean(0))
+
+    if mapping == "shard_map":
+        specs = jaxcomp.state_specs(state, AXIS)
+        flat = jax.tree.map(lambda x, s: x.reshape(-1, 16) if s == jax.P(AXIS) else x, state, specs)
+        run = jax.shard_map(
+            lambda s: jaxcomp.consolidate(s, AXIS),
+            mesh=mesh_of(4),
+            in_specs=(specs,),
+            out_specs=jax.P(),  # proved replicated
+        )
+        result = jax.jit(run)(flat)
+        np.testing.assert_allclose(result[1].residual["kernel"], mean, atol=1e-6)
+    else:
+        specs = jaxcomp.state_specs(state, AXIS)
+        stacked = jax.tree.map(
+            lambda x, s: x if s == jax.P(AXIS) else jnp.broadcast_to(x, (4, *x.shape)), state, specs
+        )
+        mapped = {"vmap": jax.vmap, "pmap": jax.pmap}[mapping]
+        result = mapped(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS)(stacked)
+        for replica in range(4):
+            np.testing.assert_allclose(result[1].residual["kernel"][replica], mean, atol=1e-6)
+        result = jax.tree.map(lambda x: x[0], result)
+    jax.tree.map(np.testing.assert_array_equal, result[1].q, state[1].q)
+    jax.tree.map(np.testing.assert_array_equal, result[2], state[2])
+
+
+def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
+    inner = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
+    state = {"mine": Own(inner, {"m": jnp.ones((3, 2))}), "step": jnp.array(0)}
+    specs = jaxcomp.state_specs(state, AXIS)
+    assert specs["mine"].memory["m"] == jax.P(AXIS)
+    assert specs["mine"].inner.residual["kernel"] == jax.P(AXIS)
+    assert specs["mine"].inner.q["kernel"] == specs["step"] == jax.P()
+    placed = jaxcomp.shard_state(state, mesh_of(4), AXIS)
+    assert placed["mine"].memory["m"].shape == (12, 2)
+
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), state)
+    mean = jax.vmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS)(stacked)
+    np.testing.assert_allclose(mean["mine"].memory["m"], 2.0)
+
+
+def test_accumulated_gradients_of_multisteps_are_per_replica():
+    tx = optax.MultiSteps(jaxcomp.powersgd(2, axis_name=AXIS), 4)
+    specs = jaxcomp.state_specs(tx.init(PARAMS), AXIS)
+    assert specs.acc_grads["bias"] == jax.P(AXIS)
+    assert specs.inner_opt_state.residual["kernel"] == jax.P(AXIS)
+    assert specs.mini_step == jax.P()
+
+
+def test_shard_state_places_one_copy_on_every_replica():
+    state = chain().init(PARAMS)
+    residual = jax.random.normal(jax.random.key(0), (24, 16))
+    state = (
+        state[0],
+        state[1]._replace(residual={**state[1].residual, "kernel": residual}),
+        state[2],
+    )
+    placed = jaxcomp.shard_state(state, mesh_of(8), AXIS)
+    blocks = placed[1].residual["kernel"]
+    assert blocks.shape == (8 * 24, 16)
+    assert {shard.data.shape for shard in blocks.addressable_shards} == {(24, 16)}
+    for shard in blocks.addressable_shards:
+        np.testing.assert_array_equal(shard.data, residual)
+    assert placed[1].q["kernel"].sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, placed[2], state[2])
+
+
+def test_shard_state_keeps_a_sharding_over_other_axes():
+    mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    params = jax.device_put(
+        {"kernel": jnp.arange(24.0 * 16).reshape(24, 16)},
+        jax.NamedSharding(mesh, jax.P("fsdp", None)),
+    )
+    state = jaxcomp.PowerSGDState(jnp.array(0, jnp.int32), params, params)
+    placed = jaxcomp.shard_state(state, mesh, AXIS)
+    residual, q = placed.residual["kernel"], placed.q["kernel"]
+    assert residual.sharding.spec == jax.P((AXIS, "fsdp"), None)
+    assert q.sharding.spec == jax.P("fsdp", None)
+    np.testing.assert_array_equal(residual, jnp.tile(params["kernel"], (2, 1)))
+    assert {shard.data.shape for shard in residual.addressable_shards} == {(6, 16)}
+
+
+def test_a_random_key_and_a_python_number_in_the_state_are_placed_too():
+    state = {"key": jax.random.key(3), "plain": np.float32(2.0), "count": 4}
+    placed = jaxcomp.shard_state(state, mesh_of(2), AXIS)
+    assert placed["plain"].sharding.is_fully_replicated
+    assert int(placed["count"]) == 4
+    assert jax.random.key_data(placed["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
+
+
+def test_errors_name_the_leaf_or_the_axis():
+    scalar = {"x": Own(None, {"s": jnp.ones(())})}
+    with pytest.raises(ValueError, match=r"\['x'\]\.memory\['s'\] is a scalar"):
+        jaxcomp.state_specs(scalar, AXIS)
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        jaxcomp.shard_state(chain().init(PARAMS), mesh_of(2), "model")
+    with pytest.raises(ValueError, match="not bound"):
+        jaxcomp.consolidate(chain().init(PARAMS), AXIS)
+
+
+def test_a_state_made_inside_the_mapped_function_can_be_scanned():
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    grads = random_grads({"kernel": (24, 16)}, 2, 3)
+
+    def run(g):
+        def one(state, g):
+            updates, state = tx.update(g, state)
+            return state, updates
+
+        return jax.lax.scan(one, tx.init({"kernel": jnp.zeros((24, 16))}), g)[1]
+
+    mapped = jax.shard_map(
+        lambda g: run(jax.tree.map(lambda x: x[0], g)),
+        mesh=mesh_of(2),
+        in_specs=(jax.P(AXIS),),
+        out_specs=jax.P(),
+    )
+    expected, _ = simulate("vmap", tx, grads, tx.init({"kernel": jnp.zeros((24, 16))}))
+    np.testing.assert_allclose(jax.jit(mapped)(grads)["kernel"], expected["kernel"], atol=1e-5)

@@ -1,0 +1,76 @@
+"""Step for step against torch's own powerSGD_hook, run over gloo by three real processes."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runners import AXIS, simulate
+
+import jaxcomp
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "torch_hook.py"
+REPLICAS, START, STEPS = 3, 2, 12  # ten compressed steps
+RANKS = (1, 2, 4)
+TORCH_SHAPES = {
+    "conv": (16, 4, 3, 3),
+    "conv_bias": (16,),
+    "dense": (24, 20),
+    "dense_twin": (24, 20),
+    "embedding": (50, 18),
+    "norm": (24,),
+}
+# From torch's axes to Flax's, without the leading (replicas, steps).
+TO_FLAX = {"conv": (2, 3, 1, 0), "dense": (1, 0), "dense_twin": (1, 0)}
+
+
+def to_flax(name, x):
+    lead = x.ndim - len(TORCH_SHAPES[name])
+    axes = TO_FLAX.get(name, tuple(range(len(TORCH_SHAPES[name]))))
+    return jnp.asarray(x.transpose(*range(lead), *(lead + a for a in axes)))
+
+
+def q_to_flax(name, q):
+    """torch's columns of a convolution are (I, kh, kw), Flax's (kh, kw, I)."""
+    if name == "conv":
+        q = q.reshape(4, 3, 3, -1).transpose(1, 2, 0, 3).reshape(36, -1)
+    return jnp.asarray(q)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The gradients, and what torch's hook made of them at each rank."""
+    rng = np.random.default_rng(0)
+    grads = {
+        name: (rng.normal(size=shape) + rng.normal(size=(REPLICAS, STEPS, *shape))).astype("f4")
+        for name, shape in TORCH_SHAPES.items()
+    }
+    folder = tmp_path_factory.mktemp("torch")
+    source, target = folder / "gradients.npz", folder / "outputs.npz"
+    np.savez(source, **grads)
+    command = [sys.executable, SCRIPT, source, target, START, *RANKS]
+    subprocess.run([str(part) for part in command], check=True, timeout=300, capture_output=True)
+    return grads, dict(np.load(target))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_output_equals_torchs(rank, recorded):
+    grads, torch = recorded
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=START)
+    ours = {name: to_flax(name, x) for name, x in grads.items()}
+    state = tx.init({name: x[0, 0] for name, x in ours.items()})
+    factors = {n.split("/")[-1]: q for n, q in torch.items() if n.startswith(f"{rank}/q/")}
+    assert set(factors) == {n for n, q in state.q.items() if hasattr(q, "shape")}
+    assert {"conv", "dense", "embedding"} <= set(factors)
+    q = {n: q_to_flax(n, factors[n]) if n in factors else x for n, x in state.q.items()}
+    outputs, _ = simulate("vmap", tx, ours, state._replace(q=q))
+
+    for name in TORCH_SHAPES:
+        expected = np.asarray(to_flax(name, torch[f"{rank}/out/{name}"]))
+        for t in range(STEPS):
+            error = np.linalg.norm(outputs[name][t] - expected[t])
+            assert error < 1e-4 * np.linalg.norm(expected[t]), (name, t)

@@ -1,0 +1,131 @@
+"""What is on the wire, read from the compiled program: collectives counted, bytes summed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runners import AXIS, collectives, mesh_of
+
+import jaxcomp
+
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "s8": 1}
+
+
+def transformer(layers=24, width=16):
+    layer = {
+        "attention": {"qkv": (width, 3, 4, width // 4), "out": (4, width // 4, width)},
+        "mlp": {"up": (width, 4 * width), "bias": (4 * width,), "down": (4 * width, width)},
+        "norm": {"scale": (width,), "bias": (width,)},
+    }
+    tree = {f"layer_{i}": layer for i in range(layers)}
+    tree["embed"] = {"embedding": (256, width)}
+    return jax.tree.map(lambda s: jnp.zeros(s), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def compiled(tx, params, mapping="shard_map", n=8):
+    state = tx.init(params)
+    if mapping == "shard_map":
+        specs = jaxcomp.state_specs(state, AXIS)
+        grads = jax.tree.map(lambda p: jnp.zeros((n * p.shape[0], *p.shape[1:]), p.dtype), params)
+        step = jax.shard_map(
+            tx.update, mesh=mesh_of(n), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
+        )
+        return jax.jit(step).lower(grads, jaxcomp.shard_state(state, mesh_of(n), AXIS)).compile()
+    stack = lambda x: jnp.broadcast_to(x, (n, *x.shape))  # noqa: E731
+    step = jax.pmap(tx.update, axis_name=AXIS)
+    return step.lower(jax.tree.map(stack, params), jax.tree.map(stack, state)).compile()
+
+
+@pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
+def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
+    params, rank = transformer(), 2
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    text = compiled(tx, params, mapping).as_text()
+    found = collectives(text)
+    assert [op for op, _, _ in found] == ["all-reduce", "all-reduce"]
+    sent = sum(BYTES[kind] * size for _, kind, size in found)
+    assert "conditional" not in text  # start_step=0 leaves no warm-up branch
+
+    # Counted by hand: qkv (16, 48), out (16, 16) is too small to save twice at rank 2? 32*2*2 < 256.
+    layer = rank * (16 + 48) + rank * (16 + 16) + 2 * rank * (16 + 64) + (64 + 16 + 16)
+    by_hand = 4 * (24 * layer + rank * (256 + 16))
+    stats = jaxcomp.compression_stats(params, rank=rank)
+    assert sent == by_hand == stats.bytes_after
+    assert stats.bytes_before == 4 * sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_the_warm_up_branch_holds_one_all_reduce_and_the_other_two():
+    text = compiled(jaxcomp.powersgd(2, axis_name=AXIS, start_step=5), transformer(2)).as_text()
+    assert len(collectives(text)) == 3
+    assert "conditional" in text
+
+
+def test_float16_is_on_the_wire():
+    params = transformer(2)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, comm_dtype=jnp.float16)
+    found = collectives(compiled(tx, params).as_text())
+    assert {kind for _, kind, _ in found} == {"f16"}
+    sent = sum(BYTES[kind] * size for _, kind, size in found)
+    stats = jaxcomp.compression_stats(params, rank=2, comm_dtype=jnp.float16)
+    assert sent == stats.bytes_after
+
+
+def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
+    """The CPU has none; the program that is lowered for a GPU shows it."""
+    params = transformer(1)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, comm_dtype=jnp.bfloat16)
+    state = tx.init(params)
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.shard_map(
+        tx.update, mesh=mesh_of(8), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
+    )
+    grads = jax.tree.map(lambda p: jnp.zeros((8 * p.shape[0], *p.shape[1:])), params)
+    placed = jaxcomp.shard_state(state, mesh_of(8), AXIS)
+    text = jax.jit(step).trace(grads, placed).lower(lowering_platforms=("cuda",)).as_text()
+    regions = [
+        part.split("})", 1)[1].split("\n", 1)[0] for part in text.split("stablehlo.all_reduce")[1:]
+    ]
+    assert len(regions) == 2
+    assert all("bf16>" in region for region in regions), regions
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(None, "f32"), (jnp.float16, "f16")])
+def test_allreduce_is_one_collective_in_its_dtype(dtype, kind):
+    params = transformer(3)
+    text = compiled(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype), params).as_text()
+    values = sum(x.size for x in jax.tree.leaves(params))
+    assert collectives(text) == [("all-reduce", kind, values)]
+
+
+def test_an_empty_tree_sends_nothing():
+    for tx in (jaxcomp.powersgd(axis_name=AXIS, start_step=0), jaxcomp.allreduce(axis_name=AXIS)):
+        text = jax.jit(
+            jax.shard_map(
+                lambda g, tx=tx: tx.update(g, tx.init(g))[0],
+                mesh=mesh_of(8),
+                in_specs=jax.P(AXIS),
+                out_specs=jax.P(),
+            )
+        ).lower({"none": None, "empty": jnp.zeros((8, 0))})
+        assert collectives(text.compile().as_text()) == []
+
+
+def test_stats_read_well_and_follow_the_arguments():
+    params = {"w": jnp.zeros((64, 32), jnp.bfloat16), "b": jnp.zeros(32, jnp.bfloat16)}
+    stats = jaxcomp.compression_stats(params, rank=2)
+    assert stats.bytes_before == 2 * (64 * 32 + 32)
+    assert stats.bytes_after == 4 * (
+        2 * 96 + 32
+    )  # factors are float32 unless comm_dtype says other
+    assert stats.ratio == pytest.approx(stats.bytes_before / stats.bytes_after)
+    narrow = jaxcomp.compression_stats(params, rank=2, comm_dtype=jnp.bfloat16)
+    assert narrow.bytes_after * 2 == stats.bytes_after
+    weight = stats.leaves[1]
+    assert (weight.path, weight.rank, weight.compressed) == ("['w']", 2, True)
+    assert "['w']" in str(stats)
+    assert "total" in str(stats)
+    shapes = jax.eval_shape(lambda: params)
+    assert jaxcomp.compression_stats(shapes, rank=2) == stats
+    assert jaxcomp.compression_stats({}).ratio == 1.0
+    none = jaxcomp.compression_stats(params, rank=lambda path, leaf: None, comm_dtype=np.float32)
+    assert none.bytes_after == 4 * (64 * 32 + 32)

@@ -1,0 +1,94 @@
+"""Runs torch's own powerSGD_hook over gloo on recorded gradients; a script for subprocesses.
+
+    python torch_hook.py INPUT.npz OUTPUT.npz START RANK [RANK ...]
+
+INPUT holds one array ``(replicas, steps, *torch_shape)`` per parameter. OUTPUT gets the hook's
+result of every step (``RANK/out/NAME``: ``(steps, *torch_shape)``) and the right factors that the
+first compressed step draws (``RANK/q/NAME``: ``(cols, r)``), before torch orthogonalises them.
+"""
+
+import os
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+
+class Recorded(torch.nn.Module):
+    """Its gradients are what it is given: the loss is the inner product with them."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, gradients):
+        return sum((p * gradients[name]).sum() for name, p in self.named_parameters())
+
+
+def first_factors(order, shapes, rank, min_rate):
+    """The Gaussian factors of the first compressed step, by name: torch draws them shape by shape."""
+    groups = {}
+    for name in order:
+        n, m = shapes[name][0], int(np.prod(shapes[name][1:]))
+        r = min(n, m, rank)
+        if (n + m) * r * min_rate < n * m:
+            groups.setdefault((n, m), []).append((name, r))
+    torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
+    return {
+        name: torch.randn(1, m, r)[0].numpy()
+        for (_, m), members in groups.items()
+        for name, r in members
+    }
+
+
+def run(index, data, rank, start):
+    """Every step's result of the hook on this process, and the first factors."""
+    shapes = {name: x.shape[2:] for name, x in data.items()}
+    module = Recorded(shapes)
+    # One bucket: with several, the hook's collectives over gloo wait for each other for ever.
+    model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1000)
+    state = hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+    names = {p: n for n, p in module.named_parameters()}
+    orders = []
+
+    def recording_hook(state, bucket):
+        orders.append([names[p] for p in bucket.parameters()])
+        return hook.powerSGD_hook(state, bucket)
+
+    model.register_comm_hook(state, recording_hook)
+    outputs = {name: [] for name in shapes}
+    for step in range(next(iter(data.values())).shape[1]):
+        model.zero_grad()
+        model({name: torch.from_numpy(x[index, step]) for name, x in data.items()}).backward()
+        for name, p in module.named_parameters():
+            outputs[name].append(p.grad.numpy().copy())
+    q = first_factors(orders[start], shapes, rank, state.min_compression_rate)
+    arrays = {f"{rank}/out/{n}": np.stack(x) for n, x in outputs.items()}
+    return arrays | {f"{rank}/q/{n}": x for n, x in q.items()}
+
+
+def worker(index, world, store, source, target, start, ranks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=world)
+    data = dict(np.load(source))
+    arrays = {}
+    for rank in ranks:
+        arrays |= run(index, data, rank, start)
+    if index == 0:
+        np.savez(target, **arrays)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    source, target, start, *ranks = sys.argv[1:]
+    world = next(iter(np.load(source).values())).shape[0]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        arguments = (world, store, source, target, int(start), [int(r) for r in ranks])
+        mp.spawn(worker, args=arguments, nprocs=world)
