@@ -7,6 +7,7 @@ know which one it has. Take the one you use and leave the other.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -171,9 +172,10 @@ def local_devices(count: int | None, default_cpus: int = 8) -> list[Device]:
     Raises:
       ValueError: Fewer devices exist.
     """
-    # A CPU is split into as many devices as one asks for, but only before JAX looks at it. Where
-    # GPUs are found this changes nothing.
-    jax.config.update("jax_num_cpu_devices", count or default_cpus)
+    # A CPU is split into as many devices as one asks for, but only before JAX looks at it; after
+    # that (in a notebook, say) one takes what is there. Where GPUs are found it changes nothing.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count or default_cpus)
     devices = jax.local_devices()
     if count is not None and count > len(devices):
         raise ValueError(f"{count} devices were asked for and {len(devices)} found")

@@ -1,0 +1,247 @@
+"""What compression costs and saves: one small language model, trained with four strategies.
+
+The same model, data and seeds with an exact all-reduce and with PowerSGD at several ranks, data
+parallel over CPU devices (or GPUs). Prints a table and writes the curves as a picture and as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from data_parallel import Device, local_devices
+from demo_plot import plot
+from lm_training import Run, RunConfig, UsageError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from train_lm import Parser, readable
+
+# Small enough for two CPU cores. The first steps are the exact average: 2% of the run, because the
+# gradients of a fresh model change too fast to follow, and because uncompressed steps are what
+# costs: at 10% they alone would limit the saving to a factor of ten.
+CONFIG = RunConfig(
+    layers=2, width=128, heads=4, context=64, batch_size=16, steps=1000, eval_sequences=512
+)
+WARM_UP = 0.02
+CLOSE, SAVED = 0.02, 5.0  # a mark for at most 2% more loss at 5 times fewer bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one strategy gave.
+
+    Attributes:
+      name: For the table and the picture.
+      steps: Where the held-out loss was evaluated.
+      held_out: The losses there, in nats per byte.
+      bytes_sent: Bytes per replica sent up to there, exact first steps included.
+      bytes_step: Bytes per replica of the last step.
+      seconds: Of the whole run, compilation and evaluations included.
+    """
+
+    name: str
+    steps: list[int]
+    held_out: list[float]
+    bytes_sent: list[float]
+    bytes_step: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A result beside the uncompressed one.
+
+    Attributes:
+      result: The result.
+      excess: Relative excess of the final held-out loss: 0.02 is 2% worse.
+      ratio: How many times fewer bytes in a compressed step.
+      total_ratio: The same over the whole run, exact first steps included.
+    """
+
+    result: Result
+    excess: float
+    ratio: float
+    total_ratio: float
+
+    @property
+    def marked(self) -> bool:
+        """Nearly the uncompressed loss for far fewer bytes, counted over the whole run."""
+        return self.excess <= CLOSE and self.total_ratio >= SAVED
+
+
+def train(name: str, config: RunConfig, devices: list[Device], progress: Progress) -> Result:
+    """Runs one strategy."""
+    task = progress.add_task(name, total=config.steps, loss="compiling")
+    records = []
+    record = None
+    for record in Run(config, devices).steps():
+        if record.held_out is not None:
+            records.append(record)
+            progress.update(task, loss=f"held-out {record.held_out:.3f}")
+        progress.update(task, completed=record.step)
+    assert record is not None  # `RunConfig.check` asks for at least one step
+    return Result(
+        name=name,
+        steps=[r.step for r in records],
+        held_out=[r.held_out for r in records],
+        bytes_sent=[r.bytes_sent for r in records],
+        bytes_step=record.bytes_step,
+        seconds=record.seconds,
+    )
+
+
+def compare(results: list[Result]) -> list[Comparison]:
+    """Sets every result beside the first, the uncompressed one."""
+    base = results[0]
+    return [
+        Comparison(
+            result=r,
+            excess=r.held_out[-1] / base.held_out[-1] - 1,
+            ratio=base.bytes_step / r.bytes_step,
+            total_ratio=base.bytes_sent[-1] / r.bytes_sent[-1],
+        )
+        for r in results
+    ]
+
+
+def table(rows: list[Comparison]) -> Table:
+    """The result for a terminal."""
+    shown = Table(title="Held-out loss and bytes of each strategy")
+    shown.add_column("strategy")
+    numbers = ("held-out loss", "against exact", "bytes/step", "fewer", "over the run", "time")
+    for heading in numbers:
+        shown.add_column(heading, justify="right")
+    shown.add_column("≤ 2% at ≥ 5x", justify="center")
+    for index, row in enumerate(rows):
+        r = row.result
+        against = (f"{row.excess:+.1%}", f"{row.ratio:.1f}x", f"{row.total_ratio:.1f}x")
+        excess, ratio, total = against if index else ("", "", "")
+        shown.add_row(
+            r.name,
+            f"{r.held_out[-1]:.4f}",
+            excess,
+            readable(r.bytes_step),
+            ratio,
+            total,
+            f"{r.seconds:.0f} s",
+            "✓" if row.marked else "",
+            style="bold" if row.marked else "",
+        )
+    return shown
+
+
+def conclusions(rows: list[Comparison]) -> list[str]:
+    """The table in words."""
+    base = rows[0].result
+    lines = [
+        f"The exact average sends {readable(base.bytes_step)} per step and replica and ends at "
+        f"{base.held_out[-1]:.3f} nats per byte."
+    ]
+    for row in rows[1:]:
+        direction = "more" if row.excess >= 0 else "less"
+        lines.append(
+            f"{row.result.name} sends {readable(row.result.bytes_step)}, {row.ratio:.1f} times "
+            f"fewer, and ends {abs(row.excess):.1%} {direction} held-out loss."
+        )
+    marked = [row.result.name for row in rows if row.marked]
+    lines.append(
+        f"Within 2% at 5 times fewer bytes, over the whole run: {', '.join(marked) or 'none'}."
+    )
+    lines.append(
+        "The time is what compression costs here, where no network is in the way; what it saves "
+        "depends on the network."
+    )
+    return lines
+
+
+def save(path: Path, config: RunConfig, replicas: int, rows: list[Comparison]) -> None:
+    """Writes everything that was measured as JSON."""
+    packages = ("jax", "flax", "optax", "jaxcomp")
+    content = {
+        "config": asdict(config) | {"replicas": replicas},
+        "versions": {name: version(name) for name in packages}
+        | {"python": platform.python_version()},
+        "results": [
+            asdict(row.result)
+            | {"excess": row.excess, "ratio": row.ratio, "total_ratio": row.total_ratio}
+            for row in rows
+        ],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = " (default: %(default)s)"
+    p.add_argument("--output", type=Path, default=Path("out"), help="directory to write to" + shown)
+    p.add_argument("--steps", type=int, default=CONFIG.steps, help="length of each run" + shown)
+    p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16], help="of PowerSGD" + shown)
+    p.add_argument("--devices", type=int, default=4, help="number of replicas" + shown)
+    p.add_argument("--width", type=int, default=CONFIG.width, help="of the model" + shown)
+    p.add_argument("--seed", type=int, default=CONFIG.seed, help="of model and data" + shown)
+    return p
+
+
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Trains, compares, prints and writes."""
+    config = replace(
+        CONFIG,
+        strategy="allreduce",
+        steps=arguments.steps,
+        start_step=round(WARM_UP * arguments.steps),
+        width=arguments.width,
+        seed=arguments.seed,
+        eval_every=max(1, arguments.steps // 20),
+    )
+    runs = {"all-reduce": config} | {
+        f"PowerSGD rank {rank}": replace(config, strategy="powersgd", rank=rank)
+        for rank in arguments.ranks
+    }
+    for each in runs.values():
+        each.check()
+    if arguments.devices <= 0:
+        raise UsageError("--devices must be positive")
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        devices = local_devices(arguments.devices)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+    console.print(f"{len(runs)} runs of {config.steps} steps, {len(devices)} replicas each")
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
+    ) as progress:
+        rows = compare([train(name, each, devices, progress) for name, each in runs.items()])
+
+    console.print(table(rows))
+    for line in conclusions(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+    save(arguments.output / "demo.json", config, len(devices), rows)
+    plot(arguments.output / "demo.png", rows, len(devices))
+    console.print(f"Curves: {arguments.output / 'demo.png'} and demo.json", highlight=False)
+
+
+def main() -> int:
+    """The command line's entry point."""
+    p = parser()
+    arguments = p.parse_args()
+    try:
+        run(arguments, Console())
+    except UsageError as error:
+        p.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{p.prog}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The example scripts, run as a user runs them, at the smallest sizes that still compress."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import lm  # noqa: E402
+import train_lm  # noqa: E402
+
+STEPS, STOP = 12, 6
+MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
+TINY = [*MODEL, "--batch-size", "8", "--steps", str(STEPS), "--start-step", "2", "--rank", "2"]
+TINY += ["--eval-every", "3", "--eval-sequences", "16", "--checkpoint-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Runs a script of examples/; the runs share what XLA has compiled."""
+    cache = tmp_path_factory.mktemp("xla")
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "COLUMNS": "200",
+    }
+
+    def run(name, *arguments):
+        return subprocess.run(
+            [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(script, tmp_path_factory):
+    """Trains with `train_lm.py` and returns (steps, losses, held-out losses, bytes sent)."""
+    directory = tmp_path_factory.mktemp("logs")
+
+    def train(log, *arguments):
+        result = script("train_lm.py", *TINY, "--log", directory / log, *arguments)
+        assert result.returncode == 0, result.stderr
+        return curve(directory / log), result.stdout
+
+    return train
+
+
+def curve(path):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records[0]["config"]["steps"] == STEPS
+    return {
+        r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records[1:]
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(trained):
+    return trained("uninterrupted", "--devices", 4)[0]
+
+
+@pytest.fixture(scope="module")
+def interrupted(trained, tmp_path_factory):
+    """The checkpoints of a run that stopped half way, for each test to copy."""
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    trained(
+        "resumed", "--devices", 4, "--checkpoint-dir", directory, "--keep", 2, "--stop-at", STOP
+    )
+    return directory
+
+
+def test_the_curve_goes_down_and_counts_bytes(uninterrupted):
+    first, last = uninterrupted[3], uninterrupted[STEPS]
+    assert last[1] < first[1] < 5.6
+    # Two exact steps and then compressed ones; between two records only compressed ones.
+    per_step = (last[2] - first[2]) / (STEPS - 3)
+    assert per_step == (uninterrupted[6][2] - first[2]) / 3
+    assert (first[2] - per_step) / 2 > 4 * per_step
+
+
+def test_pmap_and_shard_map_agree(trained, uninterrupted):
+    other, _ = trained("shard_map", "--devices", 4, "--mapping", "shard_map")
+    assert other.keys() == uninterrupted.keys()
+    for step, values in uninterrupted.items():
+        np.testing.assert_allclose(other[step], values, rtol=1e-5)
+
+
+def copied(directory, to):
+    import shutil
+
+    return shutil.copytree(directory, to / "checkpoints")
+
+
+def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupted, tmp_path):
+    directory = copied(interrupted, tmp_path)
+    assert sorted(int(p.name) for p in directory.iterdir()) == [STOP - 2, STOP]  # --keep 2
+    resumed, output = trained("resumed", "--devices", 4, "--checkpoint-dir", directory, "--resume")
+    assert f"from step {STOP}" in output
+    assert resumed.keys() == uninterrupted.keys()
+    for step, values in uninterrupted.items():
+        np.testing.assert_allclose(resumed[step], values, rtol=1e-6)
+
+
+def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
+    directory = copied(interrupted, tmp_path)
+    resumed, _ = trained(
+        "two", "--devices", 2, "--mapping", "shard_map", "--checkpoint-dir", directory, "--resume"
+    )
+    # The new log begins where the run was resumed.
+    assert min(resumed) > STOP
+    for step, values in resumed.items():
+        np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrupted):
+    arguments = [*TINY, "--width", "64", "--checkpoint-dir", interrupted, "--resume"]
+    result = script("train_lm.py", *arguments, "--devices", 4)
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines() == [
+        "train_lm.py: error: cannot resume: the checkpoint is of a run with --width 32, not 64"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "magic"], "invalid choice: 'magic'"),
+        (["--batch-size", "9", "--devices", "4"], "--batch-size 9 is not a multiple of the 4"),
+        (["--rank", "0", "--steps", "-1"], "--rank must be positive; --steps must be positive"),
+        (["--width", "30", "--heads", "4"], "--width 30 is not a multiple of --heads 4"),
+        (["--devices", "9999"], "9999 devices were asked for"),
+        (["--devices", "0"], "--devices must be positive"),
+        (["--context", "999999999"], "is longer than the text"),
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--resume", "--checkpoint-dir", "{tmp}/none"], "/none does not exist"),
+        (["--checkpoint-dir", "{tmp}/none/run"], "/none does not exist"),
+        (["--log", "{tmp}/none/log"], "/none does not exist"),
+        (["--checkpoint-dir", "{tmp}/run", "--keep", "0"], "--keep must be positive"),
+    ],
+)
+def test_wrong_input_gives_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
+    arguments = [a.format(tmp=tmp_path) for a in arguments]
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        train_lm.main()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train_lm.py: error: ")
+    assert message in line
+
+
+def test_checkpoints_are_not_overwritten_by_a_new_run(script, interrupted):
+    result = script("train_lm.py", *TINY, "--checkpoint-dir", interrupted, "--devices", 4)
+    assert result.returncode == 2
+    assert "already holds checkpoints: add --resume" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["train_lm.py", "demo.py"])
+def test_help(script, name):
+    result = script(name, "--help")
+    assert result.returncode == 0
+    assert "--steps" in result.stdout
+    assert not result.stderr
+
+
+def test_demo_writes_its_table_picture_and_json(script, tmp_path):
+    arguments = ["--steps", 4, "--width", 32, "--ranks", 1, 2, "--devices", 2]
+    result = script("demo.py", *arguments, "--output", tmp_path / "new" / "out")
+    assert result.returncode == 0, result.stderr
+    assert "PowerSGD rank 2 sends" in result.stdout
+    assert (tmp_path / "new/out/demo.png").read_bytes().startswith(b"\x89PNG")
+    exact, *compressed = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
+    assert exact["ratio"] == 1
+    assert [r["name"] for r in compressed] == ["PowerSGD rank 1", "PowerSGD rank 2"]
+    assert compressed[0]["ratio"] > compressed[1]["ratio"] > 1
+    for result in compressed:
+        assert len(result["steps"]) == len(result["held_out"]) == len(result["bytes_sent"])
+
+
+def test_the_corpus_is_split_by_file_and_skips_tests(tmp_path):
+    for i in range(40):
+        (tmp_path / f"m{i}.py").write_text(f"# {i:04}\n")
+    for skipped in ("test", "tests", "site-packages"):
+        (tmp_path / "pkg" / skipped).mkdir(parents=True)
+        (tmp_path / "pkg" / skipped / "no.py").write_text("# none\n")
+    corpus = lm.load_corpus(tmp_path)
+    train, held_out = (bytes(x).split() for x in (corpus.train, corpus.held_out))
+    assert len(train) > len(held_out) > 0
+    assert not set(train) & set(held_out) - {b"#"}
+    assert {b"none"}.isdisjoint(train + held_out)
+    with pytest.raises(ValueError, match="source was not found"):
+        lm.load_corpus(tmp_path / "pkg")
+
+
+def test_batches_depend_on_seed_and_step_only():
+    text = np.arange(1000, dtype=np.uint8)
+    draw = lambda step, seed: lm.training_batch(text, step, seed=seed, size=4, context=8)  # noqa: E731
+    np.testing.assert_array_equal(draw(3, 0), draw(3, 0))
+    assert (draw(3, 0) != draw(4, 0)).any()
+    assert (draw(3, 0) != draw(3, 1)).any()
+    assert draw(3, 0).shape == (4, 9)
+
+
+def test_the_model_is_causal():
+    model = lm.Transformer(lm.ModelConfig(layers=1, width=16, heads=2, context=8))
+    params = lm.init_params(model, 0)
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    logits = jax.jit(model.apply)
+    before = logits({"params": params}, tokens)
+    after = logits({"params": params}, tokens.at[0, 5].set(200))
+    np.testing.assert_array_equal(before[0, :5], after[0, :5])
+    assert (before[0, 5:] != after[0, 5:]).any()
