@@ -1,0 +1,107 @@
+"""`batched_powersgd` against the nine steps in the documentation of torch's hook."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+
+import jaxcomp
+
+SHAPES = {"bias": (7,), "dense": (9, 5), "kernel": (2, 3, 4, 3)}
+
+
+class NineSteps:
+    """torch's documentation of batched_powerSGD_hook, step by step, in float64.
+
+    The residual is the replica's own, as everywhere in this package; outputs do not depend on it.
+    """
+
+    def __init__(self, n, size, q):
+        self.side = int(np.ceil(np.sqrt(size)))
+        self.errors = np.zeros((n, self.side, self.side))
+        self.q = np.asarray(q, np.float64)
+
+    def step(self, vectors):
+        matrices = np.zeros_like(self.errors)
+        for matrix, vector in zip(matrices, vectors, strict=True):  # 1: square, padded with zeros
+            matrix.reshape(-1)[: vector.size] = vector
+        matrices += self.errors
+        q = np.linalg.qr(self.q)[0]  # 2: Q, orthogonalised
+        p = (matrices @ q).sum(0)  # 3, 4: P = MQ, all-reduced
+        p = np.linalg.qr(p)[0]  # 5: orthogonalised
+        own = matrices.transpose(0, 2, 1) @ p  # 6: Q = M^T P
+        self.q = own.mean(0)  # 7: all-reduced
+        self.errors = matrices - p @ own.transpose(0, 2, 1)
+        return (p @ self.q.T).reshape(-1)[: vectors.shape[1]]  # 8, 9: M = P Q^T, truncated
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_equals_the_nine_steps(mapping, rank):
+    n, steps = 3, 4
+    grads = random_grads(SHAPES, n, steps)
+    tx = jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0)
+    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    flat = (
+        lambda tree, keep: np.concatenate(  # noqa: E731
+            [np.asarray(x, np.float64).reshape(*x.shape[:keep], -1) for x in jax.tree.leaves(tree)],
+            -1,
+        )
+    )
+    vectors = flat(grads, 2)
+    oracle = NineSteps(n, vectors.shape[-1], state.q)
+    outputs, final = simulate(mapping, tx, grads, state)
+    for t in range(steps):
+        np.testing.assert_allclose(flat(outputs, 1)[t], oracle.step(vectors[:, t]), atol=2e-5)
+    np.testing.assert_allclose(final.residual, oracle.errors, atol=2e-5)
+
+
+def test_full_rank_is_the_exact_mean():
+    grads = random_grads(SHAPES, 2, 1)
+    tx = jaxcomp.batched_powersgd(99, axis_name=AXIS, start_step=0)
+    outputs, _ = simulate("vmap", tx, grads, tx.init(jax.tree.map(lambda x: x[0, 0], grads)))
+    for name, x in grads.items():
+        np.testing.assert_allclose(outputs[name], x.mean(0), atol=1e-5)
+
+
+def test_two_all_reduces_of_the_bytes_in_the_stats():
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    tx = jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=0)
+    state, mesh = tx.init(params), mesh_of(4)
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh,
+        in_specs=(jax.P(AXIS), specs),
+        out_specs=(jax.P(), specs),
+    )
+    grads = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
+    compiled = jax.jit(step).lower(grads, jaxcomp.shard_state(state, mesh, AXIS)).compile()
+    found = collectives(compiled.as_text())
+    stats = jaxcomp.batched_stats(params, rank=2)
+    assert [(op, kind) for op, kind, _ in found] == [("all-reduce", "f32")] * 2
+    assert 4 * sum(size for _, _, size in found) == stats.bytes_after == 2 * 12 * 2 * 4
+
+
+def test_leaves_of_other_dtypes_and_no_leaves_at_all():
+    grads = {"a": jnp.ones((2, 1, 3), jnp.bfloat16), "b": jnp.ones((2, 1, 4, 4), jnp.float32)}
+    tx = jaxcomp.batched_powersgd(5, axis_name=AXIS, start_step=0)
+    outputs, _ = simulate("vmap", tx, grads, tx.init({"a": jnp.zeros(3), "b": jnp.zeros((4, 4))}))
+    assert outputs["a"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(outputs["b"], 1, atol=1e-5)
+    assert jax.vmap(lambda i: tx.update({}, tx.init({}))[0], axis_name=AXIS)(jnp.arange(2)) == {}
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace():
+    grads = random_grads(SHAPES, 2, 3)
+    tx = jaxcomp.batched_powersgd(1, axis_name=AXIS, start_step=0)
+    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    skipped, expected = simulate(
+        "vmap", tx, jax.tree.map(lambda x: x[:, jnp.array([0, 2])], grads), state
+    )
+    grads["bias"] = grads["bias"].at[1, 1, 0].set(jnp.inf)
+    outputs, final = simulate("vmap", tx, grads, state)
+    assert all(bool(jnp.isnan(x[1]).all()) for x in jax.tree.leaves(outputs))
+    jax.tree.map(np.testing.assert_array_equal, final, expected)
+    np.testing.assert_array_equal(outputs["dense"][2], skipped["dense"][1])

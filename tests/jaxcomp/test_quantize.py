@@ -1,0 +1,160 @@
+"""int8 on the wire: the bound on the error, the bytes, and what happens to values that are no numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+
+import jaxcomp
+from jaxcomp._quantize import BlockLayout
+
+SHAPES = {"bias": (5,), "dense": (24, 17), "scalar": ()}
+
+
+def vmapped(tx, grads, state):
+    return jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS))(grads, state)
+
+
+def blocks_of(x, n, block_size):
+    return np.asarray(BlockLayout.of(x.size, n, block_size).cut(jnp.asarray(x)))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "rounding"), [*((m, "nearest") for m in MAPPINGS), ("shard_map", "stochastic")]
+)
+def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping, rounding):
+    n, steps = 3, 2
+    grads = random_grads(SHAPES, n, steps)
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=16, rounding=rounding)
+    outputs, state = simulate(mapping, tx, grads, tx.init(grads))
+    levels = 127 if rounding == "nearest" else 127 / 2
+    for name, x in grads.items():
+        for t in range(steps):
+            error = blocks_of(outputs[name][t] - x[:, t].mean(0), n, 16)
+            largest = np.mean([blocks_of(np.abs(x[w, t]), n, 16).max(-1) for w in range(n)], axis=0)
+            assert (np.abs(error).max(-1) <= largest / levels * (1 + 1e-5)).all()
+    assert int(state.count) == steps
+
+
+@settings(max_examples=12)
+@given(
+    size=st.integers(0, 70),
+    n=st.integers(1, 6),
+    block_size=st.sampled_from([None, 1, 4, 16]),
+    exponent=st.integers(-35, 35),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=st.integers(0, 9),
+)
+def test_no_value_is_off_by_more_than_a_127th_of_its_block(
+    size, n, block_size, exponent, dtype, seed
+):
+    grads = (random_grads({"w": (size,)}, n, 1, seed)["w"][:, 0] * 10.0**exponent).astype(dtype)
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=block_size)
+    outputs, _ = vmapped(tx, grads, tx.init(grads[0]))
+    assert outputs.dtype == dtype
+    exact = np.asarray(grads, np.float64)
+    if not size:
+        return
+    layout = BlockLayout.of(size, n, block_size)
+    cut = lambda x: blocks_of(np.asarray(x, np.float32), n, block_size)  # noqa: E731
+    largest = np.mean([np.abs(cut(x)).max(-1) for x in exact], axis=0)[..., None]
+    error = np.abs(cut(np.asarray(outputs[0], np.float32)) - cut(exact.mean(0)))
+    rounded = 1 / 256 if dtype == jnp.bfloat16 else 1e-5
+    assert (error <= largest * (1 / 127 + rounded) + 1e-36).all(), layout
+
+
+def test_stochastic_rounding_is_unbiased_and_every_step_draws_anew():
+    grads = random_grads({"w": (40,)}, 2, 1)["w"][:, 0]
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, rounding="stochastic")
+
+    def many(g):
+        def one(state, _):
+            mean, state = tx.update(g, state)
+            return state, mean
+
+        return jax.lax.scan(one, tx.init(g), None, length=2000)[1]
+
+    means = np.asarray(jax.jit(jax.vmap(many, axis_name=AXIS))(grads)[0])
+    assert np.std(means, axis=0).min() > 0
+    scale = np.abs(grads).max() / 127
+    np.testing.assert_allclose(means.mean(0), grads.mean(0), atol=5 * scale / np.sqrt(2000))
+
+
+def test_a_residual_of_own_contributions_has_the_right_mean():
+    """The second rounding counts for the replica that did it."""
+    n = 4
+    grads = random_grads({"w": (50, 3)}, n, 1)["w"][:, 0]
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=8)
+    result = jax.jit(jax.vmap(lambda g: tx.reduce(g, tx.init(g)), axis_name=AXIS))(grads)
+    np.testing.assert_allclose(result.sent.mean(0), result.updates[0], atol=1e-6)
+    assert np.abs(result.updates[0] - grads.mean(0)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mapping", "bad"), [("vmap", np.nan), ("pmap", -np.inf), ("shard_map", np.inf)]
+)
+def test_one_bad_value_makes_every_output_nan_everywhere(mapping, bad):
+    grads = random_grads(SHAPES, 4, 1)
+    grads["dense"] = grads["dense"].at[2, 0, 3, 3].set(bad)
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    outputs, state = simulate(mapping, tx, grads, tx.init(grads))
+    assert all(bool(jnp.isnan(x).all()) for x in jax.tree.leaves(outputs))
+    assert int(state.count) == 0
+
+
+@pytest.mark.parametrize("value", [3e38, 1e-40, 0.0])
+def test_either_end_of_the_float_range(value):
+    grads = jnp.full((2, 8), value, jnp.float32)
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    outputs, _ = vmapped(tx, grads, tx.init(grads[0]))
+    np.testing.assert_allclose(outputs[0], value if value > 1e-38 else 0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(2, None), (3, 64), (8, 64)])
+def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, block_size):
+    params = {"bias": jnp.zeros(100), "dense": jnp.zeros((300, 70))}
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=block_size)
+    specs = jaxcomp.state_specs(tx.init(params), AXIS)
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh_of(n),
+        in_specs=(jax.P(AXIS), specs),
+        out_specs=(jax.P(), specs),
+    )
+    grads = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), params)
+    found = collectives(jax.jit(step).lower(grads, tx.init(params)).compile().as_text())
+    stats = jaxcomp.quantized_stats(params, replicas=n, block_size=block_size)
+    sizes = {op: 0 for op, _, _ in found}
+    for op, kind, size in found:
+        assert kind == "s8"
+        sizes[op] += size
+    assert sizes == {"all-to-all": stats.bytes_after, "all-gather": stats.bytes_after}
+    assert stats.ratio > 3.7
+
+
+def test_reduce_first_is_exact_on_the_fast_axis():
+    grads = random_grads({"w": (6, 5)}, 4, 1)["w"][:, 0].reshape(2, 2, 6, 5)
+    tx = jaxcomp.quantized_allreduce(axis_name="slow", reduce_first="fast")
+    plain = jaxcomp.quantized_allreduce(axis_name="slow")
+    both = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="fast")
+    both = jax.jit(jax.vmap(both, axis_name="slow"))(grads)
+    slow = jax.vmap(lambda g: plain.update(g, plain.init(g))[0], axis_name="slow")
+    slow = jax.jit(slow)(grads.mean(1))
+    np.testing.assert_allclose(both[1, 1], slow[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 4}, "`bits` must be 8"),
+        ({"block_size": 0}, "`block_size` must be a positive integer"),
+        ({"rounding": "up"}, "`rounding` must be one of nearest, stochastic"),
+        ({"reduce_first": AXIS}, "must name different axes"),
+    ],
+)
+def test_unusable_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.quantized_allreduce(axis_name=AXIS, **arguments)
