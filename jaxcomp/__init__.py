@@ -2,6 +2,7 @@
 
 from jaxcomp._accumulate import accumulate
 from jaxcomp._batched_powersgd import batched_powersgd
+from jaxcomp._check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
 from jaxcomp._combinators import ErrorFeedbackState, SwitchState, error_feedback, switch_at
 from jaxcomp._gradients import local_value_and_grad
 from jaxcomp._local_sgd import LocalSGDState, local_sgd
@@ -36,12 +37,15 @@ __all__ = [
     "QuantizedState",
     "Reducer",
     "Reduction",
+    "ReplicaCheck",
+    "ReplicaMismatch",
     "SwitchState",
     "accumulate",
     "allreduce",
     "average",
     "batched_powersgd",
     "batched_stats",
+    "check_replicas",
     "compression_stats",
     "consolidate",
     "error_feedback",

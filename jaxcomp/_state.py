@@ -72,11 +72,11 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return next(queue) if floating else largest(leaf, axis_name)
 
-    _map_leaves(collect, state)
+    map_leaves(collect, state)
     # Averaged in float32 even where stored narrower, then back to the stored dtype.
     means = mean_each([leaf.astype(compute_dtype(leaf.dtype)) for leaf in own], axis_name)
     queue = iter([mean.astype(leaf.dtype) for mean, leaf in zip(means, own, strict=True)])
-    return _map_leaves(replace, state)
+    return map_leaves(replace, state)
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
@@ -111,7 +111,7 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
             )
         return PartitionSpec(axis_name)
 
-    return _map_leaves(spec, state)
+    return map_leaves(spec, state)
 
 
 def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
@@ -155,12 +155,12 @@ def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
         spec = _merged_spec(leaf, mesh, axes if local else ())
         return _tiled(leaf, replicas if local else 1, NamedSharding(mesh, spec))
 
-    return _map_leaves(place, state, specs)
+    return map_leaves(place, state, specs)
 
 
 def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
     """Marks what a replica has of its own as such, so that two branches of a conditional agree."""
-    return _map_leaves(
+    return map_leaves(
         lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state
     )
 
@@ -205,7 +205,7 @@ def _fields(node: Any) -> tuple[str, ...] | None:
     return declared if isinstance(declared, tuple) else None
 
 
-def _map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps ``function(path, leaf, local, *rest)`` over a tree; `local` tells per-replica leaves."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     local = _local_flags(tree)

@@ -44,7 +44,7 @@ def test_equals_the_nine_steps(mapping, rank):
     tx = jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0)
     state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
     flat = (
-        lambda tree, keep: np.concatenate(  # noqa: E731
+        lambda tree, keep: np.concatenate(
             [np.asarray(x, np.float64).reshape(*x.shape[:keep], -1) for x in jax.tree.leaves(tree)],
             -1,
         )

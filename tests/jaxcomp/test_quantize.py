@@ -1,4 +1,4 @@
-"""int8 on the wire: the bound on the error, the bytes, and what happens to values that are no numbers."""
+"""int8 on the wire: the bound on the error, the bytes, and values that are no numbers."""
 
 import jax
 import jax.numpy as jnp
