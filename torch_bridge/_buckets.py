@@ -120,6 +120,10 @@ class BucketLayout:
         Raises:
           CheckpointMismatch: an entry has another form.
         """
+        if not isinstance(manifest, list | tuple) or not all(
+            isinstance(bucket, list | tuple) for bucket in manifest
+        ):
+            raise CheckpointMismatch("A layout manifest must be a list of buckets, each a list.")
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in manifest))
 
     def to_json(self) -> str:

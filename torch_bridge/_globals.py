@@ -89,6 +89,7 @@ _NAMED_VALUES = {
     "torch.channels_last",
     "numpy.ndarray",
     "numpy.random._mt19937.MT19937",
+    "numpy.random.bit_generator.SeedSequence",
     "builtins.int",
     "builtins.float",
     "builtins.bool",
@@ -153,27 +154,13 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
         return rebuild[function.name](*args)
 
     constructors = {
-        **{name: _checked(name, function) for name, function in rebuild.items()},
-        "torch._tensor._rebuild_from_type_v2": _checked("_rebuild_from_type_v2", from_type),
-        **{name: _checked(name, function) for name, function in _PLAIN.items()},
-        **{
-            name: _checked(name, function) for name, function in _numpy_constructors(budget).items()
-        },
+        **rebuild,
+        "torch._tensor._rebuild_from_type_v2": from_type,
+        **_PLAIN,
+        **_numpy_constructors(budget),
     }
     values = {f"torch.{name}" for name in DTYPES} | set(STORAGES) | _NAMED_VALUES
     return frozenset(values | set(constructors)), constructors
-
-
-def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn the Python errors of unfit arguments into Malformed."""
-
-    def construct(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except (TypeError, ValueError, OverflowError, LookupError) as error:
-            raise Malformed(f"arguments that {name} cannot have") from error
-
-    return construct
 
 
 # --- tensors --------------------------------------------------------------------------------
@@ -366,6 +353,7 @@ def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
         "numpy.random._pickle.__randomstate_ctor": _random_state,
         "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
         "numpy.random.__RandomState_ctor": _random_state,
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _bit_generator,
     }
 
 
@@ -386,7 +374,7 @@ def _numpy_dtype(code: Any, *_: Any) -> Pending:
 
 
 def _bit_generator(*_: Any) -> Pending:
-    # Its own state is repeated in the RandomState that wraps it.
+    # Its own state is repeated in the RandomState that wraps it, and its seed was used up.
     return Pending("numpy bit generator", lambda state: None)
 
 

@@ -56,7 +56,7 @@ class RandomStateRecord:
 
     def rebuild(self) -> np.random.RandomState:
         """A generator that goes on where the recorded one stopped."""
-        generator = np.random.RandomState()
+        generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
         generator.set_state(("MT19937", self.key, self.pos, self.has_gauss, self.cached_gaussian))
         return generator
 

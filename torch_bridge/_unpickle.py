@@ -196,7 +196,7 @@ class Machine:
         if constructor is None:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{target.name} (called)")
-        self._push(constructor(*args))
+        self._push(_checked(target.name, constructor, *args))
 
     def _build(self) -> None:
         state = self._pop()
@@ -204,7 +204,7 @@ class Machine:
             raise Malformed("the pickle fills an object that is not there")
         target = self._stack[-1]
         if isinstance(target, Pending):
-            value = target.build(state)
+            value = _checked(target.what, target.build, state)
             # The file memoised the object before it was complete: later references must see
             # the value. Nothing else can hold the unfinished object.
             for key in target.memo_keys:
@@ -270,6 +270,14 @@ class Machine:
     def _proto(self) -> None:
         if self._number("B") > pickle.HIGHEST_PROTOCOL:
             raise Malformed("a pickle protocol newer than this Python's")
+
+
+def _checked(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a constructor of ours; arguments it cannot use are the file's fault."""
+    try:
+        return function(*args)
+    except (TypeError, ValueError, OverflowError, LookupError) as error:
+        raise Malformed(f"arguments that {name} cannot have") from error
 
 
 def settle(value: Any) -> Any:

@@ -4,6 +4,7 @@
 documented form and with save_checkpoint. `resume` goes on from a hook state that the test wrote.
 """
 
+import os
 import pathlib
 import sys
 
@@ -109,7 +110,9 @@ def main():
         )
         (out / "resumed").mkdir(exist_ok=True)
         run(model, out / "resumed", rank, SAVE_AT, STEPS)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's shutdown, which aborts the process
 
 
 if __name__ == "__main__":

@@ -1,0 +1,319 @@
+"""Bucket layouts: what is where in torch's flat buffers, recorded, written down and inferred."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bridge import (
+    BucketEntry,
+    BucketLayout,
+    Checkpoint,
+    CheckpointMismatch,
+    PowerSGDRecord,
+    gradient_order,
+    infer_layout,
+    record_layout,
+)
+from torch_bridge._buckets import pack
+
+pytestmark = pytest.mark.torch
+
+
+def make_layout(*buckets, model):
+    return BucketLayout.from_order(buckets, model)
+
+
+MODEL = {
+    "a": np.zeros((8, 4, 3, 3)),
+    "b": np.zeros(8),
+    "c": np.zeros((16, 8)),
+    "d": np.zeros((16, 8)),
+}
+
+
+def test_json_and_manifest_are_inverse():
+    layout = make_layout(["d", "b"], ["c", "a"], model=MODEL)
+    assert BucketLayout.from_json(layout.to_json()) == layout
+    manifest = [
+        [("d", (16, 8)), ("b", [8])],
+        [{"name": "c", "shape": [16, 8]}, ("a", (8, 4, 3, 3))],
+    ]
+    assert BucketLayout.from_manifest(manifest) == layout
+    assert layout.sizes == (136, 416)
+    assert layout.names == ("d", "b", "c", "a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"format": "torch_bridge.BucketLayout", "version": 2, "buckets": []}',
+        '{"format": "torch_bridge.BucketLayout", "version": 1, "buckets": [[{"name": "a"}]]}',
+        '{"format": "torch_bridge.BucketLayout", "version": 1, "buckets": [[["a", [-1]]]]}',
+        '{"format": "torch_bridge.BucketLayout", "version": 1, "buckets": [[["a", ["x"]]]]}',
+        '{"format": "torch_bridge.BucketLayout", "version": 1, "buckets": [3]}',
+        '{"format": "torch_bridge.BucketLayout", "version": 1, "buckets": null}',
+    ],
+)
+def test_unfit_json_is_a_mismatch(text):
+    with pytest.raises(CheckpointMismatch):
+        BucketLayout.from_json(text)
+
+
+def test_unknown_and_repeated_names():
+    with pytest.raises(CheckpointMismatch) as error:
+        make_layout(["a", "x"], ["y"], model=MODEL)
+    assert error.value.missing == ("x", "y")
+    with pytest.raises(CheckpointMismatch, match="a appears again"):
+        make_layout(["a"], ["a"], model=MODEL)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_any_dense_strides(shape, random):
+    """unflatten() reads memory as torch's as_strided does, and flatten() is its inverse."""
+    order = list(range(len(shape)))
+    random.shuffle(order)
+    memory = torch.arange(float(math.prod(shape))).reshape([shape[axis] for axis in order])
+    tensor = memory.permute(np.argsort(order).tolist())
+    entry = BucketLayout.from_order([["w"]], {"w": tensor}).buckets[0][0]
+    flat = memory.reshape(-1).numpy()
+    np.testing.assert_array_equal(entry.unflatten(flat), tensor.numpy())
+    np.testing.assert_array_equal(entry.flatten(tensor.numpy()), flat)
+    columns = entry.column_order()
+    if columns is not None:
+        logical = tensor.numpy().reshape(shape[0], -1)
+        np.testing.assert_array_equal(logical[:, columns], flat.reshape(shape[0], -1))
+
+
+def test_strided_gaps_become_contiguous():
+    base = torch.zeros(4, 10)[:, ::2]
+    entry = BucketLayout.from_order([["w"]], {"w": base}).buckets[0][0]
+    assert entry.strides == (5, 1)
+
+
+def test_factors_are_cut_by_shape_groups():
+    model = {
+        "x": np.zeros((16, 8)),
+        "y": np.zeros((12, 12)),
+        "z": np.zeros((16, 8)),
+        "v": np.zeros(9),
+    }
+    layout = make_layout(["x", "y", "v", "z"], model=model)
+    slots = {slot.entry.name: slot for slot in layout.factor_slots(1, 2.0)}
+    assert list(slots) == ["x", "z", "y"]
+    assert [slots[name].q_start for name in "xzy"] == [0, 8, 16]
+    assert [slots[name].p_start for name in "xzy"] == [0, 16, 32]
+
+
+def test_pack_is_the_inverse_of_cutting():
+    rng = np.random.default_rng(0)
+    layout = make_layout(["d", "b"], ["c", "a"], model=MODEL)
+    errors = {name: rng.standard_normal(array.shape) for name, array in MODEL.items()}
+    slots = list(layout.factor_slots(2, 1.0))
+    factors = {
+        s.entry.name: (rng.standard_normal((s.rows, s.rank)), rng.standard_normal((s.cols, s.rank)))
+        for s in slots
+    }
+    flats, ps, qs = pack(layout, 2, 1.0, errors, factors)
+    for bucket in (0, 1):
+        for name, array in layout.split(bucket, flats[bucket]).items():
+            np.testing.assert_array_equal(array, errors[name])
+    for slot in slots:
+        np.testing.assert_array_equal(slot.p(ps[slot.bucket]), factors[slot.entry.name][0])
+        np.testing.assert_array_equal(slot.q(qs[slot.bucket]), factors[slot.entry.name][1])
+
+
+# --- recording, in a real process group of one ----------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.embed = torch.nn.Embedding(32, 32)
+        self.fc1 = torch.nn.Linear(8 * 36, 32)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.head = torch.nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        tokens = torch.arange(len(x))
+        return self.head(self.fc1(self.norm(self.conv(x)).flatten(1)) + self.embed(tokens)).sum()
+
+
+def train(ddp, steps):
+    for _ in range(steps):
+        ddp(torch.randn(5, 3, 8, 8)).backward()
+
+
+@pytest.mark.parametrize("cap", [1000, 0.02])
+def test_recorded_buckets_are_those_that_the_hook_gets(group, cap):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=cap)
+    names = {id(p): name for name, p in ddp.module.named_parameters()}
+    seen = {}
+
+    def hook(_, bucket):
+        seen[bucket.index()] = [names[id(p)] for p in bucket.parameters()]
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(4):
+        seen.clear()
+        train(ddp, 1)
+        layout = record_layout(ddp)
+        got = [[entry.name for entry in bucket] for bucket in layout.buckets]
+        assert got == [seen[index] for index in sorted(seen)]
+    assert layout.entries["conv.weight"].strides == (27, 1, 9, 3)
+    assert "head.weight" not in layout.names
+    assert "frozen.weight" not in layout.names
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+def test_recorded_buckets_that_are_never_rebuilt(group):
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=1000)
+    train(ddp, 3)
+    trained = [n for n, p in ddp.module.named_parameters() if p.requires_grad]
+    assert list(record_layout(ddp).names) == trained
+
+
+def test_a_state_of_other_buckets_is_refused(group):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000)
+    train(ddp, 3)
+    state = powerSGD_hook.PowerSGDState(None)
+    state.error_dict = {0: torch.zeros(7), 3: torch.zeros(2)}
+    with pytest.raises(CheckpointMismatch) as error:
+        record_layout(ddp, state)
+    assert len(error.value.mis_shaped) == 2
+
+
+def test_gradient_order_is_what_ddp_rebuilds(group):
+    model = Net()
+    order = gradient_order(model, lambda: model(torch.randn(5, 3, 8, 8)).backward())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1000)
+    train(ddp, 3)
+    assert list(record_layout(ddp).names) == order
+
+
+# --- inference --------------------------------------------------------------------------------
+
+
+def state_of(layout, model, ranks=2, rank=2, seed=0):
+    """A consistent hook state of every rank after one compressed step."""
+    rng = np.random.default_rng(seed)
+    slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, 2.0)}
+    gradients = [{n: rng.standard_normal(a.shape) for n, a in model.items()} for _ in range(ranks)]
+    mean = {n: sum(g[n] for g in gradients) / ranks for n in model}
+    outputs, factors = dict(mean), {}
+    for name, slot in slots.items():
+        matrix = mean[name].reshape(slot.rows, slot.cols)
+        p, _ = np.linalg.qr(rng.standard_normal((slot.rows, slot.rank)))
+        factors[name] = (p, matrix.T @ p)
+        outputs[name] = (p @ factors[name][1].T).reshape(mean[name].shape)
+    records = []
+    for gradient in gradients:
+        errors = {name: gradient[name] - outputs[name] for name in model}
+        buffers = [
+            {bucket: flat.astype(np.float32) for bucket, flat in part.items()}
+            for part in pack(layout, rank, 2.0, errors, factors)
+        ]
+        records.append(PowerSGDRecord(rank, 20, *buffers, start_powerSGD_iter=10))
+    arrays = {name: array.astype(np.float32) for name, array in model.items()}
+    return Checkpoint(arrays, tuple(records), world_size=ranks)
+
+
+NETWORK = {
+    "conv.weight": np.zeros((8, 4, 3, 3)),
+    "conv.bias": np.zeros(8),
+    "norm.weight": np.zeros(8),
+    "norm.bias": np.zeros(8),
+    "norm.running_mean": np.zeros(8),
+    "fc1.weight": np.zeros((24, 32)),
+    "fc1.bias": np.zeros(24),
+    "fc2.weight": np.zeros((24, 32)),
+    "fc2.bias": np.zeros(24),
+    "head.weight": np.zeros((12, 40)),
+}
+TRAINED = [name for name in NETWORK if "running" not in name]
+READY = [
+    "head.weight", "fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight",
+    "norm.weight", "norm.bias", "conv.weight", "conv.bias",
+]  # fmt: skip
+ORDERS = {
+    "definition": [TRAINED],
+    "ready": [READY],
+    "reversed": [TRAINED[::-1]],
+    "ready, two buckets": [READY[:5], READY[5:]],
+    "definition, two buckets": [TRAINED[5:], TRAINED[:5]],
+}
+
+
+def checkpoint_of(order, **options):
+    layout = BucketLayout.from_order(order, NETWORK)
+    return layout, state_of(layout, {name: NETWORK[name] for name in TRAINED}, **options)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_is_found_when_only_one_fits(order):
+    layout, checkpoint = checkpoint_of(ORDERS[order])
+    assert infer_layout(checkpoint) == layout
+
+
+def test_an_order_that_torch_does_not_produce_is_refused_with_the_candidates():
+    shuffled = TRAINED[3:] + TRAINED[:3]
+    layout, checkpoint = checkpoint_of([shuffled])
+    with pytest.raises(CheckpointMismatch, match="record_layout") as error:
+        infer_layout(checkpoint)
+    assert len(error.value.mis_shaped) >= 3
+    assert infer_layout(checkpoint, orders={"mine": shuffled}) == layout
+
+
+def test_several_fitting_orders_are_refused():
+    model = {"a.weight": np.zeros((24, 32)), "b.weight": np.zeros((24, 32))}
+    layout = BucketLayout.from_order([["b.weight", "a.weight"]], model)
+    with pytest.raises(CheckpointMismatch) as error:
+        infer_layout(state_of(layout, model))
+    assert len(error.value.ambiguous) == 2
+
+
+def test_no_model_frozen_parameters_and_ties():
+    layout, checkpoint = checkpoint_of(ORDERS["ready"])
+    with pytest.raises(CheckpointMismatch, match="without a model"):
+        infer_layout(dataclasses.replace(checkpoint, model={}))
+    tied = {**checkpoint.model, "tied.weight": checkpoint.model["fc1.weight"]}
+    assert infer_layout(dataclasses.replace(checkpoint, model=tied)) == layout
+    more = {"backbone.weight": np.zeros((3, 3), np.float32), **checkpoint.model}
+    with pytest.raises(CheckpointMismatch, match="frozen"):
+        infer_layout(dataclasses.replace(checkpoint, model=more))
+    found = infer_layout(dataclasses.replace(checkpoint, model=more), frozen=["backbone.weight"])
+    assert found == layout
+
+
+def test_entry_repr_is_plain():
+    assert repr(BucketEntry("w", (2,), (1,))) == "BucketEntry(name='w', shape=(2,), strides=(1,))"

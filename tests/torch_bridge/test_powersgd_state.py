@@ -1,0 +1,448 @@
+"""PowerSGD's state: real DDP runs over gloo go on in JAX, and back in torch, with the same outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import ddp_worker
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import jaxcomp
+import torch_bridge
+from torch_bridge import (
+    BucketLayout,
+    Checkpoint,
+    CheckpointMismatch,
+    PowerSGDRecord,
+    load,
+    params_from_torch,
+    powersgd_from_torch,
+    powersgd_to_torch,
+)
+from torch_bridge._buckets import pack
+
+pytestmark = pytest.mark.torch
+
+WORKER = pathlib.Path(ddp_worker.__file__)
+STEPS = range(ddp_worker.SAVE_AT, ddp_worker.STEPS)
+FROZEN = ("frozen.weight", "frozen.bias")
+
+
+def ddp_job(mode, out, *arguments):
+    """Run the worker on two ranks; fails with the output of the first rank that failed."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), mode, str(rank), str(out), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    failed = [text for text, process in zip(outputs, ranks, strict=True) if process.returncode]
+    assert not failed, failed[0]
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["rank 1", "rank 4"])
+def run(request, tmp_path_factory):
+    """Files of an uninterrupted DDP run, saved in the middle."""
+    out = tmp_path_factory.mktemp(f"rank{request.param}")
+    ddp_job("train", out, request.param)
+    return out
+
+
+def flax_params():
+    def z(*shape):
+        return jnp.zeros(shape)
+
+    return {
+        "conv": {"kernel": z(3, 3, 6, 16), "bias": z(16)},
+        "fc1": {"kernel": z(32, 24), "bias": z(24)},
+        "norm": {"scale": z(24), "bias": z(24)},
+        "fc2": {"kernel": z(24, 48), "bias": z(48)},
+        "fc3": {"kernel": z(32, 24), "bias": z(24)},
+        "emb": {"embedding": z(40, 16)},
+        "frozen": {"kernel": z(32, 24), "bias": z(24)},
+        "head": {"kernel": z(24, 32)},
+    }
+
+
+def as_flax(named):
+    """Gradients by torch name as a Flax tree; frozen parameters have none."""
+    model = ddp_worker.Feed()
+    zeros = {name: np.zeros(dict(model.named_parameters())[name].shape, "f4") for name in FROZEN}
+    arrays = {name: value.numpy() for name, value in named.items()}
+    return params_from_torch({**zeros, **arrays}, flax_params())
+
+
+def continue_in_jax(state, rank, replicas=2):
+    """Outputs of the remaining steps, each replica starting from the same consolidated state."""
+    tx = jaxcomp.powersgd(rank, axis_name="data", start_step=ddp_worker.START)
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    state = jax.tree.map(lambda x: jnp.stack([x] * replicas), state)
+    model = ddp_worker.Feed()
+    for step in STEPS:
+        grads = [as_flax(ddp_worker.gradients(model, step, r)) for r in range(2)] * (replicas // 2)
+        outputs, state = update(jax.tree.map(lambda *g: jnp.stack(g), *grads), state)
+        yield step, jax.tree.map(lambda x: x[0], outputs)
+
+
+def furthest(one, other):
+    """The largest difference of two trees, relative to the largest value of each leaf."""
+    distance = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - b).max() / (np.abs(b).max() + 1e-9)), one, other
+    )
+    return max(jax.tree.leaves(distance))
+
+
+def rank_of(run):
+    return load(run / "complete.pt").powersgd[0].matrix_approximation_rank
+
+
+@pytest.mark.parametrize("replicas", [2, 6])
+@pytest.mark.parametrize("form", ["complete", "per rank"])
+def test_jax_goes_on_with_the_outputs_of_the_uninterrupted_run(run, form, replicas):
+    if form == "complete":
+        checkpoint, layout = load(run / "complete.pt"), None
+    else:
+        checkpoint = load([run / "rank0.pt", run / "rank1.pt"])
+        layout = torch_bridge.infer_layout(checkpoint, frozen=FROZEN)
+    state = powersgd_from_torch(checkpoint, flax_params(), layout=layout)
+    fresh = jaxcomp.powersgd(rank_of(run), axis_name="data").init(flax_params())
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    for step, outputs in continue_in_jax(state, rank_of(run), replicas):
+        expected = torch.load(run / f"grads_{step}.pt")
+        assert furthest(outputs, as_flax(expected)) < 2e-5, step
+
+
+def test_torch_goes_on_from_the_exported_state(run):
+    checkpoint = load(run / "complete.pt")
+    state = powersgd_from_torch(checkpoint, flax_params())
+    exported = powersgd_to_torch(state, flax_params(), layout=checkpoint.layout, like=checkpoint)
+    torch.save(exported, run / "exported.pt")
+    # Another order than DDP's: resume_powersgd has to notice, or the state is scrambled.
+    definition = [n for n, p in ddp_worker.Feed().named_parameters() if p.requires_grad]
+    layout = BucketLayout.from_order([definition], checkpoint.model)
+    moved = powersgd_to_torch(state, flax_params(), layout=layout, like=checkpoint)
+    torch.save(moved, run / "exported.pt")
+    (run / "exported.json").write_text(layout.to_json())
+    ddp_job("resume", run)
+    for step in STEPS:
+        expected, got = (torch.load(d / f"grads_{step}.pt") for d in (run, run / "resumed"))
+        assert furthest(as_flax(got), as_flax(expected)) < 2e-5, step
+
+
+def test_there_and_back_is_the_identity(run):
+    checkpoint = load(run / "complete.pt")
+    old = checkpoint.powersgd[0]
+    state = powersgd_from_torch(checkpoint, flax_params())
+    new = powersgd_to_torch(state, flax_params(), layout=checkpoint.layout, like=checkpoint)
+    assert new.q_memory_dict[0].numpy().tobytes() == old.q_memory_dict[0].tobytes()
+    assert new.p_memory_dict[0].numpy().tobytes() == old.p_memory_dict[0].tobytes()
+    mean = np.mean([r.error_dict[0].astype("f8") for r in checkpoint.powersgd], axis=0)
+    scale = np.abs(mean).max()
+    # Uncompressed segments are zero, which they are up to rounding in the mean as well.
+    np.testing.assert_allclose(new.error_dict[0].numpy(), mean, atol=3e-6 * scale)
+    slots = {s.entry.name for s in checkpoint.layout.factor_slots(new.matrix_approximation_rank, 2)}
+    for name, error in checkpoint.layout.split(0, new.error_dict[0].numpy()).items():
+        assert (name in slots) == bool(error.any())
+    kept = {**old.hyperparameters, "start_powerSGD_iter": old.iter + 2}
+    assert {name: getattr(new, name) for name in kept} == kept
+    for name in ("iter", "total_numel_before_compression", "next_stats_report"):
+        assert getattr(new, name) == getattr(old, name)
+    assert new.rng.randint(10**9) == old.rng.rebuild().randint(10**9)
+    again = dataclasses.replace(checkpoint, powersgd=(_record(new),), world_size=1)
+    back = powersgd_from_torch(again, flax_params())
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def _record(state):
+    buffers = {
+        name: {bucket: t.numpy() for bucket, t in getattr(state, name).items()}
+        for name in ("error_dict", "p_memory_dict", "q_memory_dict")
+    }
+    return PowerSGDRecord(
+        matrix_approximation_rank=state.matrix_approximation_rank, iter=state.iter, **buffers
+    )
+
+
+def test_the_complete_file_is_readable_with_weights_only(run):
+    document = torch.load(run / "complete.pt", weights_only=True)
+    assert document["world_size"] == 2
+    assert len(document["errors"]) == 2
+    complete, single = load(run / "complete.pt"), load([run / "rank0.pt", run / "rank1.pt"])
+    for one, other in zip(complete.powersgd, single.powersgd, strict=True):
+        np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
+        np.testing.assert_array_equal(one.rng.key, other.rng.key)
+    assert complete.layout == BucketLayout.from_json((run / "layout.json").read_text())
+    assert complete.extra == {"epoch": 3}
+    assert complete.optimizer["param_groups"][0]["momentum"] == 0.9
+    assert list(complete.model) == list(ddp_worker.Feed().state_dict())
+
+
+def test_one_rank_alone_needs_a_choice(run):
+    checkpoint = load(run / "rank0.pt")
+    layout = load(run / "complete.pt").layout
+    with pytest.raises(CheckpointMismatch) as error:
+        powersgd_from_torch(checkpoint, flax_params(), layout=layout)
+    for part in ("1 rank(s)", 'missing_ranks="zero"', 'missing_ranks="replicate"', "spurious"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="missing_ranks"):
+        powersgd_from_torch(checkpoint, flax_params(), layout=layout, missing_ranks="guess")
+    zero, replicated = (
+        powersgd_from_torch(checkpoint, flax_params(), layout=layout, missing_ranks=choice)
+        for choice in ("zero", "replicate")
+    )
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
+    own = layout.split(0, checkpoint.powersgd[0].error_dict[0])
+    np.testing.assert_array_equal(replicated.residual["fc1"]["kernel"], own["fc1.weight"].T)
+    np.testing.assert_array_equal(zero.q["fc1"]["kernel"], replicated.q["fc1"]["kernel"])
+
+
+# --- states made by hand ----------------------------------------------------------------------
+
+
+def made(model, order, rank=2, rate=2.0, dtype=np.float32, **fields):
+    """A checkpoint with random buffers for a given layout."""
+    rng = np.random.default_rng(5)
+    layout = BucketLayout.from_order(order, model)
+    errors = {name: rng.standard_normal(model[name].shape) for name in layout.names}
+    factors = {
+        s.entry.name: (rng.standard_normal((s.rows, s.rank)), rng.standard_normal((s.cols, s.rank)))
+        for s in layout.factor_slots(rank, rate)
+    }
+    buffers = [
+        {bucket: flat.astype(dtype) for bucket, flat in part.items()}
+        for part in pack(layout, rank, rate, errors, factors)
+    ]
+    record = PowerSGDRecord(rank, 20, *buffers, min_compression_rate=rate, **fields)
+    arrays = {name: np.asarray(array, np.float32) for name, array in model.items()}
+    return Checkpoint(arrays, (record,), layout=layout, world_size=1), errors, factors
+
+
+def product(p, q):
+    return p @ q.T
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
+def test_several_buckets_and_narrow_dtypes_survive(dtype):
+    model = {"a.weight": np.zeros((24, 32)), "b.weight": np.zeros((24, 32)), "b.bias": np.zeros(24)}
+    dtype = jnp.dtype(dtype)
+    checkpoint, _, _ = made(model, [["b.bias", "b.weight"], ["a.weight"]], dtype=dtype)
+    params = {
+        "a": {"kernel": jnp.zeros((32, 24))},
+        "b": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)},
+    }
+    state = powersgd_from_torch(checkpoint, params)
+    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
+    for bucket, q in checkpoint.powersgd[0].q_memory_dict.items():
+        assert torch_bridge._torch.to_numpy(back.q_memory_dict[bucket]).tobytes() == q.tobytes()
+        assert back.error_dict[bucket].dtype == back.q_memory_dict[bucket].dtype
+
+
+def test_channels_last_kernels():
+    kernel = torch.zeros(16, 8, 3, 3).to(memory_format=torch.channels_last)
+    checkpoint, errors, factors = made({"c.weight": kernel}, [["c.weight"]])
+    params = {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}}
+    state = powersgd_from_torch(checkpoint, params)
+    residual = errors["c.weight"].transpose(2, 3, 1, 0)
+    np.testing.assert_allclose(state.residual["c"]["kernel"], residual, rtol=1e-6)
+    # torch's columns are (kh, kw, I) here, which is Flax's own order.
+    np.testing.assert_allclose(state.q["c"]["kernel"], factors["c.weight"][1], rtol=1e-6)
+    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
+    np.testing.assert_array_equal(
+        back.q_memory_dict[0].numpy(), checkpoint.powersgd[0].q_memory_dict[0]
+    )
+    np.testing.assert_array_equal(back.error_dict[0].numpy(), checkpoint.powersgd[0].error_dict[0])
+
+
+def test_convolution_columns_are_reordered():
+    checkpoint, _, factors = made({"c.weight": np.zeros((16, 8, 3, 3))}, [["c.weight"]])
+    params = {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}}
+    p, q = factors["c.weight"]
+    state = powersgd_from_torch(checkpoint, params)
+    kernel = product(p, q).reshape(16, 8, 3, 3).transpose(2, 3, 1, 0)
+    flax = product(p, np.asarray(state.q["c"]["kernel"], "f8")).T.reshape(3, 3, 8, 16)
+    np.testing.assert_allclose(flax, kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_tied_parameters_have_one_state():
+    weight = np.zeros((48, 24), np.float32)
+    checkpoint, errors, _ = made({"embed.weight": weight}, [["embed.weight"]])
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        model={"embed.weight": weight, "head.weight": weight},
+    )
+    params = {"embed": {"embedding": jnp.zeros((48, 24))}}
+    state = powersgd_from_torch(checkpoint, params)
+    np.testing.assert_allclose(
+        state.residual["embed"]["embedding"], errors["embed.weight"], rtol=1e-6
+    )
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=4, name="attn")(x, x)
+
+
+def test_packed_attention_shares_q_and_says_so():
+    module = torch.nn.Module()
+    module.attn = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    model = {name: value.numpy() for name, value in module.state_dict().items()}
+    checkpoint, errors, factors = made(model, [list(model)[::-1]])
+    params = Attention().init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
+    with pytest.warns(UserWarning, match=r"attn\.in_proj_weight.*equivalent in kind"):
+        state = powersgd_from_torch(checkpoint, params)
+    q = np.asarray(factors["attn.in_proj_weight"][1], np.float32)
+    for part in ("query", "key", "value"):
+        np.testing.assert_array_equal(state.q["attn"][part]["kernel"], q)
+    packed = errors["attn.in_proj_weight"]
+    key = np.asarray(state.residual["attn"]["key"]["kernel"])
+    np.testing.assert_allclose(key, packed[32:64].T.reshape(32, 4, 8), rtol=1e-6)
+    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
+    np.testing.assert_array_equal(
+        back.q_memory_dict[0].numpy(), checkpoint.powersgd[0].q_memory_dict[0]
+    )
+    moved = jax.tree.map(lambda x: x, state)
+    moved.q["attn"]["key"]["kernel"] = moved.q["attn"]["key"]["kernel"] + 1
+    with pytest.warns(UserWarning, match="different Q factors"):
+        powersgd_to_torch(moved, params, layout=checkpoint.layout, like=checkpoint)
+
+
+@pytest.mark.parametrize("fields", [{"warm_start": False}, {"use_error_feedback": False}])
+def test_states_without_factors_or_errors(fields):
+    model = {"a.weight": np.zeros((24, 32))}
+    checkpoint, _, _ = made(model, [["a.weight"]], **fields)
+    record = checkpoint.powersgd[0]
+    empty = (
+        {"p_memory_dict": {}, "q_memory_dict": {}} if "warm_start" in fields else {"error_dict": {}}
+    )
+    checkpoint = dataclasses.replace(checkpoint, powersgd=(dataclasses.replace(record, **empty),))
+    params = {"a": {"kernel": jnp.zeros((32, 24))}}
+    state = powersgd_from_torch(checkpoint, params)
+    mapped = {"warm_start": "warm_start", "use_error_feedback": "error_feedback"}
+    options = {mapped[name]: value for name, value in fields.items()}
+    fresh = jaxcomp.powersgd(2, axis_name="data", **options).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
+    for name, buffers in empty.items():
+        assert getattr(back, name) == buffers
+    assert (back.use_error_feedback, back.warm_start) == (
+        record.use_error_feedback,
+        record.warm_start,
+    )
+
+
+def test_saved_before_compression_began():
+    model = {"a.weight": np.zeros((24, 32), np.float32)}
+    record = PowerSGDRecord(2, 5, {}, {}, {}, start_powerSGD_iter=100)
+    checkpoint = Checkpoint(model, (record,))
+    params = {"a": {"kernel": jnp.zeros((32, 24))}}
+    state = powersgd_from_torch(checkpoint, params)
+    assert int(state.count) == 5
+    assert state.q["a"]["kernel"].shape == (32, 2)
+    assert not np.any(state.residual["a"]["kernel"])
+    layout = BucketLayout.from_order([["a.weight"]], model)
+    back = powersgd_to_torch(state, params, layout=layout, like=checkpoint)
+    assert (back.iter, back.start_powerSGD_iter, back.q_memory_dict) == (5, 100, {})
+    later = state._replace(count=jnp.int32(50))
+    back = powersgd_to_torch(later, params, layout=layout, like=checkpoint)
+    assert (back.iter, back.start_powerSGD_iter) == (50, 100)
+    assert back.q_memory_dict[0].shape == (64,)
+
+
+def test_a_state_born_in_jax():
+    params = {"a": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)}}
+    state = jaxcomp.powersgd(3, axis_name="data").init(params)._replace(count=jnp.int32(7))
+    model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
+    layout = BucketLayout.from_order([["a.bias", "a.weight"]], model)
+    back = powersgd_to_torch(
+        state, params, layout=layout, hyperparameters={"orthogonalization_epsilon": 1e-8}
+    )
+    assert (back.matrix_approximation_rank, back.orthogonalization_epsilon) == (3, 1e-8)
+    assert (back.iter, back.start_powerSGD_iter) == (7, 9)
+    np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
+    with pytest.raises(ValueError, match="rank_of_everything"):
+        powersgd_to_torch(state, params, layout=layout, hyperparameters={"rank_of_everything": 1})
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def test_no_state_and_unfit_layout():
+    params = {"a": {"kernel": jnp.zeros((32, 24))}}
+    model = {"a.weight": np.zeros((24, 32), np.float32)}
+    with pytest.raises(CheckpointMismatch, match="no PowerSGD state"):
+        powersgd_from_torch(Checkpoint(model), params)
+    checkpoint, _, _ = made(model, [["a.weight"]])
+    wrong = BucketLayout.from_manifest([[("a.weight", (24, 32)), ("a.bias", (24,))]])
+    with pytest.raises(CheckpointMismatch, match="error of bucket 0 has 768 values"):
+        powersgd_from_torch(checkpoint, params, layout=wrong)
+    bare = dataclasses.replace(checkpoint, model={})
+    assert powersgd_from_torch(bare, params).q["a"]["kernel"].shape == (32, 2)
+    with pytest.raises(CheckpointMismatch, match="without a model"):
+        powersgd_from_torch(dataclasses.replace(bare, layout=None), params)
+
+
+def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
+    # Few outputs, many inputs, a long kernel: jaxcomp's default cut is not torch's.
+    model = {"a.weight": np.zeros((4, 40, 30)), "b.weight": np.zeros((4, 40, 30))}
+    checkpoint, _, _ = made(model, [["a.weight", "b.weight"]], rank=1, rate=1.0)
+    params = {name: {"kernel": jnp.zeros((30, 40, 4))} for name in "ab"}
+    with pytest.raises(CheckpointMismatch, match="torch_matrix_dims") as error:
+        powersgd_from_torch(checkpoint, params)
+    assert len(error.value.mis_shaped) == 2
+
+    def torch_cut(path, leaf):
+        return jaxcomp.MatrixDims(rows=(2,), cols=(0, 1))
+
+    state = powersgd_from_torch(checkpoint, params, matrix_dims=torch_cut)
+    back = powersgd_to_torch(
+        state, params, layout=checkpoint.layout, like=checkpoint, matrix_dims=torch_cut
+    )
+    np.testing.assert_array_equal(
+        back.q_memory_dict[0].numpy(), checkpoint.powersgd[0].q_memory_dict[0]
+    )
+
+
+def test_a_state_that_is_not_consolidated_is_refused():
+    params = {"a": {"kernel": jnp.zeros((32, 24))}}
+    state = jaxcomp.powersgd(2, axis_name="data").init(params)._replace(count=jnp.int32(7))
+    replicas = state._replace(residual=jax.tree.map(lambda x: jnp.stack([x, x]), state.residual))
+    layout = BucketLayout.from_manifest([[("a.weight", (24, 32))]])
+    with pytest.raises(CheckpointMismatch, match="consolidated"):
+        powersgd_to_torch(replicas, params, layout=layout)
+    other = jaxcomp.powersgd(1, axis_name="data").init(params)._replace(count=jnp.int32(7))
+    with pytest.raises(CheckpointMismatch, match="q of shape"):
+        powersgd_to_torch(
+            other, params, layout=layout, hyperparameters={"matrix_approximation_rank": 2}
+        )
+
+
+def test_lossless_compression_of_small_leaves_in_torch_only():
+    # With a rate below one torch "compresses" even biases, at full rank: nothing is lost by it.
+    model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
+    checkpoint, _, _ = made(model, [["a.bias", "a.weight"]], rate=0.5)
+    params = {"a": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)}}
+    state = powersgd_from_torch(checkpoint, params)
+    assert isinstance(state.q["a"]["bias"], optax.MaskedNode)
+    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
+    assert back.q_memory_dict[0].shape == checkpoint.powersgd[0].q_memory_dict[0].shape
