@@ -1,9 +1,11 @@
 """PyTorch DDP checkpoints with PowerSGD, to Flax/JAX and back, losing nothing."""
 
+from torch_bridge._arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._buckets import BucketEntry, BucketLayout
 from torch_bridge._checkpoint import Checkpoint, load
 from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._infer import infer_layout
+from torch_bridge._matrix_dims import matrix_dims_of, torch_matrix_dims
 from torch_bridge._optim import optimizer_from_torch
 from torch_bridge._optim_to_torch import optimizer_to_torch
 from torch_bridge._pair import pair
@@ -12,6 +14,7 @@ from torch_bridge._params import params_from_torch, params_to_torch
 from torch_bridge._powersgd import powersgd_from_torch
 from torch_bridge._powersgd_export import powersgd_to_torch
 from torch_bridge._schema import PowerSGDRecord, RandomStateRecord
+from torch_bridge._state_dict import load_state_dict, state_dict
 from torch_bridge._torch_resume import resume_powersgd
 from torch_bridge._torch_side import gradient_order, record_layout, save_checkpoint
 
@@ -27,14 +30,20 @@ __all__ = [
     "gradient_order",
     "infer_layout",
     "load",
+    "load_state_dict",
+    "matrix_dims_of",
     "optimizer_from_torch",
     "optimizer_to_torch",
     "pair",
     "params_from_torch",
     "params_to_torch",
     "powersgd_from_torch",
+    "powersgd_kwargs_from_torch",
     "powersgd_to_torch",
     "record_layout",
+    "reducer_from_torch",
     "resume_powersgd",
     "save_checkpoint",
+    "state_dict",
+    "torch_matrix_dims",
 ]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from torch_bridge._layers import Built, Hints, build, orientation
 from torch_bridge._units import FlaxUnit, TorchUnit, clean_names
 
-_TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
+TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
 _UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
@@ -210,7 +210,7 @@ class Matcher:
             if re.fullmatch(pattern, unit.name):
                 flattened = shape
         words = set(unit.stem.words) | set(target.stem.words)
-        transposed = bool(words & _TRANSPOSED_WORDS)
+        transposed = bool(words & TRANSPOSED_WORDS)
         if self.options.conv_transpose is not None:
             transposed = re.fullmatch(self.options.conv_transpose, unit.name) is not None
         elif _form(unit, target) == "both" and not transposed:

@@ -1,0 +1,280 @@
+"""torch's hook arguments in jaxcomp's words, state dicts, and torch's matrices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+
+import jaxcomp
+from torch_bridge import (
+    CheckpointMismatch,
+    load_state_dict,
+    matrix_dims_of,
+    pair,
+    powersgd_kwargs_from_torch,
+    reducer_from_torch,
+    state_dict,
+    torch_matrix_dims,
+)
+
+pytestmark = pytest.mark.torch
+
+TORCH = {
+    "matrix_approximation_rank": 4,
+    "start_powerSGD_iter": 10,
+    "min_compression_rate": 3,
+    "use_error_feedback": True,
+    "warm_start": False,
+    "orthogonalization_epsilon": 1e-8,
+    "random_seed": 5,
+}
+OURS = {
+    "rank": 4,
+    "start_step": 10,
+    "min_compression_rate": 3.0,
+    "error_feedback": True,
+    "warm_start": False,
+    "eps": 1e-8,
+    "seed": 5,
+}
+
+
+def test_every_argument_of_torch():
+    extra = {"compression_stats_logging_frequency": 10, "batch_tensors_with_same_shape": True}
+    kwargs = powersgd_kwargs_from_torch(process_group=None, **TORCH, **extra)
+    assert kwargs == OURS
+    jaxcomp.powersgd(axis_name="data", **kwargs)
+    assert powersgd_kwargs_from_torch(None, 4, 10, 3, True, False, 1e-8, 5, 10, True) == OURS
+    assert powersgd_kwargs_from_torch() == {}
+
+
+def test_state_objects():
+    state = powerSGD_hook.PowerSGDState(process_group=None, **TORCH)
+    expected = {name: value for name, value in OURS.items() if name != "seed"}
+    assert powersgd_kwargs_from_torch(state) == expected
+    assert powersgd_kwargs_from_torch(state, bytes_per_weight=2)["comm_dtype"] == jnp.bfloat16
+
+
+def test_invented_arguments_that_are_understood():
+    kwargs = powersgd_kwargs_from_torch(
+        error_feedback=False, bytes_per_weight=4, feedback_every_n_iters=3, error_decay=0.5
+    )
+    assert kwargs == {
+        "error_feedback": False,
+        "comm_dtype": jnp.float32,
+        "feedback_every": 3,
+        "error_decay": 0.5,
+    }
+    kwargs = powersgd_kwargs_from_torch(
+        start_powerSGD_iter=4, error_decay=0.8, warm_up_beta_factor=0.5, lr_scheduler=None
+    )
+    decay = [float(kwargs["error_decay"](jnp.int32(k))) for k in (0, 3, 4, 9)]
+    assert decay == pytest.approx([0.4, 0.4, 0.8, 0.8])
+    tx = jaxcomp.powersgd(axis_name="data", **kwargs)
+    params = {"w": jnp.zeros((16, 16))}
+    grads = {"w": jnp.ones((2, 16, 16))}
+    jax.vmap(tx.update, in_axes=(0, None), axis_name="data")(grads, tx.init(params))
+    assert powersgd_kwargs_from_torch(comm_device="cpu") == {}
+    assert powersgd_kwargs_from_torch(comm_device=torch.device("cpu")) == {}
+    assert powersgd_kwargs_from_torch(comm_device=jax.devices()[0]) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr_scheduler": object()}, "put the schedule in the optimizer"),
+        ({"comm_device": "cuda:0"}, "from where the gradients are"),
+        ({"bytes_per_weight": 1}, "quantized_allreduce"),
+        ({"error_feedback": True, "use_error_feedback": False}, "contradict"),
+        ({"warm_up_beta_factor": 1.5}, r"\[0, 1\]"),
+        ({"matrix_aproximation_rank": 2}, "Did you mean 'matrix_approximation_rank'"),
+        ({"zzz": 2}, "Known are process_group"),
+        (
+            {"bytes_per_weight": 4, "hook": "bf16_compress_wrapper(powerSGD_hook)"},
+            "different types",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        powersgd_kwargs_from_torch(**arguments)
+
+
+def test_positions_are_checked():
+    with pytest.raises(ValueError, match="given twice"):
+        powersgd_kwargs_from_torch(None, 2, matrix_approximation_rank=3)
+    with pytest.raises(ValueError, match="10 positional"):
+        powersgd_kwargs_from_torch(*range(11))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "dtype"),
+    [
+        (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), jnp.float16),
+        (default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook), jnp.bfloat16),
+        ("default.fp16_compress_wrapper(powerSGD.powerSGD_hook)", jnp.float16),
+        ("bf16_compress_wrapper(powerSGD_hook)", jnp.bfloat16),
+    ],
+)
+def test_wrappers_set_what_goes_on_the_wire(wrapper, dtype):
+    kwargs = powersgd_kwargs_from_torch(None, 2, hook=wrapper)
+    assert kwargs == {"rank": 2, "comm_dtype": dtype}
+    assert isinstance(init(reducer_from_torch(wrapper, axis_name="data")), jaxcomp.PowerSGDState)
+
+
+def init(tx):
+    return tx.init({"w": jnp.zeros((64, 64))})
+
+
+HOOKS = {
+    DDPCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    DDPCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    DDPCommHookType.BF16_COMPRESS: default_hooks.bf16_compress_hook,
+    DDPCommHookType.QUANTIZE_PER_TENSOR: quantization_hooks.quantization_pertensor_hook,
+    DDPCommHookType.QUANTIZE_PER_CHANNEL: quantization_hooks.quantization_perchannel_hook,
+    DDPCommHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    DDPCommHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    DDPCommHookType.NOOP: debugging_hooks.noop_hook,
+}
+
+
+@pytest.mark.parametrize("member", list(DDPCommHookType), ids=lambda member: member.name)
+def test_every_hook_type_is_a_reducer(member):
+    names = [member, member.name, *([HOOKS[member]] if member in HOOKS else [])]
+    made = [reducer_from_torch(name, axis_name="data") for name in names]
+    params = {"w": jnp.zeros((8, 8))}
+    states = [tx.init(params) for tx in made]
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, state, states[0])
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), jnp.float32)}
+    update = jax.vmap(made[-1].update, in_axes=(0, None), axis_name="data")
+    output = update(grads, states[-1])[0]["w"]
+    mean = np.broadcast_to(grads["w"].mean(0), (2, 8, 8))
+    expected = grads["w"] if member.name == "NOOP" else mean
+    np.testing.assert_allclose(output, expected, atol=0.05)
+
+
+def test_ranks_of_hook_types():
+    for name, rank in (("POWER_SGD", 1), ("POWER_SGD_RANK2", 2)):
+        assert init(reducer_from_torch(name, axis_name="data")).q["w"].shape == (64, rank)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3)
+    tx = reducer_from_torch(powerSGD_hook.powerSGD_hook, state, axis_name="data")
+    assert init(tx).q["w"].shape == (64, 3)
+
+
+def test_hooks_that_live_elsewhere():
+    with pytest.raises(ValueError, match=r"jaxcomp\.local_sgd"):
+        reducer_from_torch(post_localSGD_hook.post_localSGD_hook, axis_name="data")
+    with pytest.raises(ValueError, match="one of ALLREDUCE"):
+        reducer_from_torch("MY_HOOK", axis_name="data")
+    with pytest.raises(ValueError, match="takes no arguments"):
+        reducer_from_torch("ALLREDUCE", axis_name="data", random_seed=1)
+
+
+def trained_state():
+    params = {
+        "fc": {"kernel": jnp.zeros((16, 32)), "bias": jnp.zeros(32)},
+        "head": jnp.zeros((8, 40)),
+    }
+    tx = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jnp.asarray(10 * rng.random(leaf.shape), leaf.dtype), tx.init(params)
+    )
+    return tx, params, state
+
+
+def test_state_dict_round_trip():
+    tx, params, state = trained_state()
+    d = state_dict(state)
+    assert d["version"] == 1
+    assert set(d) == {"version", *state._fields}
+    assert set(d["q"]) == {"fc", "head"}
+    assert list(d["q"]["fc"]) == ["kernel"]
+    assert all(isinstance(leaf, np.ndarray | int) for leaf in jax.tree.leaves(d))
+    back = load_state_dict(tx.init(params), d)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_state_dict_is_strict():
+    tx, params, state = trained_state()
+    d = state_dict(state)
+    del d["q"]["head"]
+    d["residual"]["old"] = np.zeros(3)
+    fresh = tx.init(params)
+    with pytest.raises(CheckpointMismatch) as caught:
+        load_state_dict(fresh, d)
+    assert caught.value.missing == ("q/head",)
+    assert caught.value.unexpected == ("residual/old",)
+    loaded = load_state_dict(fresh, d, strict=False)
+    np.testing.assert_array_equal(loaded.q["head"], fresh.q["head"])
+    np.testing.assert_array_equal(loaded.q["fc"]["kernel"], state.q["fc"]["kernel"])
+    d = state_dict(jaxcomp.powersgd(rank=1, axis_name="data").init(params))
+    with pytest.raises(CheckpointMismatch, match="rank") as caught:
+        load_state_dict(fresh, d, strict=False)
+    assert len(caught.value.mis_shaped) == 2
+    with pytest.raises(ValueError, match="version 9"):
+        load_state_dict(fresh, {**d, "version": 9})
+    with pytest.raises(ValueError, match=r"state\[0\]"):
+        state_dict(optax.chain(tx, optax.sgd(0.1)).init(params))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "rows"),
+    [
+        (("Dense_0", "kernel"), (4, 8), (1,)),
+        (("Conv_0", "kernel"), (7, 7, 512, 3), (3,)),
+        (("ConvTranspose_0", "kernel"), (3, 3, 4, 8), (2,)),
+        (("attn", "query", "kernel"), (8, 2, 4), (1, 2)),
+        (("attn", "out", "kernel"), (2, 4, 8), (2,)),
+        (("attn", "qkv", "kernel"), (8, 3, 2, 4), (1, 2, 3)),
+        (("Embed_0", "embedding"), (50, 4), (0,)),
+        (("pos",), (1, 9, 4), (0,)),
+        (("Dense_0", "bias"), (4,), None),
+    ],
+)
+def test_torch_matrix_dims(path, shape, rows):
+    dims = torch_matrix_dims(path, np.zeros(shape))
+    keys = tuple(jax.tree_util.DictKey(name) for name in path)
+    assert dims == torch_matrix_dims(keys, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert (None if dims is None else dims.rows) == rows
+    if dims is not None:
+        assert sorted(dims.rows + dims.cols) == list(range(len(shape)))
+
+
+def test_torch_matrix_dims_is_the_matrix_of_torch():
+    weights = {
+        "conv.weight": np.random.default_rng(0).normal(size=(3, 64, 5, 5)),
+        "up.weight": np.random.default_rng(0).normal(size=(6, 8, 3, 3)),
+    }
+    params = {
+        "conv": {"kernel": np.zeros((5, 5, 64, 3))},
+        "up": {"kernel": np.zeros((3, 3, 6, 8))},
+    }
+    pairings = pair(weights, params)
+    exact = matrix_dims_of(pairings)
+    for pairing in pairings:
+        weight = weights[pairing.torch_name]
+        dims = exact(pairing.path, np.zeros(pairing.shape))
+        leaf = pairing.to_flax(weight).transpose(dims.rows + dims.cols)
+        row, col = pairing.matrix_order(dims.rows, dims.cols)
+        matrix = weight.reshape(weight.shape[0], -1)
+        np.testing.assert_array_equal(leaf.reshape(matrix.shape), matrix[row][:, col])
+    state = jaxcomp.powersgd(rank=1, axis_name="data", matrix_dims=exact).init(
+        jax.tree.map(jnp.asarray, jax.tree.map(np.float32, params))
+    )
+    assert state.q["up"]["kernel"].shape == (72, 1)
+    assert state.q["conv"]["kernel"].shape == (1600, 1)

@@ -1,0 +1,267 @@
+"""Arguments of torch's communication hooks, in jaxcomp's words.
+
+A widely copied tutorial gives ``PowerSGDState`` arguments that no release of torch has had. People
+paste it, so each of them is understood here, or refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxcomp
+
+_NARROW = {"fp16": jnp.float16, "bf16": jnp.bfloat16}
+# torch's argument -> jaxcomp's; None where jaxcomp needs no such argument.
+_RENAMED: dict[str, str | None] = {
+    "process_group": None,
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "min_compression_rate": "min_compression_rate",
+    "use_error_feedback": "error_feedback",
+    "warm_start": "warm_start",
+    "orthogonalization_epsilon": "eps",
+    "random_seed": "seed",
+    "compression_stats_logging_frequency": None,
+    "batch_tensors_with_same_shape": None,
+}
+_POSITIONS = tuple(_RENAMED)
+_INTEGERS = frozenset({"rank", "start_step", "seed", "feedback_every"})
+_FLAGS = frozenset({"error_feedback", "warm_start"})
+# What the tutorial has and torch has not.
+_INVENTED = (
+    "error_feedback",
+    "bytes_per_weight",
+    "feedback_every_n_iters",
+    "warm_up_beta_factor",
+    "error_decay",
+    "lr_scheduler",
+    "comm_device",
+)
+_HOOKS = {
+    "ALLREDUCE": "allreduce_hook",
+    "FP16_COMPRESS": "fp16_compress_hook",
+    "BF16_COMPRESS": "bf16_compress_hook",
+    "QUANTIZE_PER_TENSOR": "quantization_pertensor_hook",
+    "QUANTIZE_PER_CHANNEL": "quantization_perchannel_hook",
+    "POWER_SGD": "powerSGD_hook",
+    "POWER_SGD_RANK2": "powerSGD_hook",
+    "BATCHED_POWER_SGD": "batched_powerSGD_hook",
+    "BATCHED_POWER_SGD_RANK2": "batched_powerSGD_hook",
+    "NOOP": "noop_hook",
+}
+_ELSEWHERE = {
+    "post_localSGD_hook": "jaxcomp.local_sgd (or local_sgd_round), with start_step",
+    "hook_with_zero_step": "sharded optimizer state: jax.sharding over the optax state",
+    "hook_with_zero_step_interleaved": "sharded optimizer state: jax.sharding over the optax state",
+}
+
+
+def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -> dict[str, Any]:
+    """The keyword arguments of `jaxcomp.powersgd` for those of torch's ``PowerSGDState``.
+
+    Beside torch's own arguments these are understood: ``error_feedback`` (use_error_feedback),
+    ``bytes_per_weight`` (4: float32, 2: bfloat16 on the wire), ``feedback_every_n_iters``
+    (feedback_every), ``error_decay``, and ``warm_up_beta_factor``, which multiplies ``error_decay``
+    until ``start_step``. ``lr_scheduler`` and a ``comm_device`` that is not where the gradients are
+    have no place in a reducer and are refused.
+
+    Args:
+      *args: one ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
+        positional arguments that one would give to ``PowerSGDState``, process group first.
+      hook: the registered hook, if it is wrapped: ``fp16_compress_wrapper(powerSGD_hook)`` and
+        ``bf16_compress_wrapper(powerSGD_hook)``, as a function or as a string, set ``comm_dtype``.
+        torch then computes in that type too; jaxcomp narrows the wire only.
+      **arguments: arguments of ``PowerSGDState`` and those named above.
+
+    Returns:
+      Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that were given, or all of
+      them for a state. ``process_group`` becomes your ``axis_name``; equal shapes are always
+      batched, and statistics come from `jaxcomp.compression_stats`.
+
+    Raises:
+      ValueError: If an argument is unknown, contradictory or refused; says what to use instead.
+
+    Example:
+        >>> powersgd_kwargs_from_torch(None, 2, start_powerSGD_iter=100)
+        {'rank': 2, 'start_step': 100}
+    """
+    given = _given(args, arguments)
+    kwargs: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _RENAMED and (ours := _RENAMED[name]) is not None:
+            kwargs[ours] = _converted(ours, value)
+    _apply_invented(given, kwargs)
+    _, dtype = _unwrap(hook)
+    if dtype is not None:
+        if kwargs.get("comm_dtype", dtype) != dtype:
+            raise ValueError(
+                "`bytes_per_weight` and the compression wrapper of `hook` ask for different types "
+                "on the wire; give one of the two."
+            )
+        kwargs["comm_dtype"] = dtype
+    return kwargs
+
+
+def reducer_from_torch(
+    hook: Any, state: Any = None, *, axis_name: str | tuple[str, ...], **arguments: Any
+) -> optax.GradientTransformation:
+    """The reducer that stands for one of torch's DDP communication hooks.
+
+    Args:
+      hook: a ``DDPCommHookType`` or its name (``'POWER_SGD_RANK2'``), a hook function or its name,
+        or a wrapped one: ``bf16_compress_wrapper(powerSGD_hook)``, also as a string.
+      state: what ``register_comm_hook`` got: a ``PowerSGDState``, or None or a process group.
+      axis_name: the mapped axis (or axes) along which the replicas lie.
+      **arguments: arguments of ``PowerSGDState``; see `powersgd_kwargs_from_torch`.
+
+    Returns:
+      The first link of your `optax.chain`.
+
+    Raises:
+      ValueError: If there is no such reducer; says what to use instead.
+
+    Example:
+        >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")
+    """
+    name, dtype = _unwrap(hook)
+    if name.endswith("RANK2"):
+        arguments.setdefault("matrix_approximation_rank", 2)
+    name = _HOOKS.get(name, name)
+    if "powerSGD" in name:
+        wrapper = None if dtype is None else hook
+        kwargs = powersgd_kwargs_from_torch(state, hook=wrapper, **arguments)
+        if name == "powerSGD_hook":
+            return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
+        kwargs.pop("min_compression_rate", None)  # torch's batched hook does not read it either
+        return jaxcomp.batched_powersgd(axis_name=axis_name, **kwargs)
+    if arguments:
+        raise ValueError(f"{name} takes no arguments, got {sorted(arguments)}. Leave them out.")
+    if name == "noop_hook":
+        return optax.identity()
+    if name == "quantization_pertensor_hook":
+        return jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=None)
+    if name == "quantization_perchannel_hook":
+        return jaxcomp.quantized_allreduce(axis_name=axis_name)
+    if name == "allreduce_hook":
+        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=dtype)
+    if found := re.fullmatch(r"(fp16|bf16)_compress_hook", name):
+        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=_NARROW[found[1]])
+    instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
+    raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
+
+
+def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by torch's names, with unknown ones refused."""
+    given: dict[str, Any] = {}
+    if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
+        given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
+    elif len(args) > len(_POSITIONS):
+        raise ValueError(
+            f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Give "
+            "them by name."
+        )
+    else:
+        given = dict(zip(_POSITIONS, args, strict=False))
+    known = (*_POSITIONS, *_INVENTED)
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(known)}."
+            raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
+        if name in given and args[1:]:
+            raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
+    return {**given, **arguments}
+
+
+def _converted(name: str, value: Any) -> Any:
+    """The value in Python's own types; the reducer checks its range."""
+    if name in _FLAGS:
+        return bool(value)
+    return int(value) if name in _INTEGERS else float(value)
+
+
+def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
+    if given.get("lr_scheduler") is not None:
+        raise ValueError(
+            "`lr_scheduler` does not belong to a reducer: put the schedule in the optimizer, as in "
+            "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))."
+        )
+    _refuse_other_device(given.get("comm_device"))
+    if "error_feedback" in given:
+        wanted = bool(given["error_feedback"])
+        if kwargs.get("error_feedback", wanted) != wanted:
+            raise ValueError(
+                "`error_feedback` and `use_error_feedback` contradict each other; give one of them."
+            )
+        kwargs["error_feedback"] = wanted
+    if (size := given.get("bytes_per_weight")) is not None:
+        if size not in (2, 4):
+            raise ValueError(
+                f"`bytes_per_weight` must be 4 (float32) or 2 (bfloat16), got {size!r}. For one "
+                "byte use jaxcomp.quantized_allreduce."
+            )
+        kwargs["comm_dtype"] = jnp.float32 if size == 4 else jnp.bfloat16
+    if (every := given.get("feedback_every_n_iters")) is not None:
+        kwargs["feedback_every"] = _converted("feedback_every", every)
+    if given.get("error_decay") is not None:
+        kwargs["error_decay"] = given["error_decay"]
+    if (factor := given.get("warm_up_beta_factor")) is not None:
+        start = kwargs.get("start_step", 1_000)  # the default in torch and in jaxcomp
+        kwargs["error_decay"] = _warm_up(kwargs.get("error_decay", 1.0), float(factor), start)
+
+
+def _warm_up(
+    decay: float | Callable[[Any], Any], factor: float, start_step: int
+) -> Callable[[Any], Any]:
+    """`decay` times `factor` before `start_step`, and `decay` from then on."""
+    if not 0 <= factor <= 1:
+        raise ValueError(
+            f"`warm_up_beta_factor` must lie in [0, 1], got {factor}: the residual would grow."
+        )
+
+    def schedule(count: Any) -> Any:
+        value = jnp.asarray(decay(count) if callable(decay) else decay, jnp.float32)
+        return jnp.where(count < start_step, jnp.float32(factor) * value, value)
+
+    return schedule
+
+
+def _refuse_other_device(device: Any) -> None:
+    if device is None:
+        return
+    platform = str(getattr(device, "platform", getattr(device, "type", device))).split(":")[0]
+    names = {"cuda": "gpu", "rocm": "gpu", "hip": "gpu"}
+    here = jax.default_backend()
+    if names.get(platform.lower(), platform.lower()) != names.get(here, here):
+        raise ValueError(
+            f"`comm_device` = {device!r} is refused: XLA communicates from where the gradients are "
+            f"({here}). Leave it out; to send less, set comm_dtype=jnp.bfloat16 or a lower rank."
+        )
+
+
+def _unwrap(hook: Any) -> tuple[str, Any]:
+    """The name of a hook without its compression wrapper, and the wrapper's dtype."""
+    if hook is None:
+        return "", None
+    if not callable(hook) or isinstance(hook, str):
+        name = str(getattr(hook, "name", hook)).rpartition(".")[2] if not _is_call(hook) else hook
+        if found := re.fullmatch(r"(?:.*\.)?(fp16|bf16)_compress_wrapper\((.*)\)", name):
+            return _unwrap(found[2])[0], _NARROW[found[1]]
+        return name, None
+    name = getattr(hook, "__name__", type(hook).__name__)
+    if found := re.fullmatch(r"(fp16|bf16)_compress_wrapper_hook", name):
+        inner = inspect.getclosurevars(hook).nonlocals["hook"]
+        return _unwrap(inner)[0], _NARROW[found[1]]
+    return name, None
+
+
+def _is_call(hook: Any) -> bool:
+    return isinstance(hook, str) and hook.endswith(")")
