@@ -1,6 +1,7 @@
 """Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
 
 from jaxcomp._accumulate import accumulate
+from jaxcomp._adapt import adapt_state
 from jaxcomp._batched_powersgd import batched_powersgd
 from jaxcomp._check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
 from jaxcomp._combinators import ErrorFeedbackState, SwitchState, error_feedback, switch_at
@@ -41,6 +42,7 @@ __all__ = [
     "ReplicaMismatch",
     "SwitchState",
     "accumulate",
+    "adapt_state",
     "allreduce",
     "average",
     "batched_powersgd",

@@ -43,12 +43,11 @@ def test_equals_the_nine_steps(mapping, rank):
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0)
     state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
-    flat = (
-        lambda tree, keep: np.concatenate(
-            [np.asarray(x, np.float64).reshape(*x.shape[:keep], -1) for x in jax.tree.leaves(tree)],
-            -1,
-        )
-    )
+
+    def flat(tree, keep):
+        parts = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+        return np.concatenate([x.reshape(*x.shape[:keep], -1) for x in parts], axis=-1)
+
     vectors = flat(grads, 2)
     oracle = NineSteps(n, vectors.shape[-1], state.q)
     outputs, final = simulate(mapping, tx, grads, state)

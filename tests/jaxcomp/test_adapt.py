@@ -1,0 +1,114 @@
+"""A checkpoint continues under another rank, and with compression newly on or off."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runners import AXIS, random_grads, simulate
+
+import jaxcomp
+
+SHAPES = {"bias": (16,), "dense": (40, 30), "stack": (3, 20, 24)}
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def stacked(path, leaf):
+    if leaf.ndim == 3:
+        return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+    return jaxcomp.MatrixDims(rows=(1,), cols=(0,)) if leaf.ndim == 2 else None
+
+
+def powersgd(rank, **arguments):
+    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, matrix_dims=stacked, **arguments)
+
+
+def trained(tx, steps=3):
+    """A consolidated state with something in every field."""
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
+        _, state = simulate("vmap", tx, random_grads(SHAPES, 2, steps), tx.init(PARAMS))
+    specs = jaxcomp.state_specs(tx.init(PARAMS), AXIS)
+    mean = lambda x, s: x.mean(0) if s == jax.P(AXIS) else x  # noqa: E731
+    return jax.tree.map(mean, state, specs)
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return trained(optax.chain(powersgd(3), optax.adam(1e-3)))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_another_rank(saved, rank):
+    tx = optax.chain(powersgd(rank), optax.adam(1e-3))
+    state = jaxcomp.adapt_state(saved, PARAMS, tx)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), state, tx.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, state[1:], saved[1:])
+    jax.tree.map(np.testing.assert_array_equal, state[0].residual, saved[0].residual)
+    assert int(state[0].count) == 3
+    for name in ("dense", "stack"):
+        q, before = np.asarray(state[0].q[name]), np.asarray(saved[0].q[name])
+        kept = min(rank, 3)
+        np.testing.assert_array_equal(q[..., :kept], before[..., :kept])
+        fresh = q[..., kept:]
+        gram = np.swapaxes(fresh, -1, -2) @ fresh
+        np.testing.assert_allclose(
+            gram, np.broadcast_to(np.eye(rank - kept), gram.shape), atol=1e-5
+        )
+        np.testing.assert_allclose(np.swapaxes(before, -1, -2) @ fresh, 0, atol=1e-3)
+    simulate("vmap", powersgd(rank), random_grads(SHAPES, 2, 1), state[0])
+
+
+def test_first_columns_are_the_important_ones():
+    """Why a lower rank keeps the first columns: the power iteration has put them in order."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(n, 6)))[0] for n in (40, 30))
+    target = jnp.asarray(left * 2.0 ** -np.arange(6) @ right.T, jnp.float32)
+    tx = jaxcomp.powersgd(4, axis_name=AXIS, start_step=0, error_feedback=False)
+    _, state = simulate("vmap", tx, jnp.broadcast_to(target, (1, 12, 40, 30)), tx.init(target))
+    leading = np.linalg.qr(np.asarray(state.q)[:, :2])[0]
+    np.testing.assert_allclose(leading @ leading.T, left[:, :2] @ left[:, :2].T, atol=0.05)
+
+
+def test_compression_newly_on_off_and_for_other_leaves(saved):
+    on = optax.chain(powersgd(2), optax.adam(1e-3))
+    off = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.adam(1e-3))
+    bare = optax.adam(1e-3)  # not even a place in the chain
+    some = optax.chain(powersgd(lambda path, leaf: 3 if leaf.ndim == 2 else None), optax.adam(1e-3))
+    for tx in (off, bare, some, on):
+        state = jaxcomp.adapt_state(saved, PARAMS, tx)
+        again = jaxcomp.adapt_state(state, PARAMS, on)
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
+        assert jax.tree.structure(again) == jax.tree.structure(on.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, again[1:], saved[1:])
+    partly = jaxcomp.adapt_state(saved, PARAMS, some)[0]
+    np.testing.assert_array_equal(partly.residual["dense"], saved[0].residual["dense"])
+    assert isinstance(partly.residual["stack"], optax.MaskedNode)
+
+
+def test_inside_other_reducers():
+    def tx(rank):
+        return jaxcomp.switch_at(
+            1,
+            jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
+            powersgd(rank, residual_dtype=jnp.bfloat16 if rank > 1 else None),
+        )
+
+    old = trained(tx(1))
+    new = jaxcomp.adapt_state(old, PARAMS, tx(2))
+    assert jax.tree.structure(new) == jax.tree.structure(tx(2).init(PARAMS))
+    np.testing.assert_array_equal(new.before.residual["bias"], old.before.residual["bias"])
+    assert new.after.residual["dense"].dtype == jnp.bfloat16
+    assert int(new.count) == 3
+    assert int(new.before.inner.count) == 1
+
+
+def test_what_does_not_fit_is_named(saved):
+    with pytest.raises(ValueError, match=r"(?s)\.mu\['dense'\]: only in the state.*\.trace"):
+        jaxcomp.adapt_state(saved, PARAMS, optax.chain(powersgd(2), optax.sgd(0.1, 0.9)))
+    other = {**PARAMS, "dense": jnp.zeros((50, 30))}
+    with pytest.raises(ValueError, match=r"\.mu\['dense'\]: \(40, 30\) in the state"):
+        jaxcomp.adapt_state(saved, other, optax.chain(powersgd(2), optax.adam(1e-3)))
+    with pytest.raises(
+        ValueError, match=r"residual\['dense'\]: \(40, 30\) in the state, \(50, 30\)"
+    ):
+        jaxcomp.adapt_state(saved[0], other, powersgd(2))
