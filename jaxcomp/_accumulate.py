@@ -72,9 +72,12 @@ def accumulate(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> optax.MultiStepsState:
-        zero = jnp.zeros([], jnp.int32)
+        # Two arrays: a training step that donates its state must not see one buffer twice.
+        mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
-        return optax.MultiStepsState(zero, zero, inner.init(params), zeros, ())
+        return optax.MultiStepsState(
+            mini_step, gradient_step, inner.init(params), zeros, ()
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

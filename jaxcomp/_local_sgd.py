@@ -289,13 +289,14 @@ class _Moved:
 
 def init_state(meeting: Outer, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
     """The state before the first step."""
-    zero = jnp.zeros([], jnp.int32)
+    # Two arrays: a training step that donates its state must not see one buffer twice.
+    count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
     anchor, outer, reducer = meeting.init(params, make_fragments(params, fragments), fragments)
     inner = box(jax.tree.map(jnp.asarray, inner))
     if is_bound(meeting.axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.
         inner = as_local(inner, meeting.axis_name)
-    return LocalSGDState(zero, zero, inner, anchor, outer, reducer)
+    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer)
 
 
 def _with(states: tuple[Any, ...], k: int, state: Any) -> tuple[Any, ...]:

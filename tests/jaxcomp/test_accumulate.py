@@ -1,0 +1,154 @@
+"""Accumulation: what optax.MultiSteps computes, with collectives at the boundary only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from local_runs import compile_step, run, unconditional
+from runners import AXIS, collectives, mesh_of, random_grads
+
+import jaxcomp
+
+SHAPES = {"w": (12, 10), "b": (5,)}
+PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
+
+
+def powersgd():
+    return jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+
+
+def chain(reducer):
+    return optax.chain(reducer, optax.sgd(0.1, momentum=0.9))
+
+
+MAKE = {
+    "allreduce": lambda probe: chain(optax.chain(jaxcomp.allreduce(axis_name=AXIS), probe)),
+    "powersgd": lambda probe: chain(optax.chain(powersgd(), probe)),
+    "local_sgd": lambda probe: jaxcomp.local_sgd(
+        optax.sgd(0.1),
+        sync_every=2,
+        axis_name=AXIS,
+        reducer=optax.chain(jaxcomp.allreduce(axis_name=AXIS), probe),
+        outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+    ),
+}
+
+
+def run_optax(mapping, tx, targets):
+    """`run` for optax's own MultiSteps, which relies on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return run(mapping, tx, PARAMS, targets)
+
+
+class Probe:
+    """A transformation that counts, on the host, how often it is executed."""
+
+    def __init__(self):
+        self.count = 0
+
+        def update(updates, state, params=None):
+            del params
+            jax.debug.callback(self.hit)
+            return updates, state
+
+        self.tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    def hit(self):
+        self.count += 1
+
+
+def executed(name, around, micro_batches=8):
+    """How often each replica communicates in so many micro-batches."""
+    probe = Probe()
+    tx = around(MAKE[name](probe.tx))
+    run_optax("pmap", tx, random_grads(SHAPES, 2, micro_batches))
+    jax.effects_barrier()
+    return probe.count / 2
+
+
+# Two micro-batches to a step; local SGD averages every second step.
+@pytest.mark.parametrize(("name", "boundaries"), [("allreduce", 4), ("powersgd", 4), ("local_sgd", 2)])
+def test_collectives_are_executed_at_the_boundary_only(name, boundaries):
+    assert executed(name, lambda tx: jaxcomp.accumulate(tx, 2)) == boundaries
+    # What optax's own does: once per micro-batch, here and in the docs.
+    multi_steps = {"allreduce": 8, "powersgd": 8, "local_sgd": 4}
+    assert executed(name, lambda tx: optax.MultiSteps(tx, 2)) == multi_steps[name]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_collectives_stand_in_branches_only(name):
+    tx = MAKE[name](optax.identity())
+    hlo = compile_step(jaxcomp.accumulate(tx, 2), PARAMS, n=2)
+    assert collectives(hlo)
+    assert collectives(unconditional(hlo)) == []
+
+
+def test_optax_multi_steps_inside_local_sgd_sends_nothing():
+    tx = jaxcomp.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), sync_every=4, axis_name=AXIS)
+    with jax.numpy_dtype_promotion("standard"):
+        hlo = compile_step(tx, PARAMS, n=2)
+    assert collectives(unconditional(hlo)) == []
+    # `sync_every` then counts micro-batches.
+    got, _ = run_optax("shard_map", tx, random_grads(SHAPES, 2, 8))
+    outside = jaxcomp.accumulate(jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS), 2)
+    expected, _ = run("shard_map", outside, PARAMS, random_grads(SHAPES, 2, 8))
+    for leaf, same in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, same, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_equals_optax(mapping, name):
+    targets = random_grads(SHAPES, 2, 7)
+    tx = MAKE[name](optax.identity())
+    got, state = run(mapping, jaxcomp.accumulate(tx, 3), PARAMS, targets)
+    expected, theirs = run_optax("vmap", optax.MultiSteps(tx, 3), targets)
+    for leaf, same in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, same, rtol=1e-5, atol=1e-6)
+    assert isinstance(state, optax.MultiStepsState)
+    assert jax.tree.structure(state) == jax.tree.structure(theirs)
+    for field in ("mini_step", "gradient_step"):
+        assert np.ravel(getattr(state, field))[0] == np.ravel(getattr(theirs, field))[0]
+
+
+def test_a_schedule_and_a_sum():
+    targets = random_grads(SHAPES, 2, 6)
+    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.1))
+    schedule = lambda step: jnp.where(step < 1, 2, 4)  # noqa: E731
+    got, state = run("vmap", jaxcomp.accumulate(tx, schedule, use_grad_mean=False), PARAMS, targets)
+    theirs = optax.MultiSteps(tx, schedule, use_grad_mean=False)
+    expected, _ = run_optax("vmap", theirs, targets)
+    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5, atol=1e-6)
+    assert state.gradient_step.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
+def test_a_micro_batch_that_is_not_finite_costs_one_step(mapping):
+    targets = random_grads(SHAPES, 2, 6)
+    bad = jax.tree.map(lambda x: x.at[1, 2].set(jnp.nan), targets)
+    tx = optax.chain(powersgd(), optax.apply_if_finite(optax.sgd(0.1), 5))
+    got, state = run(mapping, jaxcomp.accumulate(tx, 2), PARAMS, bad)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((got, state)))
+    # The steps before and after are those of a run without the third and fourth micro-batch.
+    kept = jax.tree.map(lambda x: jnp.concatenate([x[:, :2], x[:, 4:]], 1), targets)
+    expected, _ = run("vmap", jaxcomp.accumulate(tx, 2), PARAMS, kept)
+    np.testing.assert_array_equal(got["w"][:, 3], got["w"][:, 1])
+    np.testing.assert_allclose(got["w"][:, 5], expected["w"][:, 3], rtol=1e-5, atol=1e-6)
+    if mapping == "pmap":  # optax's own keeps the NaN, so that every later step is lost too
+        _, theirs = run_optax("vmap", optax.MultiSteps(tx, 2), bad)
+        assert np.isnan(theirs.acc_grads["w"][1]).all()
+
+
+def test_the_state_is_per_replica_where_optax_accumulates():
+    tx = jaxcomp.accumulate(chain(powersgd()), 2)
+    placed = jaxcomp.shard_state(tx.init(PARAMS), mesh_of(2), AXIS)
+    assert placed.acc_grads["w"].shape == (24, 10)
+    assert placed.inner_opt_state[0].residual["w"].shape == (24, 10)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="every_k=0"):
+        jaxcomp.accumulate(optax.sgd(0.1), 0)
+    with pytest.raises(ValueError, match="use_grad_mean"):
+        jaxcomp.accumulate(optax.sgd(0.1), 2, use_grad_mean=1)

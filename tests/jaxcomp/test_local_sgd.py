@@ -1,0 +1,368 @@
+"""Local SGD against NumPy, the equalities that must hold, and bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_runs import run, towards
+from runners import AXIS, MAPPINGS, random_grads
+
+import jaxcomp
+
+SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
+PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
+
+
+def whole(shape, seed=0):
+    """Small whole numbers, so that a few steps with powers of two are exact in float32."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape), jnp.float32)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def close(a, b, **kwargs):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **{"rtol": 1e-5, **kwargs}), a, b)
+
+
+def local_sgd(inner, **kwargs):
+    return jaxcomp.local_sgd(inner, **{"axis_name": AXIS, "sync_every": 3, **kwargs})
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_equals_numpy_with_momentum(mapping):
+    targets = random_grads(SHAPES, 4, 8)
+    got, state = run(mapping, local_sgd(optax.sgd(0.1, momentum=0.9)), PARAMS, targets)
+    for name in SHAPES:
+        p = np.full((4, *SHAPES[name]), 0.5)
+        m = np.zeros_like(p)
+        for t in range(8):
+            m = 0.9 * m + p - np.asarray(targets[name][:, t], np.float64)
+            p = p - 0.1 * m
+            if (t + 1) % 3 == 0:
+                p[:] = p.mean(0)
+            np.testing.assert_allclose(got[name][:, t], p, rtol=2e-5, atol=2e-6)
+    assert int(np.ravel(state.count)[0]) == 8
+    assert int(np.ravel(state.last_sync)[0]) == 6
+
+
+def diloco(params, targets, rounds, period):
+    """DiLoCo's Algorithm 1 in NumPy: SGD inside, Nesterov 0.9 with rate 0.7 outside."""
+    anchor, momentum = np.asarray(params, np.float64), 0.0
+    for r in range(rounds):
+        local = np.repeat(anchor[None], len(targets), 0)
+        for h in range(period):
+            local = local - 0.1 * (local - targets[:, r * period + h])
+        pseudo = anchor - local.mean(0)
+        momentum = 0.9 * momentum + pseudo
+        anchor = anchor - 0.7 * (pseudo + 0.9 * momentum)
+    return anchor
+
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_diloco_equals_numpy(mapping):
+    targets = random_grads(SHAPES, 4, 12)
+    tx = local_sgd(optax.sgd(0.1), sync_every=4, outer=NESTEROV)
+    got, _ = run(mapping, tx, PARAMS, targets)
+    for name in SHAPES:
+        expected = diloco(PARAMS[name], np.asarray(targets[name], np.float64), 3, 4)
+        for replica in np.asarray(got[name][:, -1]):
+            np.testing.assert_allclose(replica, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_averaging_every_step_is_data_parallel():
+    targets = {"w": whole((4, 4, 6))}
+    params = {"w": jnp.zeros(6)}
+    got, _ = run("vmap", local_sgd(optax.sgd(0.5), sync_every=1), params, targets)
+    plain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.5))
+    expected, _ = run("vmap", plain, params, targets)
+    equal(got, expected)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_before_start_step_it_is_data_parallel(mapping):
+    targets = random_grads(SHAPES, 4, 5)
+    tx = local_sgd(optax.adam(0.1), sync_every=2, start_step=5)
+    plain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.adam(0.1))
+    with jax.numpy_dtype_promotion("standard"):
+        got, state = run(mapping, tx, PARAMS, targets)
+        expected, _ = run("vmap", plain, PARAMS, targets)
+    close(got, expected, rtol=1e-6, atol=1e-6)
+    assert int(np.ravel(state.last_sync)[0]) == 5
+
+
+def two_axes(tx, params, targets):
+    """`run` over nodes of two devices: targets ``(4, steps, *shape)``."""
+
+    def steps(targets):
+        def one(carry, target):
+            params, state = carry
+            updates, state = tx.update(towards(params, target), state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        return jax.lax.scan(one, (params, tx.init(params)), targets)[1]
+
+    nested = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), targets)
+    out = jax.jit(jax.vmap(jax.vmap(steps, axis_name="device"), axis_name="node"))(nested)
+    return jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), out)
+
+
+BOTH = ("device", "node")
+
+
+def test_hierarchy_with_equal_periods_is_flat():
+    targets = random_grads(SHAPES, 4, 7)
+    levels = {BOTH: 3, "device": 3}
+    make = functools.partial(jaxcomp.local_sgd, optax.sgd(0.1), axis_name=BOTH)
+    equal(
+        two_axes(make(sync_every=levels), PARAMS, targets),
+        two_axes(make(sync_every=3), PARAMS, targets),
+    )
+
+
+def test_hierarchy_averages_the_widest_level_that_is_due():
+    targets = {"w": whole((4, 4, 3))}
+    levels = {"device": 2, BOTH: 4}
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=levels, axis_name=BOTH)
+    got = np.asarray(two_axes(tx, {"w": jnp.zeros(3)}, targets)["w"])
+    assert len(np.unique(got[:, 0], axis=0)) == 4
+    assert len(np.unique(got[:, 1], axis=0)) == 2
+    np.testing.assert_array_equal(got[0, 1], got[1, 1])
+    assert len(np.unique(got[:, 3], axis=0)) == 1
+
+
+def test_local_axis_averages_gradients_inside_a_node():
+    targets = {"w": whole((4, 3, 3))}
+    make = functools.partial(
+        jaxcomp.local_sgd, optax.sgd(0.5), axis_name=BOTH, local_axis_name="device"
+    )
+    got = np.asarray(two_axes(make(sync_every=3), {"w": jnp.zeros(3)}, targets)["w"])
+    for t in range(2):
+        np.testing.assert_array_equal(got[0, t], got[1, t])
+        assert (got[0, t] != got[2, t]).any()
+    # With equal curvature everywhere, averaging gradients in a node changes no average over all.
+    free = jaxcomp.local_sgd(optax.sgd(0.5), axis_name=BOTH, sync_every=3)
+    plain = two_axes(free, {"w": jnp.zeros(3)}, targets)["w"]
+    np.testing.assert_array_equal(got[:, 2], plain[:, 2])
+
+
+@pytest.mark.parametrize("extra", [{"outer": optax.sgd(1.0)}, {"reducer": "allreduce"}])
+def test_outer_sgd_of_rate_one_is_plain_averaging(extra):
+    if "reducer" in extra:
+        extra = {"reducer": jaxcomp.allreduce(axis_name=AXIS)}
+    targets = random_grads(SHAPES, 4, 9)
+    got, _ = run("vmap", local_sgd(optax.sgd(0.1), **extra), PARAMS, targets)
+    plain, _ = run("vmap", local_sgd(optax.sgd(0.1)), PARAMS, targets)
+    close(got, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_one_fragment_is_no_fragments():
+    targets = random_grads(SHAPES, 4, 7)
+    got, _ = run("vmap", local_sgd(optax.sgd(0.1), fragments=1, outer=NESTEROV), PARAMS, targets)
+    plain, _ = run("vmap", local_sgd(optax.sgd(0.1), outer=NESTEROV), PARAMS, targets)
+    equal(got, plain)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("outer", [None, NESTEROV])
+def test_each_fragment_is_a_run_of_its_own_at_its_own_time(mapping, outer):
+    # The leaves of this loss do not interact, so that each fragment can be run without the others.
+    targets = random_grads(SHAPES, 2, 13)
+    tx = local_sgd(optax.sgd(0.1), sync_every=4, fragments=2, outer=outer)
+    got, _ = run(mapping, tx, PARAMS, targets)
+    for names, offset in (("a", 2), ("bc", 0)):  # "a" is larger than both others together
+        part = {name: PARAMS[name] for name in names}
+        alone = local_sgd(optax.sgd(0.1), sync_every=4, offset=offset, outer=outer)
+        expected, _ = run("vmap", alone, part, {name: targets[name] for name in names})
+        close({name: got[name] for name in names}, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_schedule_gives_the_length_of_each_round():
+    def schedule(step):
+        return jnp.where(step < 4, 2.0, 2.9999)
+
+    targets = {"w": random_grads({"w": (3,)}, 2, 11)["w"]}
+    got, state = run(
+        "vmap", local_sgd(optax.sgd(0.1), sync_every=schedule), {"w": jnp.zeros(3)}, targets
+    )
+    agree = [np.allclose(got["w"][0, t], got["w"][1, t], rtol=1e-6) for t in range(11)]
+    assert [t + 1 for t, same in enumerate(agree) if same] == [2, 4, 7, 10]
+    assert int(state.last_sync[0]) == 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(period=st.integers(1, 6), start=st.integers(0, 5), offset=st.integers(0, 9))
+def test_averages_fall_where_the_docstring_says(period, start, offset):
+    from jaxcomp._periods import check_periods
+
+    periods = check_periods(period, AXIS, start, offset, 1)
+    due = [c for c in range(1, 20) if int(periods.due(jnp.int32(c), jnp.int32(0)))]
+    assert due == [c for c in range(start + 1, 20) if (c - offset) % period == 0]
+
+
+def inner_momentum(state):
+    return np.asarray(optax.tree.get(state.inner, "trace")["w"])[:, 0]
+
+
+def test_average_inner_state():
+    targets = random_grads({"w": (3,)}, 4, 3)
+    params = {"w": jnp.zeros(3)}
+    inner = optax.sgd(0.1, momentum=0.9)
+    kept, averaged, reset = (
+        inner_momentum(run("vmap", local_sgd(inner, average_inner_state=mode), params, targets)[1])
+        for mode in (False, True, "reset")
+    )
+    assert len(np.unique(kept, axis=0)) == 4
+    np.testing.assert_allclose(averaged, np.broadcast_to(kept.mean(0), (4, 3)), rtol=1e-6)
+    assert len(np.unique(averaged, axis=0)) == 1
+    np.testing.assert_array_equal(reset, 0)
+
+
+def test_reset_lets_schedules_go_on():
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    inner = optax.inject_hyperparams(lambda momentum, rate: optax.chain(
+        optax.trace(momentum), optax.scale_by_adam(), optax.scale_by_learning_rate(schedule),
+        optax.scale(rate),
+    ))(momentum=0.5, rate=0.3)  # fmt: skip
+    targets = random_grads({"w": (3,)}, 2, 3)
+    tx = local_sgd(inner, average_inner_state="reset")
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = run("vmap", tx, {"w": jnp.zeros(3)}, targets)
+    own = jax.tree.map(lambda x: x[0, 0], state.inner)
+    trace, adam, scheduled, _ = own.inner_state
+    assert int(adam.count) == 0
+    assert int(scheduled.count) == 3
+    assert not trace.trace["w"].any()
+    np.testing.assert_allclose(own.hyperparams["rate"], 0.3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_full_rank_powersgd_of_pseudo_gradients_is_exact(mapping):
+    shapes = {"w": (6, 4), "b": (4,)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    targets = random_grads(shapes, 4, 8)
+    reducer = jaxcomp.powersgd(4, axis_name=AXIS, start_step=0, min_compression_rate=0.1)
+    make = functools.partial(local_sgd, optax.sgd(0.1), sync_every=4, outer=NESTEROV, fragments=2)
+    got, state = run(mapping, make(reducer=reducer), params, targets)
+    close(got, run("vmap", make(), params, targets)[0], rtol=1e-5, atol=2e-6)
+    residual = np.asarray(state.reducer[0].residual["w"])
+    assert residual.size == 4 * 24
+    np.testing.assert_allclose(residual, 0, atol=1e-5)
+
+
+def test_residual_of_pseudo_gradients_keeps_what_was_not_sent():
+    shapes = {"w": (12, 10)}
+    params = {"w": jnp.zeros((12, 10))}
+    targets = random_grads(shapes, 4, 3)
+    reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    got, state = run("vmap", local_sgd(optax.sgd(0.1), reducer=reducer), params, targets)
+    exact, _ = run("vmap", local_sgd(optax.sgd(0.1)), params, targets)
+    lost = np.asarray(got["w"][0, -1] - exact["w"][0, -1])
+    np.testing.assert_allclose(state.reducer[0].residual["w"].mean(0), lost, atol=1e-6)
+
+
+@pytest.mark.parametrize("mapping", ["shard_map"])
+def test_the_reducer_begins_anew_after_the_shared_steps(mapping):
+    params = {"w": jnp.zeros((12, 10))}
+    targets = random_grads({"w": (12, 10)}, 4, 8)
+    reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    make = functools.partial(local_sgd, optax.sgd(0.1), sync_every=3, reducer=reducer)
+    got, state = run(mapping, make(start_step=2), params, targets)
+    shared, _ = run("vmap", optax.chain(reducer, optax.sgd(0.1)), params, targets)
+    close(got["w"][:, :2], shared["w"][:, :2], rtol=1e-5, atol=1e-6)
+    rest, _ = run(
+        "vmap", make(), {"w": shared["w"][0, 1]}, jax.tree.map(lambda x: x[:, 2:], targets)
+    )
+    close(got["w"][:, 2:], rest["w"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(
+        np.ravel(state.reducer[0].count), [2] * state.reducer[0].count.size
+    )
+
+
+def test_bfloat16_parameters_are_averaged_in_float32():
+    targets = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads({"w": (50,)}, 3, 1))
+    params = {"w": jnp.zeros(50, jnp.bfloat16)}
+    got, _ = run("vmap", local_sgd(optax.sgd(1.0), sync_every=1), params, targets)
+    assert got["w"].dtype == jnp.bfloat16
+    exact = np.asarray(targets["w"][:, 0], np.float32).mean(0)
+    np.testing.assert_allclose(np.asarray(got["w"][0, 0], np.float32), exact, rtol=2**-8)
+
+
+def test_integer_leaves_are_left_alone():
+    tx = local_sgd(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), sync_every=1)
+    params = {"w": jnp.zeros(2), "n": jnp.array(3)}
+
+    def step(target):
+        grads = {"w": params["w"] - target, "n": np.zeros((), jax.dtypes.float0)}
+        return tx.update(grads, tx.init(params), params)[0]["w"]
+
+    got = jax.vmap(step, axis_name=AXIS)(jnp.array([[2.0, 4.0], [4.0, 8.0]]))
+    np.testing.assert_array_equal(got, [[1.5, 3.0]] * 2)
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    def update(updates, state, params=None, *, scale, **extra):
+        return jax.tree.map(lambda u: -scale * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = optax.chain(local_sgd(inner), optax.identity())
+    params = jnp.zeros(3)
+    updates, _ = jax.vmap(
+        lambda g: tx.update(g, tx.init(params), params, scale=2.0), axis_name=AXIS
+    )(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(updates, -2 * np.ones((2, 3)))
+
+
+BAD = [
+    ({"sync_every": 0}, "sync_every=0"),
+    ({"sync_every": 2.0}, "positive integer"),
+    ({"sync_every": {}}, "Give a period"),
+    ({"sync_every": {"rack": 2, AXIS: 4}}, "'rack', which is not in axis_name"),
+    ({"sync_every": {"x": 4, ("x", "y"): 6}, "axis_name": ("x", "y")}, "must divide"),
+    ({"sync_every": {"x": 4}, "axis_name": ("x", "y")}, "would never meet"),
+    ({"sync_every": {"x": 4, "y": 8}, "axis_name": ("x", "y")}, "contain the axes"),
+    ({"sync_every": {"x": 0, ("x", "y"): 6}, "axis_name": ("x", "y")}, r"sync_every\['x'\]"),
+    ({"fragments": 0}, "fragments=0"),
+    ({"fragments": 4, "sync_every": 3}, "cannot be staggered"),
+    ({"fragments": 2, "sync_every": lambda step: 3}, "one fixed period"),
+    ({"fragments": 2, "average_inner_state": True}, "needs fragments=1"),
+    ({"average_inner_state": "mean"}, "must be True, False or 'reset'"),
+    ({"start_step": -1}, "start_step=-1"),
+    ({"offset": -1}, "offset=-1"),
+    ({"offset": 1, "sync_every": lambda step: 3}, "fixed period"),
+    ({"axis_name": ""}, "axis_name"),
+    ({"reducer": "powersgd"}, "`reducer` must be"),
+    ({"outer": 0.7}, "`outer` must be"),
+    ({"reducer": jaxcomp.allreduce(axis_name="other")}, "averages over 'other'"),
+    ({"local_axis_name": "other"}, "'other', which is not in"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), BAD)
+def test_bad_input_is_refused_when_built(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        local_sgd(optax.sgd(0.1), **kwargs)
+
+
+def test_bad_input_is_refused_when_used():
+    with pytest.raises(ValueError, match="`inner` must be"):
+        local_sgd(0.1)
+    with pytest.raises(ValueError, match="more than the 3 floating leaves"):
+        local_sgd(optax.sgd(0.1), sync_every=8, fragments=4).init(PARAMS)
+    with pytest.raises(ValueError, match="complex64"):
+        local_sgd(optax.sgd(0.1)).init({"z": jnp.zeros(2, jnp.complex64)})
+    tx = local_sgd(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="update needs them"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="is not bound here"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)

@@ -1,0 +1,150 @@
+"""Whole rounds: exact on every replica, typed as replicated, and the same mathematics as local_sgd."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from local_runs import first, run, towards
+from runners import AXIS, MAPPINGS, mesh_of, random_grads
+
+import jaxcomp
+
+SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
+PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def step_of(optimizer):
+    def step(params, state, target):
+        updates, state = optimizer.update(towards(params, target), state, params)
+        return optax.apply_updates(params, updates), state, params["c"]
+
+    return step
+
+
+def rounds(mapping, round_, params, state, targets):
+    """Rounds over ``(n, rounds * sync_every, *shape)``; final params ``(n, ...)`` and the state."""
+    n = jax.tree.leaves(targets)[0].shape[0]
+    targets = jax.tree.map(
+        lambda x: x.reshape(n, -1, round_.sync_every, *x.shape[2:]), targets
+    )
+
+    def train(params, state, targets):
+        def one(carry, batches):
+            params, state, seen = round_(*carry, batches)
+            return (params, state), seen
+
+        (params, state), seen = jax.lax.scan(one, (params, state), targets)
+        return params, state, seen
+
+    if mapping == "shard_map":
+        specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
+        mapped = jax.shard_map(
+            lambda p, s, t: train(p, s, first(t))[:2],
+            mesh=mesh,
+            in_specs=(jax.P(), specs, jax.P(AXIS)),
+            out_specs=(jax.P(), specs),
+        )
+        params, state = jax.jit(mapped)(params, jaxcomp.shard_state(state, mesh, AXIS), targets)
+        # The same array on every device: each has its own copy, compared below.
+        copies = [np.stack([s.data for s in x.addressable_shards]) for x in jax.tree.leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), copies), state
+    map_ = functools.partial(jax.pmap, devices=jax.devices()[:n]) if mapping == "pmap" else jax.vmap
+    mapped = map_(train, in_axes=(None, None, 0), axis_name=AXIS)
+    return jax.jit(mapped)(params, state, targets)[:2]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping):
+    targets = random_grads(SHAPES, 3, 8)
+    inner = optax.sgd(0.1, momentum=0.9)
+    round_ = jaxcomp.local_sgd_round(step_of(inner), sync_every=4, axis_name=AXIS, outer=NESTEROV)
+    got, state = rounds(mapping, round_, PARAMS, round_.init(PARAMS, inner.init(PARAMS)), targets)
+    tx = jaxcomp.local_sgd(inner, sync_every=4, axis_name=AXIS, outer=NESTEROV)
+    expected, _ = run("vmap", tx, PARAMS, targets)
+    for name in SHAPES:
+        assert len(np.unique(np.asarray(got[name]).reshape(3, -1), axis=0)) == 1
+        np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
+    assert int(np.ravel(state.count)[0]) == 8
+
+
+def test_a_round_sets_the_exact_mean():
+    targets = random_grads(SHAPES, 4, 2)
+    round_ = jaxcomp.local_sgd_round(step_of(optax.sgd(0.1)), sync_every=2, axis_name=AXIS)
+    state = round_.init(PARAMS, optax.sgd(0.1).init(PARAMS))
+    got, _ = rounds("vmap", round_, PARAMS, state, targets)
+    local, _ = run("vmap", optax.sgd(0.1), PARAMS, targets)
+    for name in SHAPES:
+        np.testing.assert_array_equal(got[name][0], local[name][:, -1].sum(0) / 4)
+
+
+@pytest.mark.parametrize("mode", [False, True, "reset"])
+def test_inner_state_is_kept_averaged_or_reset(mode):
+    targets = random_grads(SHAPES, 4, 4)
+    inner = optax.sgd(0.1, momentum=0.9)
+    round_ = jaxcomp.local_sgd_round(
+        step_of(inner), sync_every=2, axis_name=AXIS, average_inner_state=mode, inner_init=inner.init
+    )
+    got, _ = rounds("shard_map", round_, PARAMS, round_.init(PARAMS), targets)
+    tx = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS, average_inner_state=mode)
+    expected, _ = run("vmap", tx, PARAMS, targets)
+    for name in SHAPES:
+        np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_rounds_of_several_lengths_share_a_state():
+    targets = random_grads(SHAPES, 4, 6)
+    inner = optax.sgd(0.1, momentum=0.9)
+    make = functools.partial(jaxcomp.local_sgd_round, step_of(inner), axis_name=AXIS)
+    long, short = make(sync_every=4), make(sync_every=2)
+
+    def train(targets):
+        params, state = PARAMS, long.init(PARAMS, inner.init(PARAMS))
+        head, tail = (jax.tree.map(lambda x: x[part], targets) for part in (slice(4), slice(4, 6)))
+        params, state, _ = long(params, state, head)
+        return short(params, state, tail)[0]
+
+    got = jax.jit(jax.vmap(train, axis_name=AXIS))(targets)
+    schedule = lambda step: jnp.where(step < 4, 4, 2)  # noqa: E731
+    tx = jaxcomp.local_sgd(inner, sync_every=schedule, axis_name=AXIS)
+    expected, _ = run("vmap", tx, PARAMS, targets)
+    for name in SHAPES:
+        np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_in_the_parameters_are_averaged():
+    def step(params, state, x):
+        statistics = 0.5 * params["statistics"] + 0.5 * x.mean()
+        return {"w": params["w"] - x, "steps": params["steps"] + 1, "statistics": statistics}, state, x
+
+    params = {"w": jnp.zeros(2), "steps": jnp.array(0), "statistics": jnp.array(0.0)}
+    round_ = jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS)
+    x = jnp.array([[[1.0, 1.0], [2.0, 2.0]], [[3.0, 3.0], [4.0, 4.0]]])
+    mapped = jax.shard_map(
+        lambda p, x: round_(p, round_.init(p, ()), x[0])[0],
+        mesh=mesh_of(2),
+        in_specs=(jax.P(), jax.P(AXIS)),
+        out_specs=jax.P(),
+    )
+    got = jax.jit(mapped)(params, x)
+    np.testing.assert_array_equal(got["w"], [-5.0, -5.0])
+    assert int(got["steps"]) == 2
+    assert float(got["statistics"]) == (0.25 + 1.0 + 0.75 + 2.0) / 2
+
+
+def test_bad_input_is_refused():
+    step = step_of(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="sync_every=0"):
+        jaxcomp.local_sgd_round(step, sync_every=0, axis_name=AXIS)
+    with pytest.raises(ValueError, match="positive integer"):
+        jaxcomp.local_sgd_round(step, sync_every={AXIS: 2}, axis_name=AXIS)
+    with pytest.raises(ValueError, match="needs `inner_init`"):
+        jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS, average_inner_state="reset")
+    round_ = jaxcomp.local_sgd_round(step, sync_every=4, axis_name=AXIS)
+    state = round_.init(PARAMS, ())
+    batches = jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), PARAMS)
+    with pytest.raises(ValueError, match=r"\['a'\] has shape \(3, 4, 3\)"):
+        round_(PARAMS, state, batches)

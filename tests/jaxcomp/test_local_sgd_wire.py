@@ -1,0 +1,215 @@
+"""What local SGD sends: where the collectives stand, how many bytes, and what its state may do."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from local_runs import compile_step, computations, run, towards, unconditional
+from runners import AXIS, collectives, mesh_of, random_grads
+
+import jaxcomp
+
+SHAPES = {"w": (48, 32), "v": (24, 16), "b": (32,)}
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+WIDTH = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+def sent_bytes(text):
+    return sum(WIDTH[kind] * size for _, kind, size in collectives(text))
+
+
+@functools.cache
+def compiled(**kwargs):
+    """The HLO of one step of local_sgd around plain SGD on 4 devices."""
+    kwargs = dict(kwargs)
+    if kwargs.get("rank"):
+        rank = kwargs.pop("rank")
+        kwargs["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    if "comm_dtype" in kwargs:
+        dtype = kwargs.pop("comm_dtype")
+        kwargs["reducer"] = jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype)
+    tx = jaxcomp.local_sgd(optax.sgd(0.1), axis_name=AXIS, **kwargs)
+    return compile_step(tx, PARAMS, n=4)
+
+
+CASES = [
+    ({}, None),
+    ({"outer": "nesterov"}, None),
+    ({"rank": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
+    ({"rank": 2, "fragments": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
+    ({"fragments": 3}, None),
+    (
+        {"comm_dtype": jnp.float16},
+        functools.partial(
+            jaxcomp.compression_stats, rank=lambda path, leaf: None, comm_dtype=jnp.float16
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "reduced"), CASES)
+def test_collectives_stand_in_branches_only_and_their_bytes_are_the_stats(kwargs, reduced):
+    fragments = kwargs.get("fragments", 1)
+    if "outer" in kwargs:
+        kwargs = {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
+    hlo = compiled(sync_every=8, **kwargs)
+    assert collectives(unconditional(hlo)) == []
+    stats = jaxcomp.local_sgd_stats(PARAMS, sync_every=8, reduced=reduced, fragments=fragments)
+    assert sent_bytes(hlo) / 8 == stats.bytes_per_step
+    assert stats.bytes_before == 4 * sum(np.prod(shape) for shape in SHAPES.values())
+    if reduced is None:
+        assert stats.bytes_per_step == stats.bytes_before / 8  # N / H
+        assert stats.ratio == 8
+    branches = [sent_bytes(text) for text in computations(hlo).values()]
+    assert max(branches) == stats.bytes_peak
+
+
+def test_bytes_of_a_hierarchy():
+    stats = jaxcomp.local_sgd_stats(PARAMS, sync_every={"x": 4, ("x", "y"): 16})
+    n = stats.bytes_before
+    assert [level.bytes_per_step for level in stats.levels] == [n * 3 / 16, n / 16]
+    assert stats.levels[1].axes == ("x", "y")
+    assert stats.bytes_peak == n
+    equal = jaxcomp.local_sgd_stats(PARAMS, sync_every={"x": 4, ("x", "y"): 4})
+    assert equal.bytes_per_step == n / 4
+    both = jaxcomp.local_sgd_stats(PARAMS, sync_every=2, inner_state=(PARAMS, jnp.array(0)))
+    assert both.bytes_per_step == n
+    with pytest.raises(ValueError, match="a schedule"):
+        jaxcomp.local_sgd_stats(PARAMS, sync_every=lambda step: 3)
+
+
+def test_a_round_averages_once_after_its_scan():
+    inner = optax.sgd(0.1)
+
+    def step(params, state, target):
+        updates, state = inner.update(towards(params, target), state, params)
+        return optax.apply_updates(params, updates), state, ()
+
+    round_ = jaxcomp.local_sgd_round(step, sync_every=8, axis_name=AXIS)
+    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((32, *x.shape), x.dtype), PARAMS)
+    mapped = jax.shard_map(
+        lambda p, b: round_(p, round_.init(p, inner.init(p)), b)[0],
+        mesh=mesh_of(4),
+        in_specs=(jax.P(), jax.P(AXIS)),
+        out_specs=jax.P(),
+    )
+    hlo = jax.jit(mapped).lower(PARAMS, batches).compile().as_text()
+    assert len(collectives(hlo)) == 1
+    # In the entry, so after the loop and not in its body.
+    entry = computations(hlo)["ENTRY"]
+    assert sent_bytes(entry) / 8 == jaxcomp.local_sgd_stats(PARAMS, sync_every=8).bytes_per_step
+
+
+def test_a_consolidated_state_restores_onto_another_number_of_replicas():
+    inner = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)
+    reducer = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS, reducer=reducer, outer=optax.sgd(1.0))
+    _, placed = run("shard_map", tx, PARAMS, random_grads(SHAPES, 4, 3))
+    specs = jaxcomp.state_specs(placed, AXIS)
+    merge = jax.shard_map(
+        lambda s: jaxcomp.consolidate(s, AXIS), mesh=mesh_of(4), in_specs=(specs,), out_specs=jax.P()
+    )
+    one = jax.jit(merge)(placed)
+    assert jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, tx.init(PARAMS))
+    momentum = optax.tree.get(placed.inner, "trace")["w"]
+    assert momentum.shape == (4, 48, 32)
+    np.testing.assert_allclose(
+        optax.tree.get(one.inner, "trace")["w"][0], momentum.mean(0), rtol=1e-5, atol=1e-6
+    )
+    assert optax.tree.get(one.inner, "last_finite").dtype == jnp.bool_
+    again = jaxcomp.shard_state(jax.device_get(one), mesh_of(2), AXIS)
+    assert again.reducer[0].residual["w"].shape == (96, 32)
+    assert optax.tree.get(again.inner, "trace")["w"].shape == (2, 48, 32)
+
+
+def test_a_run_continues_from_its_consolidated_state():
+    # After an average, with an inner optimizer that keeps nothing, one copy is all there is.
+    targets = random_grads(SHAPES, 2, 6)
+    tx = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=3, axis_name=AXIS, outer=optax.sgd(0.7, 0.9))
+    whole, _ = run("vmap", tx, PARAMS, targets)
+    head, tail = (jax.tree.map(lambda x: x[:, part], targets) for part in (slice(3), slice(3, 6)))
+    half, state = run("vmap", tx, PARAMS, head)
+    merged = jax.jit(jax.vmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS))(state)
+    one = jax.tree.map(lambda x: x[0], merged)
+    resumed = optax.GradientTransformationExtraArgs(lambda params: one, tx.update)
+    rest, _ = run("vmap", resumed, jax.tree.map(lambda x: x[0, -1], half), tail)
+    for name in SHAPES:
+        np.testing.assert_allclose(rest[name][:, -1], whole[name][:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_train_state_can_be_donated():
+    tx = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS, outer=optax.sgd(1.0))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
+    # Anchor and parameters start equal; a step that donates its state needs a buffer for each.
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.opt_state))]
+    assert len(set(buffers)) == len(buffers)
+
+
+class Normalised(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
+
+
+def test_batch_statistics_are_averaged_with_the_parameters():
+    model = Normalised()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8, 3)), jnp.float32)
+    variables = model.init(jax.random.key(0), x[0, 0])
+    tx = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS)
+
+    def train(x):
+        def one(carry, x):
+            params, statistics, state = carry
+            _, new = model.apply({"params": params, "batch_stats": statistics}, x, mutable="batch_stats")
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            statistics = jaxcomp.average(new["batch_stats"], AXIS, when=state.synced)
+            return (params, statistics, state), statistics
+
+        carry = (variables["params"], variables["batch_stats"], tx.init(variables["params"]))
+        return jax.lax.scan(one, carry, x)[1]
+
+    statistics = jax.jit(jax.vmap(train, axis_name=AXIS))(x)
+    for leaf in jax.tree.leaves(statistics):
+        agree = [bool((leaf[0, t] == leaf[1, t]).all()) for t in range(4)]
+        assert agree == [False, True, False, True]
+
+
+def test_average_keeps_what_has_no_mean():
+    tree = {"n": jnp.arange(2), "key": jax.random.split(jax.random.key(0), 2), "x": jnp.arange(2.0)}
+    got = jax.vmap(lambda t: jaxcomp.average(t, AXIS), axis_name=AXIS)(tree)
+    assert got["n"].tolist() == [0, 1]
+    assert got["x"].tolist() == [0.5, 0.5]
+    mapped = jax.shard_map(
+        lambda x, when: jaxcomp.average(x, AXIS, when=when),
+        mesh=mesh_of(2),
+        in_specs=(jax.P(AXIS), jax.P()),
+        out_specs=jax.P(AXIS),
+    )
+    for when, expected in ((True, [0.5, 0.5]), (False, [0.0, 1.0])):
+        assert jax.jit(mapped)(jnp.arange(2.0), jnp.array(when)).tolist() == expected
+    with pytest.raises(ValueError, match="is not bound here"):
+        jaxcomp.average({}, "unbound")
+
+
+def test_a_round_that_is_not_finite_is_dropped():
+    # One replica diverges in the second round: every replica goes back to the anchor.
+    targets = {"w": np.zeros((2, 4, 3), np.float32)}
+    targets["w"][:, :2] = 1.0
+    targets["w"][1, 2] = np.nan
+    outer = optax.apply_if_finite(optax.sgd(1.0), 3)
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, outer=outer)
+    got, state = run("vmap", tx, {"w": jnp.zeros(3)}, targets)
+    np.testing.assert_array_equal(state.anchor["w"], 0.75 * np.ones((2, 3)))
+    np.testing.assert_array_equal(got["w"][0, -1], 0.75 * np.ones(3))
+    # And where a replica guards its own steps, it loses those only.
+    inner = optax.apply_if_finite(optax.sgd(0.5), 3)
+    guarded = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS)
+    got, state = run("shard_map", guarded, {"w": jnp.zeros(3)}, jax.tree.map(jnp.asarray, targets))
+    assert np.isfinite(got["w"]).all()
+    assert state.inner.total_notfinite.tolist() == [0, 1]
