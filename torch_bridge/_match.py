@@ -45,6 +45,7 @@ class Matcher:
     couples: dict[TorchUnit, FlaxUnit] = dataclasses.field(default_factory=dict)
     ambiguous: list[str] = dataclasses.field(default_factory=list)
     undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
+    known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
 
     def run(self) -> list[Built]:
         """Matches, builds the pairings of every couple and fills `ambiguous`."""
@@ -223,7 +224,10 @@ class Matcher:
         return build(unit, target, Hints(flattened, transposed))
 
     def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
-        return build(unit, target, Hints()).fits
+        key = (_signature(unit), _signature(target))  # a large model has few different ones
+        if key not in self.known_fits:
+            self.known_fits[key] = build(unit, target, Hints()).fits
+        return self.known_fits[key]
 
 
 def _parent(path: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch_bridge._leaves import flatten as flatten_tree
 from torch_bridge._leaves import plain_path
 from torch_bridge._optax import DampenedTraceState
 from torch_bridge._optim_groups import Entry, Hyperparameters, read_entries
-from torch_bridge._pair import Rules, named, pair
+from torch_bridge._pair import Model, Rules, named, pair
 from torch_bridge._pairing import Pairing
 from torch_bridge._params import leaves_from_torch
 
@@ -37,7 +37,7 @@ class _Part:
 
 def optimizer_from_torch(
     optimizer: Mapping[str, Any],
-    model: Mapping[str, Any],
+    model: Model,
     params: Any,
     rules: Rules = (),
     *,

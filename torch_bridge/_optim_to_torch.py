@@ -15,7 +15,7 @@ from torch_bridge._leaves import plain_path
 from torch_bridge._optax import DampenedTraceState
 from torch_bridge._optim import ParamNames, Path
 from torch_bridge._optim_groups import Hyperparameters, read_entries
-from torch_bridge._pair import Rules, named, pair
+from torch_bridge._pair import Model, Rules, named, pair
 from torch_bridge._pairing import Pairing
 from torch_bridge._params import tensors_from_flax
 from torch_bridge._torch import to_tensor
@@ -25,7 +25,7 @@ def optimizer_to_torch(
     state: Any,
     params: Any,
     like: Mapping[str, Any],
-    model: Mapping[str, Any],
+    model: Model,
     rules: Rules = (),
     *,
     param_names: ParamNames = None,

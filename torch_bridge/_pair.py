@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,12 +17,23 @@ from torch_bridge._pairing import Pairing
 from torch_bridge._torch import is_tensor, shape_of, storage_key, to_numpy
 from torch_bridge._units import clean_names, flax_units, torch_units
 
-Rules = Mapping[str, str] | Sequence[tuple[str, str]]
-Flatten = Mapping[str, tuple[int, ...]]
+Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
+Flatten: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+class HasStateDict(Protocol):
+    """A torch module, as far as it matters here."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors by name."""
+        ...
+
+
+Model: TypeAlias = Mapping[str, Any] | HasStateDict
 
 
 def pair(
-    model: Mapping[str, Any],
+    model: Model,
     like: Any,
     rules: Rules = (),
     *,
@@ -33,11 +44,12 @@ def pair(
     r"""Finds for every torch tensor its Flax leaf.
 
     Layers correspond by name (``layers.0.conv1.weight`` and ``layers_0/conv1/kernel``), else by
-    structure and shape (the layers of a Sequential and ``Dense_0``, ``Dense_1``, ...). Prefixes of
-    DDP, FSDP and ``torch.compile`` are skipped. What is ambiguous is refused.
+    structure and shape (the layers of a Sequential and ``Dense_0``, ``Dense_1``, ...): layers of
+    equal shape whose names differ in numbers only are taken in the order of these numbers, and
+    anything less clear is refused. Prefixes of DDP, FSDP and ``torch.compile`` are skipped.
 
     Args:
-      model: torch state dict: name -> tensor, array or anything with a ``shape``.
+      model: torch state dict (or module): name -> tensor, array or anything with a ``shape``.
       like: linen parameters, linen variables, ``nnx.State`` or an nnx module. Where it has no place
         for running statistics, those of `model` are left out.
       rules: regular expression -> path, tried in order before anything else. The expression has to
@@ -58,10 +70,10 @@ def pair(
     """
     rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
     options = Options(rules, tuple((flatten or {}).items()), conv_transpose)
-    cleaned = clean_names(list(named(model)))
-    model = {
-        n: v for n, v in named(model).items() if not ignore or not re.fullmatch(ignore, cleaned[n])
-    }
+    model = named(model)
+    if ignore:
+        cleaned = clean_names(list(model))
+        model = {n: v for n, v in model.items() if not re.fullmatch(ignore, cleaned[n])}
     tree = flatten_tree(like)
     first: CheckpointMismatch | None = None
     for tied in _tie_attempts(model):
@@ -73,41 +85,38 @@ def pair(
     raise first
 
 
-def _tie_attempts(model: Mapping[str, Any]) -> list[dict[str, str]]:
+def _tie_attempts(model: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Ways to see the tied tensors, as alias -> first name, the likeliest first."""
     shared: dict[Any, str] = {}
-    by_storage = {
-        name: shared.setdefault(key, name)
-        for name, value in model.items()
-        if (key := storage_key(value)) is not None
-    }
-    by_storage = {alias: name for alias, name in by_storage.items() if alias != name}
+    first = {n: shared.setdefault(k, n) for n, v in model.items() if (k := storage_key(v))}
+    by_storage = {alias: name for alias, name in first.items() if alias != name}
+    yield by_storage
+    if by_storage:
+        yield {}
     by_value = _equal_matrices(model)
-    attempts = [by_storage, {}, by_value]
-    return [tied for k, tied in enumerate(attempts) if tied not in attempts[:k]]
+    if by_value and by_value != by_storage:
+        yield by_value
 
 
 def _equal_matrices(model: Mapping[str, Any]) -> dict[str, str]:
     """Matrices with equal values: a file without shared storage shows ties in no other way."""
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, value in model.items():
-        if len(shape_of(value)) > 1 and (is_tensor(value) or isinstance(value, np.ndarray)):
-            groups.setdefault(shape_of(value), []).append(name)
+    seen: dict[Any, list[str]] = {}
     tied: dict[str, str] = {}
-    for names in groups.values():
-        for position, alias in enumerate(names):
-            for name in names[:position]:
-                if name not in tied and _equal(model[name], model[alias]):
-                    tied[alias] = name
-                    break
+    for name, value in model.items():
+        shape = shape_of(value)
+        if len(shape) < 2 or 0 in shape or not (is_tensor(value) or isinstance(value, np.ndarray)):
+            continue
+        array = to_numpy(value)
+        row = array[0]
+        if np.all(row == row.flat[0]):
+            continue  # constant values are fresh ones, not tied
+        alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
+        found = next((n for n in alike if np.array_equal(to_numpy(model[n]), array)), None)
+        if found is None:
+            alike.append(name)
+        else:
+            tied[name] = found
     return tied
-
-
-def _equal(one: Any, other: Any) -> bool:
-    a, b = to_numpy(one), to_numpy(other)
-    if a.dtype != b.dtype or not np.array_equal(a[0], b[0]) or not np.array_equal(a, b):
-        return False
-    return bool(np.any(a != a.flat[0]))  # constant matrices are fresh, not tied
 
 
 def _pair(
@@ -157,6 +166,6 @@ def _with_aliases(pairing: Pairing, tied: Mapping[str, str]) -> Pairing:
     return dataclasses.replace(pairing, aliases=aliases) if aliases else pairing
 
 
-def named(model: Any) -> Mapping[str, Any]:
+def named(model: Model) -> Mapping[str, Any]:
     """The state dict of a torch module, or the mapping itself."""
-    return model.state_dict() if hasattr(model, "state_dict") else model
+    return model if isinstance(model, Mapping) else model.state_dict()

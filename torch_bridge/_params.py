@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_bridge._errors import CheckpointMismatch
 from torch_bridge._leaves import flatten as flatten_tree
-from torch_bridge._pair import Flatten, Rules, named, pair
+from torch_bridge._pair import Flatten, Model, Rules, named, pair
 from torch_bridge._pairing import Pairing
 from torch_bridge._torch import is_tensor, shape_of, to_tensor
 from torch_bridge._units import clean_names
@@ -81,7 +81,7 @@ def tensors_from_flax(
 
 
 def params_from_torch(
-    model: Mapping[str, Any],
+    model: Model,
     like: Any,
     rules: Rules = (),
     *,
@@ -147,7 +147,7 @@ def _statistics(model: Mapping[str, Any], ignore: str | None) -> list[str]:
 
 def params_to_torch(
     params: Any,
-    like: Mapping[str, Any],
+    like: Model,
     rules: Rules = (),
     *,
     flatten: Flatten | None = None,
