@@ -194,6 +194,6 @@ def params_to_torch(
             state[name] = array
         else:  # tied tensors stay one tensor
             if id(array) not in converted:
-                converted[id(array)] = to_tensor(array)
+                converted[id(array)] = to_tensor(array, copy=False)
             state[name] = converted[id(array)]
     return state

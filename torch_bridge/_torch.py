@@ -41,11 +41,16 @@ def to_numpy(value: Any) -> np.ndarray:
     return tensor.view(getattr(torch, integers)).numpy().view(dtype)
 
 
-def to_tensor(array: np.ndarray) -> Any:
-    """A contiguous torch tensor with the values and dtype of `array`; it owns its memory."""
+def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
+    """A contiguous torch tensor with the values and dtype of `array`.
+
+    Args:
+      array: the values.
+      copy: if False, a writable contiguous array shares its memory with the tensor.
+    """
     import torch
 
-    array = np.array(array, order="C", copy=True)
+    array = np.array(array, order="C") if copy else np.require(array, requirements=("C", "W"))
     for name, (dtype, integers) in _NARROW.items():
         if array.dtype == dtype:
             return torch.from_numpy(array.view(integers)).view(getattr(torch, name))

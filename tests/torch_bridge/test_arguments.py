@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,3 +281,10 @@ def test_torch_matrix_dims_is_the_matrix_of_torch():
     )
     assert state.q["up"]["kernel"].shape == (72, 1)
     assert state.q["conv"]["kernel"].shape == (1600, 1)
+
+
+@pytest.mark.parametrize("name", ["_arguments", "_matrix_dims", "_params", "_state_dict"])
+def test_docstring_examples(name):
+    result = doctest.testmod(importlib.import_module(f"torch_bridge.{name}"))
+    assert result.attempted
+    assert not result.failed

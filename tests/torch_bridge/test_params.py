@@ -583,6 +583,43 @@ def test_round_trip_and_matrix_order(shape, transposed, data):
     np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[row][:, col])
 
 
+LAYER_KINDS = st.sampled_from(["linear", "conv", "norm", "batch", "embedding"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(kinds=st.lists(LAYER_KINDS, min_size=1, max_size=6), data=st.data())
+def test_random_stacks_there_and_back(kinds, data):
+    """Torch numbers all layers of a Sequential together, linen each kind by itself."""
+    size = st.integers(1, 4)
+    model, params, statistics = {}, {}, {}
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    for k, kind in enumerate(kinds):
+        a, b, w = data.draw(size), data.draw(size), rng.normal
+        number = kinds[:k].count(kind)
+        if kind == "linear":
+            model |= {f"{k}.weight": w(size=(a, b)), f"{k}.bias": w(size=a)}
+            params[f"Dense_{number}"] = {"kernel": np.zeros((b, a)), "bias": np.zeros(a)}
+        elif kind == "conv":
+            model |= {f"{k}.weight": w(size=(a, b, 3, 2)), f"{k}.bias": w(size=a)}
+            params[f"Conv_{number}"] = {"kernel": np.zeros((3, 2, b, a)), "bias": np.zeros(a)}
+        elif kind == "embedding":  # a name that no Linear has, as in every model with both
+            model |= {f"embed.{k}.weight": w(size=(a, b))}
+            params[f"Embed_{number}"] = {"embedding": np.zeros((a, b))}
+        else:
+            model |= {f"{k}.weight": w(size=a), f"{k}.bias": w(size=a)}
+            name = f"{'BatchNorm' if kind == 'batch' else 'LayerNorm'}_{number}"
+            params[name] = {"scale": np.zeros(a), "bias": np.zeros(a)}
+            if kind == "batch":
+                model |= {f"{k}.running_mean": w(size=a), f"{k}.running_var": w(size=a)}
+                statistics[name] = {"mean": np.zeros(a), "var": np.zeros(a)}
+    like = {"params": params, "batch_stats": statistics}
+    variables = params_from_torch(model, like)
+    assert jax.tree.structure(variables) == jax.tree.structure(like)
+    back = params_to_torch(variables, model)
+    for name, value in model.items():
+        np.testing.assert_array_equal(back[name], value)
+
+
 def test_matrix_order_of_packed_and_flattened_weights():
     weight = np.random.default_rng(0).normal(size=(24, 8))
     like = {n: {"kernel": np.ones((8, 2, 4))} for n in ("query", "key", "value")}
