@@ -1,0 +1,155 @@
+"""The same weights as torch's and Accelerate's local SGD after 40 steps in real processes over gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).parents[1] / "support" / "torch_local_sgd.py"
+STEPS, BATCH, TIMEOUT = 40, 4, 120
+NAMES = ("w1", "b1", "w2", "b2")
+SHAPES = ((6, 8), (8,), (8, 3), (3,))
+AXES = ("node", "device")
+
+
+def data_of(world):
+    rng = np.random.default_rng(world)
+    params = {
+        name: rng.normal(0, 0.5, shape).astype(np.float32)
+        for name, shape in zip(NAMES, SHAPES, strict=True)
+    }
+    x = rng.normal(size=(world, STEPS, BATCH, 6)).astype(np.float32)
+    y = rng.normal(size=(world, STEPS, BATCH, 3)).astype(np.float32)
+    return params, x, y
+
+
+@pytest.fixture(scope="module")
+def torch_run(request, tmp_path_factory):
+    """(world, case -> the weights of every rank) of one launch of all cases."""
+    world, folder = request.param, tmp_path_factory.mktemp("gloo")
+    params, x, y = data_of(world)
+    np.savez(folder / "data.npz", x=x, y=y, **params)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, folder / "data.npz", str(rank), str(world), folder / "meet",
+             folder / f"{rank}.npz"],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    ranks = [dict(np.load(folder / f"{rank}.npz")) for rank in range(world)]
+    cases = {key.rsplit("_", 1)[0] for key in ranks[0]}
+    return world, {
+        case: [np.stack([rank[f"{case}_{i}"] for rank in ranks]) for i in range(4)]
+        for case in cases
+    }
+
+
+def loss(params, x, y):
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    return ((hidden @ params["w2"] + params["b2"] - y) ** 2).mean()
+
+
+def jax_run(world, tx):
+    """Final weights of every replica, nodes of two devices."""
+    params, x, y = data_of(world)
+
+    def train(x, y):
+        def one(carry, batch):
+            params, state = carry
+            grads = jax.grad(loss)(params, *batch)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        start = jax.tree.map(jnp.asarray, params)
+        (final, _), _ = jax.lax.scan(one, (start, tx.init(start)), (x, y))
+        return final
+
+    nested = jax.vmap(jax.vmap(train, axis_name="device"), axis_name="node")
+    fold = lambda a: jnp.asarray(a).reshape(world // 2, 2, *a.shape[1:])  # noqa: E731
+    final = jax.jit(nested)(fold(x), fold(y))
+    return [np.asarray(final[name]).reshape(world, *shape) for name, shape in zip(NAMES, SHAPES, strict=True)]
+
+
+INNER = optax.sgd(0.05, momentum=0.9)
+
+
+def local_sgd(**kwargs):
+    return jaxcomp.local_sgd(INNER, axis_name=AXES, **kwargs)
+
+
+# What each case is here. torch averages on the first step after its warm-up, hence the offsets.
+SAME = {
+    "periodic": local_sgd(sync_every=4, start_step=10, offset=11),
+    "subgroup": local_sgd(sync_every=4, start_step=10, offset=11, local_axis_name="device"),
+    "hierarchical": local_sgd(sync_every={"device": 2, AXES: 8}, start_step=5, offset=1),
+    "accelerate": local_sgd(sync_every=8),
+}
+
+
+# The same without the offset: another run, which the comparison must be able to tell apart.
+SHIFTED = {
+    "periodic": local_sgd(sync_every=4, start_step=10),
+    "hierarchical": local_sgd(sync_every={"device": 2, AXES: 8}, start_step=5),
+}
+
+
+@pytest.mark.parametrize(
+    ("torch_run", "case"),
+    [(2, "periodic"), (2, "accelerate"), (4, "subgroup"), (4, "hierarchical")],
+    indirect=["torch_run"],
+)
+def test_weights_after_forty_steps(torch_run, case):
+    world, found = torch_run
+    if case == "accelerate":
+        pytest.importorskip("accelerate")
+    for ours, theirs in zip(jax_run(world, SAME[case]), found[case], strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+    if case in SHIFTED:
+        different, theirs = jax_run(world, SHIFTED[case])[0], found[case][0]
+        assert np.abs(different - theirs).max() > 1e-3 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("n", "replicas"), [(13, 4), (12, 4), (3, 8), (1, 2), (100, 7)])
+def test_sharded_indices_are_those_of_distributed_sampler(n, replicas, drop_last):
+    from torch.utils.data import DistributedSampler
+
+    for shuffle, seed, epoch in ((False, 0, 0), (True, 0, 0), (True, 5, 3)):
+        for replica in range(replicas):
+            sampler = DistributedSampler(
+                range(n), replicas, replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+            )
+            sampler.set_epoch(epoch)
+            got = jaxcomp.sharded_indices(
+                n, replicas, replica, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last
+            )
+            assert got.tolist() == list(sampler)
+
+
+def test_the_permutation_of_a_large_data_set_is_torch_s():
+    generator = torch.Generator()
+    generator.manual_seed(2**32 + 7)
+    expected = torch.randperm(50_000, generator=generator).numpy()
+    got = jaxcomp.sharded_indices(50_000, 1, 0, seed=2**32, epoch=7)
+    np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,112 @@
+"""One process of a torch run of local SGD over gloo: ``data.npz rank world meeting-point out.npz``.
+
+Runs the cases of its number of processes and writes the weights of this rank. Gloo meets
+through a file, so that no port need be found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections import OrderedDict
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+RATE, MOMENTUM = 0.05, 0.9
+
+
+def new_model(data) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    names = ("w1", "b1", "w2", "b2")
+    for name, parameter in zip(names, model.parameters(), strict=True):
+        parameter.data.copy_(torch.tensor(data[name].T))
+    return model
+
+
+def batches(data, rank):
+    return zip(torch.tensor(data["x"][rank]), torch.tensor(data["y"][rank]), strict=True)
+
+
+def loss_of(model, x, y):
+    return ((model(x) - y) ** 2).mean()
+
+
+def weights(model):
+    model = getattr(model, "module", model)
+    return [p.detach().numpy().T.copy() for p in model.parameters()]
+
+
+def post_local(data, rank, averager, start, subgroup=None):
+    model = DistributedDataParallel(new_model(data))
+    state = PostLocalSGDState(None, subgroup, start, subgroup is not None)
+    model.register_comm_hook(state, post_localSGD_hook)
+    local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    optimizer = PostLocalSGDOptimizer(local, averager)
+    for x, y in batches(data, rank):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def accelerate_local_sgd(data, rank, steps):
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model = new_model(data)
+    local = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    model, optimizer = accelerator.prepare(model, local)
+    with LocalSGD(accelerator, model, local_sgd_steps=steps) as local_sgd:
+        for x, y in batches(data, rank):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, x, y))
+            optimizer.step()
+            local_sgd.step()
+    return weights(model)
+
+
+def main(path, rank, world, meeting_point, out):
+    torch.set_num_threads(1)
+    data = np.load(path)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    found = {}
+    if world == 2:
+        found["periodic"] = post_local(data, rank, PeriodicModelAverager(4, warmup_steps=10), 10)
+        if importlib.util.find_spec("accelerate"):
+            found["accelerate"] = accelerate_local_sgd(data, rank, 8)
+    else:
+        subgroup, _ = dist.new_subgroups(2)
+        averager = PeriodicModelAverager(4, warmup_steps=10)
+        found["subgroup"] = post_local(data, rank, averager, 10, subgroup)
+        averager = HierarchicalModelAverager(OrderedDict([(2, 2), (8, 4)]), warmup_steps=5)
+        found["hierarchical"] = post_local(data, rank, averager, 5)
+    arrays = {f"{case}_{i}": w for case, ws in found.items() for i, w in enumerate(ws)}
+    np.savez(out, **arrays)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
