@@ -95,6 +95,12 @@ def _powersgd_bytes(options: Options, params: Tree) -> Callable[[int], float]:
     return lambda step: dense if step < options.start_step else compressed
 
 
+def _int8_bytes(options: Options, params: Tree) -> Callable[[int], float]:
+    # The padding of leaves to equal shares, a few bytes each, is left out: it varies with replicas.
+    size = jaxcomp.quantized_stats(params, replicas=1).bytes_after
+    return lambda step: size
+
+
 STRATEGIES: dict[str, Strategy] = {
     "allreduce": _allreduce(),
     "allreduce-bf16": _allreduce(jnp.bfloat16),
@@ -105,5 +111,12 @@ STRATEGIES: dict[str, Strategy] = {
             optimizer,
         ),
         bytes_at=_powersgd_bytes,
+    ),
+    "int8": Strategy(
+        summary="8-bit integers on the wire, with error feedback",
+        transformation=lambda options, optimizer, axis: optax.chain(
+            jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=axis)), optimizer
+        ),
+        bytes_at=_int8_bytes,
     ),
 }

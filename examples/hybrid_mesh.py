@@ -1,0 +1,139 @@
+"""PowerSGD between hosts, sharded weights within each: a 2 x 4 mesh of 8 CPU devices.
+
+The axis "slow" stands for the network between two hosts, "fast" for the links within one. Only the
+first is manual in `jax.shard_map`: there jaxcomp compresses. "fast" is left to the compiler, which
+splits the weights over it (tensor or FSDP parallel). With --mode replicated the weights are not
+split; then gradients are averaged exactly over "fast", and compressed over "slow".
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lm import ModelConfig, Transformer, init_params, load_corpus, loss_fn, training_batch
+
+import jaxcomp
+
+SLOW, FAST = "slow", "fast"
+MODES = ("tensor", "fsdp", "replicated")
+
+# Megatron's tensor parallelism: split what goes into the nonlinearity by columns, what comes out of
+# it by rows, so that one sum over the fast axis ends each half of a block.
+BY_COLUMNS, BY_ROWS = ("qkv", "mlp_in", "output"), ("attention_out", "mlp_out")
+
+
+def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
+    """How one parameter lies over the fast axis."""
+    if mode == "fsdp":
+        axis = int(np.argmax(leaf.shape))
+        if leaf.shape[axis] % fast_devices:
+            return P()
+        return P(*(FAST if i == axis else None for i in range(leaf.ndim)))
+    names = {key.key for key in path}
+    if mode == "tensor" and names & set(BY_COLUMNS):
+        return P(None, FAST)
+    if mode == "tensor" and names & set(BY_ROWS):
+        return P(FAST, None)
+    return P()
+
+
+def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
+    """Initial parameters, laid out over the fast axis and repeated over the slow one."""
+    spec = partial(weight_spec, mode, mesh.shape[FAST])
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, NamedSharding(mesh, spec(path, x))),
+        init_params(model, seed=0),
+    )
+
+
+def make_step(
+    model: Transformer, tx: optax.GradientTransformation, mesh: Mesh, state: Any, mode: str
+) -> Callable[..., Any]:
+    """The compiled training step: (params, state, tokens) -> (params, state, losses).
+
+    With sharded weights only the slow axis is manual. Replicated weights take both axes: the
+    reducer was made with ``reduce_first`` and averages over the fast one itself.
+    """
+    axes = (SLOW, FAST) if mode == "replicated" else SLOW
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        loss, grads = jaxcomp.local_value_and_grad(partial(loss_fn, model), axes)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss[None]
+
+    specs = jaxcomp.state_specs(state, SLOW)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), specs, P(axes)),
+        out_specs=(P(), specs, P(axes)),
+        axis_names={SLOW, FAST} if mode == "replicated" else {SLOW},
+    )
+    return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def slow_bytes(compiled: str, fast_devices: int) -> int:
+    """Bytes of the all-reduces between hosts, per device, read from the compiled program."""
+    total = 0
+    for line in compiled.splitlines():
+        # Devices are numbered row by row: a group that crosses hosts holds 0 and `fast_devices`.
+        if " all-reduce(" in line and f"{{{{0,{fast_devices}}}" in line:
+            kinds = re.findall(r"(f32|bf16|f16)\[([\d,]*)\]", line.split(" all-reduce(")[0])
+            for kind, dims in kinds:
+                values = int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
+                total += values * (4 if kind == "f32" else 2)
+    return total
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mode", choices=MODES, default="tensor", help="default: %(default)s")
+    parser.add_argument("--rank", type=int, default=4, help="0 for no compression (default: 4)")
+    parser.add_argument("--steps", type=int, default=30, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
+    arguments = parser.parse_args()
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((2, 4), (SLOW, FAST), axis_types=(AxisType.Auto,) * 2)
+    model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
+    params = sharded_params(model, mesh, arguments.mode)
+
+    first = FAST if arguments.mode == "replicated" else None
+    reducer = (
+        jaxcomp.powersgd(arguments.rank, axis_name=SLOW, start_step=0, reduce_first=first)
+        if arguments.rank
+        else jaxcomp.allreduce(axis_name=SLOW, reduce_first=first)
+    )
+    tx = optax.chain(reducer, optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    state = jaxcomp.shard_state(tx.init(params), mesh, SLOW)
+    step = make_step(model, tx, mesh, state, arguments.mode)
+
+    text, rows = load_corpus().train, NamedSharding(mesh, P((SLOW, FAST)))
+    for index in range(arguments.steps):
+        tokens = training_batch(text, index, seed=0, size=16, context=64)
+        tokens = jax.device_put(jnp.asarray(tokens), rows)
+        if index == 0:
+            compiled = step.lower(params, state, tokens).compile().as_text()
+            size = sum(leaf.size for leaf in jax.tree.leaves(params))
+            print(f"{size:,} parameters; bytes between hosts, per device and step: ", end="")
+            print(f"{slow_bytes(compiled, mesh.shape[FAST]):,}")
+        params, state, losses = step(params, state, tokens)
+        if index % 10 == 9:
+            print(f"step {index + 1:4}  loss {np.mean(jax.device_get(losses)):.3f}")
+
+
+if __name__ == "__main__":
+    main()
