@@ -42,7 +42,7 @@ def optimizer_from_torch(
     rules: Rules = (),
     *,
     param_names: ParamNames = None,
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
     algorithm: str | None = None,
     step: int | None = None,
     pairings: Sequence[Pairing] | None = None,
@@ -64,14 +64,17 @@ def optimizer_from_torch(
       param_names: parameter names in the order in which the optimizer was given them, flat or one
         list for each group. Needed if there are several groups, or if the optimizer was given only
         some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
-      learning_rate: a number or an Optax schedule for all groups; None for each group's own.
+      learning_rate: a number or an Optax schedule for all groups, or one for each group; None for
+        the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
       algorithm: ``'adam'`` or ``'adamw'``, needed for older files that do not say it.
       step: updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
       pairings: what `pair` gave, instead of `rules` and `options`.
       **options: ``flatten``, ``conv_transpose`` and ``ignore``, as for `params_from_torch`.
 
     Returns:
-      The transformation and its state. Leaves that the optimizer does not have are frozen.
+      The transformation and its state. Leaves that the optimizer does not have are frozen. For an
+      ``nnx.Optimizer`` made with this transformation, ``optimizer.opt_state =
+      jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), jax.tree.leaves(state))``.
 
     Raises:
       ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms) or names
@@ -82,13 +85,13 @@ def optimizer_from_torch(
     pairings = pair(model, params, rules, **options) if pairings is None else tuple(pairings)
     entries = read_entries(optimizer, model, param_names)
     settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
+    rates = _rates(learning_rate, settings)
     parts = _parts(pairings, entries, settings)
     used = sorted(set(parts.values()), key=lambda part: part.label)
 
     def transformation(part: _Part) -> optax.GradientTransformation:
         hyper = settings[part.group]
-        rate = hyper.learning_rate if learning_rate is None else learning_rate
-        return hyper.transformation(rate, part.terms)
+        return hyper.transformation(rates[part.group], part.terms)
 
     every = flatten_tree(params)
     if len(used) == 1 and len(parts) == len(every.paths):
@@ -102,6 +105,22 @@ def optimizer_from_torch(
     taken = max([part.step for part in used], default=0) if step is None else step
     state = _Filler(pairings, entries, settings, used, taken).fill(tx.init(params))
     return tx, state
+
+
+def _rates(
+    asked: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
+    settings: Sequence[Hyperparameters],
+) -> Sequence[optax.ScalarOrSchedule]:
+    """The learning rate of each group."""
+    if asked is None:
+        return [hyper.learning_rate for hyper in settings]
+    rates = list(asked) if isinstance(asked, Sequence) else [asked] * len(settings)
+    if len(rates) != len(settings):
+        raise ValueError(
+            f"The optimizer has {len(settings)} param groups, and `learning_rate` gives "
+            f"{len(rates)} rates. Give one for all, or one for each group."
+        )
+    return rates
 
 
 def _parts(

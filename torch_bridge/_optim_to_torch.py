@@ -99,7 +99,7 @@ class _Moments:
             if isinstance(node, optax.ScaleByAdamState):
                 found.mu.update(_by_path(node.mu))
                 found.nu.update(_by_path(node.nu))
-                count: Any = getattr(node.count, "value", node.count)
+                (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer puts it in a variable
                 found.count.update((path, int(count)) for path, _ in _by_path(node.mu))
             elif isinstance(node, optax.TraceState | DampenedTraceState):
                 found.trace.update(_by_path(node.trace))

@@ -282,10 +282,36 @@ def test_schedule_goes_on_where_torch_stopped():
     torch_steps(module, optimizer, range(3))
     params = params_from_torch(module.state_dict(), LIKE)
     schedule = optax.linear_schedule(1.0, 0.0, 10)
-    _, state = optimizer_from_torch(
-        optimizer.state_dict(), module.state_dict(), params, learning_rate=schedule
-    )
-    assert int(state[-1].count) == 3
+    for rates in (schedule, [schedule]):
+        _, state = optimizer_from_torch(
+            optimizer.state_dict(), module.state_dict(), params, learning_rate=rates
+        )
+        assert int(state[-1].count) == 3
+    with pytest.raises(ValueError, match="one for each group"):
+        optimizer_from_torch(
+            optimizer.state_dict(), module.state_dict(), params, learning_rate=[schedule] * 2
+        )
+
+
+def test_nnx_optimizer():
+    module = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    torch_steps(module, optimizer, range(2))
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    nnx.update(layer, params_from_torch(module, nnx.state(layer)))
+    params = nnx.state(layer, nnx.Param)
+    tx, state = optimizer_from_torch(optimizer.state_dict(), module, params)
+    ours = nnx.Optimizer(layer, tx, wrt=nnx.Param)
+    structure = jax.tree.structure(ours.opt_state)
+    ours.opt_state = jax.tree.unflatten(structure, jax.tree.leaves(state))
+    ours.update(layer, params_from_torch(gradients(module, 7), params))
+    torch_steps(module, optimizer, (7,))
+    assert_close(nnx.state(layer, nnx.Param), module, params)
+    like = optimizer.state_dict()
+    back = optimizer_to_torch(ours.opt_state, nnx.state(layer, nnx.Param), like, module)
+    for index, kept in like["state"].items():
+        for key, value in kept.items():
+            torch.testing.assert_close(back["state"][index][key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_has_no_equal_is_refused():
