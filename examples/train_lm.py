@@ -162,6 +162,22 @@ class Display:
             self.progress.update(self.task, numbers=numbers)
 
 
+def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
+    """The directory of checkpoints that the command line asks for, if it does."""
+    if not arguments.checkpoint_dir:
+        if arguments.resume:
+            raise UsageError("--resume needs --checkpoint-dir")
+        return None
+    if arguments.checkpoint_every <= 0 or arguments.keep <= 0:
+        raise UsageError("--checkpoint-every and --keep must be positive")
+    return Checkpoints(
+        arguments.checkpoint_dir,
+        every=arguments.checkpoint_every,
+        keep=arguments.keep,
+        resume=arguments.resume,
+    )
+
+
 def train(arguments: argparse.Namespace, console: Console) -> int:
     """Runs to the end, or to where it is stopped. Returns the exit code."""
     config = RunConfig(**{f.name: getattr(arguments, f.name) for f in fields(RunConfig)})
@@ -172,18 +188,7 @@ def train(arguments: argparse.Namespace, console: Console) -> int:
         devices = local_devices(arguments.devices)  # before orbax, which looks at the devices
     except ValueError as error:
         raise UsageError(str(error)) from error
-    checkpoints = None
-    if arguments.checkpoint_dir:
-        if arguments.checkpoint_every <= 0 or arguments.keep <= 0:
-            raise UsageError("--checkpoint-every and --keep must be positive")
-        checkpoints = Checkpoints(
-            arguments.checkpoint_dir,
-            every=arguments.checkpoint_every,
-            keep=arguments.keep,
-            resume=arguments.resume,
-        )
-    elif arguments.resume:
-        raise UsageError("--resume needs --checkpoint-dir")
+    checkpoints = open_checkpoints(arguments)
     try:
         run = Run(config, devices, checkpoints)
         log = Log(arguments.log, config, run.start) if arguments.log else None
