@@ -34,10 +34,10 @@ def accumulate(
     optimizer step that they belong to. A reducer turns them into NaN on every replica alike; follow
     it by ``optax.apply_if_finite(optimizer, ...)`` to skip that step.
 
-    Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or ``accumulate(local_sgd(...),
-    k)``: then `sync_every`, schedules and the reducer count optimizer steps. The state is
-    `optax.MultiStepsState`, with the meaning that optax gives it: checkpoints go both ways, and
-    ``state.mini_step == 0`` after an optimizer step.
+    Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
+    ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
+    steps. The state is `optax.MultiStepsState`, with the meaning that optax gives it: checkpoints
+    go both ways, and ``state.mini_step == 0`` after an optimizer step.
 
     Args:
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
@@ -75,9 +75,7 @@ def accumulate(
         # Two arrays: a training step that donates its state must not see one buffer twice.
         mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
-        return optax.MultiStepsState(
-            mini_step, gradient_step, inner.init(params), zeros, ()
-        )
+        return optax.MultiStepsState(mini_step, gradient_step, inner.init(params), zeros, ())
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

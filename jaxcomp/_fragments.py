@@ -1,4 +1,4 @@
-"""Parameters in fragments of about equal size, so that one can be averaged while the others wait."""
+"""Parameters in fragments of about equal size, to be averaged one at a time."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ from jaxcomp._typing import Array, AxisName, PyTree
 class LocalSGDState(NamedTuple):
     """State of `local_sgd` and `local_sgd_round`; a checkpoint holds one, consolidated."""
 
-    count: Array  # int32 scalar: optimizer steps taken; replicated
+    # int32 scalar: optimizer steps taken; replicated. Named as in every Optax state, although a
+    # tuple has a method of that name.
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
     inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
     anchor: PyTree  # parameters after the last outer step, or (): plain averages; replicated
@@ -37,7 +39,7 @@ class LocalSGDState(NamedTuple):
 
     @property
     def synced(self) -> Array:
-        """Whether the last step ended in an average; a boolean scalar, the same on every replica."""
+        """Whether the last step ended in an average; boolean scalar, equal on every replica."""
         return (self.count == self.last_sync) & (self.count > 0)
 
 
@@ -56,24 +58,26 @@ def local_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Steps of each replica on its own, and an average of the parameters every `sync_every` steps.
 
-    With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w` of
-    :math:`W` takes :math:`p_w \leftarrow p_w + u_w(g_w)`, and after every :math:`H` = `sync_every`
-    steps
+    With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w`
+    of :math:`W` takes :math:`p_w \leftarrow p_w + u_w(g_w)`, and after every :math:`H` =
+    `sync_every` steps
 
     .. math::
         p_w &\leftarrow \frac{1}{W} \sum_v p_v && \text{(local SGD, Stich 2019)} \\
         p_w, a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v)\Big)
             && \text{(with an outer optimizer: DiLoCo, Algorithm 1)}
 
-    where the anchor :math:`a` is what the replicas last agreed on and :math:`a - p_v` is the pseudo-
-    gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7, momentum=0.9,
-    nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the whole step.
+    where the anchor :math:`a` is what the replicas last agreed on and :math:`a - p_v` is the
+    pseudo- gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7,
+    momentum=0.9, nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the
+    whole step.
 
-    Parameters differ between replicas until they are averaged: under `jax.pmap` and `jax.vmap` nothing
-    need be done; under `jax.shard_map` give them a leading axis of replicas and ``P(axis_name)``.
-    As an Optax update, an average leaves the parameters within one unit in the last place of the
-    mean, because ``p + (mean - p)`` is rounded. `local_sgd_round` sets them exactly, takes and
-    returns replicated parameters, and is the better choice wherever a whole round can be one call.
+    Parameters differ between replicas until they are averaged: under `jax.pmap` and `jax.vmap`
+    nothing need be done; under `jax.shard_map` give them a leading axis of replicas and
+    ``P(axis_name)``. As an Optax update, an average leaves the parameters within one unit in the
+    last place of the mean, because ``p + (mean - p)`` is rounded. `local_sgd_round` sets them
+    exactly, takes and returns replicated parameters, and is the better choice wherever a whole
+    round can be one call.
 
     Args:
       inner: The local optimizer: any Optax transformation.
@@ -82,31 +86,32 @@ def local_sgd(
         "node"): 16}``, where the widest level that is due is averaged.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       start_step: Steps before this one average the *gradients*, with `reducer`: post-local SGD.
-      reducer: A jaxcomp reducer, made for the same `axis_name`: applied to the pseudo-gradients, and
-        to the gradients before `start_step`. None averages exactly. Its state begins anew at
+      reducer: A jaxcomp reducer, made for the same `axis_name`: applied to the pseudo-gradients,
+        and to the gradients before `start_step`. None averages exactly. Its state begins anew at
         `start_step`, because gradients and pseudo-gradients have different scales; and its own
         ``start_step`` counts averages, so give ``start_step=0`` to compress from the first.
-      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's. In a hierarchy
-        it and the reducer act at the widest level; narrower ones average parameters.
+      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's. In a
+        hierarchy it and the reducer act at the widest level; narrower ones average parameters.
       average_inner_state: What happens to momenta at an average. False: each replica keeps its own,
         as in torch and DiLoCo. True: averaged too. "reset": begun anew; schedules go on.
       fragments: Average one such part of the leaves at a time, evenly staggered over `sync_every`
         (streaming DiLoCo): the same bytes in total, peaks that many times lower.
-      offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come after
-        `start_step`; by default ``offset=start_step``, so that a round precedes the first average.
-        torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
+      offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come
+        after `start_step`; by default ``offset=start_step``, so that a round precedes the first
+        average. torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
         ``offset=start_step + 1``. Its ``HierarchicalModelAverager``: ``offset=1``.
-      local_axis_name: Axes along which gradients are averaged in every step also after `start_step`:
-        torch's ``PostLocalSGDState(subgroup=...)``, for a fast network inside a node.
+      local_axis_name: Axes along which gradients are averaged in every step also after
+        `start_step`: torch's ``PostLocalSGDState(subgroup=...)``, for a fast network inside a node.
 
     Returns:
       A transformation from local gradients to this replica's updates. ``update`` needs `params`.
       Its state is a `LocalSGDState`.
 
     Raises:
-      ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a period
-        does not divide the next; in ``init``, if there are more fragments than leaves; at tracing
-        time, if `params` is missing, the axis is not bound, or a gradient was already reduced.
+      ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a
+        period does not divide the next; in ``init``, if there are more fragments than leaves; at
+        tracing time, if `params` is missing, the axis is not bound, or a gradient was already
+        reduced.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -131,8 +136,8 @@ def local_sgd(
     meeting = check_outer(axis_name, reducer, outer, average_inner_state)
     if periods.fragments > 1 and average_inner_state is not False:
         raise ValueError(
-            f"average_inner_state={average_inner_state!r} needs fragments=1: the inner state belongs "
-            "to all parameters, and only a fragment of them is averaged at a time."
+            f"average_inner_state={average_inner_state!r} needs fragments=1: the inner state "
+            "belongs to all parameters, and only a fragment of them is averaged at a time."
         )
     if local_axis_name is not None:
         check_axis_name(local_axis_name)
@@ -161,7 +166,7 @@ class _LocalSGD:
         return init_state(self.meeting, params, self.inner.init(params), self.periods.fragments)
 
     def update(
-        self, updates: PyTree, state: LocalSGDState, params: PyTree | None = None, **extra: Any
+        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, LocalSGDState]:
         if params is None:
             raise ValueError(
@@ -176,7 +181,7 @@ class _LocalSGD:
         step, own = self.inner.update(gradients, before, params, **extra)
         step, own = as_local((step, own), axis_name)
 
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         event = self.periods.due(count, state.last_sync)
         last_sync = jnp.where(
             (event > 0) | (count <= self.periods.start_step), count, state.last_sync
@@ -279,7 +284,7 @@ class _Moved:
         return self.run.inner.init(self.fragments.put(self.params, part, 0))
 
     def _towards(self, new: PyTree, k: int | None = None) -> PyTree:
-        """The update that leads to `new`; the inner optimizer's for leaves that are not averaged."""
+        """The update that leads to `new`; the inner optimizer's for what is not averaged."""
         step = self.step
         for j in range(self.run.periods.fragments) if k is None else [k]:
             here, there = self.fragments.take(self.params, j), self.fragments.take(new, j)

@@ -38,10 +38,12 @@ class LocalSGDRound:
 
         Args:
           params: The parameters.
-          inner_state: What `step_fn` gets as its second argument; by default ``inner_init(params)``.
+          inner_state: What `step_fn` gets as its second argument; by default
+            ``inner_init(params)``.
 
         Raises:
-          ValueError: If there is neither an `inner_state` nor an `inner_init`, or a leaf is complex.
+          ValueError: If there is neither an `inner_state` nor an `inner_init`, or a leaf is
+            complex.
         """
         if inner_state is None and self.inner_init is not None:
             inner_state = self.inner_init(params)
@@ -60,8 +62,8 @@ class LocalSGDRound:
           batches: This replica's batches, each leaf with a leading axis of `sync_every`.
 
         Returns:
-          ``(params, state, auxiliary)``: the parameters, equal on every replica; the state; and what
-          `step_fn` returned besides, stacked over the steps, this replica's own.
+          ``(params, state, auxiliary)``: the parameters, equal on every replica; the state; and
+          what `step_fn` returned besides, stacked over the steps, this replica's own.
 
         Raises:
           ValueError: If a leaf of `batches` has another leading axis, or the axis is not bound.
@@ -70,7 +72,8 @@ class LocalSGDRound:
         axis_name = self.meeting.axis_name
 
         def step(carry: Any, batch: Any) -> Any:
-            params, inner, auxiliary = self.step_fn(*carry, batch)
+            params, inner = carry
+            params, inner, auxiliary = self.step_fn(params, inner, batch)
             # What a step sets anew, a constant say, would change the type of the carry.
             return (_local_floats(params, axis_name), as_local(inner, axis_name)), auxiliary
 
@@ -80,7 +83,11 @@ class LocalSGDRound:
         fragments = make_fragments(params, 1)
         outer = state.outer[0] if state.outer else ()
         local = Meeting(fragments.take(moved, 0), inner, outer, state.reducer[0])
-        met = self.meeting.meet(fragments.take(params, 0), local, self._fresh(fragments, moved))
+
+        def fresh(part: PyTree) -> PyTree:
+            return self.inner_init(fragments.put(moved, part, 0)) if self.inner_init else inner
+
+        met = self.meeting.meet(fragments.take(params, 0), local, fresh)
         count = state.count + self.sync_every
         state = state._replace(
             count=count,
@@ -90,10 +97,6 @@ class LocalSGDRound:
             reducer=(met.reducer,),
         )
         return fragments.put(moved, met.params, 0), state, auxiliary
-
-    def _fresh(self, fragments: Any, moved: PyTree) -> InnerInit:
-        assert self.inner_init is not None or self.meeting.average_inner != "reset"
-        return lambda part: self.inner_init(fragments.put(moved, part, 0))  # pyright: ignore[reportOptionalCall]
 
     def _check_batches(self, batches: Any) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(batches)[0]:
@@ -123,10 +126,11 @@ def local_sgd_round(
         \quad\text{or}\quad p + \mathrm{outer}\Big(\frac{1}{W} \sum_w (p - p_w^{H})\Big)
 
     `step_fn` is the step that one writes for one device: ``jax.grad``, ``optimizer.update``,
-    ``optax.apply_updates``, no collective. The average at the end *sets* the parameters, so they are
-    equal on all replicas bit for bit; under ``shard_map(check_vma=True)`` they come in and go out as
-    ``P()``. Between rounds there is one copy to evaluate and to save. Nothing else of a round depends
-    on `sync_every`: rounds of several lengths can share a state, for periods that change.
+    ``optax.apply_updates``, no collective. The average at the end *sets* the parameters, so they
+    are equal on all replicas bit for bit; under ``shard_map(check_vma=True)`` they come in and go
+    out as ``P()``. Between rounds there is one copy to evaluate and to save. Nothing else of a
+    round depends on `sync_every`: rounds of several lengths can share a state, for periods that
+    change.
 
     Args:
       step_fn: ``(params, inner_state, batch) -> (params, inner_state, auxiliary)``.
@@ -140,8 +144,9 @@ def local_sgd_round(
         a convenience for `LocalSGDRound.init`.
 
     Returns:
-      A `LocalSGDRound`: ``init(params, inner_state)`` gives a `LocalSGDState`, and a call ``(params,
-      state, batches)``, inside the mapped function, gives ``(params, state, auxiliary)``.
+      A `LocalSGDRound`: ``init(params, inner_state)`` gives a `LocalSGDState`, and a call
+      ``(params, state, batches)``, inside the mapped function, gives ``(params, state,
+      auxiliary)``.
 
     Raises:
       ValueError: If an argument is unusable.

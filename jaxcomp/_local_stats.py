@@ -1,4 +1,4 @@
-"""What local SGD puts on the wire: bytes per step averaged over a cycle, and the most in one step."""
+"""What local SGD puts on the wire: bytes per step over a cycle, and the most in one step."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def local_sgd_stats(
     """
     if callable(sync_every):
         raise ValueError(
-            "`sync_every` is a schedule, and bytes are counted over a cycle of fixed length. Pass the "
-            "number of steps that the schedule gives at the time you ask about."
+            "`sync_every` is a schedule, and bytes are counted over a cycle of fixed length. Pass "
+            "the number of steps that the schedule gives at the time you ask about."
         )
     axes: AxisName = "replicas"
     if isinstance(sync_every, Mapping):

@@ -61,8 +61,8 @@ def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> 
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(tree)[0]):
         if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
             raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating leaves "
-                "are averaged. Average its real and imaginary parts."
+                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating "
+                "leaves are averaged. Average its real and imaginary parts."
             )
         if jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
             positions.append(i)
@@ -128,7 +128,7 @@ class Outer:
         return self._reset(met, fresh)
 
     def mean(self, local: Meeting, axes: AxisName, fresh: InnerInit) -> Meeting:
-        """The plain average over `axes`, in one all-reduce, inner state included where asked for."""
+        """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
         params, inner = local.params, local.inner
         if self.average_inner is True:
             params, inner = average((params, inner), axes)
@@ -156,8 +156,8 @@ def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_sta
     axes = getattr(reducer, "axis_name", axis_name)
     if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
         raise ValueError(
-            f"`reducer` averages over {axes!r} and axis_name is {axis_name!r}: parameters would differ "
-            "for ever along the other axes. Make both for the same axes."
+            f"`reducer` averages over {axes!r} and axis_name is {axis_name!r}: parameters would "
+            "differ for ever along the other axes. Make both for the same axes."
         )
     if not isinstance(average_inner_state, bool) and average_inner_state != "reset":
         raise ValueError(
@@ -175,8 +175,8 @@ def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_sta
 def reset(state: PyTree, fresh: PyTree) -> PyTree:
     """`fresh`, but schedules and injected hyperparameters go on from where `state` has them.
 
-    Momenta and the counts that correct their bias begin anew; a learning rate must not warm up again
-    in every round.
+    Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
+    again in every round.
     """
     kept = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
 

@@ -1,8 +1,9 @@
-"""When replicas are averaged: fixed periods, hierarchies of them, schedules, staggered fragments."""
+"""When replicas are averaged: periods, hierarchies of them, schedules, staggered fragments."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -37,8 +38,8 @@ class Periods:
     def due(self, count: Array, last_sync: Array) -> Array:
         """The event after update number `count` (from 1); int32 scalar.
 
-        Without fragments event ``k`` is the average of level ``k``, and the widest level that is due
-        wins; with fragments event ``k`` is the average of fragment ``k``.
+        Without fragments event ``k`` is the average of level ``k``, and the widest level that is
+        due wins; with fragments event ``k`` is the average of fragment ``k``.
         """
         event = jnp.zeros([], jnp.int32)
         if self.schedule is not None:
@@ -89,7 +90,7 @@ def check_periods(
 
 
 def _check_fragments(fragments: int, levels: tuple[Level, ...], schedule: Any) -> None:
-    if schedule is not None or len(levels) > 1:
+    if schedule is not None or len(levels) != 1:
         raise ValueError(
             f"`fragments` needs one fixed period to be staggered over, got fragments={fragments} "
             "with a schedule or a hierarchy. Pass an integer as sync_every, or fragments=1."
@@ -109,13 +110,13 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
         unknown = [name for name in axis_tuple(key) if name not in known]
         if unknown:
             raise ValueError(
-                f"`sync_every` names the axis {unknown[0]!r}, which is not in axis_name={axis_name!r}."
-                " Name it there, or correct the key."
+                f"`sync_every` names the axis {unknown[0]!r}, which is not in "
+                f"axis_name={axis_name!r}. Name it there, or correct the key."
             )
         levels.append(Level(axis_tuple(key), check_int(f"sync_every[{key!r}]", period, 1)))
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))
-    for narrow, wide in zip(levels, levels[1:], strict=False):
+    for narrow, wide in itertools.pairwise(levels):
         if wide.period % narrow.period:
             raise ValueError(
                 f"`sync_every` averages over {narrow.axes} every {narrow.period} steps and over "
@@ -123,9 +124,9 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
             )
         if not set(narrow.axes) <= set(wide.axes):
             raise ValueError(
-                f"`sync_every` averages over {wide.axes} every {wide.period} steps, and these do not "
-                f"contain {narrow.axes}, averaged every {narrow.period}. Let each level contain the "
-                f"axes of the one before: {tuple(dict.fromkeys(narrow.axes + wide.axes))!r}."
+                f"`sync_every` averages over {wide.axes} every {wide.period} steps, and these do "
+                f"not contain {narrow.axes}, averaged every {narrow.period}. Let a level contain "
+                f"the axes of the one before: {tuple(dict.fromkeys(narrow.axes + wide.axes))!r}."
             )
     if not levels or set(levels[-1].axes) != set(known):
         widest = levels[-1].axes if levels else ()

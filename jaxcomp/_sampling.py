@@ -18,7 +18,8 @@ def sharded_indices(
 ) -> np.ndarray:
     """Indices of the samples that one replica reads in one epoch: every `num_replicas`-th.
 
-    The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the order
+    The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the
+    order
     included: the permutation is drawn as torch's CPU generator draws it, so a run that moves from
     torch goes on with the data that it would have seen.
 
@@ -29,8 +30,8 @@ def sharded_indices(
       shuffle: Permute the samples, in a new way each epoch, the same on every replica.
       seed: Of the permutation; ``seed + epoch`` is what torch's generator is seeded with.
       epoch: Number of the epoch.
-      drop_last: If `num_replicas` does not divide `n`, drop the tail; if False, pad with samples from
-        the beginning, so that every replica has as many.
+      drop_last: If `num_replicas` does not divide `n`, drop the tail; if False, pad with samples
+        from the beginning, so that every replica has as many.
 
     Returns:
       int64 array of ``ceil(n / num_replicas)`` indices, or ``floor`` with `drop_last`.

@@ -68,7 +68,9 @@ def executed(name, around, micro_batches=8):
 
 
 # Two micro-batches to a step; local SGD averages every second step.
-@pytest.mark.parametrize(("name", "boundaries"), [("allreduce", 4), ("powersgd", 4), ("local_sgd", 2)])
+@pytest.mark.parametrize(
+    ("name", "boundaries"), [("allreduce", 4), ("powersgd", 4), ("local_sgd", 2)]
+)
 def test_collectives_are_executed_at_the_boundary_only(name, boundaries):
     assert executed(name, lambda tx: jaxcomp.accumulate(tx, 2)) == boundaries
     # What optax's own does: once per micro-batch, here and in the docs.

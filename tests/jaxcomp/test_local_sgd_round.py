@@ -1,4 +1,4 @@
-"""Whole rounds: exact on every replica, typed as replicated, and the same mathematics as local_sgd."""
+"""Whole rounds: exact on every replica, typed as replicated, the same steps as local_sgd's."""
 
 import functools
 
@@ -28,9 +28,7 @@ def step_of(optimizer):
 def rounds(mapping, round_, params, state, targets):
     """Rounds over ``(n, rounds * sync_every, *shape)``; final params ``(n, ...)`` and the state."""
     n = jax.tree.leaves(targets)[0].shape[0]
-    targets = jax.tree.map(
-        lambda x: x.reshape(n, -1, round_.sync_every, *x.shape[2:]), targets
-    )
+    targets = jax.tree.map(lambda x: x.reshape(n, -1, round_.sync_every, *x.shape[2:]), targets)
 
     def train(params, state, targets):
         def one(carry, batches):
@@ -86,7 +84,11 @@ def test_inner_state_is_kept_averaged_or_reset(mode):
     targets = random_grads(SHAPES, 4, 4)
     inner = optax.sgd(0.1, momentum=0.9)
     round_ = jaxcomp.local_sgd_round(
-        step_of(inner), sync_every=2, axis_name=AXIS, average_inner_state=mode, inner_init=inner.init
+        step_of(inner),
+        sync_every=2,
+        axis_name=AXIS,
+        average_inner_state=mode,
+        inner_init=inner.init,
     )
     got, _ = rounds("shard_map", round_, PARAMS, round_.init(PARAMS), targets)
     tx = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS, average_inner_state=mode)
@@ -103,7 +105,8 @@ def test_rounds_of_several_lengths_share_a_state():
 
     def train(targets):
         params, state = PARAMS, long.init(PARAMS, inner.init(PARAMS))
-        head, tail = (jax.tree.map(lambda x: x[part], targets) for part in (slice(4), slice(4, 6)))
+        head = jax.tree.map(lambda x: x[:4], targets)
+        tail = jax.tree.map(lambda x: x[4:], targets)
         params, state, _ = long(params, state, head)
         return short(params, state, tail)[0]
 
@@ -118,7 +121,11 @@ def test_rounds_of_several_lengths_share_a_state():
 def test_statistics_in_the_parameters_are_averaged():
     def step(params, state, x):
         statistics = 0.5 * params["statistics"] + 0.5 * x.mean()
-        return {"w": params["w"] - x, "steps": params["steps"] + 1, "statistics": statistics}, state, x
+        return (
+            {"w": params["w"] - x, "steps": params["steps"] + 1, "statistics": statistics},
+            state,
+            x,
+        )
 
     params = {"w": jnp.zeros(2), "steps": jnp.array(0), "statistics": jnp.array(0.0)}
     round_ = jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS)

@@ -84,15 +84,15 @@ def compile_step(tx: Any, params: Any, n: int) -> str:
         return jax.tree.map(lambda x: x[None], optax.apply_updates(own, updates)), state
 
     mapped = jax.shard_map(
-        step, mesh=mesh_of(n), in_specs=(jax.P(AXIS), specs, jax.P(AXIS)), out_specs=(jax.P(AXIS), specs)
+        step,
+        mesh=mesh_of(n),
+        in_specs=(jax.P(AXIS), specs, jax.P(AXIS)),
+        out_specs=(jax.P(AXIS), specs),
     )
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
     # A global per-replica array is n blocks along axis 0.
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype) if s == jax.P(AXIS) else x,
-        state,
-        specs,
-    )  # fmt: skip
+    tiled = lambda x: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)  # noqa: E731
+    placed = jax.tree.map(lambda x, s: tiled(x) if s == jax.P(AXIS) else x, state, specs)
     return jax.jit(mapped).lower(stacked, placed, stacked).compile().as_text()
 
 
