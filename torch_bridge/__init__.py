@@ -15,7 +15,7 @@ from torch_bridge._powersgd import powersgd_from_torch
 from torch_bridge._powersgd_export import powersgd_to_torch
 from torch_bridge._schema import PowerSGDRecord, RandomStateRecord
 from torch_bridge._state_dict import load_state_dict, state_dict
-from torch_bridge._torch_resume import resume_powersgd
+from torch_bridge._torch_resume import resume_powersgd, state_from_record
 from torch_bridge._torch_side import gradient_order, record_layout, save_checkpoint
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "resume_powersgd",
     "save_checkpoint",
     "state_dict",
+    "state_from_record",
     "torch_matrix_dims",
 ]

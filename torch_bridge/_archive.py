@@ -60,11 +60,12 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
     budget = Budget(4 * size + (64 << 20) if max_bytes is None else max_bytes)
     report = _Meter(size, progress)
     with path.open("rb") as file:
-        if file.read(4) in (b"PK\x03\x04", b"PK\x05\x06"):
-            return _read_zip(file, budget, report)
         if size == 0:
             raise Malformed("an empty file where a torch.save archive was expected")
-        return _read_legacy(file, budget, report)
+        is_zip = file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+        value = (_read_zip if is_zip else _read_legacy)(file, budget, report)
+    report.add(size)  # what was not needed counts as read
+    return value
 
 
 class _Meter:

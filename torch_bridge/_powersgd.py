@@ -85,9 +85,9 @@ def powersgd_from_torch(
         if plan.view is None or problems:
             continue
         if record.use_error_feedback:
-            residuals[index] = jnp.asarray(_residual(plan, terms, source))
+            residuals[index] = jnp.array(_residual(plan, terms, source))
         if record.warm_start:
-            factors[index] = jnp.asarray(_q(plan, terms, source, index))
+            factors[index] = jnp.array(_q(plan, terms, source, index))
     if problems:
         raise CheckpointMismatch(
             f"torch and jaxcomp do not compress the same matrices. {SAME_CUT}", mis_shaped=problems
@@ -214,10 +214,12 @@ def _mean_errors(
             )
     named: dict[str, np.ndarray] = {}
     for bucket in records[0].error_dict:
-        mean = records[0].error_dict[bucket].astype(np.float32)
+        # One rank's buffer is only read, so it needs no copy.
+        mean = records[0].error_dict[bucket].astype(np.float32, copy=len(records) > 1)
         for record in records[1:]:
             mean += record.error_dict[bucket].astype(np.float32, copy=False)
-        mean /= len(records)
+        if len(records) > 1:
+            mean /= len(records)
         named |= layout.split(bucket, mean)
     return named
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from torch_bridge._buckets import BucketLayout
 from torch_bridge._checkpoint import FORMAT, VERSION
 from torch_bridge._errors import CheckpointMismatch
-from torch_bridge._schema import COUNTERS, HYPERPARAMETERS, RandomStateRecord
+from torch_bridge._schema import COUNTERS, HYPERPARAMETERS, PowerSGDRecord, RandomStateRecord
 from torch_bridge._torch import to_tensor
 
 if TYPE_CHECKING:
@@ -180,23 +180,54 @@ def save_checkpoint(
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            document = {
-                "format": FORMAT,
-                "version": VERSION,
-                "world_size": dist.get_world_size(group),
-                "state_dict": dict(ddp_model.module.state_dict()),
-                "optimizer": None if optimizer is None else optimizer.state_dict(),
-                "powersgd": None if state is None else _plain_state(state),
-                "errors": errors,
-                "layout": None if layout is None else layout.to_json(),
-                "extra": dict(extra or {}),
-            }
+            document = make_document(
+                model=dict(ddp_model.module.state_dict()),
+                hook=None if state is None else _plain_state(state),
+                errors=errors,
+                optimizer=None if optimizer is None else optimizer.state_dict(),
+                layout=layout,
+                world_size=dist.get_world_size(group),
+                extra=extra,
+            )
             write_atomically(pathlib.Path(path), document)
         except (OSError, RuntimeError) as error:
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
+
+
+def make_document(
+    *,
+    model: Mapping[str, Any],
+    hook: Mapping[str, Any] | None,
+    errors: Sequence[Mapping[int, Any]],
+    optimizer: Mapping[str, Any] | None = None,
+    layout: BucketLayout | None = None,
+    world_size: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a file of `save_checkpoint` holds: dictionaries of tensors and plain values."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": world_size,
+        "state_dict": model,
+        "optimizer": optimizer,
+        "powersgd": hook,
+        "errors": list(errors),
+        "layout": None if layout is None else layout.to_json(),
+        "extra": dict(extra or {}),
+    }
+
+
+def plain_record(record: PowerSGDRecord) -> dict[str, Any]:
+    """A record without its errors, as tensors and plain values: `make_document`'s ``hook``."""
+    slots: dict[str, Any] = {name: getattr(record, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
+    for name in ("p_memory_dict", "q_memory_dict"):
+        slots[name] = {bucket: to_tensor(flat) for bucket, flat in getattr(record, name).items()}
+    slots["rng"] = None if record.rng is None else _plain_rng(record.rng)
+    return slots
 
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
@@ -226,15 +257,18 @@ def _plain_state(state: PowerSGDState) -> dict[str, Any]:
     slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
     for name in ("p_memory_dict", "q_memory_dict"):
         slots[name] = {bucket: t.detach().cpu() for bucket, t in getattr(state, name).items()}
-    record = RandomStateRecord.of(state.rng)
-    slots["rng"] = {
+    slots["rng"] = _plain_rng(RandomStateRecord.of(state.rng))
+    return slots
+
+
+def _plain_rng(record: RandomStateRecord) -> dict[str, Any]:
+    return {
         # int64: torch.load(weights_only=True) of older releases has no uint32.
         "key": to_tensor(record.key.astype(np.int64)),
         "pos": record.pos,
         "has_gauss": record.has_gauss,
         "cached_gaussian": record.cached_gaussian,
     }
-    return slots
 
 
 def write_atomically(path: pathlib.Path, document: Any) -> None:

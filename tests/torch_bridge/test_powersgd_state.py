@@ -1,4 +1,4 @@
-"""PowerSGD's state: real DDP runs over gloo go on in JAX, and back in torch, with the same outputs."""
+"""PowerSGD's state: real DDP runs over gloo go on in JAX, and back in torch, as if never stopped."""
 
 from __future__ import annotations
 
@@ -113,8 +113,7 @@ def rank_of(run):
     return load(run / "complete.pt").powersgd[0].matrix_approximation_rank
 
 
-@pytest.mark.parametrize("replicas", [2, 6])
-@pytest.mark.parametrize("form", ["complete", "per rank"])
+@pytest.mark.parametrize(("form", "replicas"), [("complete", 2), ("per rank", 6)])
 def test_jax_goes_on_with_the_outputs_of_the_uninterrupted_run(run, form, replicas):
     if form == "complete":
         checkpoint, layout = load(run / "complete.pt"), None

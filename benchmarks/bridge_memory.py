@@ -1,0 +1,100 @@
+"""Peak memory of converting a large PyTorch checkpoint, torch -> Flax -> torch.
+
+    python benchmarks/bridge_memory.py --megabytes 1024
+
+Writes a checkpoint of that size (parameters, momentum and one rank's PowerSGD errors), converts it
+with the command line in a process of its own and prints the peak resident memory beside the size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+_WIDTH = 2048
+_RANK = 4
+# Each weight is there three times: itself, its momentum, its error.
+_BYTES_PER_LAYER = 3 * 4 * _WIDTH * _WIDTH
+_PARAMS = """\
+import jax, jax.numpy as jnp
+leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)
+params = {{f"fc{{i}}": {{"kernel": leaf}} for i in range({layers})}}
+"""
+_CONVERT = """\
+import resource, sys
+from torch_bridge.__main__ import main
+code = main(sys.argv[1:])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+sys.exit(code)
+"""
+
+
+def write_checkpoint(path: pathlib.Path, layers: int) -> None:
+    """A checkpoint in the documented form, with a recorded layout."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    import torch_bridge
+
+    model = {f"fc{i}.weight": torch.randn(_WIDTH, _WIDTH) for i in range(layers)}
+    parameters = [torch.nn.Parameter(weight) for weight in model.values()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)
+    state = PowerSGDState(None, _RANK, start_powerSGD_iter=10)
+    state.iter, factors = 20, layers * _WIDTH * _RANK
+    state.error_dict = {0: torch.randn(layout.sizes[0])}
+    state.p_memory_dict, state.q_memory_dict = {0: torch.randn(factors)}, {0: torch.randn(factors)}
+    document = {
+        "state_dict": model,
+        "comm_hook_state": state,
+        "optimizer": optimizer.state_dict(),
+        "layout": layout.to_json(),
+        "world_size": 1,
+    }
+    torch.save(document, path)
+
+
+def convert(folder: pathlib.Path, *arguments: str) -> tuple[int, float]:
+    """Run the command line; peak bytes and seconds."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", _CONVERT, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout.split("peak")[1]), time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure both directions and print a table."""
+    parser = argparse.ArgumentParser(description="Peak memory of a conversion.")
+    parser.add_argument("--megabytes", type=int, default=1024)
+    layers = max(1, (parser.parse_args().megabytes << 20) // _BYTES_PER_LAYER)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        write_checkpoint(folder / "big.pt", layers)
+        (folder / "big_model.py").write_text(_PARAMS.format(width=_WIDTH, layers=layers))
+        size = (folder / "big.pt").stat().st_size
+        print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {_WIDTH} x {_WIDTH}")
+        params = ("--params", "big_model:params")
+        for label, arguments in {
+            "to-flax (orbax)": ("to-flax", "big.pt", *params, "--out", "run"),
+            "to-flax (msgpack)": ("to-flax", "big.pt", *params, "--out", "run.msgpack"),
+            "to-torch": ("to-torch", "run", "--like", "big.pt", *params, "--out", "back.pt"),
+        }.items():
+            peak, seconds = convert(folder, *arguments)
+            ratio = peak / size
+            print(f"{label:18} peak {peak / 2**20:6.0f} MiB = {ratio:.2f} x, {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""``python -m torch_bridge``: what it prints, what it writes, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import torch
+from flax.training.train_state import TrainState
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+import cli_model
+import jaxcomp
+import torch_bridge
+import torch_files as files
+from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE, main
+
+pytestmark = pytest.mark.torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = torch.nn.Linear(32, 24)
+        self.fc2 = torch.nn.Linear(24, 48)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x))
+
+
+ORDER = [["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]]
+
+
+def document():
+    """What a run of one rank with momentum leaves behind; random factors and errors."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    layout = torch_bridge.BucketLayout.from_order(ORDER, model.state_dict())
+    slots = list(layout.factor_slots(2, 2.0))
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=5)
+    state.iter = 20
+    state.error_dict = {0: torch.randn(layout.sizes[0])}
+    state.p_memory_dict = {0: torch.randn(sum(slot.rows * slot.rank for slot in slots))}
+    state.q_memory_dict = {0: torch.randn(sum(slot.cols * slot.rank for slot in slots))}
+    return {
+        "state_dict": model.state_dict(),
+        "comm_hook_state": state,
+        "optimizer": optimizer.state_dict(),
+        "layout": layout.to_json(),
+        "world_size": 1,
+        "epoch": 3,
+    }
+
+
+@pytest.fixture
+def torch_file(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(document(), path)
+    return path
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*arguments):
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return run
+
+
+PARAMS = ("--params", "cli_model:params")
+
+
+def test_inspect_shows_hyperparameters_parameters_and_what_is_missing(call, torch_file):
+    code, out, err = call("inspect", torch_file)
+    assert code == OK
+    for part in ("iteration", "20", "matrix_approximation_rank", "fc1.weight", "24x32", "epoch"):
+        assert part in out
+    assert "not compressed" in out
+    assert "missing" not in out
+    assert "kB" in err  # progress
+    code, out, err = call("inspect", torch_file, "--json", "--quiet")
+    assert (code, err) == (OK, "")
+    summary = json.loads(out)
+    rows = {row["name"]: row for row in summary["parameters"]}
+    weight = document()["comm_hook_state"].q_memory_dict[0]
+    assert rows["fc2.weight"]["q_norm"] == pytest.approx(weight[:48].norm().item(), rel=1e-5)
+    assert (rows["fc2.weight"]["rank"], rows["fc2.bias"]["rank"]) == (2, 0)
+    assert summary["missing"] == []
+
+
+def test_inspect_says_what_is_missing(call, tmp_path):
+    path = tmp_path / "rank0.pt"
+    torch.save(document()["comm_hook_state"], path)
+    code, out, _ = call("inspect", path, "--quiet")
+    assert code == OK
+    for part in ("the model", "the optimizer", "errors of the other ranks", "bucket layout"):
+        assert part in out
+    other = {name: value for name, value in document().items() if name == "state_dict"}
+    torch.save(other, path)
+    code, out, _ = call("inspect", path, "--quiet")
+    assert "missing: the PowerSGD state" in out
+
+
+def test_to_flax_restores_as_a_train_state(call, torch_file, tmp_path):
+    code, out, _ = call("to-flax", torch_file, *PARAMS, "--out", tmp_path / "run")
+    assert code == OK, out
+    assert "step 20" in out
+    tx = optax.chain(jaxcomp.powersgd(2, axis_name="data"), optax.sgd(0.1, momentum=0.9))
+    like = TrainState.create(apply_fn=None, params=cli_model.params(), tx=tx)
+    like = like.replace(step=jnp.zeros((), jnp.int32))
+    # As examples/lm_checkpoints.py restores.
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "config")) as manager:
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(jax.device_get(like)), config=ocp.args.JsonRestore()
+        )
+        restored = manager.restore(manager.latest_step(), args=args)
+    state = restored["state"]
+    assert int(state.step) == 20
+    assert restored["config"]["powersgd"]["rank"] == 2
+    source = document()
+    np.testing.assert_array_equal(
+        state.params["fc1"]["kernel"], source["state_dict"]["fc1.weight"].numpy().T
+    )
+    reducer, sgd = state.opt_state
+    assert isinstance(reducer, jaxcomp.PowerSGDState)
+    expected = torch_bridge.powersgd_from_torch(torch_bridge.load(torch_file), cli_model.params())
+    for mine, theirs in zip(jax.tree.leaves(reducer), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    momentum = source["optimizer"]["state"][0]["momentum_buffer"].numpy().T
+    np.testing.assert_array_equal(jax.tree.leaves(sgd)[1], momentum)
+
+
+@pytest.mark.parametrize("out", ["run", "run.msgpack"])
+def test_there_and_back(call, torch_file, tmp_path, out):
+    code, _, err = call("to-flax", torch_file, *PARAMS, "--out", tmp_path / out, "--quiet")
+    assert (code, err) == (OK, "")
+    back = tmp_path / "sub" / "back.pt"
+    code, _, err = call("to-torch", tmp_path / out, "--like", torch_file, *PARAMS, "--out", back)
+    assert code == OK, err
+    assert "converting the optimizer" in err
+    torch.load(back, weights_only=True)
+    old, new = torch_bridge.load(torch_file), torch_bridge.load(back)
+    assert list(old.model) == list(new.model)
+    for name, array in old.model.items():
+        np.testing.assert_array_equal(array, new.model[name])
+    one, other = old.powersgd[0], new.powersgd[0]
+    np.testing.assert_array_equal(one.q_memory_dict[0], other.q_memory_dict[0])
+    np.testing.assert_array_equal(one.p_memory_dict[0], other.p_memory_dict[0])
+    np.testing.assert_array_equal(one.rng.key, other.rng.key)
+    assert one.hyperparameters == other.hyperparameters
+    buffers = [c.optimizer["state"][2]["momentum_buffer"] for c in (old, new)]
+    np.testing.assert_array_equal(*buffers)
+    assert new.extra["epoch"] == 3
+    assert new.layout == old.layout
+
+
+def test_msgpack_is_flax_serialization(call, torch_file, tmp_path):
+    path = tmp_path / "run.msgpack"
+    call("to-flax", torch_file, *PARAMS, "--out", path, "--quiet")
+    tx = optax.chain(jaxcomp.powersgd(2, axis_name="data"), optax.sgd(0.1, momentum=0.9))
+    like = TrainState.create(apply_fn=None, params=cli_model.params(), tx=tx)
+    state = flax.serialization.from_bytes(like, path.read_bytes())
+    assert int(state.opt_state[0].count) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["inspect", "none.pt"], UNUSABLE, "No such file"),
+        (["inspect", "text.pt"], UNUSABLE, "Expected a torch.save file"),
+        (["inspect", "hostile.pt"], UNSAFE, "os.system"),
+        (["to-flax", "checkpoint.pt", "--params", "cli_model", "--out", "x"], USAGE, "MODULE:NAME"),
+        (["to-flax", "checkpoint.pt", "--params", "no:no", "--out", "x"], USAGE, "No module"),
+        (["to-flax", "checkpoint.pt", *PARAMS, "--rule", "x", "--out", "x"], USAGE, "REGEX=PATH"),
+        (["to-flax", "other.pt", *PARAMS, "--out", "x"], UNUSABLE, "fc1"),
+        (["to-flax", "rank0.pt", *PARAMS, "--out", "x"], UNUSABLE, "--missing-ranks"),
+        (
+            ["to-torch", "none", "--like", "checkpoint.pt", *PARAMS, "--out", "x"],
+            UNUSABLE,
+            "does not exist",
+        ),
+        (
+            ["to-torch", "text.pt", "--like", "checkpoint.pt", *PARAMS, "--out", "x"],
+            UNUSABLE,
+            "error",
+        ),
+        (["inspect", "checkpoint.pt", "--max-bytes", "10"], UNUSABLE, "--max-bytes"),
+    ],
+)
+def test_failures_are_one_message_and_a_code(
+    call, torch_file, tmp_path, monkeypatch, arguments, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("text.pt").write_text("hello")
+    raw = files.archive(files.whole(files.call(files.glob("os", "system"), files.text("x"))))
+    pathlib.Path("hostile.pt").write_bytes(raw)
+    torch.save({"state_dict": {"fc9.weight": torch.zeros(2, 2)}}, "other.pt")
+    torch.save({k: v for k, v in document().items() if k != "world_size"}, "rank0.pt")
+    got, _, err = call(*arguments, "--quiet")
+    assert got == code
+    assert message in err
+    assert not pathlib.Path("x").exists()
+
+
+def test_a_second_conversion_does_not_overwrite(call, torch_file, tmp_path):
+    arguments = ("to-flax", torch_file, *PARAMS, "--out", tmp_path / "run", "--quiet")
+    assert call(*arguments)[0] == OK
+    code, _, err = call(*arguments)
+    assert code == UNUSABLE
+    assert "already holds step 20" in err
+
+
+def test_help_has_examples(capsys):
+    for command in ([], ["inspect"], ["to-flax"], ["to-torch"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "--help"])
+        assert stop.value.code == OK
+        assert "python -m torch_bridge" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["explode"])
+    assert stop.value.code == USAGE
+
+
+def test_as_a_module(torch_file):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_bridge", "inspect", str(torch_file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert done.returncode == OK, done.stderr
+    assert "fc2.weight" in done.stdout
+
+
+MEMORY = """
+import resource, sys
+import torch_bridge
+from torch_bridge.__main__ import main
+import jax, orbax.checkpoint  # not part of what a conversion costs
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+assert main(["to-flax", sys.argv[1], "--params", "big_model:params", "--out", sys.argv[2]]) == 0
+print("used", peak() - before)
+"""
+
+
+def test_a_conversion_stays_below_three_times_the_size(tmp_path):
+    # 64 MB; benchmarks/bridge_memory.py does the same with 1 GB.
+    layers, width = 8, 1024
+    model = {f"fc{i}.weight": torch.randn(width, width) for i in range(layers)}
+    layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)
+    state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=5)
+    state.iter, size = 20, layers * width * 4
+    state.error_dict = {0: torch.randn(layout.sizes[0])}
+    state.p_memory_dict, state.q_memory_dict = {0: torch.randn(size)}, {0: torch.randn(size)}
+    path = tmp_path / "big.pt"
+    torch.save(
+        {
+            "state_dict": model,
+            "comm_hook_state": state,
+            "layout": layout.to_json(),
+            "world_size": 1,
+        },
+        path,
+    )
+    (tmp_path / "big_model.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        f"leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)\n"
+        f"params = {{f'fc{{i}}': {{'kernel': leaf}} for i in range({layers})}}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(path), str(tmp_path / "run.msgpack")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reading" in done.stderr
+    assert "writing" in done.stderr
+    used = int(done.stdout.split("used")[1])
+    assert used < 3 * path.stat().st_size, used / path.stat().st_size
