@@ -132,10 +132,12 @@ def _weight(draft: _Draft, hints: Hints) -> None:
             draft.clash("weight", "embedding")
     elif draft.both("weight", "kernel"):
         if len(draft.torch.entries["weight"][1]) == 2:
-            _linear(draft, "weight", "kernel", "linear.weight", flattened=hints.flattened)
+            rows = draft.torch.rows("weight")
+            _linear(draft, "weight", "kernel", "linear.weight", rows, hints.flattened)
         else:
             _conv(draft, hints)
-    _vector(draft, "bias", "bias")
+    if draft.both("bias", "bias"):
+        _vector(draft, "bias", "bias", rows=draft.torch.rows("bias"))
 
 
 def _conv(draft: _Draft, hints: Hints) -> None:

@@ -71,14 +71,20 @@ class Matcher:
     def _by_rule(self) -> None:
         leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
         modules = {unit.path: unit for unit in self.flax}
-        for unit in self.torch:
-            cleaned = [self._cleaned[name] for name in unit.names()]
+        for unit in tuple(self.torch):
+            names = (*(self._cleaned[name] for name in unit.names()), unit.name)
             for pattern, template in self.options.rules:
-                for name in (*cleaned, unit.name):
-                    if found := re.fullmatch(pattern, name):
-                        path = tuple(found.expand(template).strip("/").split("/"))
-                        self._follow_rule(unit, pattern, path, leaves, modules)
-                        break
+                found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
+                if found is None:
+                    continue
+                paths = [tuple(p.strip("/").split("/")) for p in found.expand(template).split("|")]
+                parts = [unit]
+                if len(paths) > 1 and unit in self.torch:
+                    count = len(paths)
+                    parts = [dataclasses.replace(unit, part=(k, count)) for k in range(count)]
+                    self.torch[self.torch.index(unit) : self.torch.index(unit) + 1] = parts
+                for part, path in zip(parts, paths, strict=False):
+                    self._follow_rule(part, pattern, path, leaves, modules)
 
     def _follow_rule(
         self,

@@ -54,7 +54,8 @@ def pair(
         for running statistics, those of `model` are left out.
       rules: regular expression -> path, tried in order before anything else. The expression has to
         match a whole tensor or module name; the path is a leaf or a module, with groups as in
-        ``r"block_\1/kernel"``.
+        ``r"block_\1/kernel"``. A Linear that packs several goes to several modules, in the order of
+        its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
       flatten: regular expression of a Linear's module name -> the channels-first shape
         ``(C, H, W)`` of what is flattened before it. Flax flattens ``(H, W, C)``, so the inputs of
         such a layer have to be reordered; no shape shows it.

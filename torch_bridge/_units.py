@@ -67,12 +67,24 @@ def _canonical(segment: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TorchUnit:
-    """One layer of the torch model; `name` is its module name as given."""
+    """One layer of the torch model; `name` is its module name without the wrappers' prefixes.
+
+    `part` (k, n) is the k-th of the n equal parts of a packed Linear that a rule takes apart.
+    """
 
     name: str
     family: Family
     entries: TorchEntries
     stem: Stem
+    part: tuple[int, int] | None = None
+
+    def rows(self, tensor: str) -> tuple[int, int] | None:
+        """The rows of a tensor that belong to `part`; None for all of them."""
+        if self.part is None:
+            return None
+        position, parts = self.part
+        height = self.entries[tensor][1][0] // parts
+        return (position * height, (position + 1) * height)
 
     def names(self) -> list[str]:
         """The full names of its tensors."""

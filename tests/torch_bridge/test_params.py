@@ -475,6 +475,28 @@ def test_rules_move_indices():
     ]
 
 
+def test_rule_takes_a_packed_linear_apart():
+    model = {
+        f"{prefix}.{name}": np.random.default_rng(0).normal(size=shape)
+        for prefix, size in (("h.0.c_attn", 24), ("h.0.c_proj", 8))
+        for name, shape in (("weight", (size, 8)), ("bias", (size,)))
+    }
+    heads = {"kernel": np.ones((8, 2, 4)), "bias": np.ones((2, 4))}
+    out = {"kernel": np.ones((2, 4, 8)), "bias": np.ones(8)}
+    like = {"h_0": {"query": heads, "key": heads, "value": heads, "out": out}}
+    with pytest.raises(CheckpointMismatch):
+        params_from_torch(model, like)
+    rules = {
+        r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value",
+        r"h\.(\d+)\.c_proj": r"h_\1/out",
+    }
+    params = params_from_torch(model, like, rules)
+    expected = model["h.0.c_attn.weight"][8:16].T.reshape(8, 2, 4)
+    np.testing.assert_array_equal(params["h_0"]["key"]["kernel"], expected)
+    back = params_to_torch(params, model, rules)
+    jax.tree.map(np.testing.assert_array_equal, back, model)
+
+
 def test_numbers_follow_natural_order():
     model = {f"{2 * k}.weight": np.full((4, 4), k) for k in range(12)}
     like = {f"Dense_{k}": {"kernel": np.ones((4, 4))} for k in range(12)}
