@@ -38,8 +38,8 @@ def axis_size(axis_name: AxisName) -> int:
         return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
     except NameError as error:
         raise ValueError(
-            f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, jax.shard_map "
-            f"or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you mapped over."
+            f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, "
+            f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you mapped over."
         ) from error
 
 
@@ -60,7 +60,7 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """Those of the axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
     axis_size(axis_name)
     return tuple(name for name in axis_tuple(axis_name) if name in _varying(lax.axis_index(name)))
 
@@ -113,8 +113,8 @@ def check_local(gradients: PyTree, axis_name: AxisName) -> None:
         reduced = [name for name in axes if name not in _varying(leaf)]
         if reduced:
             raise ValueError(
-                f"The gradient {leaf_name(path)} is the same on every replica along {reduced[0]!r}: "
-                "it was already summed by jax.grad inside shard_map(check_vma=True), so there is "
+                f"The gradient {leaf_name(path)} is the same on every replica along "
+                f"{reduced[0]!r}: it was already summed by jax.grad inside shard_map(check_vma=True), so there is "
                 f"nothing left to reduce. Take it with jaxcomp.local_value_and_grad(loss, "
                 f"{axis_name!r}), or mark the parameters with jax.lax.pcast(params, {axis_name!r}, "
                 "to='varying') before jax.grad."

@@ -30,8 +30,8 @@ def local_value_and_grad(
       **value_and_grad_kwargs: Passed on to `jax.value_and_grad` (``argnums``, ``has_aux``, ...).
 
     Returns:
-      A function with the arguments of `fun` that returns ``(value, gradients)``, both this replica's
-      own. Average the value with `jax.lax.pmean` to report it.
+      A function with the arguments of `fun` that returns ``(value, gradients)``, both this
+      replica's own. Average the value with `jax.lax.pmean` to report it.
 
     Raises:
       ValueError: When called, if an axis is not bound.
@@ -80,8 +80,8 @@ def reducible(updates: PyTree, axis_name: AxisName) -> list[int]:
                 else "Keep parameters that are not trained out of it with optax.masked."
             )
             raise ValueError(
-                f"The gradient {leaf_name(path)} has dtype {leaf.dtype}, and only floating gradients "
-                f"can be reduced. {fix}"
+                f"The gradient {leaf_name(path)} has dtype {leaf.dtype}, and only floating "
+                f"gradients can be reduced. {fix}"
             )
         positions.append(i)
     check_local(updates, axis_name)

@@ -117,7 +117,7 @@ def plan_leaves(
       tree: Arrays, or anything else with ``shape`` and ``dtype``.
       rank: The rank, or a function of (key path, leaf) that gives it; None leaves the leaf alone.
       min_compression_rate: A leaf is compressed iff
-        ``(rows + cols) * r * min_compression_rate < rows * cols`` with ``r = min(rows, cols, rank)``.
+        ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
       matrix_dims: A function of (key path, leaf); where it is None, `default_matrix_dims` decides.
         A leaf for which the function returns None is not compressed.
 
@@ -159,8 +159,8 @@ def _plan(
 def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     """The split of the axes into a leading and a trailing block with the fewest rows + columns.
 
-    Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)`` and
-    ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is
+    Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)``
+    and ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is
     ``(vocab, features)`` with the vocabulary as rows, as in torch. None for fewer than two axes.
     """
     shape = tuple(np.shape(leaf))

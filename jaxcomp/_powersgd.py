@@ -1,4 +1,4 @@
-"""PowerSGD as an Optax transformation: local gradients in, the same low-rank mean on every replica out.
+"""PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
 The step reads from top to bottom in `_compressed_step`: add the residual, left factors, one
 all-reduce, orthogonalise, right factors, one all-reduce, rebuild, keep what was not sent.
@@ -35,7 +35,8 @@ from jaxcomp._typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
 class PowerSGDState(NamedTuple):
     """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
 
-    count: Array  # int32 scalar: finite updates seen; replicated
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
 
@@ -103,8 +104,8 @@ def powersgd(
         Q_w &= M_w^\top P, \qquad Q = \tfrac{1}{W} \sum_w Q_w && \text{(second all-reduce)} \\
         \text{output} &= P Q^\top, \qquad E_w = M_w - P Q_w^\top
 
-    These are Algorithms 1 and 2 of Vogels et al. (2019), with one change: the residual subtracts the
-    replica's *own* factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean.
+    These are Algorithms 1 and 2 of Vogels et al. (2019), with one change: the residual subtracts
+    the replica's *own* factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean.
     Outputs depend on the residuals through their mean only, so they equal torch's; but torch's
     residual grows like the square root of the step count, and this one stays bounded.
 
@@ -137,8 +138,8 @@ def powersgd(
         of the update count.
       feedback_every: Add the residual back every so many updates only; it accumulates in between.
       reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand, so
-        that only the slow `axis_name` carries compressed traffic. Residuals are then equal along the
-        fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
+        that only the slow `axis_name` carries compressed traffic. Residuals are then equal along
+        the fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -340,9 +341,9 @@ class _Step:
         return _view(self.plans[i]).matricize(value)
 
     def _feedback(self, count: Array) -> tuple[Any, Any]:
-        """What the residual is multiplied by as it is added, and as it is kept; None for 1 and 0."""
+        """By what the residual is multiplied as it is added, and as it is kept; None: 1 and 0."""
         decay, every = self.options.error_decay, self.options.feedback_every
-        added = decay(count) if callable(decay) else decay
+        added: Any = decay(count) if callable(decay) else decay
         if every > 1:
             due = (count + 1) % every == 0
             return jnp.where(due, added, 0.0), jnp.where(due, 0.0, 1.0)
@@ -366,8 +367,8 @@ def _checked_state(
         residual, q = treedef.flatten_up_to(state.residual), treedef.flatten_up_to(state.q)
     except ValueError as error:
         raise ValueError(
-            "The gradients and the PowerSGDState have different tree structures. Make the state with "
-            f"init() of a tree like the gradients. Gradients: {treedef}."
+            "The gradients and the PowerSGDState have different tree structures. Make the state "
+            f"with init() of a tree like the gradients. Gradients: {treedef}."
         ) from error
     wrong = []
     for plan, e, f in zip(plans, residual, q, strict=True):

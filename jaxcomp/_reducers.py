@@ -90,7 +90,7 @@ def allreduce(
 
 
 def hand_over(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
-    """`before` while ``count < step``, then `after`; with ``step=0`` the program holds no branch."""
+    """`before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
     if step == 0:
         return after()
     return lax.cond(count < step, before, after)

@@ -87,8 +87,8 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
       axis_name: The mesh axis or axes of the replicas.
 
     Returns:
-      The same tree with ``P(axis_name)`` for each leaf that a replica has of its own and ``P()`` for
-      the others. A global per-replica array is ``n`` replicas' blocks along axis 0.
+      The same tree with ``P(axis_name)`` for each leaf that a replica has of its own and ``P()``
+      for the others. A global per-replica array is ``n`` replicas' blocks along axis 0.
 
     Raises:
       ValueError: If a per-replica leaf has no axes to lay the replicas along.
@@ -121,8 +121,8 @@ def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     already have over other axes of the mesh (tensor or FSDP parallel) are kept.
 
     Args:
-      state: A consolidated state: from ``init``, a checkpoint, or `consolidate`. In a run of several
-        processes, each passes the same values.
+      state: A consolidated state: from ``init``, a checkpoint, or `consolidate`. In a run of
+        several processes, each passes the same values.
       mesh: The mesh that `jax.shard_map` runs on.
       axis_name: Its axis or axes along which the replicas lie.
 
@@ -160,18 +160,18 @@ def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
 
 def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
     """Marks what a replica has of its own as such, so that two branches of a conditional agree."""
-    return map_leaves(
-        lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state
-    )
+    return map_leaves(lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state)
 
 
 def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     """The leaf's present spec on this mesh, with `axes` put in front on axis 0."""
     sharding = getattr(leaf, "sharding", None)
-    present = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else ()
+    present: tuple[Any, ...] = ()
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        present = tuple(sharding.spec)
     if not axes:
         return PartitionSpec(*present)
-    first = present[0] if len(present) else None
+    first = present[0] if present else None
     first = () if first is None else first if isinstance(first, tuple) else (first,)
     return PartitionSpec((*axes, *first), *present[1:])
 
@@ -188,10 +188,11 @@ def _tiled(leaf: Any, times: int, sharding: NamedSharding) -> jax.Array:
             )
     host = np.asarray(leaf)
     if times == 1:
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index or ()])
     rows = host.shape[0]
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # None stands for a scalar, which has no axis to tile
         start, stop, _ = index[0].indices(times * rows)
         offset = start % max(rows, 1)
         return host[(slice(offset, offset + stop - start), *index[1:])]

@@ -88,7 +88,8 @@ def compression_stats(
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
-      >>> stats = jaxcomp.compression_stats({"w": jnp.zeros((512, 256)), "b": jnp.zeros(256)}, rank=4)
+      >>> params = {"w": jnp.zeros((512, 256)), "b": jnp.zeros(256)}
+      >>> stats = jaxcomp.compression_stats(params, rank=4)
       >>> stats.bytes_before, stats.bytes_after
       (525312, 13312)
     """

@@ -1,5 +1,7 @@
 """Unusable arguments and gradients: one clear sentence, when built or traced."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,9 +40,8 @@ import jaxcomp
     ],
 )
 def test_powersgd_refuses_when_built(arguments, words):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(words)):
         jaxcomp.powersgd(**{"axis_name": AXIS, **arguments})
-    assert words in str(caught.value)
 
 
 def test_allreduce_and_stats_refuse_when_built():
@@ -117,7 +118,7 @@ def test_a_state_of_another_rank_lists_every_leaf():
     old = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0).init(params)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     grads = jax.tree.map(lambda p: jnp.zeros((2, 1, *p.shape)), params)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="does not fit") as caught:
         simulate("vmap", tx, grads, old)
     assert "q['a']: expected (16, 2), got (16, 1)" in str(caught.value)
     assert "q['b']" in str(caught.value)

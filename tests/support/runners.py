@@ -77,7 +77,7 @@ def _assert_replicated(x: jax.Array) -> jax.Array:
 
 
 def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: int = 0) -> Any:
-    """Normal gradients ``(n, steps, *shape)`` with a common part, so that means are not all noise."""
+    """Normal gradients ``(n, steps, *shape)`` with a part in common to all."""
     rng = np.random.default_rng(seed)
     return {
         name: jnp.asarray(
