@@ -37,18 +37,30 @@ def plot(path: Path, rows: Sequence[Comparison], replicas: int) -> None:
     for row, colour in zip(rows, colours, strict=True):
         r = row.result
         style = {"color": colour, "linewidth": 2.0, "solid_capstyle": "round"}
-        steps.plot(r.steps, r.held_out, **style)
+        steps.plot(r.steps, r.held_out, label=_label(row), **style)
         megabytes = [b / 1e6 for b in r.bytes_sent]
-        sent.plot(megabytes, r.held_out, label=_label(row), **style)
+        sent.plot(megabytes, r.held_out, **style)
         sent.plot(megabytes[-1:], r.held_out[-1:], "o", color=colour, markersize=6)
+        if row.ratio != 1:
+            sent.annotate(
+                f"{row.total_ratio:.1f}x fewer",
+                (megabytes[-1], r.held_out[-1]),
+                xytext=(4, -14),
+                textcoords="offset points",
+                horizontalalignment="right",
+                color=INK,
+                fontsize=9,
+            )
     _axes(steps, rows, "training step")
-    _axes(sent, rows, "sent by each replica (MB, log scale)")
+    _axes(sent, rows, "sent by each replica so far (MB, log scale)")
     steps.set_ylabel("held-out loss (nats per byte)", color=INK)
     sent.set_xscale("log")
+    sent.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    sent.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     sent.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    sent.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
-    steps.set_title("Per step, ranks differ a little …", loc="left", color=INK, fontsize=11)
-    sent.set_title("… per byte, by an order of magnitude", loc="left", color=INK, fontsize=11)
+    steps.legend(frameon=False, fontsize=9.5, labelcolor=INK, loc="upper right")
+    steps.set_title("Loss against steps", loc="left", color=INK, fontsize=11)
+    sent.set_title("The same runs against bytes sent", loc="left", color=INK, fontsize=11)
     figure.supxlabel(
         f"Byte-level transformer on Python's standard library, {replicas} replicas, AdamW; "
         "same data and seeds. Bytes include the exact first steps.",
@@ -60,8 +72,8 @@ def plot(path: Path, rows: Sequence[Comparison], replicas: int) -> None:
 
 def _label(row: Comparison) -> str:
     if row.ratio == 1:
-        return f"{row.result.name} (exact)"
-    return f"{row.result.name}: {row.excess:+.1%} loss, {row.total_ratio:.3g}x fewer bytes"
+        return f"{row.result.name}, exact"
+    return f"{row.result.name}, {row.excess:+.1%}"
 
 
 def _axes(axes: Axes, rows: Sequence[Comparison], xlabel: str) -> None:

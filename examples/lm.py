@@ -199,7 +199,8 @@ class Transformer(nn.Module):
 
 def init_params(model: Transformer, seed: int) -> Any:
     """The model's initial parameters, float32; the same for the same seed, on any device count."""
-    return model.init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    # Under `jit`, because one by one the initialisers' operations take longer to compile.
+    return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def loss_fn(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:

@@ -66,9 +66,7 @@ def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
         decay_steps=max(2, steps),
         end_value=0.05 * learning_rate,
     )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.01)
-    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
 
 def dense_bytes(params: Tree, dtype: Any = jnp.float32) -> int:

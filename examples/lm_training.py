@@ -66,7 +66,7 @@ class RunConfig:
     heads: int = 4
     context: int = 128
     bf16: bool = False
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     seed: int = 0
     eval_every: int = 100
     eval_sequences: int = 512

@@ -30,6 +30,8 @@ def script(tmp_path_factory):
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Most of the time would go into optimising programs that run for a second.
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0",
         "COLUMNS": "200",
     }
 
@@ -178,16 +180,16 @@ def test_help(script, name):
 
 
 def test_demo_writes_its_table_picture_and_json(script, tmp_path):
-    arguments = ["--steps", 4, "--width", 32, "--ranks", 1, 2, "--devices", 2]
+    arguments = ["--steps", 4, "--width", 32, "--ranks", 1, "--devices", 2]
     result = script("demo.py", *arguments, "--output", tmp_path / "new" / "out")
     assert result.returncode == 0, result.stderr
-    assert "PowerSGD rank 2 sends" in result.stdout
+    assert "PowerSGD rank 1 sends" in result.stdout
     assert (tmp_path / "new/out/demo.png").read_bytes().startswith(b"\x89PNG")
-    exact, *compressed = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
+    exact, compressed = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
     assert exact["ratio"] == 1
-    assert [r["name"] for r in compressed] == ["PowerSGD rank 1", "PowerSGD rank 2"]
-    assert compressed[0]["ratio"] > compressed[1]["ratio"] > 1
-    for result in compressed:
+    assert compressed["name"] == "PowerSGD rank 1"
+    assert compressed["ratio"] > 10
+    for result in (exact, compressed):
         assert len(result["steps"]) == len(result["held_out"]) == len(result["bytes_sent"])
 
 

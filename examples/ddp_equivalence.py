@@ -1,0 +1,212 @@
+"""Three ways to the same weights: n devices, one device that accumulates, and torch's DDP.
+
+Every way reads the same samples in the same order: device k of n reads every n-th of a permutation,
+as torch's DistributedSampler deals them out, and the one device reads their batches one after the
+other and updates after n of them. The weights at the end are printed side by side. Where torch is
+not installed its column is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+
+AXIS = "data"
+SAMPLES, FEATURES, HIDDEN, CLASSES = 500, 20, 32, 5
+BATCH, EPOCHS, SEED = 16, 3, 0
+RATE, MOMENTUM = 0.1, 0.9
+TOLERANCE = 1e-5  # of the largest weight; the three ways add the same numbers in another order
+
+Weights = dict[str, np.ndarray]
+
+
+def make_data() -> tuple[np.ndarray, np.ndarray]:
+    """Samples around class centres, float32 (n, features), and their classes, int32 (n,)."""
+    rng = np.random.default_rng(SEED)
+    classes = rng.integers(0, CLASSES, SAMPLES).astype(np.int32)
+    centres = rng.normal(size=(CLASSES, FEATURES))
+    return (centres[classes] + rng.normal(size=(SAMPLES, FEATURES))).astype(np.float32), classes
+
+
+def initial_weights() -> Weights:
+    """Of two dense layers, in JAX's layout: kernels are (in, out)."""
+    rng = np.random.default_rng(SEED + 1)
+    shapes = {
+        "hidden/kernel": (FEATURES, HIDDEN),
+        "hidden/bias": (HIDDEN,),
+        "output/kernel": (HIDDEN, CLASSES),
+        "output/bias": (CLASSES,),
+    }
+    return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def loss_fn(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Mean cross-entropy."""
+    hidden = jnp.tanh(x @ weights["hidden/kernel"] + weights["hidden/bias"])
+    logits = hidden @ weights["output/kernel"] + weights["output/bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def batches(n: int) -> Iterator[list[np.ndarray]]:
+    """For every step, the indices of the batch of each of n devices."""
+    for epoch in range(EPOCHS):
+        shards = [jaxcomp.sharded_indices(SAMPLES, n, k, seed=SEED, epoch=epoch) for k in range(n)]
+        for start in range(0, len(shards[0]), BATCH):
+            yield [shard[start : start + BATCH] for shard in shards]
+
+
+def on_devices(n: int) -> Weights:
+    """Data parallel: the gradients of n devices are averaged in every step."""
+    x, y = make_data()
+    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(RATE, MOMENTUM))
+    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P(AXIS), P(AXIS)), out_specs=(P(), P()))
+    def step(weights: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        _, grads = jaxcomp.local_value_and_grad(loss_fn, AXIS)(weights, x, y)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    weights: Any = jax.tree.map(jnp.asarray, initial_weights())
+    state = tx.init(weights)
+    for shards in batches(n):
+        together = np.concatenate(shards)  # shard_map gives each device its own part of it
+        weights, state = step(weights, state, x[together], y[together])
+    return jax.device_get(weights)
+
+
+def accumulating(n: int) -> Weights:
+    """One device: n batches, one after the other, make one update."""
+    x, y = make_data()
+    tx = jaxcomp.accumulate(optax.sgd(RATE, MOMENTUM), every_k=n)
+
+    @jax.jit
+    def step(weights: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        updates, state = tx.update(jax.grad(loss_fn)(weights, x, y), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    weights: Any = jax.tree.map(jnp.asarray, initial_weights())
+    state = tx.init(weights)
+    for shards in batches(n):
+        for own in shards:
+            weights, state = step(weights, state, x[own], y[own])
+    return jax.device_get(weights)
+
+
+def torch_process(rank: int, n: int, folder: Path) -> None:
+    """One process of the torch run; the first writes the weights to `folder`."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, CLASSES)
+    )
+    start = initial_weights()
+    for parameter, value in zip(model.parameters(), start.values(), strict=True):
+        parameter.data.copy_(torch.from_numpy(value.T))  # torch's kernels are (out, in)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE, momentum=MOMENTUM)
+    x, y = make_data()
+    data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y).long())
+    sampler = DistributedSampler(data, seed=SEED)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, classes in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(ddp(inputs), classes).backward()
+            optimizer.step()
+    if rank == 0:
+        found = [parameter.detach().numpy().T for parameter in model.parameters()]
+        np.savez(folder / "weights.npz", **dict(zip(start, found, strict=True)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_torch(n: int) -> Weights:
+    """The same training under DistributedDataParallel, in n processes over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--devices", str(n), "--torch-folder", folder]
+        processes = [
+            subprocess.Popen([*command, "--torch-rank", str(rank)], stderr=subprocess.DEVNULL)
+            for rank in range(n)
+        ]
+        try:
+            if any(process.wait(timeout=300) for process in processes):
+                sys.exit("a torch process failed; run it without this script to see why")
+        finally:
+            for process in processes:
+                process.kill()
+        return dict(np.load(Path(folder) / "weights.npz"))
+
+
+def report(columns: dict[str, Weights]) -> bool:
+    """Prints the weights side by side. Returns whether they agree."""
+    first = next(iter(columns.values()))
+    print(f"{'three weights of':<18}" + "".join(f"{name:>34}" for name in columns))
+    for leaf in first:
+        shown = [
+            "".join(f"{value:+11.7f}" for value in weights[leaf].ravel()[:3])
+            for weights in columns.values()
+        ]
+        print(f"{leaf:<18}" + "".join(f"{numbers:>34}" for numbers in shown))
+    scale = max(np.abs(leaf).max() for leaf in first.values())
+    agree = True
+    for name, weights in list(columns.items())[1:]:
+        largest = max(np.abs(weights[leaf] - first[leaf]).max() for leaf in first) / scale
+        agree &= bool(largest <= TOLERANCE)
+        print(f"largest difference to {name}: {largest:.1e} of the largest weight")
+    return agree
+
+
+def main() -> int:
+    """The command line's entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, default=4, help="n (default: %(default)s)")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch out")
+    parser.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--torch-folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.devices < 1:
+        parser.error("--devices must be positive")
+    if arguments.torch_rank is not None:
+        torch_process(arguments.torch_rank, arguments.devices, arguments.torch_folder)
+        return 0
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    if len(jax.devices()) < arguments.devices:
+        parser.error(f"--devices {arguments.devices}, and only {len(jax.devices())} were found")
+
+    n = arguments.devices
+    columns = {f"{n} devices": on_devices(n), f"1 device, {n} batches a step": accumulating(n)}
+    if not arguments.no_torch and importlib.util.find_spec("torch"):
+        columns[f"torch DDP, {n} processes"] = in_torch(n)
+    steps = len(list(batches(n)))
+    print(f"{SAMPLES} samples, {EPOCHS} epochs, {steps} updates\n")
+    return 0 if report(columns) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

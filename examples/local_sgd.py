@@ -1,0 +1,296 @@
+"""Local SGD and DiLoCo against data parallel: held-out loss, and the bytes that it took.
+
+The language model of train_lm.py, small enough for a CPU, trained five times on the same data. What
+a training script of your own needs is in `local_step`, an ordinary training step for one device,
+and in `STRATEGIES`, which says how replicas meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from data_parallel import AXIS, local_devices
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from lm import (
+    Corpus,
+    ModelConfig,
+    Transformer,
+    held_out_batches,
+    init_params,
+    load_corpus,
+    loss_fn,
+    training_batch,
+)
+from lm_strategies import adamw, dense_bytes
+
+import jaxcomp
+
+Tree = Any
+# (parameters, state, batches of all steps of the round) -> (parameters, state, losses)
+Round = Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a run.
+
+    Attributes:
+      replicas: Devices.
+      steps: Optimizer steps of every run.
+      batch_size: Sequences in a step, over all replicas.
+      learning_rate: The highest learning rate of AdamW.
+      layers: Transformer blocks.
+      width: Features.
+      context: Bytes in a sequence.
+      eval_every: Steps between evaluations, a multiple of 32.
+      eval_sequences: Held-out sequences.
+      seed: Of the parameters and the data.
+    """
+
+    replicas: int = 4
+    steps: int = 512
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    layers: int = 2
+    width: int = 64
+    context: int = 64
+    eval_every: int = 64
+    eval_sequences: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run in which replicas meet in one way."""
+
+    steps: int  # in one call of `run`
+    run: Round
+    begin: Callable[[Tree, Tree], Tree]  # (parameters, optimizer state) -> state
+    bytes_per_step: float
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A name for the table, and which phase a step belongs to: (config, parameters) -> phases."""
+
+    name: str
+    phases: Callable[[Config, Tree], list[tuple[int, Phase]]]  # (first step, phase)
+
+
+def local_step(
+    model: Transformer, optimizer: Any, params: Tree, state: Tree, batch: jax.Array
+) -> tuple[Tree, Tree, jax.Array]:
+    """A training step for one device: nothing in it knows of replicas."""
+    loss, grads = jax.value_and_grad(partial(loss_fn, model))(params, batch)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def model_of(config: Config) -> Transformer:
+    """The language model."""
+    return Transformer(ModelConfig(config.layers, config.width, 4, config.context))
+
+
+def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
+    """The gradients are averaged in every step; several steps to a call, as in the other phases."""
+    optimizer = adamw(config.learning_rate, config.steps)
+    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optimizer)
+    value_and_grad = jaxcomp.local_value_and_grad(partial(loss_fn, model_of(config)), AXIS)
+
+    def run(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        def one(carry: Any, batch: jax.Array) -> Any:
+            params, state = carry
+            loss, grads = value_and_grad(params, batch)
+            updates, state = tx.update(grads, (optax.EmptyState(), state), params)
+            return (optax.apply_updates(params, updates), state[1]), loss
+
+        (params, state), losses = jax.lax.scan(one, (params, state), batches)
+        return params, state, losses
+
+    return Phase(steps, run, lambda params, state: state, dense_bytes(params))
+
+
+def local(
+    config: Config, params: Tree, steps: int, rank: int | None = None, **options: Any
+) -> Phase:
+    """Local steps, then a meeting; `options` are those of `jaxcomp.local_sgd_round`."""
+    optimizer = adamw(config.learning_rate, config.steps)
+    reduced = None
+    if rank is not None:
+        options["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+        reduced = partial(jaxcomp.compression_stats, rank=rank)
+    step = partial(local_step, model_of(config), optimizer)
+    run = jaxcomp.local_sgd_round(step, sync_every=steps, axis_name=AXIS, **options)
+    stats = jaxcomp.local_sgd_stats(params, sync_every=steps, reduced=reduced)
+    return Phase(steps, run, run.init, stats.bytes_per_step)
+
+
+def post_local(config: Config, params: Tree) -> list[tuple[int, Phase]]:
+    """The first quarter data parallel, then local SGD."""
+    start = config.steps // 4 // 8 * 8
+    return [(0, data_parallel(config, params)), (start, local(config, params, 8))]
+
+
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+STRATEGIES = (
+    Strategy("data parallel", lambda c, p: [(0, data_parallel(c, p))]),
+    Strategy("local SGD, H=8", lambda c, p: [(0, local(c, p, 8))]),
+    Strategy("post-local SGD, H=8", post_local),
+    Strategy("DiLoCo, H=32", lambda c, p: [(0, local(c, p, 32, outer=OUTER))]),
+    Strategy("DiLoCo, H=32, rank 4", lambda c, p: [(0, local(c, p, 32, rank=4, outer=OUTER))]),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is known at an evaluation."""
+
+    step: int
+    held_out: float  # nats per byte
+    bytes_sent: float  # by each replica, since step 0
+
+
+def train(strategy: Strategy, config: Config, corpus: Corpus, mesh: Mesh) -> Iterator[Point]:
+    """Trains once, from the same parameters on the same data as every other strategy."""
+    params = init_params(model_of(config), config.seed)
+    state: Tree = adamw(config.learning_rate, config.steps).init(params)
+    evaluate = jax.jit(partial(loss_fn, model_of(config)))
+    held_out = held_out_batches(
+        corpus.held_out, count=4, size=config.eval_sequences // 4, context=config.context
+    )
+    phases = strategy.phases(config, params)
+    sent = 0.0
+    for number, (first, phase) in enumerate(phases):
+        last = phases[number + 1][0] if number + 1 < len(phases) else config.steps
+        state = phase.begin(params, state)
+        specs = jaxcomp.state_specs(state, AXIS)
+        state = jaxcomp.shard_state(state, mesh, AXIS)
+        mapped = jax.jit(
+            jax.shard_map(
+                lambda p, s, b, run=phase.run: run(p, s, b)[:2],
+                mesh=mesh,
+                in_specs=(P(), specs, P(None, AXIS)),
+                out_specs=(P(), specs),
+            )
+        )
+        for step in range(first, last, phase.steps):
+            options = {"seed": config.seed, "size": config.batch_size, "context": config.context}
+            steps = range(step, step + phase.steps)
+            batches = np.stack([training_batch(corpus.train, i, **options) for i in steps])
+            params, state = jax.block_until_ready(mapped(params, state, batches))
+            sent += phase.bytes_per_step * phase.steps
+            done = step + phase.steps
+            if done % config.eval_every == 0:
+                one = jax.device_get(params)  # the same on every replica between rounds
+                loss = float(np.mean([evaluate(one, batch) for batch in held_out]))
+                yield Point(done, loss, sent)
+
+
+def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
+    """Draws held-out loss against steps, and against bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    colours = ["#1f2933", "#d1495b", "#edae49", "#00798c", "#66a182"]
+    figure = Figure(figsize=(10, 4.4), dpi=160, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    for (name, points), colour in zip(runs.items(), colours, strict=True):
+        losses = [p.held_out for p in points]
+        megabytes = [p.bytes_sent / 1e6 for p in points]
+        by_step.plot([p.step for p in points], losses, color=colour, linewidth=2)
+        by_bytes.plot(megabytes, losses, color=colour, linewidth=2, label=name)
+        by_bytes.plot(megabytes[-1:], losses[-1:], "o", color=colour)
+    by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    by_bytes.legend(frameon=False, fontsize=9)
+    by_step.set_xlabel("optimizer step")
+    by_bytes.set_xlabel("sent by each replica (MB, log scale)")
+    by_step.set_ylabel("held-out loss (nats per byte)")
+    for axes in (by_step, by_bytes):
+        axes.grid(True, color="#e4e8ec")
+        axes.spines[:].set_visible(False)
+        axes.tick_params(colors="#66727f", length=0)
+    figure.supxlabel(
+        f"Byte-level transformer on Python's standard library, {config.replicas} replicas, AdamW, "
+        "same data and seed",
+        fontsize=8,
+        color="#66727f",
+    )
+    figure.savefig(path)
+
+
+def table(runs: dict[str, list[Point]], config: Config) -> str:
+    """The results as a Markdown table."""
+    exact = runs[STRATEGIES[0].name][-1]
+    lines = ["| | held-out loss | against data parallel | bytes per step | fewer bytes |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, points in runs.items():
+        end = points[-1]
+        per_step = end.bytes_sent / config.steps
+        lines.append(
+            f"| {name} | {end.held_out:.3f} | {end.held_out / exact.held_out - 1:+.1%} | "
+            f"{per_step:,.0f} | {exact.bytes_sent / end.bytes_sent:.0f}x |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command line's entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in asdict(Config()).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
+    parser.add_argument("--plot", type=Path, default=Path("local_sgd.png"), help="the picture")
+    parser.add_argument("--log", type=Path, help="write the curves to this file, as JSON")
+    arguments = vars(parser.parse_args())
+    picture, log = arguments.pop("plot"), arguments.pop("log")
+    config = Config(**arguments)
+    if min(arguments[name] for name in arguments if name != "seed") <= 0:
+        parser.error("sizes must be positive")
+    if config.steps % 32 or config.eval_every % 32 or config.steps % config.eval_every:
+        parser.error("--eval-every must be a multiple of 32, and --steps one of --eval-every")
+    if config.batch_size % config.replicas:
+        parser.error("--batch-size must be a multiple of --replicas")
+
+    devices = local_devices(config.replicas)
+    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    corpus = load_corpus()
+    runs: dict[str, list[Point]] = {}
+    for strategy in STRATEGIES:
+        began = time.monotonic()
+        runs[strategy.name] = []
+        for point in train(strategy, config, corpus, mesh):
+            runs[strategy.name].append(point)
+            print(
+                f"{strategy.name:22} step {point.step:5}  held-out {point.held_out:.4f}  "
+                f"{point.bytes_sent / 1e6:8.2f} MB  {time.monotonic() - began:5.0f} s",
+                flush=True,
+            )
+    print(f"\n{table(runs, config)}\n")
+    plot(picture, runs, config)
+    print(f"picture: {picture}")
+    if log:
+        curves = {name: [asdict(p) for p in points] for name, points in runs.items()}
+        log.write_text(json.dumps({"config": asdict(config), "runs": curves}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
