@@ -39,8 +39,8 @@ def axis_size(axis_name: AxisName) -> int:
     except NameError as error:
         raise ValueError(
             f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, "
-            f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you "
-            "mapped over."
+            f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that "
+            "you mapped over."
         ) from error
 
 
@@ -115,10 +115,10 @@ def check_local(gradients: PyTree, axis_name: AxisName) -> None:
         if reduced:
             raise ValueError(
                 f"The gradient {leaf_name(path)} is the same on every replica along "
-                f"{reduced[0]!r}: it was already summed by jax.grad inside shard_map(check_vma=True), "
-                f"so there is nothing left to reduce. Take it with jaxcomp.local_value_and_grad(loss, "
-                f"{axis_name!r}), or mark the parameters with jax.lax.pcast(params, {axis_name!r}, "
-                "to='varying') before jax.grad."
+                f"{reduced[0]!r}: it was already summed by jax.grad inside "
+                "shard_map(check_vma=True), so there is nothing left to reduce. Take it with "
+                f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
             )
 
 
