@@ -363,6 +363,54 @@ def test_whole_network_by_structure_with_a_flattened_input():
     assert_equal_states(back, module.state_dict())
 
 
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for k in range(2):
+            x = EncoderBlock(name=f"block{k}")(x)
+        return x
+
+
+class EncoderBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.MultiHeadDotProductAttention(2)(x)
+        x = nn.LayerNorm(epsilon=1e-5)(x + y)
+        y = nn.relu(nn.Dense(16)(x))
+        y = nn.Dense(8)(y)
+        return nn.LayerNorm(epsilon=1e-5)(x + y)
+
+
+def test_transformer_encoder_by_structure():
+    torch.manual_seed(5)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = randomize(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    like = jax.eval_shape(Encoder().init, jax.random.key(0), jnp.asarray(x))
+    variables = params_from_torch(module.state_dict(), like)
+    close(Encoder().apply(variables, jnp.asarray(x)), module(torch.from_numpy(x)).detach())
+    assert_equal_states(params_to_torch(variables, module.state_dict()), module.state_dict())
+
+
+def test_decoder_with_two_attentions_needs_a_rule():
+    def attention(name):
+        shapes = {"in_proj_weight": (24, 8), "out_proj.weight": (8, 8)}
+        return {f"layers.{k}.{name}.{n}": np.ones(s) for k in (0, 1) for n, s in shapes.items()}
+
+    model = {**attention("self_attn"), **attention("multihead_attn")}
+    heads = {n: {"kernel": np.ones((8, 2, 4))} for n in ("query", "key", "value")}
+    block = {f"Attention_{k}": {**heads, "out": {"kernel": np.ones((2, 4, 8))}} for k in (0, 1)}
+    like = {"Block_0": block, "Block_1": block}
+    with pytest.raises(CheckpointMismatch, match="could be Block_0/Attention_0 or"):
+        pair(model, like)
+    rules = {
+        r"layers\.(\d)\.self_attn": r"Block_\1/Attention_0",
+        r"layers\.(\d)\.multihead_attn": r"Block_\1/Attention_1",
+    }
+    paths = {p.path: p.torch_name for p in pair(model, like, rules)}
+    assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("layers.1.multihead_attn")
+
+
 def test_prefixes_of_ddp_and_compile_are_skipped():
     module = torch_cnn()
     like = jax.eval_shape(CNN().init, jax.random.key(0), jnp.ones((1, 8, 8, 3)))
