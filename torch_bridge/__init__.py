@@ -3,6 +3,7 @@
 from torch_bridge._arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._buckets import BucketEntry, BucketLayout
 from torch_bridge._checkpoint import Checkpoint, load
+from torch_bridge._convert import save_for_torch
 from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._infer import infer_layout
 from torch_bridge._matrix_dims import matrix_dims_of, torch_matrix_dims
@@ -44,6 +45,7 @@ __all__ = [
     "reducer_from_torch",
     "resume_powersgd",
     "save_checkpoint",
+    "save_for_torch",
     "state_dict",
     "state_from_record",
     "torch_matrix_dims",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import pathlib
 import sys
@@ -135,6 +136,7 @@ def _command(commands: Any, name: str, summary: str, examples: str) -> argparse.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors become one message on standard error and an exit code."""
     options = parser().parse_args(arguments)
+    _return_freed_memory()
     commands = {"inspect": _inspect, "to-flax": _to_flax, "to-torch": _to_torch}
     try:
         commands[options.command](options)
@@ -149,6 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), UNUSABLE)
     return OK
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give back every freed array: by default it keeps those below 32 MiB."""
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library: its own business
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 
 def _fail(error: object, code: int) -> int:

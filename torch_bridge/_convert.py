@@ -41,6 +41,7 @@ class Choices:
       torch_dims: use `torch_matrix_dims` instead of jaxcomp's default cut.
       missing_ranks: as for `powersgd_from_torch`.
       layout: the bucket layout, if it was given.
+      dims: another `matrix_dims` function.
     """
 
     params: Any
@@ -48,11 +49,12 @@ class Choices:
     torch_dims: bool = False
     missing_ranks: str = "error"
     layout: BucketLayout | None = None
+    dims: Any = None
 
     @property
     def matrix_dims(self) -> Any:
         """The `matrix_dims` argument."""
-        return torch_matrix_dims if self.torch_dims else None
+        return torch_matrix_dims if self.torch_dims else self.dims
 
 
 def import_object(reference: str) -> Any:
@@ -148,8 +150,6 @@ def torch_document(
       choices: as for the other direction.
       notify: called with the name of each stage.
     """
-    from torch_bridge._torch_side import make_document, plain_record
-
     notify("reading the Flax checkpoint")
     zero = dataclasses.replace(choices, missing_ranks="zero")
     template = train_state(like, zero, values=False)
@@ -158,32 +158,93 @@ def torch_document(
     if like.optimizer is not None:
         like.optimizer.clear()
     state = read_flax(source, template)
-    params, links = state.pop("params"), list(state.pop("opt_state"))
+    links = list(state.pop("opt_state"))
+    reducer = PowerSGDState(*links.pop(0)) if like.powersgd else None
+    parts = {"params": state.pop("params"), "powersgd": reducer, "optimizer": (links or [None])[0]}
+    del state, links, reducer
+    return assemble(parts, like, fresh, choices, notify)
+
+
+def save_for_torch(
+    path: str | os.PathLike[str],
+    params: Any,
+    *,
+    like: Checkpoint,
+    powersgd: PowerSGDState | None = None,
+    optimizer: Any = None,
+    layout: BucketLayout | None = None,
+    matrix_dims: Any = None,
+    rules: Any = (),
+) -> None:
+    """Write the complete torch checkpoint of a run that goes back to PyTorch.
+
+    The file is as `save_checkpoint` writes it: ``torch.load(path, weights_only=True)`` has
+    ``state_dict`` and ``optimizer``, and `load` with `state_from_record` and `resume_powersgd`
+    bring the hook back.
+
+    Args:
+      path: the file; an existing one is replaced.
+      params: Flax parameters (linen variables if there are running statistics).
+      like: the torch checkpoint that the run came from.
+      powersgd: the consolidated reducer state; None to leave it out.
+      optimizer: the Optax state of the optimizer; None to leave it out.
+      layout: the bucket layout; None for that of `like`.
+      matrix_dims: as passed to `jaxcomp.powersgd`.
+      rules: as for `params_to_torch`.
+
+    Raises:
+      CheckpointMismatch: a part does not fit `like`; everything that does not is listed.
+    """
+    from torch_bridge._torch_side import write_atomically
+
+    parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
+    choices = Choices(params, rules, layout=layout, dims=matrix_dims)
+    document = assemble(parts, like, like.optimizer, choices, lambda stage: None)
+    write_atomically(pathlib.Path(path), document)
+
+
+def assemble(
+    parts: dict[str, Any],
+    like: Checkpoint,
+    fresh: Any,
+    choices: Choices,
+    notify: Callable[[str], None],
+) -> dict[str, Any]:
+    """The torch document out of Flax parts.
+
+    Args:
+      parts: ``params``, ``powersgd`` and ``optimizer``, each dropped as soon as it is converted.
+      like: the torch checkpoint that the run came from.
+      fresh: a torch optimizer state dict to be filled, or None.
+      choices: rules, layout and cut.
+      notify: called with the name of each stage.
+    """
+    from torch_bridge._torch_side import make_document, plain_record
+
     notify("converting the parameters")
+    params = parts.pop("params")
     model = params_to_torch(params, like.model, choices.rules)
     model = {name: to_tensor(np.asarray(value)) for name, value in model.items()}
     params = hollow(params)
     hook, errors, layout = None, [], choices.layout or like.layout
-    if like.powersgd:
+    if like.powersgd and parts["powersgd"] is not None:
         notify("converting the PowerSGD state")
         layout = layout or _inferred(like)
+        rules = {"rules": choices.rules}
         record = export_record(
-            PowerSGDState(*links.pop(0)),
-            params,
-            layout,
-            like,
-            choices.matrix_dims,
-            {},
-            {"rules": choices.rules},
+            parts.pop("powersgd"), params, layout, like, choices.matrix_dims, {}, rules
         )
         hook = plain_record(record)
         # Every rank goes on from the mean error.
-        error = {bucket: to_tensor(flat) for bucket, flat in record.error_dict.items()}
+        flats = record.error_dict
+        error = {bucket: to_tensor(flats.pop(bucket)) for bucket in sorted(flats)}
         errors = [error] * (like.world_size or 1)
     optimizer = None
-    if fresh is not None:
+    if fresh is not None and parts["optimizer"] is not None:
         notify("converting the optimizer")
-        optimizer = optimizer_to_torch(links.pop(0), params, fresh, like.model, choices.rules)
+        optimizer = optimizer_to_torch(
+            parts.pop("optimizer"), params, fresh, like.model, choices.rules
+        )
     return make_document(
         model=model,
         hook=hook,

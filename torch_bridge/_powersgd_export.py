@@ -110,11 +110,17 @@ def export_record(
         raise CheckpointMismatch(
             f"jaxcomp's state does not fit torch's matrices. {SAME_CUT}", mis_shaped=problems
         )
-    errors = {name: np.zeros(entry.shape, np.float32) for name, entry in layout.entries.items()}
+    flats: dict[int, np.ndarray] = {}
+    errors: dict[str, np.ndarray] = {}
+    if base.use_error_feedback:
+        # Written through views of the buckets: a second copy would double the memory.
+        flats = {bucket: np.zeros(size, np.float32) for bucket, size in enumerate(layout.sizes)}
+        for bucket, flat in flats.items():
+            errors |= layout.split(bucket, flat)
     parts: dict[str, list[np.ndarray]] = {}
     for plan, terms, residual, q in leaves:
         _collect(plan, terms, residual, q, source, errors, parts)
-    return _with_buffers(base, like, layout, source, errors, parts)
+    return _with_buffers(base, like, layout, source, flats, parts)
 
 
 def _base_record(
@@ -184,7 +190,7 @@ def _collect(
         slot = source.slot(term)
         if slot is None:
             continue
-        if not isinstance(residual, optax.MaskedNode):
+        if errors and not isinstance(residual, optax.MaskedNode):
             start, stop = term.row_range
             values = term.take(to_numpy(residual)).astype(np.float32)
             errors[slot.entry.name][start:stop] = term.to_torch(values)
@@ -200,18 +206,16 @@ def _with_buffers(
     like: Checkpoint | None,
     layout: BucketLayout,
     source: Source,
-    errors: dict[str, np.ndarray],
+    error_dict: dict[int, np.ndarray],
     parts: dict[str, list[np.ndarray]],
 ) -> PowerSGDRecord:
     old = like.powersgd[0] if like is not None and like.powersgd else None
-    if not base.use_error_feedback:
-        errors = {}
     factors = {}
     if base.warm_start:
         for name, slot in source.slots.items():
             factors[name] = (np.zeros((slot.rows, slot.rank), np.float32), _common(slot, parts))
     rank, rate = base.matrix_approximation_rank, base.min_compression_rate
-    error_dict, p_memory, q_memory = pack(layout, rank, rate, errors, factors)
+    _, p_memory, q_memory = pack(layout, rank, rate, {}, factors)
     if old is not None:
         for bucket, p in p_memory.items():
             kept = old.p_memory_dict.get(bucket)
@@ -229,7 +233,7 @@ def _like_dtype(
     buffers: dict[int, np.ndarray], old: dict[int, np.ndarray]
 ) -> dict[int, np.ndarray]:
     return {
-        bucket: flat.astype(old[bucket].dtype) if bucket in old else flat
+        bucket: flat.astype(old[bucket].dtype, copy=False) if bucket in old else flat
         for bucket, flat in buffers.items()
     }
 

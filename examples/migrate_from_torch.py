@@ -1,0 +1,188 @@
+"""Move a training run from PyTorch DDP to JAX and back, and compare it with one that never moved.
+
+    python examples/migrate_from_torch.py --out out/migration
+
+Each run trains in PyTorch DDP with powerSGD_hook (2 processes over gloo), is saved, goes on in JAX
+on 2 devices, is saved, and goes on in PyTorch. Beside it the same run stays in PyTorch throughout.
+Prints the largest relative difference of the losses after each move and draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from data_parallel import ShardMap, local_devices, new_state
+from migrate_models import FLAX_MODELS, flax_batch, flax_loss
+from migrate_plan import CASES, MOVES, STEPS, WORLD, Case
+from rich.console import Console
+from rich.table import Table
+
+import jaxcomp
+import torch_bridge
+
+TOLERANCE = 1e-4
+
+
+def torch_job(phase: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Run both ranks of the torch half; the mean loss per step of every case."""
+    job = pathlib.Path(__file__).with_name("migrate_torch_job.py")
+    ranks = [
+        subprocess.Popen([sys.executable, str(job), phase, str(rank), str(folder)])
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [process.wait(timeout=900) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"error: the torch job {phase} failed with exit codes {codes}")
+    losses = [json.loads((folder / f"{phase}.{rank}.json").read_text()) for rank in range(WORLD)]
+    return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
+
+
+def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) -> np.ndarray:
+    """From the first move to the second; leaves a checkpoint for torch and returns the losses."""
+    checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
+    assert checkpoint.optimizer is not None
+    module = FLAX_MODELS[case.model]()
+    like = jax.eval_shape(module.init, jax.random.key(0), flax_batch(case.model, 0, 1)["x"])[
+        "params"
+    ]
+
+    params = torch_bridge.params_from_torch(checkpoint.model, like)
+    reducer_state = torch_bridge.powersgd_from_torch(checkpoint, params)
+    optimizer, optimizer_state = torch_bridge.optimizer_from_torch(
+        checkpoint.optimizer, checkpoint.model, params
+    )
+    options = torch_bridge.powersgd_kwargs_from_torch(checkpoint.powersgd[0])
+    tx = optax.chain(jaxcomp.powersgd(axis_name="data", **options), optimizer)
+
+    state = new_state(module, params, tx).replace(opt_state=(reducer_state, optimizer_state))
+    parallel = ShardMap(partial(flax_loss, module), devices)
+    state = parallel.place(state)
+    losses = []
+    for step in range(*MOVES):
+        state, loss = parallel.train(state, flax_batch(case.model, step, WORLD))  # pyright: ignore[reportArgumentType]
+        losses.append(float(np.mean(loss)))
+    state = parallel.consolidated(state)
+    reducer_state, optimizer_state = state.opt_state
+    torch_bridge.save_for_torch(
+        folder / f"{case.name}.to_torch.pt",
+        state.params,
+        like=checkpoint,
+        powersgd=reducer_state,
+        optimizer=optimizer_state,
+    )
+    return np.array(losses)
+
+
+def compare(
+    cases: Sequence[Case], folder: pathlib.Path, devices: Sequence[Any], console: Console
+) -> dict[str, dict[str, np.ndarray]]:
+    """Run everything; per case the losses of the run that stayed and of the one that moved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if old.suffix in (".store", ".json", ".pt") or old.name in {case.name for case in CASES}:
+            old.unlink()
+    for case in cases:
+        (folder / case.name).touch()
+    console.print(f"PyTorch, {WORLD} processes: {len(cases)} runs of {STEPS} steps")
+    stayed = torch_job("FIRST", folder)
+    console.print(f"JAX, {WORLD} devices: steps {MOVES[0]} to {MOVES[1]}")
+    middle = {case.name: continue_in_jax(case, folder, devices) for case in cases}
+    console.print(f"PyTorch again: steps {MOVES[1]} to {STEPS}")
+    last = torch_job("LAST", folder)
+    return {
+        case.name: {
+            "stayed": stayed[case.name],
+            "moved": np.concatenate(
+                [stayed[case.name][: MOVES[0]], middle[case.name], last[case.name]]
+            ),
+        }
+        for case in cases
+    }
+
+
+def differences(losses: dict[str, np.ndarray]) -> tuple[float, float]:
+    """The largest relative difference of the losses after the first and after the second move."""
+    relative = np.abs(losses["moved"] - losses["stayed"]) / np.abs(losses["stayed"])
+    return float(relative[MOVES[0] : MOVES[1]].max()), float(relative[MOVES[1] :].max())
+
+
+def show(runs: dict[str, dict[str, np.ndarray]], console: Console) -> bool:
+    """Print the table; whether every run stayed within the tolerance."""
+    table = Table(title="Losses of the run that moved, beside the one that stayed in PyTorch")
+    for title in ("run", "first loss", "last loss, stayed", "last loss, moved", "in JAX", "back"):
+        table.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
+    good = True
+    for name, losses in runs.items():
+        in_jax, back = differences(losses)
+        good &= max(in_jax, back) < TOLERANCE
+        ends = (losses["stayed"][0], losses["stayed"][-1], losses["moved"][-1])
+        table.add_row(name, *(f"{loss:.6f}" for loss in ends), f"{in_jax:.1e}", f"{back:.1e}")
+    console.print(table)
+    verdict = "all" if good else "NOT all"
+    console.print(f"largest relative differences, {verdict} below {TOLERANCE:.0e}")
+    return good
+
+
+def plot(runs: dict[str, dict[str, np.ndarray]], path: pathlib.Path) -> None:
+    """Draw the losses, one panel per run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(4, len(runs))
+    rows = -(-len(runs) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.4 * rows), squeeze=False, sharex=True
+    )
+    for axis, (name, losses) in zip(axes.flat, runs.items(), strict=False):
+        axis.plot(losses["stayed"], color="0.6", linewidth=3, label="stayed in PyTorch")
+        axis.plot(losses["moved"], color="C3", linewidth=1, label="moved")
+        axis.axvspan(*MOVES, color="C0", alpha=0.12, label="in JAX")
+        axis.set_title(name, fontsize=9)
+    axes[0, 0].legend(fontsize=7)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("loss", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Run, compare, print and draw."""
+    parser = argparse.ArgumentParser(description="Move a run from PyTorch DDP to JAX and back.")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/migration"))
+    parser.add_argument("--only", help="run the cases whose name contains this text")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if not arguments.only or arguments.only in case.name]
+    if not cases:
+        parser.error(f"--only: no case among {', '.join(case.name for case in CASES)}")
+    console, folder = Console(), arguments.out.absolute()
+    runs = compare(cases, folder, local_devices(WORLD), console)
+    good = show(runs, console)
+    plot(runs, folder / "losses.png")
+    table = {
+        name: {key: value.tolist() for key, value in losses.items()}
+        for name, losses in runs.items()
+    }
+    (folder / "losses.json").write_text(json.dumps(table))
+    console.print(f"wrote {arguments.out / 'losses.png'} and losses.json")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

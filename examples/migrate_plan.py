@@ -1,0 +1,29 @@
+"""What `migrate_from_torch.py` runs: the cases and when they move. Imports no framework."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+WORLD = 2  # processes in torch, devices in JAX
+START = 10  # first compressed step
+MOVES = (30, 65)  # torch -> JAX, JAX -> torch
+STEPS = 100
+
+
+class Case(NamedTuple):
+    """One training run."""
+
+    model: str
+    optimizer: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return f"{self.model}-{self.optimizer}-rank{self.rank}"
+
+
+CASES = tuple(
+    Case(*choice) for choice in itertools.product(("cnn", "transformer"), ("sgd", "adamw"), (1, 4))
+)

@@ -1,0 +1,99 @@
+"""The PyTorch half of `migrate_from_torch.py`: one rank of a DDP job over gloo.
+
+    python examples/migrate_torch_job.py FIRST|LAST RANK FOLDER
+
+FIRST trains every case without a break, and writes a checkpoint at the first move on the way. LAST
+goes on from the checkpoints that came back from JAX. Losses go to FOLDER, one file per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from migrate_models import TORCH_MODELS, batch, torch_loss
+from migrate_plan import CASES, MOVES, START, STEPS, WORLD, Case
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bridge
+
+
+def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Momentum SGD or AdamW."""
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def fresh(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """The model under DDP in one bucket (the hook hangs with several over gloo), the optimizer."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(TORCH_MODELS[case.model](), bucket_cap_mb=1000)
+    return model, optimizer_of(case, model)
+
+
+def train(case: Case, model: Any, optimizer: torch.optim.Optimizer, step: int, rank: int) -> float:
+    """One step; the loss of this rank."""
+    optimizer.zero_grad()
+    loss = torch_loss(model, batch(case.model, step, rank))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
+    """All steps in torch, with a checkpoint at the first move."""
+    model, optimizer = fresh(case)
+    state = powerSGD_hook.PowerSGDState(None, case.rank, start_powerSGD_iter=START)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    losses = []
+    for step in range(STEPS):
+        if step == MOVES[0]:
+            path = folder / f"{case.name}.to_jax.pt"
+            torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
+        losses.append(train(case, model, optimizer, step, rank))
+    return losses
+
+
+def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
+    """The steps after the second move, from what JAX left behind."""
+    path = folder / f"{case.name}.to_torch.pt"
+    document = torch.load(path, weights_only=True)
+    checkpoint = torch_bridge.load(path)
+    assert checkpoint.layout is not None
+    model, optimizer = fresh(case)
+    model.module.load_state_dict(document["state_dict"])
+    optimizer.load_state_dict(document["optimizer"])
+    state = torch_bridge.state_from_record(checkpoint.powersgd[rank])
+    data = batch(case.model, MOVES[1], rank)
+    torch_bridge.resume_powersgd(
+        model, state, checkpoint.layout, lambda: torch_loss(model, data).backward()
+    )
+    return [train(case, model, optimizer, step, rank) for step in range(MOVES[1], STEPS)]
+
+
+def main() -> None:
+    """Run all cases as one rank."""
+    phase, rank, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store = f"file://{folder / f'{phase}.store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    run = uninterrupted if phase == "FIRST" else returned
+    losses = {}
+    for case in CASES:
+        if (folder / case.name).exists():  # chosen by the parent process
+            losses[case.name] = run(case, rank, folder)
+    (folder / f"{phase}.{rank}.json").write_text(json.dumps(losses))
+    dist.barrier()
+    # gloo's threads may outlive the interpreter's shutdown, which aborts the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
