@@ -73,7 +73,7 @@ def plot(path: Path, rows: Sequence[Comparison], replicas: int) -> None:
 def _label(row: Comparison) -> str:
     if row.ratio == 1:
         return f"{row.result.name}, exact"
-    return f"{row.result.name}, {row.excess:+.1%}"
+    return f"{row.result.name}, loss {row.excess:+.1%}"
 
 
 def _axes(axes: Axes, rows: Sequence[Comparison], xlabel: str) -> None:
