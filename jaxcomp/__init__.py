@@ -4,6 +4,7 @@ from jaxcomp._accumulate import accumulate
 from jaxcomp._adapt import adapt_state
 from jaxcomp._batched_powersgd import batched_powersgd
 from jaxcomp._check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
+from jaxcomp._collectives import as_local
 from jaxcomp._combinators import ErrorFeedbackState, SwitchState, error_feedback, switch_at
 from jaxcomp._gradients import local_value_and_grad
 from jaxcomp._local_sgd import LocalSGDState, local_sgd
@@ -44,6 +45,7 @@ __all__ = [
     "accumulate",
     "adapt_state",
     "allreduce",
+    "as_local",
     "average",
     "batched_powersgd",
     "batched_stats",

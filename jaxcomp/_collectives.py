@@ -67,7 +67,31 @@ def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks every array as this replica's own value. Costs nothing; values do not change."""
+    """Marks every array as this replica's own value. Costs nothing; values do not change.
+
+    `local_value_and_grad` does this to the parameters. Do it yourself before anything else that
+    differentiates with respect to them, for example flax's ``DynamicScale.value_and_grad``.
+
+    Args:
+      tree: Any tree of arrays.
+      axis_name: The mapped axis or axes of the replicas.
+
+    Returns:
+      The same tree; under ``shard_map(check_vma=True)`` typed as varying over the axes, so that a
+      gradient with respect to it stays local. Elsewhere gradients are local anyway.
+
+    Raises:
+      ValueError: If the axis is not bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> def gradient(w, x):
+      ...     return jax.grad(lambda w: jnp.sum(w * x))(jaxcomp.as_local(w, "data"))
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
+      >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
+      [0.0, 1.0]
+    """
     axes = _checked_axes(axis_name)
 
     def mark(x: Any) -> Any:

@@ -203,7 +203,9 @@ def switch_at(
         def run(function: Any, own: PyTree, other: PyTree, swapped: bool) -> Reduction:
             result = function(updates, own, params, **extra_args)
             states = (other, result.state) if swapped else (result.state, other)
-            sent = as_local(result.sent, axis_name) if axis_name else result.sent
+            # One type for both branches, also where only one of them computes in float32.
+            sent = jax.tree.map(lambda x, g: x.astype(g.dtype), result.sent, updates)
+            sent = as_local(sent, axis_name) if axis_name else sent
             return result._replace(state=states, sent=sent)
 
         result = hand_over(

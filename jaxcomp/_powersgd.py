@@ -284,7 +284,8 @@ class _Step:
         parts = [leaves[i] for i in self.chosen + self.dense]
         reduced = reduce_mean(parts, self.options.axis_name, self.wire)
         sent = reduced.sent if self.want_sent else []
-        return _Result(reduced.means, residual, q, reduced.finite, sent)
+        means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
+        return _Result(means, residual, q, reduced.finite, sent)
 
     def compressed(
         self, leaves: list[Array], residual: list[Any], q: list[Any], count: Array

@@ -1,0 +1,166 @@
+"""Steps that are not finite leave no trace; loss scaling and bfloat16 training; every reducer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from runners import AXIS, mesh_of, random_grads, simulate
+
+import jaxcomp
+
+SHAPES = {"bias": (8,), "dense": (12, 8)}
+REDUCERS = {
+    "allreduce": lambda: jaxcomp.allreduce(axis_name=AXIS),
+    "bfloat16": lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.bfloat16),
+    "powersgd": lambda: jaxcomp.powersgd(
+        2, axis_name=AXIS, start_step=20, min_compression_rate=1.0
+    ),
+    "powersgd-fp16": lambda: jaxcomp.powersgd(
+        1, axis_name=AXIS, start_step=0, min_compression_rate=1.0, comm_dtype=jnp.float16,
+        residual_dtype=jnp.bfloat16,
+    ),
+    "batched": lambda: jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=0),
+    "int8": lambda: jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
+    "switch": lambda: jaxcomp.switch_at(
+        100,
+        jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16)),
+        jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, min_compression_rate=1.0),
+    ),
+}  # fmt: skip
+STATEFUL = [name for name in REDUCERS if name not in ("allreduce", "bfloat16")]
+
+
+def spoiled(grads, rng, share):
+    """Gradients that are not finite somewhere in a share of the steps; and those steps."""
+    grads = {name: np.array(x) for name, x in grads.items()}
+    n, steps = grads["bias"].shape[:2]
+    bad = np.flatnonzero(rng.random(steps) < share)
+    for t in bad:
+        replica, name = rng.integers(n), rng.choice(list(SHAPES))
+        kind = rng.choice(["nan", "inf", "-inf", "overflow", "all"])
+        if kind == "overflow":  # a loss scale that is too large: the larger half of the values
+            x = grads[name][replica, t]
+            x[np.abs(x) >= np.median(np.abs(x))] *= np.inf
+        elif kind == "all":
+            for x in grads.values():
+                x[replica, t] = np.nan
+        else:
+            index = tuple(rng.integers(size) for size in SHAPES[name])
+            grads[name][(replica, t, *index)] = float(kind)
+    return jax.tree.map(jnp.asarray, grads), bad
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_thousand_steps_of_which_one_in_twenty_is_not_finite(name):
+    n, steps = 3, 1000
+    rng = np.random.default_rng(7)
+    clean = random_grads(SHAPES, n, steps)
+    grads, bad = spoiled(clean, rng, 0.05)
+    good = np.setdiff1d(np.arange(steps), bad)
+    assert 30 < len(bad) < 70
+
+    tx = REDUCERS[name]()
+    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    outputs, final = simulate("vmap", tx, grads, state)
+    skipped, expected = simulate("vmap", tx, jax.tree.map(lambda x: x[:, good], clean), state)
+    for leaf in SHAPES:
+        assert np.isnan(outputs[leaf][bad]).all()
+        np.testing.assert_array_equal(np.asarray(outputs[leaf])[good], skipped[leaf])
+    jax.tree.map(np.testing.assert_array_equal, final, expected)
+
+
+def overflowing_finite_gradients():
+    return jax.tree.map(lambda x: jnp.full_like(x, 3e38), random_grads(SHAPES, 3, 1))
+
+
+@pytest.mark.parametrize("name", ["powersgd", "powersgd-fp16", "batched"])
+def test_a_sum_that_overflows_leaves_no_trace_either(name):
+    grads = overflowing_finite_gradients()
+    tx = REDUCERS[name]()
+    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    outputs, final = simulate("vmap", tx, grads, state)
+    assert not any(np.isfinite(x).any() for x in jax.tree.leaves(outputs["dense"]))
+    assert int(final.count) == 0
+    np.testing.assert_array_equal(jax.tree.leaves(final.residual)[0], 0)
+
+
+def half_precision_loss(params, x, y):
+    half = lambda a: a.astype(jnp.float16)  # noqa: E731
+    out = jnp.maximum(half(x) @ half(params["dense"]) + half(params["bias"]), 0)
+    return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+
+
+def scaled_step(tx, params, state, scale, x, y):
+    """The recipe of docs/mixed_precision.md."""
+    local = jaxcomp.as_local(params, AXIS)
+    scale, _, loss, grads = scale.value_and_grad(half_precision_loss)(local, x, y)
+    scale = jax.lax.pmin(jaxcomp.as_local(scale, AXIS), AXIS)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, scale, loss[None]
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_loss_scaling(name):
+    n, steps = 2, 12
+    rng = np.random.default_rng(0)
+    tx = optax.chain(REDUCERS[name](), optax.apply_if_finite(optax.sgd(0.3), 99))
+    params = {"bias": jnp.zeros(8), "dense": jnp.asarray(rng.normal(size=(12, 8)) / 4, jnp.float32)}
+    x = jnp.asarray(rng.normal(size=(n * 16, 12)), jnp.float32)
+    y = jnp.asarray(rng.normal(size=(n * 16, 8)), jnp.float32)
+    scale = DynamicScale(growth_interval=4, fin_steps=jnp.int32(0), scale=jnp.float32(2.0**14))
+    mesh = mesh_of(n)
+    state = jaxcomp.shard_state(tx.init(params), mesh, AXIS)
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.jit(
+        jax.shard_map(
+            lambda *args: scaled_step(tx, *args),
+            mesh=mesh,
+            in_specs=(jax.P(), specs, jax.P(), jax.P(AXIS), jax.P(AXIS)),
+            out_specs=(jax.P(), specs, jax.P(), jax.P(AXIS)),
+        )
+    )
+    losses, expected = [], 0.0
+    with jax.numpy_dtype_promotion("standard"):  # apply_if_finite needs it
+        for t in range(steps):
+            # Step 5 overflows in float16 on the second replica only.
+            batch = x.at[16:].mul(1e4) if t == 5 else x
+            before = jax.tree.map(np.asarray, (params, state[0]))
+            params, state, scale, loss = step(params, state, scale, batch, y)
+            if t == 5:
+                after = jax.tree.map(np.asarray, (params, state[0]))
+                jax.tree.map(np.testing.assert_array_equal, after, before)
+                assert float(scale.scale) < expected
+                assert int(scale.fin_steps) == 0
+            else:
+                losses.append(float(loss.mean()))
+            expected = float(scale.scale)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_bfloat16_training(name):
+    """Parameters and gradients in bfloat16: dtypes stay, residual and factors are not rounded."""
+    rng = np.random.default_rng(1)
+    tx = REDUCERS[name]()
+    target = jnp.asarray(rng.normal(size=(12, 8)), jnp.bfloat16)
+    params = {"bias": jnp.zeros(8, jnp.bfloat16), "dense": jnp.zeros((12, 8), jnp.bfloat16)}
+    noise = jnp.asarray(rng.normal(size=(2, 60, 12, 8)) / 2, jnp.bfloat16)
+
+    def train(noise):
+        def one(carry, e):
+            params, state = carry
+            grads = {"bias": params["bias"], "dense": params["dense"] - target + e}
+            updates, state = tx.update(grads, state)
+            updates = jax.tree.map(lambda u: jnp.asarray(-0.1, u.dtype) * u, updates)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, tx.init(params)), noise)[0]
+
+    trained, state = jax.jit(jax.vmap(train, axis_name=AXIS))(noise)
+    assert trained["dense"].dtype == jnp.bfloat16
+    distance = np.abs(np.asarray(trained["dense"][0] - target, np.float32)).mean()
+    assert distance < 0.35 * np.abs(np.asarray(target, np.float32)).mean()
+    np.testing.assert_array_equal(trained["dense"][0], trained["dense"][1])
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
