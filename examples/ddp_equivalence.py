@@ -138,7 +138,7 @@ def torch_process(rank: int, n: int, folder: Path) -> None:
             torch.nn.functional.cross_entropy(ddp(inputs), classes).backward()
             optimizer.step()
     if rank == 0:
-        found = [parameter.detach().numpy().T for parameter in model.parameters()]
+        found: Any = [parameter.detach().numpy().T for parameter in model.parameters()]
         np.savez(folder / "weights.npz", **dict(zip(start, found, strict=True)))
     dist.barrier()
     dist.destroy_process_group()

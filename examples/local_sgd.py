@@ -106,15 +106,16 @@ def model_of(config: Config) -> Transformer:
 def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
     """The gradients are averaged in every step; several steps to a call, as in the other phases."""
     optimizer = adamw(config.learning_rate, config.steps)
-    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optimizer)
+    mean = jaxcomp.allreduce(axis_name=AXIS)
     value_and_grad = jaxcomp.local_value_and_grad(partial(loss_fn, model_of(config)), AXIS)
 
     def run(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         def one(carry: Any, batch: jax.Array) -> Any:
             params, state = carry
             loss, grads = value_and_grad(params, batch)
-            updates, state = tx.update(grads, (optax.EmptyState(), state), params)
-            return (optax.apply_updates(params, updates), state[1]), loss
+            grads, _ = mean.update(grads, optax.EmptyState())
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
 
         (params, state), losses = jax.lax.scan(one, (params, state), batches)
         return params, state, losses
@@ -209,7 +210,7 @@ def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
     figure = Figure(figsize=(10, 4.4), dpi=160, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for (name, points), colour in zip(runs.items(), colours, strict=True):
+    for (name, points), colour in zip(runs.items(), colours, strict=False):
         losses = [p.held_out for p in points]
         megabytes = [p.bytes_sent / 1e6 for p in points]
         by_step.plot([p.step for p in points], losses, color=colour, linewidth=2)

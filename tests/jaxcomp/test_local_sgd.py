@@ -366,3 +366,22 @@ def test_bad_input_is_refused_when_used():
         tx.update(PARAMS, tx.init(PARAMS))
     with pytest.raises(ValueError, match="is not bound here"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_int8_pseudo_gradients_under_multi_transform():
+    shapes = {"w": (16, 16), "b": (16,)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    targets = random_grads(shapes, 4, 4)
+    reducer = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    tx = optax.multi_transform(
+        {
+            "int8": local_sgd(optax.sgd(0.1), sync_every=2, reducer=reducer),
+            "exact": local_sgd(optax.sgd(0.1), sync_every=2),
+        },
+        {"w": "int8", "b": "exact"},
+    )
+    got, _ = run("shard_map", tx, params, targets)
+    plain, _ = run("vmap", local_sgd(optax.sgd(0.1), sync_every=2), params, targets)
+    close(got["b"], plain["b"], rtol=1e-5, atol=1e-6)
+    error = np.abs(got["w"][:, -1] - plain["w"][:, -1]).max()
+    assert 1e-6 < error < 0.02
