@@ -69,20 +69,22 @@ def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) ->
     tx = optax.chain(jaxcomp.powersgd(axis_name="data", **options), optimizer)
 
     state = new_state(module, params, tx).replace(opt_state=(reducer_state, optimizer_state))
-    parallel = ShardMap(partial(flax_loss, module), devices)
+    loss_fn: Any = partial(flax_loss, module)
+    parallel = ShardMap(loss_fn, devices)
     state = parallel.place(state)
     losses = []
     for step in range(*MOVES):
-        state, loss = parallel.train(state, flax_batch(case.model, step, WORLD))  # pyright: ignore[reportArgumentType]
+        data: Any = flax_batch(case.model, step, WORLD)
+        state, loss = parallel.train(state, data)
         losses.append(float(np.mean(loss)))
     state = parallel.consolidated(state)
-    reducer_state, optimizer_state = state.opt_state
+    links: Any = state.opt_state
     torch_bridge.save_for_torch(
         folder / f"{case.name}.to_torch.pt",
         state.params,
         like=checkpoint,
-        powersgd=reducer_state,
-        optimizer=optimizer_state,
+        powersgd=links[0],
+        optimizer=links[1],
     )
     return np.array(losses)
 
@@ -122,8 +124,8 @@ def differences(losses: dict[str, np.ndarray]) -> tuple[float, float]:
 
 def show(runs: dict[str, dict[str, np.ndarray]], console: Console) -> bool:
     """Print the table; whether every run stayed within the tolerance."""
-    table = Table(title="Losses of the run that moved, beside the one that stayed in PyTorch")
-    for title in ("run", "first loss", "last loss, stayed", "last loss, moved", "in JAX", "back"):
+    table = Table(title="First loss, last losses, and how far they are apart after each move")
+    for title in ("run", "first", "stayed", "moved", "in JAX", "back"):
         table.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
     good = True
     for name, losses in runs.items():

@@ -28,7 +28,7 @@ def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Momentum SGD or AdamW."""
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01)
 
 
 def fresh(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:

@@ -197,7 +197,7 @@ class Source:
 def _mean_errors(
     checkpoint: Checkpoint, layout: BucketLayout, missing_ranks: str
 ) -> dict[str, np.ndarray]:
-    records = checkpoint.powersgd
+    records = list(checkpoint.powersgd)
     if not records[0].error_dict:
         return {}
     if checkpoint.missing_ranks:

@@ -1,4 +1,4 @@
-"""PowerSGD's state: real DDP runs over gloo go on in JAX, and back in torch, as if never stopped."""
+"""PowerSGD state: real DDP runs over gloo go on in JAX, and back in torch, as if never stopped."""
 
 from __future__ import annotations
 
@@ -194,6 +194,22 @@ def test_the_complete_file_is_readable_with_weights_only(run):
     assert complete.extra == {"epoch": 3}
     assert complete.optimizer["param_groups"][0]["momentum"] == 0.9
     assert list(complete.model) == list(ddp_worker.Feed().state_dict())
+
+
+def test_a_file_for_torch_out_of_flax_parts(run, tmp_path):
+    checkpoint = load(run / "complete.pt")
+    params = params_from_torch(checkpoint.model, flax_params())
+    state = powersgd_from_torch(checkpoint, params)
+    path = tmp_path / "back.pt"
+    torch_bridge.save_for_torch(path, params, like=checkpoint, powersgd=state)
+    document = torch.load(path, weights_only=True)
+    assert document["optimizer"] is None
+    ddp_worker.Feed().load_state_dict(document["state_dict"])
+    back = load(path)
+    assert (back.layout, back.world_size) == (checkpoint.layout, 2)
+    one, other = back.powersgd
+    np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
+    np.testing.assert_array_equal(one.q_memory_dict[0], checkpoint.powersgd[0].q_memory_dict[0])
 
 
 def test_one_rank_alone_needs_a_choice(run):
