@@ -46,7 +46,8 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
         return _gram_schmidt(x, spare, None if plain else eps / jnp.where(zero, 1, scale))
 
     def qr(x: Array) -> Array:
-        return jnp.linalg.qr(jnp.where(zero, spare, x))[0]
+        x = jnp.where(zero, spare, x)
+        return lax.platform_dependent(x, cpu=_qr_one_by_one, default=lambda x: jnp.linalg.qr(x)[0])
 
     if rank <= _GRAM_SCHMIDT_RANK:
         return gram_schmidt(scaled)
@@ -55,6 +56,17 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
             scaled, cpu=qr, default=lambda x: _gram_schmidt(x, spare, None)
         )
     return qr(scaled)
+
+
+def _qr_one_by_one(matrix: Array) -> Array:
+    """The Q of each matrix of a batch in turn.
+
+    jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
+    with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2). A
+    single matrix it does on the spot, and one after the other takes no longer.
+    """
+    flat = matrix.reshape(-1, *matrix.shape[-2:])
+    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
 
 
 def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
