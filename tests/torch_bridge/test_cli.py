@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import cli_model
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,12 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import torch
+import torch_files as files
 from flax.training.train_state import TrainState
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-import cli_model
 import jaxcomp
 import torch_bridge
-import torch_files as files
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE, main
 
 pytestmark = pytest.mark.torch
