@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -31,6 +32,16 @@ import jaxcomp
 
 # EX_TEMPFAIL of sysexits.h: the same command, started again, is likely to work.
 EXIT_PEER_LOST = 75
+# How an error begins that the communication library or the coordinator reports. It reaches Python
+# under several types, depending on who was waiting.
+LOST = (
+    "UNKNOWN: ",
+    "INTERNAL: ",
+    "UNAVAILABLE: ",
+    "DEADLINE_EXCEEDED: ",
+    "ABORTED: ",
+    "CANCELLED: ",
+)
 
 
 class Processes(ShardMap):
@@ -162,10 +173,15 @@ def main() -> int:
         train(arguments, devices)
     except (UsageError, CheckpointError, jaxcomp.ReplicaMismatch) as error:
         leave(f"error: {error}", 2)
-    except jax.errors.JaxRuntimeError as error:
-        hint = "start the run again with --resume" if arguments.checkpoint_dir else "start again"
-        reason = str(error).splitlines()[0][:200]
-        leave(f"lost contact with another process; {hint} ({reason})", EXIT_PEER_LOST)
+    except Exception as error:
+        if str(error).startswith(LOST):
+            hint = (
+                "start the run again with --resume" if arguments.checkpoint_dir else "start again"
+            )
+            reason = str(error).splitlines()[0][:200]
+            leave(f"lost contact with another process; {hint} ({reason})", EXIT_PEER_LOST)
+        traceback.print_exc()
+        leave("ended by the error above, and the others with it", 1)
     return 0
 
 
