@@ -147,6 +147,8 @@ def run_with_kills(
     checkpoints.mkdir(parents=True)
     arguments = [*arguments, "--steps", str(steps), "--log", str(log), "--resume"]
     arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
+    # Whoever waits for a process that died before it joined gives up after the start timeout.
+    arguments += ["--start-timeout", "60"]
     saved = 0
     while True:
         job = Job(processes, directory, *arguments)
@@ -169,7 +171,7 @@ def run_with_kills(
         saved, victim = complete(checkpoints), rng.randrange(processes)
         job.kill(victim)
         killed = time.monotonic()
-        job.wait(120)
+        job.wait(180)
         found.kills += 1
         found.slowest_end = max(found.slowest_end, time.monotonic() - killed)
         survivors = [i for i in range(processes) if i != victim]
