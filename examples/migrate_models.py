@@ -40,7 +40,7 @@ def batch(model: str, step: int, replica: int) -> dict[str, np.ndarray]:
         y = random.integers(CLASSES, size=BATCH)
         coarse = np.random.default_rng(0).standard_normal((CLASSES, 3, 3, 3))
         patterns = np.kron(coarse, np.ones((4, 4)))
-        x = patterns[y] + 1.5 * random.standard_normal((BATCH, 3, 12, 12))
+        x = patterns[y] + 0.3 * random.standard_normal((BATCH, 3, 12, 12))
         return {"x": x.astype(np.float32), "y": y.astype(np.int32)}
     # Each token follows from the one before it, three times out of four.
     follows = np.random.default_rng(0).permutation(VOCABULARY)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 WORLD = 2  # processes in torch, devices in JAX
 START = 10  # first compressed step
-MOVES = (30, 65)  # torch -> JAX, JAX -> torch
-STEPS = 100
+MOVES = (30, 63)  # torch -> JAX, JAX -> torch
+STEPS = 96
 
 
 class Case(NamedTuple):
