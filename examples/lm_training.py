@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from data_parallel import MAPPINGS, Device, new_state
+from flax.training.train_state import TrainState
 from lm import (
     Corpus,
     ModelConfig,
@@ -27,6 +29,8 @@ from lm import (
 )
 from lm_checkpoints import CheckpointError, Checkpoints
 from lm_strategies import STRATEGIES, Options, adamw
+
+import jaxcomp
 
 
 class UsageError(ValueError):
@@ -114,8 +118,8 @@ class Record:
 
 
 # What may not change between a checkpoint and the run that resumes from it. Other differences (a
-# longer schedule, another seed) are allowed, and reported.
-FIXED = ("layers", "width", "heads", "context", "strategy", "rank")
+# longer schedule, another rank) are allowed, and reported.
+FIXED = ("layers", "width", "heads", "context")
 # What may change without a word: it does not change the curve by more than rounding. The number of
 # devices is not even part of the configuration.
 FREE = ("mapping", "eval_every", "eval_sequences")
@@ -161,17 +165,38 @@ class Run:
         )
         self._mapped = MAPPINGS[config.mapping](partial(loss_fn, model), devices)
 
-        strategy, options = STRATEGIES[config.strategy], Options(config.rank, config.start_step)
-        tx = strategy.transformation(options, adamw(config.learning_rate, config.steps), "data")
         params = init_params(model, config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self._bytes_at = strategy.bytes_at(options, params)
-        state = new_state(model, params, tx)
+        options = Options(config.rank, config.start_step)
+        self._bytes_at = STRATEGIES[config.strategy].bytes_at(options, params)
+        state = new_state(model, params, self._transformation(config.strategy, config.rank))
         self.start = (checkpoints and checkpoints.latest_step) or 0
         if checkpoints and self.start:
             self._compare(checkpoints.config())
-            state = checkpoints.restore(state)
+            state = self._restored(checkpoints, state)
         self._state = self._mapped.place(state)
+
+    def _transformation(self, strategy: str, rank: int) -> optax.GradientTransformation:
+        options = Options(rank, self.config.start_step)
+        optimizer = adamw(self.config.learning_rate, self.config.steps)
+        return STRATEGIES[strategy].transformation(options, optimizer, "data")
+
+    def _restored(self, checkpoints: Checkpoints, fresh: TrainState) -> TrainState:
+        """The last checkpoint; written with another strategy or rank, it is adapted to this one."""
+        saved = checkpoints.config()
+        written = saved["strategy"], saved["rank"]
+        if written == (self.config.strategy, self.config.rank):
+            return checkpoints.restore(fresh)
+        opt_state = self._transformation(*written).init(fresh.params)
+        state = checkpoints.restore(fresh.replace(opt_state=opt_state))
+        try:
+            adapted = jaxcomp.adapt_state(state.opt_state, fresh.params, fresh.tx)
+        except ValueError as error:
+            raise UsageError(
+                f"cannot resume: the checkpoint is of a run with --strategy {written[0]}, whose "
+                f"optimizer state --strategy {self.config.strategy} cannot take over"
+            ) from error
+        return state.replace(opt_state=adapted)
 
     def _compare(self, saved: dict[str, Any]) -> None:
         mine = asdict(self.config)

@@ -127,6 +127,16 @@ def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupt
         np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
 
 
+@pytest.mark.parametrize("change", [("--rank", 3), ("--strategy", "allreduce")])
+def test_resuming_with_another_compression(trained, uninterrupted, interrupted, tmp_path, change):
+    directory = copied(interrupted, tmp_path)
+    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume", *change]
+    resumed, output = trained("other" + str(change[1]), *arguments)
+    assert f"note: {change[0]} was" in output
+    for step, values in resumed.items():
+        np.testing.assert_allclose(values[:2], uninterrupted[step][:2], rtol=0.02)
+
+
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrupted):
     arguments = [*TINY, "--width", "64", "--checkpoint-dir", interrupted, "--resume"]
     result = script("train_lm.py", *arguments, "--devices", 4)
