@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,7 +57,7 @@ def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
 
 def make_step(
     model: Transformer, tx: optax.GradientTransformation, mesh: Mesh, state: Any, mode: str
-) -> Callable[..., Any]:
+) -> Any:
     """The compiled training step: (params, state, tokens) -> (params, state, losses).
 
     With sharded weights only the slow axis is manual. Replicated weights take both axes: the

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import jax
@@ -132,8 +132,8 @@ def connect(arguments: argparse.Namespace) -> list[Device]:
 
 def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
     """Runs to the end, or to where it is stopped. Process 0 does the talking."""
-    chosen = {f.name: getattr(arguments, f.name) for f in fields(RunConfig)}
-    config = RunConfig(**(chosen | {"mapping": "processes"}))
+    chosen = {field.name: getattr(arguments, field.name) for field in fields(RunConfig)}
+    config = replace(RunConfig(**chosen), mapping="processes")
     checkpoints = open_checkpoints(arguments)
     run, first = Run(config, devices, checkpoints), jax.process_index() == 0
     log = Log(arguments.log, config, run.start) if arguments.log and first else None

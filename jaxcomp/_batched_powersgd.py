@@ -13,7 +13,7 @@ from jaxcomp._checks import check_int
 from jaxcomp._dtypes import compute_dtype, wider
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import leaf_dtype
-from jaxcomp._powersgd import PowerSGDState, powersgd
+from jaxcomp._powersgd import powersgd
 from jaxcomp._reduction import Reducer, Reduction, averaged_first, check_reduce_first
 from jaxcomp._typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree, Schedule
 
@@ -100,7 +100,7 @@ def batched_powersgd(
         feedback_every=feedback_every,
     )
 
-    def init(params: PyTree) -> PowerSGDState:
+    def init(params: PyTree) -> PyTree:
         leaves = [x for x in jax.tree.leaves(params) if _is_floating(x)]
         side = square_side(leaves)
         return square.init(jnp.zeros((side, side), _common_dtype(leaves)))
@@ -117,15 +117,15 @@ def batched_powersgd(
         return _to_square(chosen), restored
 
     def update(
-        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PowerSGDState]:
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         del params, extra_args
         matrix, restored = squared(updates)
         mean, state = square.update(matrix, state)
-        return restored(mean), state
+        return restored(jnp.asarray(mean)), state
 
     def reduce(
-        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
         matrix, restored = squared(updates)

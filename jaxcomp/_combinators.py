@@ -38,7 +38,8 @@ class ErrorFeedbackState(NamedTuple):
 class SwitchState(NamedTuple):
     """State of `switch_at`."""
 
-    count: Array  # int32 scalar: finite updates seen; replicated
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     before: PyTree  # the first reducer's state
     after: PyTree  # the second reducer's state
 

@@ -29,7 +29,8 @@ _ROUNDINGS = ("nearest", "stochastic")
 class QuantizedState(NamedTuple):
     """State of `quantized_allreduce`."""
 
-    count: Array  # int32 scalar: finite updates seen, from which random rounding draws; replicated
+    # int32 scalar: finite updates seen, from which stochastic rounding draws; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
     per_replica = ()
 

@@ -60,7 +60,7 @@ class Reducer(optax.GradientTransformationExtraArgs):
 
     def __new__(
         cls,
-        init: Callable[[PyTree], PyTree],
+        init: Callable[..., PyTree],
         reduce: Callable[..., Reduction],
         axis_name: AxisName,
         *,
