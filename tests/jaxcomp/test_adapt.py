@@ -37,7 +37,7 @@ def saved():
     return trained(optax.chain(powersgd(3), optax.adam(1e-3)))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+@pytest.mark.parametrize("rank", [1, 3, 5])
 def test_another_rank(saved, rank):
     tx = optax.chain(powersgd(rank), optax.adam(1e-3))
     state = jaxcomp.adapt_state(saved, PARAMS, tx)

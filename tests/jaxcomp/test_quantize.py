@@ -39,7 +39,7 @@ def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping, rounding):
     assert int(state.count) == steps
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     size=st.integers(0, 70),
     n=st.integers(1, 6),
