@@ -148,7 +148,7 @@ def run_with_kills(
     arguments = [*arguments, "--steps", str(steps), "--log", str(log), "--resume"]
     arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
     # Whoever waits for a process that died before it joined gives up after the start timeout.
-    arguments += ["--start-timeout", "60"]
+    arguments += ["--start-timeout", "45"]
     saved = 0
     while True:
         job = Job(processes, directory, *arguments)
@@ -156,7 +156,8 @@ def run_with_kills(
         if kill and rng.random() < 0.2:  # while the processes start, find each other, restore
             time.sleep(rng.uniform(0, 15))
         elif kill:
-            target = complete(checkpoints) + rng.uniform(0, 1.5 * steps / kills)
+            # Short of steps / kills on average, so that the run does not end before the last kill.
+            target = complete(checkpoints) + rng.uniform(0, 0.8 * steps / kills)
             while job.running() and steps_done(log) < target:
                 time.sleep(0.02)
             time.sleep(rng.uniform(0, 0.3))
@@ -200,7 +201,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("kills", "resize"))
     parser.add_argument("--kills", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
     arguments = parser.parse_args()
     versions = " ".join(f"{name} {version(name)}" for name in ("jax", "optax", "flax"))

@@ -171,7 +171,7 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
     dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
     packed = _concatenate([part.reshape(-1).astype(dtype) for part in parts])
     if dtype == jnp.dtype(wire_dtype):
-        sent, mean = packed, lax.psum(packed, axis_name) / size
+        sent, mean = packed, _psum(packed, axis_name) / size
     else:
         rounded = round_to(packed / size, wire_dtype)
         sent, mean = rounded * size, _psum_narrow(rounded, axis_name, wire_dtype)
@@ -223,6 +223,17 @@ def largest(leaf: Array, axis_name: AxisName) -> Array:
 
 def _concatenate(parts: Sequence[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _psum(x: Array, axis_name: AxisName) -> Array:
+    """The sum in the dtype of `x`; bfloat16 as in `_psum_narrow`."""
+    if x.dtype != jnp.bfloat16:
+        return lax.psum(x, axis_name)
+
+    def wide(x: Array) -> Array:
+        return lax.psum(x.astype(jnp.float32), axis_name).astype(x.dtype)
+
+    return lax.platform_dependent(x, cpu=wide, default=lambda x: lax.psum(x, axis_name))
 
 
 def _psum_narrow(rounded: Array, axis_name: AxisName, wire_dtype: Any) -> Array:

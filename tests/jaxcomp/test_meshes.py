@@ -1,6 +1,9 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +142,39 @@ def test_reduce_first_averages_exactly_over_the_fast_axis(reducer):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), params, few)
     # check_vma proves the residual equal along "ici": its specification names "dcn" only.
     assert jax.tree.structure(state) == jax.tree.structure(start)
+
+
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+def test_bfloat16_gradients_beside_automatic_axes(wire):
+    """A bfloat16 all-reduce there aborts the process on CPU; so none is made."""
+    grid = mesh()
+    tx = jaxcomp.allreduce(axis_name="dcn", comm_dtype=wire)
+    grads = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(grid, P("dcn", "ici")))
+    mapped = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0],
+        mesh=grid,
+        in_specs=P("dcn"),
+        out_specs=P(),
+        axis_names={"dcn"},
+    )
+    output = jax.jit(mapped)(grads)
+    assert output.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(output.astype(jnp.float32), 1)
+
+
+def test_the_example_trains():
+    script = Path(__file__).parents[2] / "examples" / "hybrid_mesh.py"
+    arguments = ["--mode", "replicated", "--width", "32", "--steps", "10", "--rank", "2"]
+    result = subprocess.run(
+        [sys.executable, script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "bytes between hosts" in result.stdout
+    assert "step   10  loss" in result.stdout
 
 
 def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
