@@ -148,13 +148,16 @@ def in_torch(n: int) -> Weights:
     """The same training under DistributedDataParallel, in n processes over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--devices", str(n), "--torch-folder", folder]
-        processes = [
-            subprocess.Popen([*command, "--torch-rank", str(rank)], stderr=subprocess.DEVNULL)
-            for rank in range(n)
-        ]
+        said = [Path(folder) / f"{rank}.txt" for rank in range(n)]
+        processes = []
+        for rank in range(n):
+            with said[rank].open("wb") as errors:
+                own = [*command, "--torch-rank", str(rank)]
+                processes.append(subprocess.Popen(own, stderr=errors))
         try:
-            if any(process.wait(timeout=300) for process in processes):
-                sys.exit("a torch process failed; run it without this script to see why")
+            for process, errors in zip(processes, said, strict=True):
+                if process.wait(timeout=300):
+                    sys.exit(f"a torch process failed:\n{errors.read_text()}")
         finally:
             for process in processes:
                 process.kill()

@@ -69,6 +69,8 @@ def accumulate(
     if not callable(every_k):
         every_k = check_int("every_k", every_k, 1)
     check_flag("use_grad_mean", use_grad_mean)
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(f"`tx` must be an Optax gradient transformation, got {tx!r}.")
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> optax.MultiStepsState:
@@ -84,13 +86,15 @@ def accumulate(
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:
+            if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
+                return total
             gradient = gradient.astype(total.dtype)
             # As optax does it: the mean so far, which does not overflow where the sum would.
             share = (gradient - total) / seen.astype(total.dtype) if use_grad_mean else gradient
             return total + share
 
         total = jax.tree.map(add, state.acc_grads, updates)
-        mean = optax.tree.cast_like(total, updates)
+        mean = jax.tree.map(_cast, total, updates)
 
         def emit() -> tuple[PyTree, PyTree, PyTree]:
             result, new = inner.update(mean, state.inner_opt_state, params, **extra_args)
@@ -111,3 +115,8 @@ def accumulate(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _cast(total: Array, gradient: Array) -> Array:
+    """The accumulated gradient in its own dtype again."""
+    return gradient if gradient.dtype == jax.dtypes.float0 else total.astype(gradient.dtype)

@@ -6,41 +6,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._checks import check_axis_name
-from jaxcomp._collectives import as_local, axis_tuple, is_bound, switch
+from jaxcomp._collectives import as_local, switch
+from jaxcomp._dtypes import wider
 from jaxcomp._fragments import Fragments, make_fragments
 from jaxcomp._gradients import reducible
-from jaxcomp._outer import AverageInnerState, Meeting, Outer, average, box, check_outer, unbox
-from jaxcomp._periods import Periods, SyncEvery, check_periods
+from jaxcomp._local_state import LocalSGDState, box, init_state, unbox
+from jaxcomp._outer import AverageInnerState, Meeting, Outer, average, check_outer
+from jaxcomp._periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._reducers import allreduce
 from jaxcomp._typing import Array, AxisName, PyTree
-
-
-class LocalSGDState(NamedTuple):
-    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds one, consolidated."""
-
-    # int32 scalar: optimizer steps taken; replicated. Named as in every Optax state, although a
-    # tuple has a method of that name.
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
-    inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
-    anchor: PyTree  # parameters after the last outer step, or (): plain averages; replicated
-    outer: PyTree  # a state of the outer optimizer for each fragment, or (); replicated
-    reducer: PyTree  # a state of the reducer for each fragment; it declares its own fields
-
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("inner",)
-
-    @property
-    def synced(self) -> Array:
-        """Whether the last step ended in an average; boolean scalar, equal on every replica."""
-        return (self.count == self.last_sync) & (self.count > 0)
 
 
 def local_sgd(
@@ -68,7 +48,7 @@ def local_sgd(
             && \text{(with an outer optimizer: DiLoCo, Algorithm 1)}
 
     where the anchor :math:`a` is what the replicas last agreed on and :math:`a - p_v` is the
-    pseudo- gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7,
+    pseudo-gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7,
     momentum=0.9, nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the
     whole step.
 
@@ -140,13 +120,7 @@ def local_sgd(
             "belongs to all parameters, and only a fragment of them is averaged at a time."
         )
     if local_axis_name is not None:
-        check_axis_name(local_axis_name)
-        unknown = [n for n in axis_tuple(local_axis_name) if n not in axis_tuple(axis_name)]
-        if unknown:
-            raise ValueError(
-                f"`local_axis_name` names the axis {unknown[0]!r}, which is not in "
-                f"axis_name={axis_name!r}. Name it there, or correct it."
-            )
+        check_known("local_axis_name", local_axis_name, axis_name)
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, meeting, local_axis_name)
@@ -179,7 +153,7 @@ class _LocalSGD:
         gradients, reducer = self._gradients(updates, state, fragments)
         before = as_local(unbox(state.inner), axis_name)
         step, own = self.inner.update(gradients, before, params, **extra)
-        step, own = as_local((step, own), axis_name)
+        step, own = as_local((jax.tree.map(_widen, step, params), own), axis_name)
 
         count = jnp.asarray(optax.safe_increment(state.count))
         event = self.periods.due(count, state.last_sync)
@@ -288,20 +262,21 @@ class _Moved:
         step = self.step
         for j in range(self.run.periods.fragments) if k is None else [k]:
             here, there = self.fragments.take(self.params, j), self.fragments.take(new, j)
-            step = self.fragments.put(step, jax.tree.map(lambda a, b: b - a, here, there), j)
+            step = self.fragments.put(
+                step, jax.tree.map(_difference, self.fragments.take(step, j), here, there), j
+            )
         return step
 
 
-def init_state(meeting: Outer, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
-    """The state before the first step."""
-    # Two arrays: a training step that donates its state must not see one buffer twice.
-    count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    anchor, outer, reducer = meeting.init(params, make_fragments(params, fragments), fragments)
-    inner = box(jax.tree.map(jnp.asarray, inner))
-    if is_bound(meeting.axis_name):
-        # init() called inside the mapped function: under check_vma a scan can then carry the state.
-        inner = as_local(inner, meeting.axis_name)
-    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer)
+def _widen(step: Array, param: Array) -> Array:
+    """An update in the wider of its own and its parameter's dtype, as a meeting gives it."""
+    if not jnp.issubdtype(step.dtype, jnp.floating):
+        return step
+    return step.astype(wider(step.dtype, jnp.asarray(param).dtype))
+
+
+def _difference(step: Array, here: Array, there: Array) -> Array:
+    return there.astype(step.dtype) - here.astype(step.dtype)
 
 
 def _with(states: tuple[Any, ...], k: int, state: Any) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ from jax import lax
 from jaxcomp._checks import check_axis_name, check_int
 from jaxcomp._collectives import as_local
 from jaxcomp._fragments import make_fragments
-from jaxcomp._local_sgd import LocalSGDState, init_state
+from jaxcomp._local_state import LocalSGDState, box, init_state, unbox
 from jaxcomp._matricize import leaf_name
-from jaxcomp._outer import AverageInnerState, InnerInit, Meeting, Outer, box, check_outer, unbox
+from jaxcomp._outer import AverageInnerState, InnerInit, Meeting, Outer, check_outer
 from jaxcomp._typing import AxisName, PyTree
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
@@ -45,7 +45,13 @@ class LocalSGDRound:
           ValueError: If there is neither an `inner_state` nor an `inner_init`, or a leaf is
             complex.
         """
-        if inner_state is None and self.inner_init is not None:
+        if inner_state is None:
+            if self.inner_init is None:
+                raise ValueError(
+                    "There is no inner state. Pass run.init(params, optimizer.init(params)), with "
+                    "() for a step that keeps none, or make the round with "
+                    "inner_init=optimizer.init."
+                )
             inner_state = self.inner_init(params)
         state = init_state(self.meeting, params, inner_state, 1)
         # Between rounds the parameters are the anchor.
@@ -66,14 +72,21 @@ class LocalSGDRound:
           what `step_fn` returned besides, stacked over the steps, this replica's own.
 
         Raises:
-          ValueError: If a leaf of `batches` has another leading axis, or the axis is not bound.
+          ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
+            three values, or the axis is not bound.
         """
         self._check_batches(batches)
         axis_name = self.meeting.axis_name
 
         def step(carry: Any, batch: Any) -> Any:
             params, inner = carry
-            params, inner, auxiliary = self.step_fn(params, inner, batch)
+            result = self.step_fn(params, inner, batch)
+            if not (isinstance(result, tuple) and len(result) == 3):
+                raise ValueError(
+                    "`step_fn` must return a tuple (params, inner_state, auxiliary), got "
+                    f"{jax.tree.structure(result)}. With nothing besides, return None third."
+                )
+            params, inner, auxiliary = result
             # What a step sets anew, a constant say, would change the type of the carry.
             return (_local_floats(params, axis_name), as_local(inner, axis_name)), auxiliary
 
@@ -173,6 +186,12 @@ def local_sgd_round(
     check_axis_name(axis_name)
     length = check_int("sync_every", sync_every, 1)
     meeting = check_outer(axis_name, reducer, outer, average_inner_state)
+    if not callable(step_fn):
+        raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
+    if inner_init is not None and not callable(inner_init):
+        raise ValueError(
+            f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
+        )
     if average_inner_state == "reset" and inner_init is None:
         raise ValueError(
             "average_inner_state='reset' needs `inner_init`, the inner optimizer's init: "

@@ -89,8 +89,13 @@ class Outer:
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs
     optimizer: optax.GradientTransformationExtraArgs | None
-    plain: bool  # average the parameters themselves: neither a reducer nor an optimizer was given
+    exact: bool  # no reducer was given: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
+
+    @property
+    def plain(self) -> bool:
+        """Whether the parameters themselves are averaged: neither reducer nor optimizer."""
+        return self.exact and self.optimizer is None
 
     def init(self, params: PyTree, fragments: Fragments, count: int) -> tuple[Any, Any, Any]:
         """(anchor, outer states, reducer states), a state for each fragment."""
@@ -115,7 +120,10 @@ class Outer:
         if self.plain:
             return self.mean(local, self.axis_name, fresh)
         pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
-        reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor)
+        if self.exact:
+            reduced, reducer = average(pseudo, self.axis_name), local.reducer
+        else:
+            reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor)
         outer = local.outer
         if self.optimizer is None:
             updates = jax.tree.map(jnp.negative, reduced)
@@ -167,7 +175,7 @@ def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_sta
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
         None if outer is None else optax.with_extra_args_support(outer),
-        reducer is None and outer is None,
+        reducer is None,
         average_inner_state,
     )
 
@@ -186,13 +194,3 @@ def reset(state: PyTree, fresh: PyTree) -> PyTree:
         return old if isinstance(old, optax.ScaleByScheduleState) else new
 
     return jax.tree.map(choose, state, fresh, is_leaf=lambda x: isinstance(x, kept))
-
-
-def box(tree: PyTree) -> PyTree:
-    """Every leaf with a leading axis of length 1: one row for this replica."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-
-
-def unbox(tree: PyTree) -> PyTree:
-    """The inverse of `box`."""
-    return jax.tree.map(lambda x: x[0], tree)

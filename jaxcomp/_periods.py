@@ -89,6 +89,21 @@ def check_periods(
     return Periods(levels, schedule, start_step, offset, fragments)
 
 
+def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> None:
+    """Refuses `axes` that are not all in `axis_name`.
+
+    Raises:
+      ValueError: Naming the argument and the first such axis.
+    """
+    check_axis_name(axes)
+    unknown = [name for name in axis_tuple(axes) if name not in axis_tuple(axis_name)]
+    if unknown:
+        raise ValueError(
+            f"`{argument}` names the axis {unknown[0]!r}, which is not in "
+            f"axis_name={axis_name!r}. Name it there, or correct it."
+        )
+
+
 def _check_fragments(fragments: int, levels: tuple[Level, ...], schedule: Any) -> None:
     if schedule is not None or len(levels) != 1:
         raise ValueError(
@@ -106,13 +121,7 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
     known = axis_tuple(axis_name)
     levels = []
     for key, period in sync_every.items():
-        check_axis_name(key)
-        unknown = [name for name in axis_tuple(key) if name not in known]
-        if unknown:
-            raise ValueError(
-                f"`sync_every` names the axis {unknown[0]!r}, which is not in "
-                f"axis_name={axis_name!r}. Name it there, or correct the key."
-            )
+        check_known("sync_every", key, axis_name)
         levels.append(Level(axis_tuple(key), check_int(f"sync_every[{key!r}]", period, 1)))
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))

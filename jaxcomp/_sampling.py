@@ -19,9 +19,8 @@ def sharded_indices(
     """Indices of the samples that one replica reads in one epoch: every `num_replicas`-th.
 
     The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the
-    order
-    included: the permutation is drawn as torch's CPU generator draws it, so a run that moves from
-    torch goes on with the data that it would have seen.
+    order included: the permutation is drawn as torch's CPU generator draws it, so a run that moves
+    from torch goes on with the data that it would have seen.
 
     Args:
       n: Samples in the data set.

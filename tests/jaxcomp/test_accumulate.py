@@ -157,7 +157,25 @@ def test_the_state_is_per_replica_where_optax_accumulates():
     assert placed.inner_opt_state[0].residual["w"].shape == (24, 10)
 
 
+def test_integer_parameters_are_left_alone():
+    inner = optax.masked(optax.sgd(0.5), {"w": True, "n": False})
+    tx = jaxcomp.accumulate(jaxcomp.local_sgd(inner, sync_every=1, axis_name=AXIS), 2)
+    params = {"w": jnp.zeros(2), "n": jnp.array(3)}
+
+    def step(target):
+        grads = {"w": -target, "n": np.zeros((), jax.dtypes.float0)}
+        nothing, state = tx.update(grads, tx.init(params), params)
+        updates, _ = tx.update(grads, state, params)
+        return nothing["w"], updates["w"]
+
+    first, second = jax.vmap(step, axis_name=AXIS)(jnp.array([[2.0, 4.0], [4.0, 8.0]]))
+    np.testing.assert_array_equal(first, np.zeros((2, 2)))
+    np.testing.assert_array_equal(second, [[1.5, 3.0]] * 2)
+
+
 def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="`tx` must be"):
+        jaxcomp.accumulate(None, 2)
     with pytest.raises(ValueError, match="every_k=0"):
         jaxcomp.accumulate(optax.sgd(0.1), 0)
     with pytest.raises(ValueError, match="use_grad_mean"):

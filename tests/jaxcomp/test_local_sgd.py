@@ -298,6 +298,34 @@ def test_bfloat16_parameters_are_averaged_in_float32():
     np.testing.assert_allclose(np.asarray(got["w"][0, 0], np.float32), exact, rtol=2**-8)
 
 
+def test_bfloat16_pseudo_gradients_are_averaged_in_float32():
+    targets = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads({"w": (50,)}, 3, 1))
+    params = {"w": jnp.zeros(50, jnp.bfloat16)}
+    plain, _ = run("vmap", local_sgd(optax.sgd(1.0), sync_every=1), params, targets)
+    tx = local_sgd(optax.sgd(1.0), sync_every=1, outer=optax.sgd(1.0))
+    got, _ = run("vmap", tx, params, targets)
+    equal(got, plain)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+@pytest.mark.parametrize("kwargs", [{}, {"outer": NESTEROV, "start_step": 1}, {"fragments": 2}])
+@pytest.mark.parametrize(
+    ("param", "grad"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+)
+def test_gradients_in_another_dtype_than_the_parameters(mapping, kwargs, param, grad):
+    def gradient(params, target):
+        return jax.tree.map(lambda g: g.astype(grad), towards(params, target))
+
+    params = jax.tree.map(lambda x: x.astype(param), PARAMS)
+    targets = jax.tree.map(lambda x: x.astype(param), random_grads(SHAPES, 2, 3))
+    tx = local_sgd(optax.sgd(0.5), sync_every=2, **kwargs)
+    with jax.numpy_dtype_promotion("standard"):  # optax.apply_updates adds the two
+        got, _ = run(mapping, tx, params, targets, gradient)
+        wide, _ = run("vmap", tx, PARAMS, jax.tree.map(lambda x: x.astype(jnp.float32), targets))
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(param)}
+    close(jax.tree.map(lambda x: np.asarray(x, np.float32), got), wide, rtol=0, atol=0.05)
+
+
 def test_integer_leaves_are_left_alone():
     tx = local_sgd(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), sync_every=1)
     params = {"w": jnp.zeros(2), "n": jnp.array(3)}

@@ -150,7 +150,18 @@ def test_bad_input_is_refused():
         jaxcomp.local_sgd_round(step, sync_every={AXIS: 2}, axis_name=AXIS)
     with pytest.raises(ValueError, match="needs `inner_init`"):
         jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS, average_inner_state="reset")
+    with pytest.raises(ValueError, match="`step_fn` must be a function"):
+        jaxcomp.local_sgd_round(optax.sgd(0.1), sync_every=2, axis_name=AXIS)
+    with pytest.raises(ValueError, match="`inner_init` must be a function"):
+        jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS, inner_init=optax.sgd(0.1))
+    pair = jaxcomp.local_sgd_round(lambda p, s, b: (p, s), sync_every=1, axis_name=AXIS)
+    with pytest.raises(ValueError, match="must return a tuple"):
+        jax.vmap(pair, in_axes=(None, None, 0), axis_name=AXIS)(
+            PARAMS, pair.init(PARAMS, ()), jnp.zeros((2, 1))
+        )
     round_ = jaxcomp.local_sgd_round(step, sync_every=4, axis_name=AXIS)
+    with pytest.raises(ValueError, match="no inner state"):
+        round_.init(PARAMS)
     state = round_.init(PARAMS, ())
     batches = jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), PARAMS)
     with pytest.raises(ValueError, match=r"\['a'\] has shape \(3, 4, 3\)"):

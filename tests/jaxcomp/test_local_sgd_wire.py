@@ -206,16 +206,44 @@ def test_average_keeps_what_has_no_mean():
 
 
 def test_a_round_that_is_not_finite_is_dropped():
-    # One replica diverges in the second round: every replica goes back to the anchor.
-    targets = {"w": np.zeros((2, 4, 3), np.float32)}
-    targets["w"][:, :2] = 1.0
+    # One replica diverges in the second of three rounds: every replica goes back to the anchor, and
+    # the third round goes on from there, momenta and all.
+    targets = {"w": np.ones((2, 6, 3), np.float32)}
     targets["w"][1, 2] = np.nan
-    outer = optax.apply_if_finite(optax.sgd(1.0), 3)
-    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, outer=outer)
-    got, state = run("vmap", tx, {"w": jnp.zeros(3)}, targets)
-    np.testing.assert_array_equal(state.anchor["w"], 0.75 * np.ones((2, 3)))
-    np.testing.assert_array_equal(got["w"][0, -1], 0.75 * np.ones(3))
-    # And where a replica guards its own steps, it loses those only.
+    optimizer = optax.sgd(0.5, momentum=0.5)
+
+    def step(params, state, target):
+        updates, state = optimizer.update(towards(params, target), state, params)
+        return optax.apply_updates(params, updates), state, None
+
+    round_ = jaxcomp.local_sgd_round(
+        step,
+        sync_every=2,
+        axis_name=AXIS,
+        outer=optax.apply_if_finite(optax.sgd(1.0), 3),
+        average_inner_state="reset",
+        inner_init=optimizer.init,
+    )
+
+    def rounds(targets, count):
+        params = {"w": jnp.zeros(3)}
+        state = round_.init(params)
+        for batches in targets["w"].reshape(3, 2, 3)[:count]:
+            params, state, _ = round_(params, state, {"w": batches})
+        return params["w"]
+
+    after = [
+        jax.vmap(functools.partial(rounds, count=count), axis_name=AXIS)(targets)
+        for count in (1, 2, 3)
+    ]
+    np.testing.assert_array_equal(after[1], after[0])
+    # From 0 two steps lead to 1; from 1, with fresh momentum, they stay there.
+    np.testing.assert_array_equal(after[2], np.ones((2, 3)))
+
+
+def test_a_replica_that_guards_its_own_steps_loses_those_only():
+    targets = {"w": np.ones((2, 4, 3), np.float32)}
+    targets["w"][1, 2] = np.nan
     inner = optax.apply_if_finite(optax.sgd(0.5), 3)
     guarded = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS)
     got, state = run("shard_map", guarded, {"w": jnp.zeros(3)}, jax.tree.map(jnp.asarray, targets))
