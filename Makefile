@@ -14,7 +14,7 @@ help:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxcomp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # One stamp for each set of extras, renewed when pyproject.toml changes.
 $(VENV)/.examples: $(BIN)/python pyproject.toml

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -40,6 +42,17 @@ def check_int(name: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
+def check_function(name: str, value: Any) -> Any:
+    """`value`, if it is None or can be called.
+
+    Raises:
+      ValueError: Otherwise.
+    """
+    if value is not None and not callable(value):
+        raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
+    return value
+
+
 def check_flag(name: str, value: Any) -> bool:
     """`value` as a bool.
 
@@ -56,16 +69,20 @@ def check_flag(name: str, value: Any) -> bool:
 def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> Any:
     """`value`, if it is a finite number in the closed interval; traced values pass unchecked.
 
+    A number is returned as a Python float, which takes on the dtype of what it meets; an array is
+    returned as it is.
+
     Raises:
       ValueError: Otherwise.
     """
-    if _is_traced(value):
+    if isinstance(value, jax.core.Tracer):
         return value
+    array = _is_array(value) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
-    if not number or not math.isfinite(value) or not minimum <= value <= maximum:
+    if not (number or array) or not minimum <= float(value) <= maximum or math.isinf(value):
         bounds = f"at least {minimum:g}" + (f" and at most {maximum:g}" * (maximum < math.inf))
         raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
-    return value
+    return value if array else float(value)
 
 
 def check_static_number(name: str, value: Any, minimum: float) -> float:
@@ -74,17 +91,18 @@ def check_static_number(name: str, value: Any, minimum: float) -> float:
     Raises:
       ValueError: For a traced value and for anything else than a finite number in range.
     """
-    if _is_traced(value):
+    if _is_array(value):
         raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
     return float(check_number(name, value, minimum))
 
 
-def _is_traced(value: Any) -> bool:
-    return hasattr(value, "aval")
+def _is_array(value: Any) -> bool:
+    """A JAX array, traced or not."""
+    return isinstance(value, jax.Array)
 
 
 def _static_hint(name: str, value: Any) -> str:
-    if not _is_traced(value):
+    if not _is_array(value):
         return ""
     return (
         f" It decides the shape of the program: with optax.inject_hyperparams pass it as a static "

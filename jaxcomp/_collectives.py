@@ -160,8 +160,9 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
       axis_name: The mapped axis or axes.
-      wire_dtype: What goes on the wire. Where it is narrower than an array, the values are divided
-        by the number of replicas before they are rounded, so that a float16 sum does not overflow.
+      wire_dtype: What goes on the wire. Where it is narrower than an array, or float16, the values
+        are divided by the number of replicas before they are rounded: a sum of float16 overflows
+        where their mean does not.
     """
     size = axis_size(axis_name)
     if not sum(part.size for part in parts):
@@ -169,6 +170,8 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
+    if dtype == jnp.float16:
+        dtype = jnp.dtype(jnp.float32)
     packed = _concatenate([part.reshape(-1).astype(dtype) for part in parts])
     if dtype == jnp.dtype(wire_dtype):
         sent, mean = packed, _psum(packed, axis_name) / size

@@ -11,7 +11,7 @@ import optax
 
 from jaxcomp._checks import check_int
 from jaxcomp._collectives import as_local, is_bound
-from jaxcomp._dtypes import checked_dtype, compute_dtype
+from jaxcomp._dtypes import checked_residual_dtype, compute_dtype
 from jaxcomp._gradients import replaced
 from jaxcomp._matricize import leaf_dtype, leaf_name
 from jaxcomp._reducers import hand_over
@@ -70,7 +70,7 @@ def error_feedback(
         it is not known what a replica sent; there the residual is :math:`m_w` minus the output, as
         in torch's hooks. Its mean is right, but each replica's deviation from the mean is never
         sent, and grows like the square root of the step count.
-      residual_dtype: How the residual is stored: bfloat16, float16, float32; None for float32.
+      residual_dtype: How the residual is stored: bfloat16 or float32; None for float32.
       reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand. Give
         it here and not to the reducer: residuals are then equal along the fast axis, and only the
         slow axis concerns `state_specs`, `shard_state` and `consolidate`.
@@ -97,7 +97,7 @@ def error_feedback(
       Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
       ICML 2019.
     """
-    dtype = checked_dtype("residual_dtype", residual_dtype)
+    dtype = checked_residual_dtype(residual_dtype)
     axis_name = getattr(reducer, "axis_name", None)
     check_reduce_first(reduce_first, axis_name or ())
     inner = reduce_function(reducer)

@@ -10,6 +10,8 @@ from jax import lax
 from jaxcomp._typing import Array
 
 _WIRE = ("float32", "bfloat16", "float16")
+# A residual may exceed what float16 holds, and would then be infinite for ever.
+_STORAGE = ("float32", "bfloat16")
 
 
 def wider(first: Any, second: Any) -> Any:
@@ -36,17 +38,30 @@ def round_to(x: Array, dtype: Any) -> Array:
 
 
 def checked_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` as a NumPy dtype, or None.
+    """`dtype` of what goes on the wire as a NumPy dtype, or None.
 
     Raises:
       ValueError: If it is not one of float32, bfloat16 and float16.
     """
+    return _checked(name, dtype, _WIRE)
+
+
+def checked_residual_dtype(dtype: Any) -> Any:
+    """`dtype` of a stored residual as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is neither float32 nor bfloat16.
+    """
+    return _checked("residual_dtype", dtype, _STORAGE)
+
+
+def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
     if dtype is None:
         return None
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in _WIRE:
-        raise ValueError(f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}.")
+    if found is None or found.name not in allowed:
+        raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
     return found

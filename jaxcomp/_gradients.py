@@ -68,22 +68,21 @@ def reducible(updates: PyTree, axis_name: AxisName) -> list[int]:
       ValueError: If a leaf is neither floating nor ``float0``, if a gradient was already reduced
         over the axis, or if the axis is not bound. The message names the leaf.
     """
-    positions = []
-    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    for i, (path, leaf) in enumerate(leaves):
-        if leaf.dtype == jax.dtypes.float0:
-            continue
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            fix = (
-                "Wrap the chain in optax.contrib.split_real_and_imaginary."
-                if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-                else "Keep parameters that are not trained out of it with optax.masked."
-            )
-            raise ValueError(
-                f"The gradient {leaf_name(path)} has dtype {leaf.dtype}, and only floating "
-                f"gradients can be reduced. {fix}"
-            )
-        positions.append(i)
+    positions, wrong = [], []
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            positions.append(i)
+        elif dtype is None:
+            wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
+        elif dtype != jax.dtypes.float0:
+            wrong.append(f"{leaf_name(path)} has dtype {dtype}")
+    if wrong:
+        raise ValueError(
+            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
+            "not trained out with optax.masked; wrap the chain in "
+            "optax.contrib.split_real_and_imaginary for complex ones."
+        )
     check_local(updates, axis_name)
     return positions
 

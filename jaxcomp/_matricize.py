@@ -138,7 +138,11 @@ def _plan(
     min_compression_rate: float,
     matrix_dims: MatrixDimsFn | None,
 ) -> LeafPlan:
-    name, shape, dtype = leaf_name(path), tuple(np.shape(leaf)), leaf_dtype(leaf)
+    name = leaf_name(path)
+    try:
+        shape, dtype = tuple(np.shape(leaf)), leaf_dtype(leaf)
+    except TypeError as error:
+        raise ValueError(f"The leaf {name} is a {type(leaf).__name__} and no array.") from error
     plain = LeafPlan(name, shape, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return plain

@@ -43,7 +43,8 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
 
     def gram_schmidt(x: Array) -> Array:
         plain = isinstance(eps, (int, float)) and eps == 0
-        return _gram_schmidt(x, spare, None if plain else eps / jnp.where(zero, 1, scale))
+        scaled_eps = None if plain else jnp.asarray(eps, x.dtype) / jnp.where(zero, 1, scale)
+        return _gram_schmidt(x, spare, scaled_eps)
 
     def qr(x: Array) -> Array:
         x = jnp.where(zero, spare, x)

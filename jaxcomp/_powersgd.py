@@ -17,18 +17,25 @@ import optax
 from jaxcomp._checks import (
     check_axis_name,
     check_flag,
+    check_function,
     check_int,
     check_number,
     check_static_number,
 )
 from jaxcomp._collectives import as_local, axis_size, is_bound, reduce_mean
-from jaxcomp._dtypes import checked_dtype, compute_dtype, wider
+from jaxcomp._dtypes import checked_dtype, checked_residual_dtype, compute_dtype, wider
 from jaxcomp._factors import outer, times_q, transposed_times_p
 from jaxcomp._gradients import reducible, replaced
-from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
+from jaxcomp._matricize import LeafPlan, MatrixView, leaf_name, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._reducers import hand_over
-from jaxcomp._reduction import Reducer, Reduction, averaged_first, check_reduce_first
+from jaxcomp._reduction import (
+    Reducer,
+    Reduction,
+    all_finite,
+    averaged_first,
+    check_reduce_first,
+)
 from jaxcomp._typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
 
 
@@ -126,7 +133,8 @@ def powersgd(
       error_feedback: Keep what was not sent and add it to the next gradient.
       warm_start: Start each power iteration from the last right factor. If False, a fresh one is
         drawn every step, the same on every replica.
-      eps: torch's ``orthogonalization_epsilon``. Not needed here: zero columns are safe with 0.
+      eps: torch's ``orthogonalization_epsilon``, in Gram-Schmidt (ranks 1 and 2) as in torch. Not
+        needed here: zero columns are safe with 0.
       seed: Seeds the first (or with ``warm_start=False`` every) right factor.
       comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
         where a gradient is).
@@ -175,8 +183,8 @@ def powersgd(
         eps=check_number("eps", eps, 0),
         seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
         comm_dtype=checked_dtype("comm_dtype", comm_dtype),
-        residual_dtype=checked_dtype("residual_dtype", residual_dtype),
-        matrix_dims=matrix_dims,
+        residual_dtype=checked_residual_dtype(residual_dtype),
+        matrix_dims=check_function("matrix_dims", matrix_dims),
         error_decay=error_decay
         if callable(error_decay)
         else check_number("error_decay", error_decay, 0, 1),
@@ -225,7 +233,9 @@ def _init(options: _Options, params: PyTree) -> PowerSGDState:
 
 
 def _random_q(options: _Options, plan: LeafPlan, index: int, count: Array | int) -> Array:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(options.seed), index), count)
+    # Threefry whatever jax_default_prng_impl says: others differ between the lanes of a vmap.
+    key = jax.random.key(options.seed, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, index), count)
     return jax.random.normal(key, plan.q_shape, compute_dtype(plan.dtype))
 
 
@@ -311,18 +321,23 @@ class _Step:
         p = map_by_shape(lambda x: orthogonalize(x, mean_eps), mean_left)
         right = [transposed_times_p(v, m, x) for v, m, x in zip(views, matrices, p, strict=True)]
         second = reduce_mean(right, axis_name, self.wire)
-        finite = first.finite & second.finite
 
-        outputs = []
+        outputs = [
+            view.unmatricize(outer(view, x, mean)).astype(self.plans[i].dtype)
+            for view, x, mean, i in zip(views, p, second.means, self.chosen, strict=True)
+        ]
+        # A float16 output can overflow where its factors did not.
+        narrow = [x for x in outputs if x.dtype == jnp.float16]
+        finite = first.finite & second.finite & all_finite(narrow)
         new_residual, new_q = list(residual), list(q)
         for k, i in enumerate(self.chosen):
-            view, dtype = views[k], self.plans[i].dtype
-            outputs.append(view.unmatricize(outer(view, p[k], second.means[k])).astype(dtype))
             if self.options.warm_start:
                 new_q[i] = jnp.where(finite, second.means[k], q[i])
             if self.options.error_feedback:
-                lost = view.unmatricize(matrices[k] - outer(view, p[k], second.sent[k]))
-                lost = lost if kept is None else lost + kept * residual[i].astype(lost.dtype)
+                lost = matrices[k] - outer(views[k], p[k], second.sent[k])
+                lost = views[k].unmatricize(lost)
+                if kept is not None:
+                    lost = lost + kept.astype(lost.dtype) * residual[i].astype(lost.dtype)
                 new_residual[i] = jnp.where(finite, lost.astype(residual[i].dtype), residual[i])
         outputs = [jnp.where(finite, x, jnp.nan) for x in [*outputs, *first.means[len(left) :]]]
         sent = []
@@ -338,7 +353,7 @@ class _Step:
         value = gradient.astype(compute_dtype(gradient.dtype))
         if self.options.error_feedback:
             extra = residual.astype(value.dtype)
-            value = value + (extra if added is None else added * extra)
+            value = value + (extra if added is None else jnp.asarray(added, value.dtype) * extra)
         return _view(self.plans[i]).matricize(value)
 
     def _feedback(self, count: Array) -> tuple[Any, Any]:
@@ -349,6 +364,17 @@ class _Step:
             due = (count + 1) % every == 0
             return jnp.where(due, added, 0.0), jnp.where(due, 0.0, 1.0)
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
+
+
+def _structure_difference(plans: list[LeafPlan], residual: PyTree) -> str:
+    """The leaves that only one of the two trees has, by their paths."""
+    masked = jax.tree_util.tree_flatten_with_path(
+        residual, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )[0]
+    have, want = [leaf_name(path) for path, _ in masked], [plan.path for plan in plans]
+    only = [f"only among the gradients {x}" for x in want if x not in have]
+    only += [f"only in the state {x}" for x in have if x not in want]
+    return ", ".join(only) or "the same leaves in other containers"
 
 
 def _view(plan: LeafPlan) -> MatrixView:
@@ -364,12 +390,18 @@ def _checked_state(
     Raises:
       ValueError: Listing every leaf whose state does not fit, with the fix.
     """
+    if not (hasattr(state, "residual") and hasattr(state, "q")):
+        raise ValueError(
+            f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
+            "optax.chain the chain's update takes the chain's state."
+        )
     try:
         residual, q = treedef.flatten_up_to(state.residual), treedef.flatten_up_to(state.q)
     except ValueError as error:
         raise ValueError(
-            "The gradients and the PowerSGDState have different tree structures. Make the state "
-            f"with init() of a tree like the gradients. Gradients: {treedef}."
+            "The gradients and the PowerSGDState have different tree structures: "
+            f"{_structure_difference(plans, state.residual)}. Make the state with init() of a tree "
+            "like the gradients."
         ) from error
     wrong = []
     for plan, e, f in zip(plans, residual, q, strict=True):

@@ -79,6 +79,10 @@ class Reducer(optax.GradientTransformationExtraArgs):
         self.reduce, self.axis_name = reduce, axis_name
         return self
 
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `copy` and `pickle` build the copy from."""
+        return (self.init, self.reduce, self.axis_name), {"update": self.update}
+
 
 def reduce_function(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
     """The `reduce` of a reducer, or a stand-in for it made from a plain transformation.

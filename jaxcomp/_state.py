@@ -7,7 +7,7 @@ declaring the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcomp._checks import check_axis_name
 from jaxcomp._collectives import as_local, axis_tuple, largest, mean_each
 from jaxcomp._dtypes import compute_dtype
 from jaxcomp._matricize import leaf_name
@@ -57,12 +58,13 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
       >>> state.residual.shape
       (8, 8)
     """
+    check_axis_name(axis_name)
     own: list[Any] = []
 
     def collect(path: KeyPath, leaf: Any, local: bool) -> Any:
         del path
         if local and jnp.issubdtype(leaf.dtype, jnp.floating):
-            own.append(leaf)
+            own.append(as_local(leaf, axis_name))
         return leaf
 
     def replace(path: KeyPath, leaf: Any, local: bool) -> Any:
@@ -100,14 +102,16 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
       >>> specs.residual["w"] == jax.P("data"), specs.q["w"] == jax.P()
       (True, True)
     """
+    check_axis_name(axis_name)
 
     def spec(path: KeyPath, leaf: Any, local: bool) -> PartitionSpec:
         if not local:
             return PartitionSpec()
         if not np.ndim(leaf):
             raise ValueError(
-                f"The per-replica leaf {leaf_name(path)} is a scalar, and the replicas' values are "
-                "laid along axis 0. Give it an axis of length 1."
+                f"The per-replica leaf {leaf_name(path)} is a scalar, and under shard_map the "
+                "replicas' values are laid along axis 0. Give it an axis of length 1, or map with "
+                "pmap or vmap."
             )
         return PartitionSpec(axis_name)
 
@@ -151,8 +155,7 @@ def shard_state(state: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     specs = state_specs(state, axis_name)
 
     def place(path: KeyPath, leaf: Any, local: bool, spec: PartitionSpec) -> jax.Array:
-        del path
-        spec = _merged_spec(leaf, mesh, axes if local else ())
+        spec = _merged_spec(leaf_name(path), leaf, mesh, axes if local else ())
         return _tiled(leaf, replicas if local else 1, NamedSharding(mesh, spec))
 
     return map_leaves(place, state, specs)
@@ -163,8 +166,12 @@ def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
     return map_leaves(lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state)
 
 
-def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """The leaf's present spec on this mesh, with `axes` put in front on axis 0."""
+def _merged_spec(name: str, leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """The leaf's present spec on this mesh, with `axes` put in front on axis 0.
+
+    Raises:
+      ValueError: If the leaf is already spread over one of the axes.
+    """
     sharding = getattr(leaf, "sharding", None)
     present: tuple[Any, ...] = ()
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
@@ -173,6 +180,11 @@ def _merged_spec(leaf: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
         return PartitionSpec(*present)
     first = present[0] if present else None
     first = () if first is None else first if isinstance(first, tuple) else (first,)
+    if set(first) & set(axes):
+        raise ValueError(
+            f"The per-replica leaf {name} is already spread over {axes}: the state is not "
+            "consolidated. Call jaxcomp.consolidate inside shard_map with out_specs=P() first."
+        )
     return PartitionSpec((*axes, *first), *present[1:])
 
 
@@ -206,6 +218,11 @@ def _fields(node: Any) -> tuple[str, ...] | None:
     return declared if isinstance(declared, tuple) else None
 
 
+def _is_bare(node: Any) -> bool:
+    """Whether this is a reducer's state turned into a mapping, as nnx.state and the like do."""
+    return isinstance(node, Mapping) and "residual" in node and ("q" in node or "inner" in node)
+
+
 def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps ``function(path, leaf, local, *rest)`` over a tree; `local` tells per-replica leaves."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -222,8 +239,14 @@ def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
 def _local_flags(tree: PyTree) -> list[bool]:
     """For each leaf in flattening order, whether it lies in a per-replica field."""
     flags: list[bool] = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: _fields(x) is not None):
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: _fields(x) is not None or _is_bare(x)):
         fields = _fields(node)
+        if _is_bare(node):
+            raise ValueError(
+                "The state has lost its classes, and with them what each replica has of its own: "
+                f"a {type(node).__name__} holds the keys {sorted(map(str, node))}. Pass the "
+                "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
+            )
         if fields is None:
             flags.append(False)
             continue

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._batched_powersgd import square_side
-from jaxcomp._checks import check_int, check_static_number
+from jaxcomp._checks import check_function, check_int, check_static_number
 from jaxcomp._dtypes import checked_dtype, wider
 from jaxcomp._matricize import LeafPlan, plan_leaves
 from jaxcomp._quantize import BlockLayout
@@ -96,6 +96,7 @@ def compression_stats(
     if not callable(rank):
         check_int("rank", rank, 1)
     check_static_number("min_compression_rate", min_compression_rate, 0)
+    check_function("matrix_dims", matrix_dims)
     wire = checked_dtype("comm_dtype", comm_dtype)
     plans = plan_leaves(params, rank, min_compression_rate, matrix_dims)
     plans = [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]

@@ -1,5 +1,7 @@
 """Beside what people already use: Optax wrappers, Flax train states, serialisation, orbax."""
 
+import copy
+
 import flax.linen as nn
 import flax.serialization
 import jax
@@ -294,3 +296,54 @@ def test_nnx_under_shard_map_with_the_functional_form():
     text = mapped.lower(pure, opt_state, TOKENS).compile().as_text()
     # Two for the gradients, one for the reported loss, which XLA may merge with neither.
     assert len(collectives(text)) <= 3
+
+
+def nnx_loss(model, tokens):
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def test_nnx_optimizer_under_shard_map_as_a_module():
+    """Modules are pytrees that keep the classes of their states, which nnx.split does not."""
+    model, optimizer = nnx_training()
+    mesh = mesh_of(4)
+    specs = jaxcomp.state_specs(optimizer, AXIS)
+
+    def step(model, optimizer, tokens):
+        value, grads = jaxcomp.local_value_and_grad(nnx_loss, AXIS)(model, tokens)
+        optimizer.update(model, grads)
+        return model, optimizer, jax.lax.pmean(value, AXIS)
+
+    compiled = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(jax.P(), specs, jax.P(AXIS)),
+            out_specs=(jax.P(), specs, jax.P()),
+        )
+    )
+    optimizer = jaxcomp.shard_state(optimizer, mesh, AXIS)
+    losses = []
+    for _ in range(12):
+        model, optimizer, value = compiled(model, optimizer, TOKENS)
+        losses.append(float(value))
+    assert losses[-1] < 0.7 * losses[0]
+    assert optimizer.opt_state[0].residual["hidden"]["kernel"][...].shape == (4 * 16, 32)
+
+
+@pytest.mark.parametrize("function", [jaxcomp.state_specs, jaxcomp.consolidate])
+def test_a_state_that_lost_its_classes_is_refused(function):
+    model, optimizer = nnx_training()
+    for lost in (
+        nnx.split((model, optimizer))[1],
+        nnx.state(optimizer),
+        flax.serialization.to_state_dict(train_state()),
+    ):
+        with pytest.raises(ValueError, match="lost its classes"):
+            function(lost, AXIS)
+
+
+def test_a_reducer_can_be_copied(reducer):
+    for other in (copy.copy(reducer), copy.deepcopy(reducer)):
+        assert other.axis_name == reducer.axis_name
+        assert isinstance(other, jaxcomp.Reducer)

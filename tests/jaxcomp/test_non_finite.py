@@ -107,3 +107,29 @@ def test_rank_deficient_gradients_are_transmitted_exactly(rank):
     outputs, state = simulate("vmap", tx, grads, tx.init({"kernel": jnp.zeros((24, 16))}))
     np.testing.assert_allclose(outputs["kernel"][3], u @ v, atol=1e-5)
     assert np.isfinite(state.residual["kernel"]).all()
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_float16_gradients_whose_sum_overflows_have_a_mean(start_step):
+    grads = {"kernel": jnp.full((4, 1, 24, 16), 3e4, jnp.float16)}
+    params = {"kernel": jnp.zeros((24, 16), jnp.float16)}
+    powersgd = jaxcomp.powersgd(2, axis_name=AXIS, start_step=start_step, comm_dtype="float16")
+    # A low-rank factor of so large a matrix does not fit float16; its mean does.
+    transformations = [jaxcomp.allreduce(axis_name=AXIS)]
+    transformations += [jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16")]
+    transformations += [powersgd] if start_step else []
+    for tx in transformations:
+        outputs, _ = simulate("vmap", tx, grads, tx.init(params))
+        np.testing.assert_allclose(outputs["kernel"][0].astype(jnp.float32), 3e4, rtol=1e-3)
+
+
+def test_an_output_too_large_for_its_own_dtype_is_a_bad_step():
+    """The factors are float32 and finite; only the cast of the output overflows."""
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    params = {"kernel": jnp.zeros((24, 16), jnp.float16)}
+    state = tx.init(params)._replace(residual={"kernel": jnp.full((24, 16), 1e5)})
+    grads = {"kernel": jnp.ones((2, 1, 24, 16), jnp.float16)}
+    outputs, after = simulate("vmap", tx, grads, state)
+    assert np.isnan(outputs["kernel"].astype(jnp.float32)).all()
+    assert int(after.count) == 0
+    np.testing.assert_array_equal(after.residual["kernel"], jnp.full((2, 24, 16), 1e5))
