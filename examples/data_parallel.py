@@ -66,8 +66,13 @@ class DataParallel(Protocol):
         """The replicas' losses on a global batch, without an update."""
         ...
 
-    def consolidated(self, state: TrainState) -> TrainState:
-        """The one state to save, on the host: it restores onto any number of replicas."""
+    def consolidated(self, state: TrainState) -> tuple[TrainState, TrainState]:
+        """The one state to save, on the host, and the same on the devices, to go on with.
+
+        It restores onto any number of replicas. A run that goes on with what it saved and one that
+        is restored from it compute the same numbers, bit for bit; one that went on with its own
+        residuals would differ by rounding, which training amplifies.
+        """
         ...
 
 
@@ -93,9 +98,10 @@ class Pmap:
         """See `DataParallel.evaluate`."""
         return self._eval(state, self._split(batch))
 
-    def consolidated(self, state: TrainState) -> TrainState:
+    def consolidated(self, state: TrainState) -> tuple[TrainState, TrainState]:
         """Averages the residuals; after that all replicas hold the same and the first is taken."""
-        return jax.device_get(flax.jax_utils.unreplicate(self._consolidate(state)))
+        state = self._consolidate(state)
+        return jax.device_get(flax.jax_utils.unreplicate(state)), state
 
     def _split(self, batch: np.ndarray) -> np.ndarray:
         return batch.reshape(len(self.devices), -1, *batch.shape[1:])
@@ -139,9 +145,10 @@ class ShardMap:
         """See `DataParallel.evaluate`."""
         return self._eval(state, self._split(batch))
 
-    def consolidated(self, state: TrainState) -> TrainState:
+    def consolidated(self, state: TrainState) -> tuple[TrainState, TrainState]:
         """Averages the residuals, which leaves one state, the same everywhere."""
-        return jax.device_get(self._consolidate(state))
+        saved = jax.device_get(self._consolidate(state))
+        return saved, jaxcomp.shard_state(saved, self.mesh, AXIS)
 
     def _split(self, batch: np.ndarray) -> jax.Array:
         return jax.device_put(batch, NamedSharding(self.mesh, P(AXIS)))

@@ -247,7 +247,7 @@ class Run:
             done, ended = index + 1, index + 1 == last
             held_out = self.held_out_loss() if ended or done % config.eval_every == 0 else None
             if self.checkpoints and (ended or done % self.checkpoints.every == 0):
-                saved = self._mapped.consolidated(self._state)
+                saved, self._state = self._mapped.consolidated(self._state)
                 self.checkpoints.save(done, saved, asdict(config))
             bytes_sent += (bytes_step := self._bytes_at(index))
             seconds = time.monotonic() - began

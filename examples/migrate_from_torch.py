@@ -77,7 +77,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) ->
         data: Any = flax_batch(case.model, step, WORLD)
         state, loss = parallel.train(state, data)
         losses.append(float(np.mean(loss)))
-    state = parallel.consolidated(state)
+    state, _ = parallel.consolidated(state)
     links: Any = state.opt_state
     torch_bridge.save_for_torch(
         folder / f"{case.name}.to_torch.pt",
