@@ -12,8 +12,9 @@ import optax
 from jaxcomp._checks import check_int
 from jaxcomp._collectives import as_local, is_bound
 from jaxcomp._dtypes import checked_residual_dtype, compute_dtype
+from jaxcomp._fit import Field, fitted
 from jaxcomp._gradients import replaced
-from jaxcomp._matricize import leaf_dtype, leaf_name
+from jaxcomp._matricize import leaf_dtype
 from jaxcomp._reducers import hand_over
 from jaxcomp._reduction import (
     Reducer,
@@ -123,7 +124,7 @@ def error_feedback(
     ) -> Reduction:
         updates = averaged_first(updates, reduce_first)
         leaves, treedef = jax.tree.flatten(updates)
-        residual = _checked_residual(updates, state.residual)
+        residual = _fitted_residual(updates, state.residual)
         floating = [i for i, e in enumerate(residual) if not isinstance(e, optax.MaskedNode)]
         if axis_name:
             residual = as_local(residual, axis_name)
@@ -243,31 +244,15 @@ def _add(gradient: Array, residual: Array) -> Array:
     return gradient.astype(dtype) + residual.astype(dtype)
 
 
-def _checked_residual(updates: PyTree, residual: PyTree) -> list[Any]:
+def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
     """The leaves of `residual` beside those of `updates`.
 
     Raises:
       ValueError: Listing every leaf that does not fit, with the fix.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    try:
-        beside = treedef.flatten_up_to(residual)
-    except ValueError as error:
-        raise ValueError(
-            "The gradients and the ErrorFeedbackState have different tree structures. Make the "
-            f"state with init() of a tree like the gradients. Gradients: {treedef}."
-        ) from error
-    wrong = []
-    for (path, leaf), e in zip(leaves, beside, strict=True):
-        expected = tuple(np.shape(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
-        found = None if isinstance(e, optax.MaskedNode) else tuple(np.shape(e))
-        if found != expected:
-            wrong.append(f"residual{leaf_name(path)}: expected {expected}, got {found}")
-    if wrong:
-        raise ValueError(
-            "The ErrorFeedbackState does not fit these gradients:\n  "
-            + "\n  ".join(wrong)
-            + "\nA residual whose first axis is off by the number of replicas was not placed with "
-            "jaxcomp.shard_state and jaxcomp.state_specs."
-        )
-    return beside
+    shapes = [
+        tuple(np.shape(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+        for leaf in jax.tree.leaves(updates)
+    ]
+    field = Field("residual", residual, shapes)
+    return fitted("ErrorFeedbackState", updates, [field], "Otherwise make a new state.")[0]

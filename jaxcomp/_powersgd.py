@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxcomp._checks import (
@@ -25,8 +24,9 @@ from jaxcomp._checks import (
 from jaxcomp._collectives import as_local, axis_size, is_bound, reduce_mean
 from jaxcomp._dtypes import checked_dtype, checked_residual_dtype, compute_dtype, wider
 from jaxcomp._factors import outer, times_q, transposed_times_p
+from jaxcomp._fit import Field, fitted
 from jaxcomp._gradients import reducible, replaced
-from jaxcomp._matricize import LeafPlan, MatrixView, leaf_name, plan_leaves
+from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._reducers import hand_over
 from jaxcomp._reduction import (
@@ -244,7 +244,7 @@ def _reduce(options: _Options, updates: PyTree, state: PowerSGDState, want_sent:
     leaves, treedef = jax.tree.flatten(updates)
     positions = reducible(updates, options.axis_name)
     plans = options.plan(updates)
-    residual, q = _checked_state(options, plans, treedef, state)
+    residual, q = _fitted_state(options, plans, updates, state)
     step = _Step(
         options,
         [i for i in positions if plans[i].view is not None],
@@ -366,24 +366,13 @@ class _Step:
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
 
-def _structure_difference(plans: list[LeafPlan], residual: PyTree) -> str:
-    """The leaves that only one of the two trees has, by their paths."""
-    masked = jax.tree_util.tree_flatten_with_path(
-        residual, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
-    )[0]
-    have, want = [leaf_name(path) for path, _ in masked], [plan.path for plan in plans]
-    only = [f"only among the gradients {x}" for x in want if x not in have]
-    only += [f"only in the state {x}" for x in have if x not in want]
-    return ", ".join(only) or "the same leaves in other containers"
-
-
 def _view(plan: LeafPlan) -> MatrixView:
     assert plan.view is not None
     return plan.view
 
 
-def _checked_state(
-    options: _Options, plans: list[LeafPlan], treedef: Any, state: PowerSGDState
+def _fitted_state(
+    options: _Options, plans: list[LeafPlan], updates: PyTree, state: PowerSGDState
 ) -> tuple[list[Any], list[Any]]:
     """The leaves of residual and q beside those of the gradients, residuals marked as local.
 
@@ -395,33 +384,13 @@ def _checked_state(
             f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
             "optax.chain the chain's update takes the chain's state."
         )
-    try:
-        residual, q = treedef.flatten_up_to(state.residual), treedef.flatten_up_to(state.q)
-    except ValueError as error:
-        raise ValueError(
-            "The gradients and the PowerSGDState have different tree structures: "
-            f"{_structure_difference(plans, state.residual)}. Make the state with init() of a tree "
-            "like the gradients."
-        ) from error
-    wrong = []
-    for plan, e, f in zip(plans, residual, q, strict=True):
-        compressed = plan.view is not None
-        expected = (
-            ("residual", e, plan.shape if compressed and options.error_feedback else None),
-            ("q", f, plan.q_shape if compressed and options.warm_start else None),
-        )
-        for name, value, shape in expected:
-            found = None if isinstance(value, optax.MaskedNode) else tuple(np.shape(value))
-            if found != shape:
-                wrong.append(
-                    f"{name}{plan.path}: expected {shape or 'none'}, got {found or 'none'}"
-                )
-    if wrong:
-        raise ValueError(
-            "The PowerSGDState does not fit these gradients and arguments:\n  "
-            + "\n  ".join(wrong)
-            + "\nA residual whose first axis is off by the number of replicas was not placed with "
-            "jaxcomp.shard_state and jaxcomp.state_specs; otherwise use the rank, matrix_dims and "
-            "switches that the state was made with."
-        )
+    kept = [plan.shape if plan.view and options.error_feedback else None for plan in plans]
+    factors = [plan.q_shape if plan.view and options.warm_start else None for plan in plans]
+    residual, q = fitted(
+        "PowerSGDState",
+        updates,
+        [Field("residual", state.residual, kept), Field("q", state.q, factors)],
+        "Otherwise use the rank, matrix_dims and switches that the state was made with, or "
+        "jaxcomp.adapt_state.",
+    )
     return as_local(residual, options.axis_name), q
