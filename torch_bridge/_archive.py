@@ -9,6 +9,7 @@ import io
 import mmap
 import os
 import pathlib
+import struct
 import sys
 import zipfile
 import zlib
@@ -29,6 +30,7 @@ _CHUNK = 1 << 22
 _ZIP_DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
+    struct.error,
     EOFError,
     NotImplementedError,  # a compression method that it does not have
     RuntimeError,  # an encrypted entry
@@ -110,7 +112,11 @@ def _read_zip(file: io.BufferedReader, budget: Budget, report: _Meter) -> Any:
         allowed, constructors = allow_list(budget)
         stream = records.read_array("data.pkl", None).tobytes()
         machine = Machine(
-            stream, allowed=allowed, reduce=constructors, persistent_load=persistent_load
+            stream,
+            allowed=allowed,
+            reduce=constructors,
+            persistent_load=persistent_load,
+            charge=budget.claim,
         )
         return machine.load()
 
@@ -145,6 +151,9 @@ class _Records:
             raise Malformed(f"an archive without its entry {name!r:.60}")
         if nbytes is not None and info.file_size != nbytes:
             raise Malformed(f"{info.file_size} bytes in {name!r:.60}, expected {nbytes}")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # The header of an LZMA stream alone can ask for gigabytes.
+            raise Malformed(f"compression method {info.compress_type} in {name!r:.60}")
         # Claimed before it is allocated: the directory of a bomb can promise any size.
         self._budget.claim(info.file_size)
         try:
@@ -219,9 +228,16 @@ def _read_legacy(file: io.BufferedReader, budget: Budget, report: _Meter) -> Any
 
         allowed, constructors = allow_list(budget)
         machine = Machine(
-            data, allowed=allowed, reduce=constructors, persistent_load=persistent_load
+            data,
+            allowed=allowed,
+            reduce=constructors,
+            persistent_load=persistent_load,
+            charge=budget.claim,
         )
-        magic, protocol, system = machine.load(), None, None
+        try:
+            magic, protocol, system = machine.load(), None, None
+        except Malformed as error:
+            raise Malformed("a file that torch.save did not write") from error
         if magic == _LEGACY_MAGIC:
             protocol, system = machine.load(), machine.load()
         if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict):
@@ -236,11 +252,12 @@ def _fill_legacy(
     machine: Machine, storages: dict[str, Storage], swap: bool, report: _Meter
 ) -> None:
     keys, data = machine.load(), machine.data
-    if not isinstance(keys, list) or set(map(str, keys)) != set(storages):
+    named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not named or set(keys) != set(storages):
         raise Malformed("a list of storages that does not match the tensors")
     pos = machine.pos
     for key in keys:
-        storage = storages[str(key)]
+        storage = storages[key]
         numel = int.from_bytes(data[pos : pos + 8], "little")
         pos += 8
         end = pos + storage.raw.size

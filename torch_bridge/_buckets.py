@@ -10,6 +10,7 @@ and Q.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from torch_bridge._entries import (
     contiguous_strides,
     dense_strides,
     matrix_shape,
+    unwrapped,
 )
 from torch_bridge._errors import CheckpointMismatch
 
@@ -35,6 +37,8 @@ _VERSION = 1
 @dataclasses.dataclass(frozen=True)
 class BucketLayout:
     """The parameters of each bucket, in order; the position of a bucket is its index in torch.
+
+    Names go without the prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`.
 
     Example:
       >>> import numpy as np
@@ -49,8 +53,16 @@ class BucketLayout:
     buckets: tuple[tuple[BucketEntry, ...], ...]
 
     def __post_init__(self) -> None:
-        names = self.names
-        twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
+        names = unwrapped(self.names)
+        if names and names[0] != self.names[0]:
+            fresh = iter(names)
+            buckets = tuple(
+                tuple(dataclasses.replace(entry, name=next(fresh)) for entry in bucket)
+                for bucket in self.buckets
+            )
+            object.__setattr__(self, "buckets", buckets)
+        counts = collections.Counter(self.names)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
@@ -223,10 +235,6 @@ def pack(
         {bucket: np.concatenate(parts) for bucket, parts in ps.items()},
         {bucket: np.concatenate(parts) for bucket, parts in qs.items()},
     )
-
-
-def _repeats(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def _entry(item: Any) -> BucketEntry:

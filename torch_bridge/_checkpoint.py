@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -12,24 +13,26 @@ import numpy as np
 
 from torch_bridge._archive import read_archive
 from torch_bridge._buckets import BucketLayout
+from torch_bridge._entries import unwrapped
 from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._schema import (
     PowerSGDRecord,
     RandomStateRecord,
     SchemaError,
+    bucket_arrays,
     is_slots,
     record_from_slots,
 )
 from torch_bridge._torch import storage_key
-from torch_bridge._unpickle import Forbidden, Malformed
+from torch_bridge._unpickle import Forbidden, Malformed, brief
 
 FORMAT = "torch_bridge.checkpoint"
 VERSION = 1
+_MAX_RANKS = 1 << 14
+_MAX_BUFFERS = 1 << 20
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# DistributedDataParallel and torch.compile put these before every name.
-_WRAPPERS = ("module.", "_orig_mod.")
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
@@ -159,13 +162,13 @@ def _documented(value: dict[Any, Any]) -> Checkpoint:
     if hook is not None and not is_slots(hook):
         raise SchemaError("`comm_hook_state` is no PowerSGDState")
     model = _take(rest, _MODEL_KEYS)
-    optimizer = _take(rest, _OPTIMIZER_KEYS)
+    # A list of them is kept as it is, in `extra`.
+    named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
+    optimizer = rest.pop(named[0]) if named else None
     if model is None and hook is None:
         model, rest = rest, {}
     if model is not None and not _is_state_dict(model):
         raise SchemaError("it has no state_dict (name -> tensor) and no `comm_hook_state`")
-    if optimizer is not None and not isinstance(optimizer, dict):
-        raise SchemaError("`optimizer` is no state_dict")
     layout = rest.pop("layout", None)
     return Checkpoint(
         model=_unwrapped(model or {}),
@@ -180,26 +183,48 @@ def _documented(value: dict[Any, Any]) -> Checkpoint:
 def _own_format(value: dict[str, Any]) -> Checkpoint:
     if value.get("version") != VERSION:
         raise SchemaError(
-            f"format version {value.get('version')!r:.20}, this release reads {VERSION}"
+            f"format version {brief(value.get('version'))}, this release reads {VERSION}"
         )
-    hook, errors = value.get("powersgd"), value.get("errors")
+    hook, errors, optimizer = value.get("powersgd"), value.get("errors"), value.get("optimizer")
     if hook is not None and not isinstance(hook, dict):
         raise SchemaError("`powersgd` is no dictionary")
     if not isinstance(errors, list | tuple) or not _is_state_dict(value.get("state_dict")):
         raise SchemaError("`errors` or `state_dict` is missing")
-    records = []
-    if hook is not None:
-        slots = {**hook, "rng": _plain_rng(hook.get("rng"))}
-        records = [record_from_slots({**slots, "error_dict": error}) for error in errors]
+    if optimizer is not None and not isinstance(optimizer, dict):
+        raise SchemaError("`optimizer` is no state_dict")
+    records = [] if hook is None else _records(hook, errors)
     layout, extra = value.get("layout"), value.get("extra", {})
     return Checkpoint(
         model=_unwrapped(value["state_dict"]),
         powersgd=tuple(records),
-        optimizer=value.get("optimizer"),
+        optimizer=optimizer,
         layout=BucketLayout.from_json(layout) if isinstance(layout, str) else None,
         extra=dict(extra) if isinstance(extra, dict) else {},
         world_size=_world_size(value.get("world_size")),
     )
+
+
+def _records(hook: dict[str, Any], errors: Sequence[Any]) -> list[PowerSGDRecord]:
+    """One record per rank: what all ranks share, and each one's error."""
+    if not 1 <= len(errors) <= _MAX_RANKS or not all(isinstance(e, dict) for e in errors):
+        raise SchemaError(f"`errors` must have a dictionary for each of 1 to {_MAX_RANKS} ranks")
+    if any(error.keys() != errors[0].keys() for error in errors):
+        raise SchemaError("`errors` of the ranks have different buckets")
+    if len(errors) * len(errors[0]) > _MAX_BUFFERS:
+        raise SchemaError(f"`errors` hold more than {_MAX_BUFFERS} tensors")
+    slots = {**hook, "rng": _plain_rng(hook.get("rng"))}
+    first = record_from_slots({**slots, "error_dict": errors[0]})
+    records = [first]
+    for error in errors[1:]:
+        arrays = bucket_arrays("error_dict", error)
+        records.append(dataclasses.replace(first, error_dict=arrays))
+    if any(_sizes(record) != _sizes(first) for record in records):
+        raise SchemaError("`errors` of the ranks have different sizes")
+    return records
+
+
+def _sizes(record: PowerSGDRecord) -> dict[int, int]:
+    return {bucket: error.size for bucket, error in record.error_dict.items()}
 
 
 def _plain_rng(value: Any) -> RandomStateRecord | None:
@@ -210,7 +235,9 @@ def _plain_rng(value: Any) -> RandomStateRecord | None:
     names = ("key", "pos", "has_gauss", "cached_gaussian")
     try:
         return RandomStateRecord(*(value[name] for name in names))
-    except (LookupError, TypeError) as error:
+    except SchemaError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise SchemaError(f"`rng` must hold {', '.join(names)}") from error
 
 
@@ -230,15 +257,12 @@ def _is_state_dict(value: Any) -> bool:
 
 def _unwrapped(model: Mapping[Any, Any]) -> dict[str, np.ndarray]:
     arrays = {str(key): entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
-    for _ in range(len(_WRAPPERS) + 1):
-        for prefix in _WRAPPERS:
-            if arrays and all(name.startswith(prefix) for name in arrays):
-                arrays = {name.removeprefix(prefix): entry for name, entry in arrays.items()}
-    return arrays
+    return dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
 
 
 def _world_size(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return value if plain and 0 < value <= _MAX_RANKS else None
 
 
 def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
@@ -247,6 +271,7 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     wrong = []
     for file, part in zip(files, parts, strict=True):
         wrong += [f"{file}: {line}" for line in _differences(parts[0], first, part)]
+    wrong += _wrong_number(files, first.world_size)
     if wrong:
         raise CheckpointMismatch(
             "The files are not the ranks of one run at one step. Pass the files that all ranks "
@@ -262,6 +287,14 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     )
 
 
+def _wrong_number(files: Sequence[pathlib.Path], world_size: int | None) -> list[str]:
+    seen = collections.Counter(file.resolve() for file in files)
+    lines = [f"{file}: given {count} times" for file, count in seen.items() if count > 1]
+    if world_size is not None and len(files) > world_size:
+        lines.append(f"{len(files)} files of a run of {world_size} ranks")
+    return lines
+
+
 def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
     if len(part.powersgd) != 1 or not lead.powersgd:
         return [f"{len(part.powersgd)} hook states where one per rank was expected"]
@@ -270,6 +303,8 @@ def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[
     if part.model and {name: array.shape for name, array in part.model.items()} != shapes:
         lines.append("another model")
     one, other = lead.powersgd[0], part.powersgd[0]
+    if _sizes(one) != _sizes(other):
+        lines.append("errors of other buckets")
     if one.iter != other.iter:
         lines.append(f"iteration {other.iter}, not {one.iter}")
     lines += [

@@ -95,6 +95,18 @@ class FactorSlot:
         )
 
 
+# DistributedDataParallel and torch.compile put these before every name.
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def unwrapped(names: Sequence[str]) -> list[str]:
+    """The names without the prefixes that wrappers put before all of them."""
+    names = list(names)
+    while names and any(all(n.startswith(prefix) for n in names) for prefix in _WRAPPERS):
+        names = [name.partition(".")[2] for name in names]
+    return names
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of ``tensor.view(shape[0], -1)``; an empty or scalar tensor has none."""
     rows = shape[0] if len(shape) else 0

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from torch_bridge._schema import RandomStateRecord
-from torch_bridge._unpickle import Forbidden, Global, Malformed, Pending, plain_key
+from torch_bridge._unpickle import Forbidden, Global, Malformed, Pending, brief, plain_key
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
@@ -65,6 +65,7 @@ STORAGES: dict[str, np.dtype] = {
     for place in ("", "cuda.")
 } | {"torch.storage.UntypedStorage": UNTYPED, "torch.UntypedStorage": UNTYPED}
 
+_MAX_PATH = 4096
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
 
 # Values that a checkpoint may mention; nothing here is ever called.
@@ -147,10 +148,10 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A tensor with Python attributes: the inner rebuild, without the attributes.
-        if not isinstance(function, Global) or function.name not in rebuild:
-            raise Forbidden(f"{getattr(function, 'name', function)!s:.80} (called)")
-        if not isinstance(args, tuple):
-            raise Malformed("a tensor without arguments")
+        if not isinstance(function, Global) or not isinstance(args, tuple):
+            raise Malformed("a tensor without a function that makes it, or without arguments")
+        if function.name not in rebuild:
+            raise Forbidden(f"{function.name} (called)")
         return rebuild[function.name](*args)
 
     constructors = {
@@ -197,7 +198,7 @@ def torch_dtype(token: Any) -> np.dtype:
     """The NumPy dtype of a ``torch.<dtype>`` token."""
     name = token.name.removeprefix("torch.") if isinstance(token, Global) else ""
     if name not in DTYPES:
-        raise Malformed(f"{token!r:.60} where a dtype belongs")
+        raise Malformed(f"{name or brief(token):.60} where a dtype belongs")
     return DTYPES[name]
 
 
@@ -277,7 +278,20 @@ def _bytes(value: Any = b"", encoding: Any = None) -> bytes:
 
 
 def _device(kind: Any, index: Any = None) -> str:
-    return f"{kind!s:.32}" if index is None else f"{kind!s:.32}:{int(index)}"
+    name = _text(kind)
+    return f"{name:.32}" if index is None else f"{name:.32}:{int(index)}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{brief(value)} where text belongs")
+    return value
+
+
+def _path(*parts: Any) -> str:
+    if sum(len(_text(part)) for part in parts) > _MAX_PATH:  # joined paths can be joined again
+        raise Malformed(f"a path of more than {_MAX_PATH} characters")
+    return "/".join(parts).replace("//", "/")
 
 
 def _size(values: Any) -> tuple:
@@ -311,12 +325,12 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "builtins.set": lambda items=(): set(map(plain_key, items)),
     "builtins.frozenset": lambda items=(): frozenset(map(plain_key, items)),
     "builtins.complex": lambda real, imag=0.0: complex(float(real), float(imag)),
-    "pathlib.PosixPath": lambda *parts: "/".join(map(str, parts)).replace("//", "/"),
-    "pathlib._local.PosixPath": lambda *parts: "/".join(map(str, parts)).replace("//", "/"),
+    "pathlib.PosixPath": _path,
+    "pathlib._local.PosixPath": _path,
     "argparse.Namespace": _namespace,
     "torch.Size": _size,
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: str(name),
+    "torch.serialization._get_layout": _text,
     POWERSGD_STATE: _hook_state,
 }
 
@@ -359,7 +373,7 @@ def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
 
 def _numpy_dtype(code: Any, *_: Any) -> Pending:
     if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
-        raise Malformed(f"the NumPy dtype {code!r:.40}; numbers and booleans are read")
+        raise Malformed(f"the NumPy dtype {brief(code)!r}; numbers and booleans are read")
     dtype = np.dtype(code)
 
     def build(state: Any) -> np.dtype:
@@ -390,7 +404,7 @@ def _random_state_record(state: Any) -> RandomStateRecord:
         else:
             kind, *fields = state
         if kind != "MT19937":
-            raise Malformed(f"a {kind!s:.40} generator where torch has MT19937")
+            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
         return RandomStateRecord(*fields)
     except (TypeError, ValueError, LookupError) as error:
         raise Malformed("a numpy RandomState with an unreadable state") from error

@@ -12,7 +12,7 @@ against what the state itself implies, and a layout is accepted only if it is th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -55,27 +55,35 @@ def infer_layout(
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     record = checkpoint.powersgd[0]
-    fitting: dict[BucketLayout, str] = {}
+    fitting: dict[Hashable, tuple[BucketLayout, str]] = {}
     reasons = []
     for label, order in candidates(checkpoint, record, orders or {}, frozen):
         layout = BucketLayout.from_order(order, checkpoint.model)
         reason = _misfit(layout, checkpoint)
         if reason is None:
-            fitting.setdefault(layout, label)
+            fitting.setdefault(_meaning(layout, record), (layout, label))
         else:
             reasons.append(f"{label}: {reason}")
     if len(fitting) == 1:
-        return next(iter(fitting))
+        return next(iter(fitting.values()))[0]
     if fitting:
         raise CheckpointMismatch(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
-            ambiguous=[f"{label}: {_brief(layout)}" for layout, label in fitting.items()],
+            ambiguous=[f"{label}: {_brief(layout)}" for layout, label in fitting.values()],
         )
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
         f"{_HOW_TO}",
         mis_shaped=reasons or [_length_problem(checkpoint, record)],
     )
+
+
+def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
+    """What of a layout makes a difference: without errors, the places of the factors only."""
+    if record.error_dict:
+        return layout
+    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+    return tuple((slot.entry.name, slot.bucket, slot.p_start, slot.q_start) for slot in slots)
 
 
 def candidates(

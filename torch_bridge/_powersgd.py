@@ -164,6 +164,13 @@ class Source:
                 f"The layout does not fit the hook state: {reason}. Record it in the same run with "
                 f"torch_bridge.record_layout."
             )
+        unknown = sorted(set(layout.names) - checkpoint.model.keys()) if checkpoint.model else []
+        if unknown:  # taken for frozen, their state would be lost without a word
+            raise CheckpointMismatch(
+                "The layout names parameters that the model does not have. Record it from this "
+                "model with torch_bridge.record_layout.",
+                unexpected=unknown,
+            )
         slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
         return cls(
             layout,

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 _MT_WORDS = 624
+_MAX_NUMBER = 2**62
+_MAX_STEPS = 2**31  # jaxcomp counts in int32
 
 
 class SchemaError(ValueError):
@@ -36,7 +38,9 @@ class RandomStateRecord:
     cached_gaussian: float = 0.0
 
     def __post_init__(self) -> None:
-        key = np.asarray(self.key)
+        key = self.key
+        if not isinstance(key, np.ndarray):
+            raise SchemaError(f"`rng` must hold an array of words, got a {type(key).__name__}")
         if key.shape != (_MT_WORDS,) or key.dtype.kind not in "ui":
             raise SchemaError(
                 f"`rng` must hold {_MT_WORDS} integer words, got {key.dtype} of shape {key.shape}"
@@ -152,12 +156,12 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
         if name in slots:
             values[name] = _number(name, slots[name])
     for name in _BUFFERS:
-        values[name] = _bucket_arrays(name, slots[name])
+        values[name] = bucket_arrays(name, slots[name])
     rng = slots.get("rng")
     if rng is not None and not isinstance(rng, RandomStateRecord):
         raise SchemaError(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
-    if values["matrix_approximation_rank"] < 1 or values["iter"] < 0:
-        raise SchemaError("`matrix_approximation_rank` must be >= 1 and `iter` >= 0")
+    if values["matrix_approximation_rank"] < 1 or not 0 <= values["iter"] < _MAX_STEPS:
+        raise SchemaError("`matrix_approximation_rank` must be >= 1, `iter` in 0 to 2**31 - 1")
     return PowerSGDRecord(rng=rng, **values)
 
 
@@ -166,21 +170,28 @@ def _number(name: str, value: Any) -> int | float | bool:
         value = value.item()
     if name in _FLAGS and isinstance(value, bool | int):
         return bool(value)
-    if name in _FLOATS and isinstance(value, int | float):
-        return float(value)
-    if name not in _FLAGS and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise SchemaError(f"`{name}` must be a number, got {type(value).__name__}")
+    if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
+        if name in _FLOATS:
+            return float(value)
+        if name not in _FLAGS and not isinstance(value, bool) and value == int(value):
+            return int(value)
+    raise SchemaError(
+        f"`{name}` must be a number of its kind below 2**62, got {type(value).__name__}"
+    )
 
 
-def _bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
+def bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
+    """The entry `name` of the hook state, bucket index -> flat array, checked."""
     if not isinstance(value, Mapping):
         raise SchemaError(f"`{name}` must map bucket index to tensor, got {type(value).__name__}")
     arrays = {}
     for key, array in value.items():
         if not isinstance(key, int) or not isinstance(array, np.ndarray):
             raise SchemaError(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
+        if not array.flags.c_contiguous:
+            # torch's are; a view with strides of 0 would grow when it is made flat.
+            raise SchemaError(f"`{name}` must hold flat tensors, at {key}")
+        if array.dtype.kind in "iubc":
+            raise SchemaError(f"`{name}` must hold floating-point numbers, at {key}")
         arrays[key] = array.reshape(-1)
     return arrays

@@ -17,13 +17,20 @@ import dataclasses
 import mmap
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# One opcode costs at most about a hundred bytes of memory, so this bounds a stream of
-# EMPTY_DICTs. A checkpoint with 100 000 tensors takes four million.
+import numpy as np
+
+# A checkpoint with 100 000 tensors takes four million.
 MAX_OPCODES = 20_000_000
-_MAX_KEY_DEPTH = 2
+_MEMO_BYTES = 32  # charged for an entry of the memo
+# Hashing a key costs time in proportion to its size, every time, and huge integers can be chosen
+# to collide.
+_MAX_KEY_BITS = 64
+_MAX_KEY_LENGTH = 1 << 16
+_MAX_KEY_PARTS = 8
 
 
 class Malformed(Exception):
@@ -83,6 +90,8 @@ class Machine:
       reduce: global name -> constructor for REDUCE and NEWOBJ; a name in `allowed` alone may
         appear as a value only.
       persistent_load: persistent id -> value.
+      charge: called with the bytes that each container, and each value that a constructor made,
+        takes; raises when it is too much.
       pos: where the pickle starts.
 
     Attributes:
@@ -96,6 +105,7 @@ class Machine:
         allowed: frozenset[str],
         reduce: Constructors,
         persistent_load: Callable[[Any], Any],
+        charge: Callable[[int], None],
         pos: int = 0,
     ) -> None:
         self.data = data
@@ -103,6 +113,7 @@ class Machine:
         self._allowed = allowed
         self._reduce = reduce
         self._persistent_load = persistent_load
+        self._charge = charge
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -170,6 +181,7 @@ class Machine:
         if not self._stack or self._stack[-1] is _MARK:
             raise Malformed("the pickle stores a value that is not there")
         value = self._stack[-1]
+        self._charge(_MEMO_BYTES)
         self._memo[key] = value
         if isinstance(value, Pending):
             value.memo_keys.append(key)
@@ -196,7 +208,14 @@ class Machine:
         if constructor is None:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{target.name} (called)")
-        self._push(_checked(target.name, constructor, *args))
+        self._push_charged(_checked(target.name, constructor, *args))
+
+    def _push_charged(self, value: Any) -> None:
+        # Else a few bytes of a file could copy a large value again and again. Arrays have been
+        # charged by whoever made them.
+        if not isinstance(value, np.ndarray):
+            self._charge(sys.getsizeof(value))
+        self._push(value)
 
     def _build(self) -> None:
         state = self._pop()
@@ -209,7 +228,9 @@ class Machine:
             # the value. Nothing else can hold the unfinished object.
             for key in target.memo_keys:
                 self._memo[key] = value
-            self._stack[-1] = value
+            target.memo_keys.clear()  # a file can build one object many times
+            self._stack.pop()
+            self._push_charged(value)
         elif not isinstance(target, dict):  # a dict subclass's own attributes are not needed
             raise Malformed(f"the pickle sets attributes of a {type(target).__name__}")
 
@@ -285,14 +306,29 @@ def settle(value: Any) -> Any:
     return value.value if isinstance(value, Pending) else value
 
 
-def plain_key(key: Any, depth: int = 0) -> Any:
+def plain_key(key: Any) -> Any:
     """Check that `key` may key a dictionary: hashing it must be cheap and end."""
-    plain = key is None or isinstance(key, str | bytes | int | float | Global)
-    if plain:
+    if isinstance(key, tuple) and len(key) <= _MAX_KEY_PARTS:
+        return tuple(map(_plain_part, key))
+    return _plain_part(key)
+
+
+def _plain_part(key: Any) -> Any:
+    if key is None or isinstance(key, float | Global):
         return key
-    if isinstance(key, tuple) and depth < _MAX_KEY_DEPTH and len(key) <= 64:
-        return tuple(plain_key(part, depth + 1) for part in key)
-    raise Malformed(f"a {type(key).__name__} as a dictionary key")
+    if isinstance(key, str | bytes) and len(key) <= _MAX_KEY_LENGTH:
+        return key
+    if isinstance(key, int) and key.bit_length() <= _MAX_KEY_BITS:
+        return key
+    raise Malformed(f"a {type(key).__name__} as a dictionary key that is too large or none at all")
+
+
+def brief(value: Any) -> str:
+    """`value` for a message; not that of a container, whose ``repr`` need not end."""
+    if isinstance(value, str):
+        return f"{value:.40}"
+    small = isinstance(value, int) and value.bit_length() <= _MAX_KEY_BITS
+    return str(value) if small else f"a {type(value).__name__}"
 
 
 def canonical(module: str, name: str) -> str:
@@ -340,11 +376,11 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.TUPLE2: lambda m: m._tuple(2),
     pickle.TUPLE3: lambda m: m._tuple(3),
     pickle.TUPLE: lambda m: m._push(tuple(m._pop_to_mark())),
-    pickle.EMPTY_LIST: lambda m: m._push([]),
-    pickle.LIST: lambda m: m._push(m._pop_to_mark()),
-    pickle.EMPTY_DICT: lambda m: m._push({}),
-    pickle.EMPTY_SET: lambda m: m._push(set()),
-    pickle.FROZENSET: lambda m: m._push(frozenset(map(plain_key, m._pop_to_mark()))),
+    pickle.EMPTY_LIST: lambda m: m._push_charged([]),
+    pickle.LIST: lambda m: m._push_charged(m._pop_to_mark()),
+    pickle.EMPTY_DICT: lambda m: m._push_charged({}),
+    pickle.EMPTY_SET: lambda m: m._push_charged(set()),
+    pickle.FROZENSET: lambda m: m._push_charged(frozenset(map(plain_key, m._pop_to_mark()))),
     pickle.SETITEM: Machine._setitem,
     pickle.SETITEMS: lambda m: m._setitems(m._pop_to_mark()),
     pickle.APPEND: Machine._append,

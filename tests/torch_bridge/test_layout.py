@@ -73,6 +73,16 @@ def test_unfit_json_is_a_mismatch(text):
         BucketLayout.from_json(text)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_go_without_the_prefixes_of_wrappers(prefix):
+    # record_layout on a compiled model; with other names than the checkpoint's, the state was lost.
+    model = {"w": np.zeros((8, 4)), "b": np.zeros(8)}
+    wrapped = {prefix + name: array for name, array in model.items()}
+    layout = BucketLayout.from_order([[prefix + "b", prefix + "w"]], wrapped)
+    assert layout == BucketLayout.from_order([["b", "w"]], model)
+    assert BucketLayout.from_json(layout.to_json()) == layout
+
+
 def test_unknown_and_repeated_names():
     with pytest.raises(CheckpointMismatch) as error:
         make_layout(["a", "x"], ["y"], model=MODEL)
@@ -300,6 +310,21 @@ def test_several_fitting_orders_are_refused():
     with pytest.raises(CheckpointMismatch) as error:
         infer_layout(state_of(layout, model))
     assert len(error.value.ambiguous) == 2
+
+
+def test_without_errors_only_the_places_of_factors_count():
+    # The order of a weight and its bias then changes nothing; with errors it decides.
+    model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
+    layout = BucketLayout.from_order([["a.bias", "a.weight"]], model)
+    checkpoint = state_of(layout, model)
+    records = [dataclasses.replace(r, error_dict={}) for r in checkpoint.powersgd]
+    bare = dataclasses.replace(checkpoint, powersgd=tuple(records))
+    assert infer_layout(bare).names[:1] == ("a.bias",)
+    twins = {f"{name}.weight": np.zeros((24, 32)) for name in "ab"}
+    both = state_of(BucketLayout.from_order([["b.weight", "a.weight"]], twins), twins)
+    records = [dataclasses.replace(r, error_dict={}) for r in both.powersgd]
+    with pytest.raises(CheckpointMismatch, match="several orders"):
+        infer_layout(dataclasses.replace(both, powersgd=tuple(records)))
 
 
 def test_no_model_frozen_parameters_and_ties():
