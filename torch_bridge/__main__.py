@@ -44,6 +44,8 @@ or a function without arguments that returns one. With my_model.py next to you:
 examples:
   python -m torch_bridge to-flax checkpoint.pt --params my_model:params --out checkpoints/
   python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:params --out run.msgpack
+  python -m torch_bridge to-flax checkpoint.pt --params my_model:params --flatten fc1=64,7,7 \\
+      --ignore 'aux\\..*' --out checkpoints/
   python -m torch_bridge to-flax rank0.pt --missing-ranks zero --layout layout.json \\
       --params my_model:params --rule 'backbone\\.(\\d+)=block_\\1' --out checkpoints/
 
@@ -67,6 +69,11 @@ torch_bridge.load and torch_bridge.resume_powersgd bring the hook back without a
 _AS_OPTIONS = {
     "missing_ranks=": "--missing-ranks ",
     "`max_bytes`": "`--max-bytes`",
+    "pass layout=BucketLayout.from_order(...)": "pass it with --layout",
+    "pass layout=": "pass it with --layout",
+    "`rules` (": "`--rule` (",
+    "`ignore`": "`--ignore`",
+    "ignore=": "--ignore ",
     "matrix_dims=torch_bridge.torch_matrix_dims here": "--torch-dims here",
 }
 
@@ -108,6 +115,15 @@ def parser() -> argparse.ArgumentParser:
             help="which torch names belong to which Flax path; may be repeated",
         )  # fmt: skip
         command.add_argument(
+            "--flatten", action="append", default=[], metavar="REGEX=C,H,W",
+            help="the shape from which the input of this Linear was flattened; may be repeated",
+        )  # fmt: skip
+        command.add_argument(
+            "--conv-transpose", metavar="REGEX",
+            help="ConvTranspose layers with as many inputs as outputs",
+        )  # fmt: skip
+        command.add_argument("--ignore", metavar="REGEX", help="torch tensors to leave out")
+        command.add_argument(
             "--torch-dims", action="store_true",
             help="see kernels as torch does (torch_bridge.torch_matrix_dims)",
         )  # fmt: skip
@@ -146,6 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, UNUSABLE)
     except _Usage as error:
         return _fail(error, USAGE)
+    except ValueError as error:  # an optimizer without an equal in optax, for example
+        return _fail(error, UNUSABLE)
+    except RecursionError:
+        return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
     except ModuleNotFoundError as error:
         return _fail(f"{error}: install the extras with pip install 'jaxcomp[torch]' rich", USAGE)
     except OSError as error:
@@ -171,7 +191,7 @@ def _fail(error: object, code: int) -> int:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from torch_bridge._convert import read_layout
+    from torch_bridge._choices import read_layout
     from torch_bridge._inspect import render, summarize
 
     layout = read_layout(options.layout) if options.layout else None
@@ -217,12 +237,14 @@ def _to_torch(options: argparse.Namespace) -> None:
 
 
 def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
-    from torch_bridge._convert import Choices, import_object, parse_rule, read_layout
+    from torch_bridge._choices import Choices, import_object, parse_pairing, read_layout
 
     try:
         return Choices(
             params=import_object(options.params),
-            rules=[parse_rule(rule) for rule in options.rule],
+            pairing=parse_pairing(
+                options.rule, options.flatten, options.conv_transpose, options.ignore
+            ),
             torch_dims=options.torch_dims,
             missing_ranks=missing_ranks,
             layout=read_layout(options.layout) if options.layout else None,

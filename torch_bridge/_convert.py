@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import pathlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +15,10 @@ from jaxcomp import PowerSGDState
 from torch_bridge._arguments import powersgd_kwargs_from_torch
 from torch_bridge._buckets import BucketLayout
 from torch_bridge._checkpoint import Checkpoint
+from torch_bridge._choices import Choices
 from torch_bridge._errors import CheckpointMismatch
 from torch_bridge._flax_files import read_flax
 from torch_bridge._infer import infer_layout
-from torch_bridge._matrix_dims import torch_matrix_dims
 from torch_bridge._optim import optimizer_from_torch
 from torch_bridge._optim_to_torch import optimizer_to_torch
 from torch_bridge._params import params_from_torch, params_to_torch
@@ -29,53 +27,6 @@ from torch_bridge._powersgd_export import export_record
 from torch_bridge._torch import to_tensor
 
 _SMALL = 1024  # values; what is smaller may be a step count or a seed
-
-
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """What the two directions have in common.
-
-    Attributes:
-      params: the Flax parameter tree (arrays or shapes).
-      rules: pairs of regular expression and Flax path.
-      torch_dims: use `torch_matrix_dims` instead of jaxcomp's default cut.
-      missing_ranks: as for `powersgd_from_torch`.
-      layout: the bucket layout, if it was given.
-      dims: another `matrix_dims` function.
-    """
-
-    params: Any
-    rules: Sequence[tuple[str, str]] = ()
-    torch_dims: bool = False
-    missing_ranks: str = "error"
-    layout: BucketLayout | None = None
-    dims: Any = None
-
-    @property
-    def matrix_dims(self) -> Any:
-        """The `matrix_dims` argument."""
-        return torch_matrix_dims if self.torch_dims else self.dims
-
-
-def import_object(reference: str) -> Any:
-    """The object that ``package.module:name`` names; a function is called.
-
-    Raises:
-      ValueError: the reference has another form, or there is no such module or name.
-    """
-    module, colon, name = reference.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"--params must be MODULE:NAME, got {reference!r}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        value = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--params {reference}: {error}") from error
-    finally:
-        sys.path.pop(0)
-    return value() if callable(value) else value
 
 
 def train_state(
@@ -92,8 +43,8 @@ def train_state(
       consume: empty `checkpoint` part by part, so that a part is not in memory twice.
       values: False for the structure and shapes only (see `hollow`).
     """
-    rules, keep = choices.rules, (lambda part: part) if values else hollow
-    params = keep(params_from_torch(checkpoint.model, choices.params, rules))
+    keep = (lambda part: part) if values else hollow
+    params = keep(params_from_torch(checkpoint.model, choices.params, **choices.pairing))
     links: list[Any] = []
     step = 0
     if checkpoint.powersgd:
@@ -104,14 +55,16 @@ def train_state(
             layout=choices.layout,
             missing_ranks=choices.missing_ranks,
             matrix_dims=choices.matrix_dims,
-            rules=rules,
+            **choices.pairing,
         )
         links.append(keep(reducer))
         if consume:
             for record in checkpoint.powersgd:
                 record.error_dict.clear()
     if checkpoint.optimizer is not None:
-        state = optimizer_from_torch(checkpoint.optimizer, checkpoint.model, params, rules)[1]
+        _, state = optimizer_from_torch(
+            checkpoint.optimizer, checkpoint.model, params, **choices.pairing
+        )
         links.append(keep(state))
         if consume:
             checkpoint.optimizer.clear()
@@ -174,7 +127,7 @@ def save_for_torch(
     optimizer: Any = None,
     layout: BucketLayout | None = None,
     matrix_dims: Any = None,
-    rules: Any = (),
+    **pairing: Any,
 ) -> None:
     """Write the complete torch checkpoint of a run that goes back to PyTorch.
 
@@ -190,7 +143,7 @@ def save_for_torch(
       optimizer: the Optax state of the optimizer; None to leave it out.
       layout: the bucket layout; None for that of `like`.
       matrix_dims: as passed to `jaxcomp.powersgd`.
-      rules: as for `params_to_torch`.
+      **pairing: ``rules``, ``flatten``, ``conv_transpose``, ``ignore``; see `params_to_torch`.
 
     Raises:
       CheckpointMismatch: a part does not fit `like`; everything that does not is listed.
@@ -198,7 +151,7 @@ def save_for_torch(
     from torch_bridge._torch_side import write_atomically
 
     parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
-    choices = Choices(params, rules, layout=layout, dims=matrix_dims)
+    choices = Choices(params, pairing, layout=layout, dims=matrix_dims)
     document = assemble(parts, like, like.optimizer, choices, lambda stage: None)
     write_atomically(pathlib.Path(path), document)
 
@@ -216,24 +169,23 @@ def assemble(
       parts: ``params``, ``powersgd`` and ``optimizer``, each dropped as soon as it is converted.
       like: the torch checkpoint that the run came from.
       fresh: a torch optimizer state dict to be filled, or None.
-      choices: rules, layout and cut.
+      choices: pairing, layout and cut.
       notify: called with the name of each stage.
     """
     from torch_bridge._torch_side import make_document, plain_record
 
     notify("converting the parameters")
     params = parts.pop("params")
-    model = params_to_torch(params, like.model, choices.rules)
+    model = params_to_torch(params, like.model, **choices.pairing)
     model = {name: to_tensor(np.asarray(value)) for name, value in model.items()}
     params = hollow(params)
     hook, errors, layout = None, [], choices.layout or like.layout
     if like.powersgd and parts["powersgd"] is not None:
         notify("converting the PowerSGD state")
-        layout = layout or _inferred(like)
-        rules = {"rules": choices.rules}
-        record = export_record(
-            parts.pop("powersgd"), params, layout, like, choices.matrix_dims, {}, rules
-        )
+        reducer, pairing = parts.pop("powersgd"), dict(choices.pairing)
+        layout = layout or _inferred(like, reducer)
+        record = export_record(reducer, params, layout, like, choices.matrix_dims, {}, pairing)
+        del reducer
         hook = plain_record(record)
         # Every rank goes on from the mean error.
         flats = record.error_dict
@@ -243,7 +195,7 @@ def assemble(
     if fresh is not None and parts["optimizer"] is not None:
         notify("converting the optimizer")
         optimizer = optimizer_to_torch(
-            parts.pop("optimizer"), params, fresh, like.model, choices.rules
+            parts.pop("optimizer"), params, fresh, like.model, **choices.pairing
         )
     return make_document(
         model=model,
@@ -256,13 +208,17 @@ def assemble(
     )
 
 
-def _inferred(like: Checkpoint) -> BucketLayout:
-    if not like.powersgd[0].buckets:
-        raise CheckpointMismatch(
-            "The torch file was saved before compression began, so it has no bucket layout. "
-            "Give one with --layout."
-        )
-    return infer_layout(like)
+def _inferred(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
+    record = like.powersgd[0]
+    if record.buckets:
+        return infer_layout(like)
+    if int(np.asarray(reducer.count)) == record.iter:
+        return BucketLayout(())  # nothing but counters on either side
+    raise CheckpointMismatch(
+        "The torch file was saved before compression began, so it has no bucket layout, and JAX "
+        "has gone on since. Call torch_bridge.record_layout in a torch run of the same model, and "
+        "pass layout=."
+    )
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,23 +230,6 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, str | int | float | bool | None):
             kept[name] = value
     return kept
-
-
-def read_layout(path: pathlib.Path) -> BucketLayout:
-    """A layout file, as ``record_layout(...).to_json()`` gives it."""
-    return BucketLayout.from_json(path.read_text(encoding="utf-8"))
-
-
-def parse_rule(text: str) -> tuple[str, str]:
-    """``REGEX=PATH`` as a pair.
-
-    Raises:
-      ValueError: there is no ``=``.
-    """
-    pattern, equals, path = text.partition("=")
-    if not equals or not pattern or not path:
-        raise ValueError(f"a rule must be REGEX=PATH, got {text!r}")
-    return pattern, path
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:

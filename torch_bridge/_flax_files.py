@@ -61,7 +61,9 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
             if manager.latest_step() is None:
                 raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
             args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-            return manager.restore(manager.latest_step(), args=args)[_STATE]
+            restored = manager.restore(manager.latest_step(), args=args)[_STATE]
+            _check(restored, template)
+            return restored
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointMismatch):
             raise
@@ -70,6 +72,19 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
             f"optax.chain(jaxcomp.powersgd(...), the optimizer of --like). Convert it in Python "
             f"with params_to_torch, optimizer_to_torch and powersgd_to_torch. ({error!s:.200})"
         ) from error
+
+
+def _check(restored: Any, template: Any) -> None:
+    """Orbax gives None for a leaf that the checkpoint does not have."""
+    wrong = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(
+            restored, is_leaf=lambda leaf: leaf is None
+        )[0]
+        if leaf is None
+    ]
+    if wrong or jax.tree.structure(restored) != jax.tree.structure(template):
+        raise ValueError(f"not there: {', '.join(wrong) or 'some entries'}")
 
 
 def _plain_containers(state: Mapping[str, Any]) -> dict[str, Any]:

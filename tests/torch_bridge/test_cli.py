@@ -65,6 +65,10 @@ def document():
     }
 
 
+def adagrad():
+    return torch.optim.Adagrad(Model().parameters()).state_dict()
+
+
 @pytest.fixture
 def torch_file(tmp_path):
     path = tmp_path / "checkpoint.pt"
@@ -201,6 +205,18 @@ def test_msgpack_is_flax_serialization(call, torch_file, tmp_path):
             "error",
         ),
         (["inspect", "checkpoint.pt", "--max-bytes", "10"], UNUSABLE, "--max-bytes"),
+        (["inspect", "checkpoint.pt", "--layout", "bytes.bin"], UNUSABLE, "bytes.bin: "),
+        (["inspect", "checkpoint.pt", "--layout", "text.pt"], UNUSABLE, "text.pt: A bucket"),
+        (["to-flax", "checkpoint.pt", *PARAMS, "--rule", "((=x", "--out", "x"], USAGE, "'(('"),
+        (["to-flax", "checkpoint.pt", *PARAMS, "--flatten", "a=b", "--out", "x"], USAGE, "C,H,W"),
+        (["to-flax", "checkpoint.pt", *PARAMS, "--ignore", "*", "--out", "x"], USAGE, "'*'"),
+        (
+            ["to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"],
+            USAGE,
+            "KeyError",
+        ),
+        (["to-flax", "adagrad.pt", *PARAMS, "--out", "x"], UNUSABLE, "optax"),
+        (["to-flax", "names.pt", *PARAMS, "--out", "x"], UNUSABLE, "layout names parameters"),
     ],
 )
 def test_failures_are_one_message_and_a_code(
@@ -212,6 +228,10 @@ def test_failures_are_one_message_and_a_code(
     pathlib.Path("hostile.pt").write_bytes(raw)
     torch.save({"state_dict": {"fc9.weight": torch.zeros(2, 2)}}, "other.pt")
     torch.save({k: v for k, v in document().items() if k != "world_size"}, "rank0.pt")
+    torch.save(document() | {"optimizer": adagrad()}, "adagrad.pt")
+    torch.save(document() | {"layout": document()["layout"].replace("fc2", "fc9")}, "names.pt")
+    pathlib.Path("bytes.bin").write_bytes(b"\xff\xfe")
+    pathlib.Path("broken.py").write_text("def params():\n    raise KeyError('x')\n")
     got, _, err = call(*arguments, "--quiet")
     assert got == code
     assert message in err
@@ -224,6 +244,69 @@ def test_a_second_conversion_does_not_overwrite(call, torch_file, tmp_path):
     code, _, err = call(*arguments)
     assert code == UNUSABLE
     assert "already holds step 20" in err
+
+
+def test_what_is_left_out_and_what_was_flattened(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = {"aux.weight": torch.zeros(3, 3), "aux.bias": torch.zeros(3)}
+    value = document()
+    value["state_dict"] = dict(value["state_dict"]) | more
+    del value["optimizer"]
+    torch.save(value, "aux.pt")
+    arguments = ("aux.pt", *PARAMS, "--quiet", "--out", "run.msgpack")
+    code, _, err = call("to-flax", *arguments)
+    assert code == UNUSABLE
+    assert "--ignore" in err
+    options = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2")
+    assert call("to-flax", *arguments, *options)[0] == OK
+    kernel = flax.serialization.msgpack_restore(pathlib.Path("run.msgpack").read_bytes())["params"][
+        "fc1"
+    ]["kernel"]
+    channels_last = value["state_dict"]["fc1.weight"].reshape(24, 8, 2, 2).permute(2, 3, 1, 0)
+    np.testing.assert_array_equal(kernel, channels_last.reshape(32, 24))
+    back = ("to-torch", "run.msgpack", "--like", "aux.pt", *PARAMS, "--quiet", "--out", "back.pt")
+    assert call(*back, *options)[0] == OK
+    again = torch_bridge.load("back.pt")
+    for name, tensor in value["state_dict"].items():
+        np.testing.assert_array_equal(again.model[name], tensor)
+    error = value["comm_hook_state"].error_dict[0]
+    layout = again.layout.split(0, again.powersgd[0].error_dict[0])
+    wanted = again.layout.split(0, error.numpy())
+    np.testing.assert_array_equal(layout["fc1.weight"], wanted["fc1.weight"])
+
+
+def test_before_compression_began_there_and_back(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value = document()
+    del value["layout"]
+    state = value["comm_hook_state"]
+    state.iter, state.error_dict, state.p_memory_dict, state.q_memory_dict = 3, {}, {}, {}
+    torch.save(value, "early.pt")
+    out = ("--quiet", "--out")
+    assert call("to-flax", "early.pt", *PARAMS, *out, "run")[0] == OK
+    assert call("to-torch", "run", "--like", "early.pt", *PARAMS, *out, "back.pt")[0] == OK
+    record = torch_bridge.load("back.pt").powersgd[0]
+    assert record.iter == 3
+    assert not record.buckets
+    state.iter = 2  # JAX has gone on since: now a layout is needed
+    torch.save(value, "earlier.pt")
+    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, *out, "back.pt")
+    assert code == UNUSABLE
+    assert "--layout" in err
+
+
+def test_a_flax_checkpoint_without_q_does_not_fit_a_run_with_one(call, torch_file, tmp_path):
+    value = document()
+    value["comm_hook_state"].warm_start = False
+    value["comm_hook_state"].p_memory_dict = value["comm_hook_state"].q_memory_dict = {}
+    torch.save(value, tmp_path / "cold.pt")
+    run = tmp_path / "run"
+    assert call("to-flax", tmp_path / "cold.pt", *PARAMS, "--quiet", "--out", run)[0] == OK
+    code, _, err = call(
+        "to-torch", run, "--like", torch_file, *PARAMS, "--quiet", "--out", tmp_path / "back.pt"
+    )
+    assert code == UNUSABLE
+    assert "another structure" in err
 
 
 def test_help_has_examples(capsys):
