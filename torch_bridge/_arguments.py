@@ -97,7 +97,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
     kwargs: dict[str, Any] = {}
     for name, value in given.items():
         if name in _RENAMED and (ours := _RENAMED[name]) is not None:
-            kwargs[ours] = _converted(ours, value)
+            kwargs[ours] = _converted(name, ours, value)
     _apply_invented(given, kwargs)
     _, dtype = _unwrap(hook)
     if dtype is not None:
@@ -181,11 +181,17 @@ def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any
     return {**given, **arguments}
 
 
-def _converted(name: str, value: Any) -> Any:
+def _converted(name: str, ours: str, value: Any) -> Any:
     """The value in Python's own types; the reducer checks its range."""
-    if name in _FLAGS:
-        return bool(value)
-    return int(value) if name in _INTEGERS else float(value)
+    kind = bool if ours in _FLAGS else int if ours in _INTEGERS else float
+    try:
+        number = float(value) if not isinstance(value, str) else None
+        if number is not None and (kind is float or number == kind(value)):
+            return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    names = {bool: "True or False", int: "an integer", float: "a number"}
+    raise ValueError(f"`{name}` must be {names[kind]}, got {value!r}.")
 
 
 def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
@@ -196,7 +202,7 @@ def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
         )
     _refuse_other_device(given.get("comm_device"))
     if "error_feedback" in given:
-        wanted = bool(given["error_feedback"])
+        wanted = _converted("error_feedback", "error_feedback", given["error_feedback"])
         if kwargs.get("error_feedback", wanted) != wanted:
             raise ValueError(
                 "`error_feedback` and `use_error_feedback` contradict each other; give one of them."
@@ -210,12 +216,13 @@ def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
             )
         kwargs["comm_dtype"] = jnp.float32 if size == 4 else jnp.bfloat16
     if (every := given.get("feedback_every_n_iters")) is not None:
-        kwargs["feedback_every"] = _converted("feedback_every", every)
+        kwargs["feedback_every"] = _converted("feedback_every_n_iters", "feedback_every", every)
     if given.get("error_decay") is not None:
         kwargs["error_decay"] = given["error_decay"]
     if (factor := given.get("warm_up_beta_factor")) is not None:
+        factor = _converted("warm_up_beta_factor", "error_decay", factor)
         start = kwargs.get("start_step", 1_000)  # the default in torch and in jaxcomp
-        kwargs["error_decay"] = _warm_up(kwargs.get("error_decay", 1.0), float(factor), start)
+        kwargs["error_decay"] = _warm_up(kwargs.get("error_decay", 1.0), factor, start)
 
 
 def _warm_up(

@@ -163,6 +163,11 @@ def read_entries(
       ValueError: If names are needed and not there.
       CheckpointMismatch: With every unknown name and every state of another shape.
     """
+    if not _is_optimizer(optimizer):
+        raise CheckpointMismatch(
+            "This is no optimizer state: {'state': {index: ...}, 'param_groups': [...]} was "
+            "expected. With several optimizers pass the state_dict() of one."
+        )
     groups = optimizer["param_groups"]
     indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
     names = _names(groups, model, param_names)
@@ -194,6 +199,17 @@ def read_entries(
             mis_shaped=mis_shaped,
         )
     return entries
+
+
+def _is_optimizer(value: Any) -> bool:
+    state, groups = (value.get(name) for name in ("state", "param_groups"))
+    return (
+        isinstance(state, Mapping)
+        and all(isinstance(entry, Mapping) for entry in state.values())
+        and isinstance(groups, list | tuple)
+        and all(isinstance(group, Mapping) and "lr" in group for group in groups)
+        and all(isinstance(group.get("params"), list | tuple) for group in groups)
+    )
 
 
 def _names(

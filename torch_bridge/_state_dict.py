@@ -63,7 +63,7 @@ def load_state_dict(state: State, d: Mapping[str, Any], *, strict: bool = True) 
       CheckpointMismatch: With every missing, unexpected and mis-shaped entry.
     """
     version = d.get("version")
-    if version is None or int(version) != VERSION:
+    if version is None or np.shape(version) != () or version != VERSION:
         raise ValueError(
             f"This state dict has version {version}, and version {VERSION} is understood. Was it "
             "made by torch_bridge.state_dict, and not by a later release?"

@@ -104,6 +104,11 @@ def test_invented_arguments_that_are_understood():
         ({"warm_up_beta_factor": 1.5}, r"\[0, 1\]"),
         ({"matrix_aproximation_rank": 2}, "Did you mean 'matrix_approximation_rank'"),
         ({"zzz": 2}, "Known are process_group"),
+        ({"matrix_approximation_rank": 2.7}, "`matrix_approximation_rank` must be an integer"),
+        ({"matrix_approximation_rank": None}, "must be an integer, got None"),
+        ({"use_error_feedback": "False"}, "`use_error_feedback` must be True or False"),
+        ({"error_feedback": "no"}, "`error_feedback` must be True or False"),
+        ({"min_compression_rate": "2"}, "must be a number, got '2'"),
         (
             {"bytes_per_weight": 4, "hook": "bf16_compress_wrapper(powerSGD_hook)"},
             "different types",
@@ -231,6 +236,8 @@ def test_state_dict_is_strict():
     assert len(caught.value.mis_shaped) == 2
     with pytest.raises(ValueError, match="version 9"):
         load_state_dict(fresh, {**d, "version": 9})
+    with pytest.raises(ValueError, match="version x"):
+        load_state_dict(fresh, {**d, "version": "x"})
     with pytest.raises(ValueError, match=r"state\[0\]"):
         state_dict(optax.chain(tx, optax.sgd(0.1)).init(params))
 

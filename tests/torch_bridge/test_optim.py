@@ -352,3 +352,19 @@ def test_older_files_say_which_adam():
     params, _ = flax_steps(module, LIKE, params, tx, optax_state, (5,))
     torch_steps(module, optimizer, (5,))
     assert_close(params, module, LIKE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"state": {}},
+        {"state": {}, "param_groups": 5},
+        {"state": {}, "param_groups": [5]},
+        {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        {"generator": {"state": {}, "param_groups": []}},
+    ],
+)
+def test_what_is_no_optimizer_state(value):
+    with pytest.raises(CheckpointMismatch, match="no optimizer state"):
+        optimizer_from_torch(value, {"w": np.zeros(3)}, {"w": np.zeros(3)})
