@@ -28,7 +28,7 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
     * right factors are cut to their first columns for a lower rank, which the power iteration has
       ordered by importance, and padded with fresh orthonormal columns for a higher one;
     * residuals are taken over wherever the leaf is still compressed. Where it no longer is, what
-      was not sent yet is dropped, less than one step's gradient;
+      was not sent yet is dropped;
     * a reducer that is new starts afresh, with its own ``start_step`` still to come.
 
     Reducers are matched in order, each with one of the same kind. Restore a checkpoint with the

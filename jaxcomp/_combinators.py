@@ -19,6 +19,7 @@ from jaxcomp._reducers import hand_over
 from jaxcomp._reduction import (
     Reducer,
     Reduction,
+    all_finite,
     averaged_first,
     check_reduce_first,
     reduce_function,
@@ -134,12 +135,16 @@ def error_feedback(
             treedef.unflatten(replaced(leaves, floating, added)), state.inner, params, **extra_args
         )
         means, sent = jax.tree.leaves(result.updates), jax.tree.leaves(result.sent)
-        finite = result.finite
+        for i in floating:
+            means[i] = means[i].astype(leaves[i].dtype)
+        # A float16 output can overflow where the float32 mean did not.
+        finite = result.finite & all_finite([means[i] for i in floating])
         for i, total in zip(floating, added, strict=True):
             lost = (total - sent[i]).astype(residual[i].dtype)
             residual[i] = jnp.where(finite, lost, residual[i])
-            means[i] = jnp.where(finite, means[i], jnp.nan).astype(leaves[i].dtype)
-        new_state = ErrorFeedbackState(treedef.unflatten(residual), result.state)
+            means[i] = jnp.where(finite, means[i], jnp.nan)
+        own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
+        new_state = ErrorFeedbackState(treedef.unflatten(residual), own)
         return Reduction(treedef.unflatten(means), new_state, result.sent, finite)
 
     return _reducer(init, reduce, axis_name)
@@ -217,7 +222,9 @@ def switch_at(
             lambda: run(second, state.after, state.before, swapped=True),
         )
         count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
-        return result._replace(state=SwitchState(count, *result.state))
+        # A reducer without a state poisons only what is not finite; nobody shall take half a step.
+        whole = jax.tree.map(lambda x: _poisoned(x, result.finite), result.updates)
+        return result._replace(updates=whole, state=SwitchState(count, *result.state))
 
     return _reducer(init, reduce, axis_name)
 
@@ -236,6 +243,11 @@ def _reducer(
         return result.updates, result.state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _poisoned(x: Any, finite: Array) -> Any:
+    """NaN in every value of a floating array if the step is not finite."""
+    return jnp.where(finite, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _add(gradient: Array, residual: Array) -> Array:

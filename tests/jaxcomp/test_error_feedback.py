@@ -160,3 +160,30 @@ def test_messages():
         jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)({"w": jnp.zeros((2, 2, 3))}, state)
     with pytest.raises(ValueError, match="different tree structures"):
         jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)({"v": jnp.zeros((2, 2, 3))}, state)
+
+
+def test_a_switch_from_a_stateless_reducer_takes_no_half_step():
+    tx = jaxcomp.switch_at(
+        5,
+        jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.bfloat16),
+        jaxcomp.powersgd(1, axis_name=AXIS, start_step=0),
+    )
+    grads = random_grads({"w": (8, 8), "b": (3,)}, 2, 2)
+    grads["w"] = grads["w"].at[0, 1, 0, 0].set(jnp.nan)
+    state = tx.init({"w": jnp.zeros((8, 8)), "b": jnp.zeros(3)})
+    outputs, state = simulate("vmap", tx, grads, state)
+    assert np.isfinite(outputs["b"][0]).all()
+    assert np.isnan(outputs["b"][1]).all()
+    assert np.isnan(outputs["w"][1]).all()
+    assert int(state.count) == 1
+
+
+def test_a_float16_output_that_overflows_is_a_bad_step():
+    tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
+    params = {"w": jnp.zeros((4,), jnp.float16)}
+    state = tx.init(params)._replace(residual={"w": jnp.full((4,), 200.0)})
+    grads = {"w": jnp.full((2, 1, 4), 65504, jnp.float16)}
+    outputs, after = simulate("vmap", tx, grads, state)
+    assert np.isnan(outputs["w"].astype(jnp.float32)).all()
+    np.testing.assert_array_equal(after.residual["w"], jnp.full((2, 4), 200.0))
+    assert int(after.inner.count) == 0
