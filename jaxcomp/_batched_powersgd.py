@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._checks import check_int
-from jaxcomp._dtypes import compute_dtype, wider
+from jaxcomp._dtypes import widest
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import leaf_dtype
 from jaxcomp._powersgd import powersgd
@@ -146,10 +146,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _common_dtype(leaves: list[Any]) -> Any:
-    dtype = jnp.dtype(jnp.float32)
-    for leaf in leaves:
-        dtype = wider(dtype, compute_dtype(leaf_dtype(leaf)))
-    return dtype
+    return widest(leaf_dtype(leaf) for leaf in leaves)
 
 
 def _rows_first(path: KeyPath, leaf: Any) -> MatrixDims:

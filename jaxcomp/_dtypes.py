@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +23,11 @@ def wider(first: Any, second: Any) -> Any:
     ``jax_numpy_dtype_promotion='strict'``.
     """
     return second if jnp.finfo(second).bits > jnp.finfo(first).bits else jnp.dtype(first)
+
+
+def widest(dtypes: Iterable[Any]) -> Any:
+    """The floating dtype with the most bits among float32 and those given."""
+    return functools.reduce(wider, dtypes, jnp.dtype(jnp.float32))
 
 
 def compute_dtype(dtype: Any) -> Any:

@@ -22,7 +22,7 @@ from jaxcomp._checks import (
     check_static_number,
 )
 from jaxcomp._collectives import as_local, axis_size, is_bound, reduce_mean
-from jaxcomp._dtypes import checked_dtype, checked_residual_dtype, compute_dtype, wider
+from jaxcomp._dtypes import checked_dtype, checked_residual_dtype, compute_dtype, widest
 from jaxcomp._factors import outer, times_q, transposed_times_p
 from jaxcomp._fit import Field, fitted
 from jaxcomp._gradients import reducible, replaced
@@ -76,10 +76,7 @@ class _Options:
     def wire_dtype(self, leaves: list[Array]) -> Any:
         if self.comm_dtype is not None:
             return self.comm_dtype
-        widest = jnp.dtype(jnp.float32)
-        for leaf in leaves:
-            widest = wider(widest, leaf.dtype)
-        return widest
+        return widest(leaf.dtype for leaf in leaves)
 
 
 def powersgd(

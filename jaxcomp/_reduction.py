@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._checks import check_axis_name
-from jaxcomp._collectives import mean_each
+from jaxcomp._collectives import axis_tuple, mean_each
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._typing import Array, AxisName, PyTree
 
@@ -120,9 +120,7 @@ def check_reduce_first(reduce_first: Any, axis_name: AxisName) -> None:
     if reduce_first is None:
         return
     check_axis_name(reduce_first)
-    first = reduce_first if isinstance(reduce_first, tuple) else (reduce_first,)
-    second = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if set(first) & set(second):
+    if set(axis_tuple(reduce_first)) & set(axis_tuple(axis_name)):
         raise ValueError(
             f"`reduce_first` and `axis_name` must name different axes, got {reduce_first!r} and "
             f"{axis_name!r}. Give the fast axis to reduce_first and the slow one to axis_name."

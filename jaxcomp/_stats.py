@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp._batched_powersgd import square_side
 from jaxcomp._checks import check_function, check_int, check_static_number
-from jaxcomp._dtypes import checked_dtype, wider
+from jaxcomp._dtypes import checked_dtype, widest
 from jaxcomp._matricize import LeafPlan, plan_leaves
 from jaxcomp._quantize import BlockLayout
 from jaxcomp._typing import DType, MatrixDimsFn, PyTree, RankFn
@@ -101,9 +101,7 @@ def compression_stats(
     plans = plan_leaves(params, rank, min_compression_rate, matrix_dims)
     plans = [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
     if wire is None:
-        wire = jnp.dtype(jnp.float32)
-        for plan in plans:
-            wire = wider(wire, plan.dtype)
+        wire = widest(plan.dtype for plan in plans)
     leaves = tuple(_leaf_stats(plan, wire.itemsize) for plan in plans)
     before = sum(leaf.bytes_before for leaf in leaves)
     return CompressionStats(leaves, before, sum(leaf.bytes_after for leaf in leaves))
@@ -170,10 +168,7 @@ def batched_stats(
     """
     rank = check_int("rank", rank, 1)
     plans = [p for p in plan_leaves(params, 1, 0) if jnp.issubdtype(p.dtype, jnp.floating)]
-    wire = checked_dtype("comm_dtype", comm_dtype) or jnp.dtype(jnp.float32)
-    if comm_dtype is None:
-        for plan in plans:
-            wire = wider(wire, plan.dtype)
+    wire = checked_dtype("comm_dtype", comm_dtype) or widest(plan.dtype for plan in plans)
     before = sum(plan.size * jnp.dtype(plan.dtype).itemsize for plan in plans)
     side = square_side([jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans])
     rank = min(rank, side)
