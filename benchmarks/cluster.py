@@ -1,0 +1,213 @@
+"""Step times and bytes of data-parallel training over slow links: jaxcomp beside PyTorch's DDP.
+
+    sudo python benchmarks/cluster.py
+    sudo python benchmarks/cluster.py --rates 1gbit --models mlp --strategies none,powersgd-4
+
+Starts several processes on this machine, each in its own network namespace and on one core, joins
+them by links of a given rate, and trains the same models with the same strategies in JAX and in
+PyTorch, both over gloo, in turn: at every rate each strategy is timed in the one and then in the
+other, so that ratios are within one run. Bytes are read from the counters of the interfaces.
+
+Needs Linux, root (namespaces, tc) and iproute2; everything that it sets up lies in namespaces of
+this run, and is gone afterwards. Links have a rate but no added delay, because the kernels this was
+written for lack sch_netem: what latency costs is in the model of `python -m jaxcomp advise`. Run it
+on a quiet machine with at least one core per process.
+
+Writes cluster.json (everything, each sample too), cluster.md and cluster.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from cluster_job import ENVIRONMENT, JobFailed
+from cluster_measure import Plan, measure
+from cluster_net import NetworkUnavailable, check_available
+from cluster_plan import (
+    DEFAULT_RATES,
+    DEFAULT_STRATEGIES,
+    FRAMEWORKS,
+    MODELS,
+    parse_rate,
+    parse_strategy,
+)
+from cluster_report import BUSY, Case, all_figures, conditions, figures_of, table
+
+# Exit codes; 2 is argparse's, for wrong arguments.
+EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
+
+T = TypeVar("T")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    plan, out = parse(argv)
+    try:
+        check_available()
+        check_packages(plan)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        run = {**describe(plan), "cases": []}
+        if run["machine"]["load_at_start"] > BUSY:
+            print("cluster.py: other programs are running; the times will be off.", file=sys.stderr)
+        out.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(measure(plan)) as cases:
+            for case in cases:
+                run["cases"].append(dataclasses.asdict(case))
+                # After every case: a failure in the last one must not lose the others.
+                (out / "cluster.json").write_text(json.dumps(run, indent=1) + "\n")
+                print(_line(case), flush=True)
+        report(run, out)
+    except (NetworkUnavailable, JobFailed) as error:
+        print(f"cluster.py: {error}", file=sys.stderr)
+        return EXIT_UNAVAILABLE if isinstance(error, NetworkUnavailable) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("cluster.py: interrupted; processes and namespaces are gone.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def parse(argv: list[str] | None) -> tuple[Plan, Path]:
+    """Arguments as a plan, and where the results go."""
+    parser = argparse.ArgumentParser(
+        prog="cluster.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shown = " (default: %(default)s)"
+    add = parser.add_argument
+    add("--processes", type=int, default=2, metavar="N", help="at least 2" + shown)
+    add("--rates", default=",".join(DEFAULT_RATES), help="of every link" + shown)
+    add("--models", default=",".join(MODELS), help="10 million parameters each" + shown)
+    add("--strategies", default=",".join(DEFAULT_STRATEGIES), help="with any rank" + shown)
+    add("--frameworks", default=",".join(FRAMEWORKS), help=shown.strip())
+    add("--steps", type=int, default=40, metavar="N", help="at most, per case" + shown)
+    add("--seconds-per-case", type=float, default=3.0, metavar="S",
+        help="a case whose steps take longer gets by on fewer, at least 2" + shown)  # fmt: skip
+    add("--tiny", action="store_true", help="small models, to see whether it works here")
+    add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
+    given = parser.parse_args(argv)
+    try:
+        plan = Plan(
+            processes=_at_least("--processes", given.processes, 2),
+            models=_listed("--models", given.models, _one_of("--models", MODELS)),
+            rates=_listed("--rates", given.rates, parse_rate),
+            strategies=_listed("--strategies", given.strategies, parse_strategy),
+            frameworks=_listed(
+                "--frameworks", given.frameworks, _one_of("--frameworks", FRAMEWORKS)
+            ),
+            steps=_at_least("--steps", given.steps, 2),
+            seconds_per_case=_at_least("--seconds-per-case", given.seconds_per_case, 0.1),
+            tiny=given.tiny,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return plan, given.out
+
+
+def _at_least(name: str, value: T, least: T) -> T:
+    if not value >= least:  # type: ignore[operator]
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    return value
+
+
+def _listed(name: str, text: str, parse_one: Callable[[str], T]) -> tuple[T, ...]:
+    found = dict.fromkeys(parse_one(part) for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueError(f"`{name}` is empty; separate what you want by commas.")
+    return tuple(found)
+
+
+def _one_of(name: str, known: tuple[str, ...]) -> Callable[[str], str]:
+    def parse_one(text: str) -> str:
+        if text.strip() not in known:
+            raise ValueError(f"`{name}` has no {text.strip()!r}; there are {', '.join(known)}.")
+        return text.strip()
+
+    return parse_one
+
+
+def check_packages(plan: Plan) -> None:
+    """Makes sure that what the plan needs is installed.
+
+    Raises:
+      NetworkUnavailable: If not.
+    """
+    wanted = [package for name in plan.frameworks for package in _PACKAGES[name]]
+    missing = [p for p in [*wanted, "matplotlib"] if importlib.util.find_spec(p) is None]
+    if missing:
+        raise NetworkUnavailable(
+            f"cluster.py needs {', '.join(missing)}: pip install -e '.[test]' brings everything."
+        )
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """How, where and when this run is made."""
+    packages = [package for name in plan.frameworks for package in _PACKAGES[name]]
+    return {
+        "command": shlex.join(["python", "benchmarks/cluster.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "load_at_start": os.getloadavg()[0],
+            "versions": {
+                "Python": platform.python_version(),
+                **{package: version(package) for package in packages},
+            },
+        },
+        "settings": {**dataclasses.asdict(plan), "environment": ENVIRONMENT},
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _line(case: Case) -> str:
+    figures = figures_of(case)
+    return (
+        f"{case.model:12} {case.rate:10} {case.strategy:13} {case.framework:6}"
+        f"{figures.median * 1e3:10.1f} ms ({figures.low * 1e3:.1f} to {figures.high * 1e3:.1f}), "
+        f"{figures.wire / 1e3:10,.1f} kB"
+    )
+
+
+def report(run: dict[str, Any], out: Path) -> None:
+    """Writes the table and the picture."""
+    from cluster_plot import plot  # matplotlib, which a refusal does not need
+
+    figures = all_figures(Case(**case) for case in run["cases"])
+    text = "\n".join(["## Step times over shaped links", "", conditions(run), "", table(figures)])
+    (out / "cluster.md").write_text(text)
+    plot(figures, out / "cluster.png")
+    print(f"{out / 'cluster.json'}, cluster.md, cluster.png")
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    # The first one ends the run; what takes it down must not be interrupted in turn.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The JAX side of `cluster.py`: jaxcomp under `shard_map`, one CPU device per process, gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cluster_models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
+from cluster_plan import Strategy
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+
+AXIS = "data"
+ONE_SIDED: dict[str, Any] = {"alternating": True}
+_PORT = 29_500
+# The first step compiles, the second one may still bring memory into place.
+_WARM_UP = 3
+
+
+class FlaxMLP(nn.Module):
+    """See `cluster_models.MLP`."""
+
+    sizes: MLP
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From (batch, inputs) to (batch, classes)."""
+        for width in self.sizes.widths[1:-1]:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.sizes.widths[-1])(x)
+
+
+class FlaxTransformer(nn.Module):
+    """See `cluster_models.Transformer`."""
+
+    sizes: Transformer
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """From (batch, context) to (batch, context, vocabulary)."""
+        sizes = self.sizes
+        x = nn.Embed(sizes.vocabulary, sizes.width, name="tokens")(tokens)
+        x = x + nn.Embed(sizes.context, sizes.width, name="positions")(jnp.arange(sizes.context))
+        for _ in range(sizes.layers):
+            x = self._block(x)
+        return nn.Dense(sizes.vocabulary, use_bias=False)(nn.LayerNorm(epsilon=1e-5)(x))
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        width = self.sizes.width
+        qkv = nn.Dense(3 * width)(nn.LayerNorm(epsilon=1e-5)(x))
+        heads = qkv.reshape(*x.shape[:2], 3, self.sizes.heads, width // self.sizes.heads)
+        q, k, v = (heads[:, :, i] for i in range(3))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + nn.Dense(width)(mixed.reshape(x.shape))
+        hidden = nn.gelu(nn.Dense(4 * width)(nn.LayerNorm(epsilon=1e-5)(x)), approximate=True)
+        return x + nn.Dense(width)(hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step, how its state begins, and its data where the step wants them."""
+
+    step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+    init: Callable[[], tuple[Any, Any]]
+    batches: list[Any]
+
+
+class JaxTrainer:
+    """One process of a `jax.distributed` job; see `cluster_process.Trainer`."""
+
+    def __init__(self, model: str, index: int, processes: int, address: str, *, tiny: bool):
+        """Joins the other processes and makes the model and its data."""
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.distributed.initialize(f"{address}:{_PORT}", processes, index)
+        mesh = jax.make_mesh((processes,), (AXIS,), axis_types=(AxisType.Auto,))
+        sizes = (TINY if tiny else FULL)[model]
+        module = FlaxMLP(sizes) if isinstance(sizes, MLP) else FlaxTransformer(sizes)
+        batches = make_batches(sizes, index)
+        # On the host: every strategy starts from the same values.
+        params = jax.device_get(jax.jit(module.init)(jax.random.key(0), batches[0][0]))
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            x, y = batch
+            logits = cast(jax.Array, module.apply(params, x))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        self.parameters = sum(x.size for x in jax.tree.leaves(params))
+        self._task = Task(loss, params, batches, mesh)
+        self._programs: dict[Strategy, Program] = {}  # compiled once, used at every rate
+        self._step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+        self._state: tuple[Any, Any] = ((), ())
+        self._feed: Iterator[Any] = iter(())
+        self._losses: Any = None
+
+    def prepare(self, strategy: Strategy) -> float | None:
+        """See `cluster_process.Trainer`."""
+        self._state = ((), ())  # gives its memory back before there is a second one
+        if strategy not in self._programs:
+            self._programs[strategy] = make_program(strategy, self._task)
+        program = self._programs[strategy]
+        self._step, self._state = program.step, program.init()
+        self._feed = itertools.cycle(program.batches)
+        for _ in range(_WARM_UP):
+            self.sample()
+        return payload(strategy, self._task.params, self._task.mesh.size)
+
+    def sample(self) -> None:
+        """See `cluster_process.Trainer`."""
+        params, opt_state, self._losses = self._step(*self._state, next(self._feed))
+        self._state = params, opt_state
+        jax.block_until_ready((self._state, self._losses))
+
+    def loss(self) -> float:
+        """See `cluster_process.Trainer`."""
+        return float(np.mean(self._losses.addressable_shards[0].data))
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, on which devices."""
+
+    loss: Callable[[Any, Any], jax.Array]
+    params: Any  # on the host
+    batches: list[Any]  # this process's, on the host
+    mesh: Mesh
+
+
+def make_program(strategy: Strategy, task: Task) -> Program:
+    """The training step of a strategy."""
+    if strategy.kind == "none":
+        return _alone(task)
+    if strategy.kind == "local-sgd":
+        return _rounds(task, strategy.number)
+    return _steps(task, make_reducer(strategy))
+
+
+def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
+    """What a user of jaxcomp would put first in the chain."""
+    rank = strategy.number
+    if strategy.kind == "allreduce":
+        return jaxcomp.allreduce(axis_name=AXIS)
+    if strategy.kind == "fp16":
+        return jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16)
+    if strategy.kind == "int8":
+        return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
+    if strategy.kind == "one-sided":
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **ONE_SIDED)
+    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+
+
+def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
+    """Bytes per step that jaxcomp's own figures promise, per process."""
+    stats = functools.partial(jaxcomp.compression_stats, params)
+    if strategy.kind == "none":
+        return 0.0
+    if strategy.kind == "local-sgd":
+        return jaxcomp.local_sgd_stats(params, sync_every=strategy.number).bytes_per_step
+    if strategy.kind == "int8":
+        return float(jaxcomp.quantized_stats(params, replicas=processes).bytes_after)
+    if strategy.kind in ("allreduce", "fp16"):
+        dtype = jnp.float16 if strategy.kind == "fp16" else None
+        return float(stats(rank=lambda path, leaf: None, comm_dtype=dtype).bytes_after)
+    if strategy.kind == "one-sided":
+        return float(stats(rank=strategy.number, **ONE_SIDED).bytes_after)
+    return float(stats(rank=strategy.number).bytes_after)
+
+
+def _alone(task: Task) -> Program:
+    """Every process on its own: the step without any communication."""
+    device = jax.local_devices()[0]
+    tx, step = _local_step(task)
+
+    def init() -> tuple[Any, Any]:
+        return jax.device_put((task.params, tx.init(task.params)), device)
+
+    batches = [jax.device_put(batch, device) for batch in task.batches]
+    return Program(jax.jit(step, donate_argnums=(0, 1)), init, batches)
+
+
+def _steps(task: Task, reducer: optax.GradientTransformation) -> Program:
+    """A reducer before the optimizer, in every step."""
+    tx = optax.chain(reducer, optax.sgd(LEARNING_RATE))
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = jaxcomp.local_value_and_grad(task.loss, AXIS)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value[None]
+
+    return _mapped(task, step, tx.init, task.batches, P(AXIS))
+
+
+def _rounds(task: Task, every: int) -> Program:
+    """Whole rounds of local SGD."""
+    tx, step = _local_step(task)
+    run = jaxcomp.local_sgd_round(step, sync_every=every, axis_name=AXIS, inner_init=tx.init)
+    feed = itertools.cycle(task.batches)
+    rounds = [
+        jax.tree.map(lambda *xs: np.stack(xs), *itertools.islice(feed, every))
+        for _ in range(max(1, len(task.batches) // every))
+    ]
+    return _mapped(task, run, run.init, rounds, P(None, AXIS))
+
+
+def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+    tx = optax.sgd(LEARNING_RATE)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return tx, step
+
+
+def _mapped(
+    task: Task,
+    step: Callable[..., Any],
+    init_state: Callable[[Any], Any],
+    batches: list[Any],
+    batch_spec: P,
+) -> Program:
+    """`step` on the devices of all processes, parameters and state donated."""
+    mesh = task.mesh
+    specs = jaxcomp.state_specs(jax.eval_shape(init_state, task.params), AXIS)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, batch_spec), out_specs=(P(), specs, P(AXIS))
+    )
+
+    def init() -> tuple[Any, Any]:
+        state = jaxcomp.shard_state(init_state(task.params), mesh, AXIS)
+        return jax.device_put(task.params, NamedSharding(mesh, P())), state
+
+    sharding = NamedSharding(mesh, batch_spec)
+    place = functools.partial(jax.make_array_from_process_local_data, sharding)
+    placed = [jax.tree.map(place, batch) for batch in batches]
+    return Program(jax.jit(mapped, donate_argnums=(0, 1)), init, placed)

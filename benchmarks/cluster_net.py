@@ -1,0 +1,161 @@
+"""A small network on one machine: a namespace for each process, joined by a bridge, links shaped.
+
+The bridge has a namespace of its own and nothing is ever added to the machine's own network, so
+that any number of these networks can exist beside each other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster_plan import Rate
+
+INTERFACE = "eth0"
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
+_TOOLS["chrt"] = "util-linux"
+# With frames of 1500 bytes the shaped rates come out wrong on virtual links.
+_MTU = 9000
+# Bytes that may wait at a shaped link before packets are dropped.
+_QUEUE = 1_048_576
+# In namespaces of its own for host name and mounts, a process finds its address under the name of
+# its host: JAX's collectives listen on the address that the host name resolves to.
+_ENTER = 'echo "$1" > /proc/sys/kernel/hostname; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+
+
+class NetworkUnavailable(RuntimeError):
+    """This machine cannot have such a network; the message is one sentence with the remedy."""
+
+
+def check_available() -> None:
+    """Makes sure that networks can be made here.
+
+    Raises:
+      NetworkUnavailable: If not.
+    """
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        raise NetworkUnavailable(
+            "cluster.py makes network namespaces and shapes links, which needs root on Linux: run "
+            "it with sudo, or in a container with --cap-add=NET_ADMIN,SYS_ADMIN."
+        )
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
+        raise NetworkUnavailable(
+            f"cluster.py needs the commands {', '.join(missing)}: install the packages {packages} "
+            f"(apt-get install {packages})."
+        )
+
+
+class Network:
+    """Hosts with one link each to a common switch; a context manager that takes itself down."""
+
+    def __init__(self, hosts: int):
+        """Nothing happens before the network is entered.
+
+        Args:
+          hosts: How many.
+        """
+        self.names = [f"cluster-{os.getpid()}-{i}" for i in range(hosts)]
+        self.addresses = [f"10.77.{i // 250}.{i % 250 + 1}" for i in range(hosts)]
+        self._switch = f"cluster-{os.getpid()}-switch"
+        self._rate: Rate | None = None
+        self._hosts_file = Path()
+
+    def __enter__(self) -> Self:
+        """Builds it; links are not limited at first.
+
+        Raises:
+          NetworkUnavailable: If the kernel or the container does not allow it.
+        """
+        handle, name = tempfile.mkstemp(prefix="cluster-hosts-")
+        self._hosts_file = Path(name)
+        with os.fdopen(handle, "w") as file:
+            file.write("127.0.0.1 localhost\n")
+            for address, host in zip(self.addresses, self.names, strict=True):
+                file.write(f"{address} {host}\n")
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _build(self) -> None:
+        switch = self._switch
+        _run("ip", "netns", "add", switch)
+        # No spanning tree, no waiting before a port forwards.
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge",
+             "stp_state", "0", "forward_delay", "0")  # fmt: skip
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for i, (host, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            port = f"port{i}"
+            _run("ip", "netns", "add", host)
+            _run("ip", "-n", switch, "link", "add", port, "mtu", str(_MTU), "type", "veth",
+                 "peer", "name", INTERFACE, "mtu", str(_MTU), "netns", host)  # fmt: skip
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            _run("ip", "-n", host, "link", "set", "lo", "up")
+            _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", INTERFACE)
+            _run("ip", "-n", host, "link", "set", INTERFACE, "up")
+
+    def shape(self, rate: Rate) -> None:
+        """Sets the rate of every link, in both directions.
+
+        Raises:
+          NetworkUnavailable: If the kernel has no `tbf`.
+        """
+        if rate == self._rate:
+            return
+        links = [(host, INTERFACE) for host in self.names]
+        links += [(self._switch, f"port{i}") for i in range(len(self.names))]
+        for namespace, device in links:
+            tc = ("tc", "-n", namespace, "qdisc")
+            if rate.bits_per_second is None:
+                if self._rate is not None and self._rate.bits_per_second is not None:
+                    _run(*tc, "del", "dev", device, "root")
+                continue
+            _run(*tc, "replace", "dev", device, "root", "tbf",
+                 "rate", f"{rate.bits_per_second:.0f}bit", "burst", str(rate.burst),
+                 "limit", str(_QUEUE))  # fmt: skip
+        self._rate = rate
+
+    def command(self, host: int, core: int, arguments: Sequence[str]) -> list[str]:
+        """A command line that runs another one on a host, on one core, as a batch process.
+
+        `SCHED_BATCH` because a pinned process under the default policy is woken milliseconds late
+        when a small message arrives. Every part replaces itself by the next, so that the process
+        has the id of what was started.
+        """
+        name = self.names[host]
+        inside = ["chrt", "-b", "0", "taskset", "-c", str(core), *arguments]
+        outside = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount"]
+        return [*outside, "sh", "-ec", _ENTER, "sh", name, str(self._hosts_file), *inside]
+
+    def close(self) -> None:
+        """Deletes the namespaces, and with them the links; the processes must have ended."""
+        for name in [*self.names, self._switch]:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        self._hosts_file.unlink(missing_ok=True)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkUnavailable(
+            f"The kernel or the container refused `{' '.join(command)}`: "
+            f"{done.stderr.strip() or f'exit code {done.returncode}'}."
+        )

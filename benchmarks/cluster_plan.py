@@ -1,0 +1,131 @@
+"""What `cluster.py` measures: rates, strategies, and the arithmetic that needs no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+FRAMEWORKS = ("jax", "torch")
+MODELS = ("mlp", "transformer")
+DEFAULT_RATES = ("unlimited", "1gbit", "100mbit", "10mbit")
+DEFAULT_STRATEGIES = (
+    "none",
+    "allreduce",
+    "fp16",
+    "powersgd-1",
+    "powersgd-2",
+    "powersgd-4",
+    "one-sided-1",
+    "one-sided-4",
+    "local-sgd-8",
+    "int8",
+)
+# Kinds of strategy; those in the second set take a number. PyTorch has no one-sided steps, and its
+# quantization hooks work on GPUs only.
+_PLAIN = ("none", "allreduce", "fp16", "int8")
+_NUMBERED = {"powersgd": "rank", "one-sided": "rank", "local-sgd": "steps between averages"}
+_NOT_IN_TORCH = ("one-sided", "int8")
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+# tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
+# through for free, and below 16 kB (two frames) the rate is not reached.
+_LEAST_BURST, _GREATEST_BURST, _BURST_SECONDS = 16_384, 65_536, 256e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """The rate of every link, in each direction."""
+
+    name: str
+    bits_per_second: float | None  # None: not limited
+
+    @property
+    def burst(self) -> int:
+        """Bytes that `tbf` may send at line speed."""
+        wanted = (self.bits_per_second or 0.0) / 8 * _BURST_SECONDS
+        return int(min(max(wanted, _LEAST_BURST), _GREATEST_BURST))
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One way to keep the replicas together."""
+
+    kind: str
+    number: int = 0  # rank, or steps between averages; 0 where the kind takes none
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{self.kind}-{self.number}" if self.number else self.kind
+
+    @property
+    def steps_per_sample(self) -> int:
+        """Training steps in one timed sample: a whole round of local SGD, one step otherwise."""
+        return self.number if self.kind == "local-sgd" else 1
+
+    def runs_in(self, framework: str) -> bool:
+        """Whether the framework has it."""
+        return framework == "jax" or self.kind not in _NOT_IN_TORCH
+
+
+UNLIMITED = Rate("unlimited", None)
+
+
+def parse_rate(text: str) -> Rate:
+    """Reads ``unlimited``, ``1gbit``, ``100mbit``, ``2.5mbit``, ``500kbit``.
+
+    Raises:
+      ValueError: If it is none of these.
+    """
+    name = text.strip().lower()
+    if name == UNLIMITED.name:
+        return UNLIMITED
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", name)
+    if not found or not float(found[1]):
+        raise ValueError(
+            f"`--rates` takes 'unlimited' or a rate such as 100mbit or 1gbit, got {text!r}."
+        )
+    return Rate(name, float(found[1]) * _UNITS[found[2]])
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Reads a strategy: ``allreduce``, ``powersgd-4``, ``local-sgd-8``, ...
+
+    Raises:
+      ValueError: If there is no such strategy.
+    """
+    name = text.strip().lower()
+    if name in _PLAIN:
+        return Strategy(name)
+    kind, _, number = name.rpartition("-")
+    if kind in _NUMBERED and number.isdecimal() and int(number) > 0:
+        return Strategy(kind, int(number))
+    known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
+    raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
+
+
+def ring_factor(processes: int) -> float:
+    """Bytes that a ring all-reduce sends per process, per byte of payload."""
+    return 2 * (processes - 1) / processes
+
+
+def sample_count(first: float, budget: float, most: int) -> int:
+    """How many samples to time, given how long the first one took.
+
+    Args:
+      first: Seconds of one sample.
+      budget: Seconds that the case may take.
+      most: The most samples wanted.
+
+    Returns:
+      As many as fit into the budget, at least 2: a median of one has no spread.
+    """
+    return max(2, min(most, int(budget / first)))
+
+
+def counts_as_sample(first: float, budget: float) -> bool:
+    """Whether the first sample at a new rate is kept.
+
+    It is dropped where that is cheap, because it also pays for the changed link; where one sample
+    takes most of the budget, the link is all that there is to it.
+    """
+    return first > budget / 4

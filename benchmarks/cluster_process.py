@@ -1,0 +1,95 @@
+"""One process of a run of `cluster.py`, which starts it: answers requests, a JSON line each.
+
+    cluster_process.py INDEX FRAMEWORK MODEL PROCESSES ADDRESS [tiny]
+
+It reads requests from its standard input until that ends:
+
+- ``{"do": "prepare", "strategy": "powersgd-4"}``: new parameters and state, some steps to warm up.
+  The answer has the bytes that jaxcomp says it sends (`payload`, None where it says nothing).
+- ``{"do": "run", "samples": 10}``: the answer has the seconds of each, and the last loss.
+- ``{"do": "bytes"}``: what the interface has sent and received so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster_net import INTERFACE
+from cluster_plan import Strategy, parse_strategy
+
+_COUNTERS = Path("/sys/class/net") / INTERFACE / "statistics"
+
+
+class Trainer(Protocol):
+    """What a framework does here."""
+
+    parameters: int  # values in the model
+
+    def prepare(self, strategy: Strategy) -> float | None:
+        """Starts anew with a strategy and warms up; returns its payload in bytes per step."""
+        ...
+
+    def sample(self) -> None:
+        """One step, or one round of local SGD, to its very end."""
+        ...
+
+    def loss(self) -> float:
+        """Of this process's last batch."""
+        ...
+
+
+def connect(
+    framework: str, model: str, index: int, processes: int, address: str, tiny: bool
+) -> Trainer:
+    """Joins the other processes."""
+    # Only one of the frameworks is ever loaded: their thread pools would share the core.
+    if framework == "jax":
+        from cluster_jax import JaxTrainer
+
+        return JaxTrainer(model, index, processes, address, tiny=tiny)
+    from cluster_torch import TorchTrainer
+
+    return TorchTrainer(model, index, processes, address, tiny=tiny)
+
+
+def answer(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
+    """Does what the request says."""
+    if request["do"] == "prepare":
+        return {"payload": trainer.prepare(parse_strategy(request["strategy"]))}
+    if request["do"] == "bytes":
+        return {way: int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
+    seconds = []
+    for _ in range(request["samples"]):
+        start = time.perf_counter()
+        trainer.sample()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "loss": trainer.loss()}
+
+
+def main() -> None:
+    index, framework, model, processes, address, *tiny = sys.argv[1:]
+    # Whatever a library prints must not end up between the answers.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        trainer = connect(framework, model, int(index), int(processes), address, bool(tiny))
+        print(json.dumps({"parameters": trainer.parameters}), file=replies)
+        for line in sys.stdin:
+            print(json.dumps(answer(trainer, json.loads(line))), file=replies)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        print(json.dumps({"error": f"{type(error).__name__}: {first}"}), file=replies)
+    # The other processes may be gone: leave without the libraries' farewells, which would wait.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
