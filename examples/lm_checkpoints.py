@@ -38,9 +38,11 @@ class Checkpoints:
             that a job that is restarted by a scheduler can always use the same command.
 
         Raises:
-          CheckpointError: The directory is missing, or holds a run and `resume` is False.
+          CheckpointError: The directory is missing or a file, or holds a run and `resume` is False.
         """
         self.directory, self.every = directory.absolute(), every
+        if self.directory.exists() and not self.directory.is_dir():
+            raise CheckpointError(f"{directory} is a file; checkpoints need a directory")
         missing = self.directory if resume else self.directory.parent
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
@@ -60,10 +62,20 @@ class Checkpoints:
         """Steps done by the last complete checkpoint."""
         return self._manager.latest_step()
 
-    def config(self) -> dict[str, Any]:
-        """The configuration of the run that wrote the last checkpoint."""
+    def metadata(self) -> dict[str, Any]:
+        """What was stored beside the state of the last checkpoint.
+
+        Raises:
+          CheckpointError: It is no checkpoint of this program.
+        """
         args = ocp.args.Composite(config=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest_step, args=args)["config"]
+        try:
+            return self._manager.restore(self.latest_step, args=args)["config"]
+        except KeyError as error:
+            raise CheckpointError(
+                f"cannot resume: the checkpoint in {self.directory / str(self.latest_step)} is not "
+                "one of this program; choose another directory"
+            ) from error
 
     def restore(self, like: TrainState) -> TrainState:
         """The last checkpoint.
@@ -77,16 +89,16 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.device_get(like)))
         return self._manager.restore(self.latest_step, args=args)["state"]
 
-    def save(self, step: int, state: TrainState, config: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
         """Starts to write a checkpoint and returns.
 
         Args:
           step: Steps done.
           state: A consolidated state on the host.
-          config: Stored beside it as JSON.
+          metadata: Stored beside it as JSON: the run's configuration, and what it has counted.
         """
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config)
+            state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(metadata)
         )
         self._manager.save(step, args=args)
 

@@ -39,15 +39,15 @@ class Strategy:
       summary: One line for `--help`.
       transformation: (options, optimizer, axis name) -> the whole Optax transformation. Most put a
         reducer in front of the optimizer; one that wraps the optimizer (local SGD) can as well.
-      bytes_at: (options, parameters) -> a function from the step's number (from 0) to the bytes
-        that each replica hands to the network in that step.
+      bytes_at: (options, parameters, replicas) -> a function from the number of steps that the
+        strategy has done to the bytes that each replica hands to the network in its next one.
     """
 
     summary: str
     transformation: Callable[
         [Options, optax.GradientTransformation, str], optax.GradientTransformation
     ]
-    bytes_at: Callable[[Options, Tree], Callable[[int], float]]
+    bytes_at: Callable[[Options, Tree, int], Callable[[int], float]]
 
 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
@@ -81,21 +81,22 @@ def _allreduce(comm_dtype: Any = None) -> Strategy:
         transformation=lambda options, optimizer, axis: optax.chain(
             jaxcomp.allreduce(axis_name=axis, comm_dtype=comm_dtype), optimizer
         ),
-        bytes_at=lambda options, params: (
+        bytes_at=lambda options, params, replicas: (
             lambda step: dense_bytes(params, comm_dtype or jnp.float32)
         ),
     )
 
 
-def _powersgd_bytes(options: Options, params: Tree) -> Callable[[int], float]:
+def _powersgd_bytes(options: Options, params: Tree, replicas: int) -> Callable[[int], float]:
+    del replicas  # an all-reduce: the same for any number
     dense = dense_bytes(params)
     compressed = jaxcomp.compression_stats(params, rank=options.rank).bytes_after
     return lambda step: dense if step < options.start_step else compressed
 
 
-def _int8_bytes(options: Options, params: Tree) -> Callable[[int], float]:
-    # The padding of leaves to equal shares, a few bytes each, is left out: it varies with replicas.
-    size = jaxcomp.quantized_stats(params, replicas=1).bytes_after
+def _int8_bytes(options: Options, params: Tree, replicas: int) -> Callable[[int], float]:
+    del options  # it has none
+    size = jaxcomp.quantized_stats(params, replicas=replicas).bytes_after
     return lambda step: size
 
 

@@ -168,12 +168,12 @@ class Run:
         params = init_params(model, config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         options = Options(config.rank, config.start_step)
-        self._bytes_at = STRATEGIES[config.strategy].bytes_at(options, params)
+        self._bytes_at = STRATEGIES[config.strategy].bytes_at(options, params, len(devices))
+        self._bytes_sent, self._strategy_since = 0.0, 0
         state = new_state(model, params, self._transformation(config.strategy, config.rank))
         self.start = (checkpoints and checkpoints.latest_step) or 0
         if checkpoints and self.start:
-            self._compare(checkpoints.config())
-            state = self._restored(checkpoints, state)
+            state = self._resumed(checkpoints, state)
         self._state = self._mapped.place(state)
 
     def _transformation(self, strategy: str, rank: int) -> optax.GradientTransformation:
@@ -181,9 +181,20 @@ class Run:
         optimizer = adamw(self.config.learning_rate, self.config.steps)
         return STRATEGIES[strategy].transformation(options, optimizer, "data")
 
-    def _restored(self, checkpoints: Checkpoints, fresh: TrainState) -> TrainState:
+    def _resumed(self, checkpoints: Checkpoints, fresh: TrainState) -> TrainState:
+        """The last checkpoint's state; what its run has counted goes on here."""
+        saved = checkpoints.metadata()
+        self._compare(saved)
+        self._bytes_sent = saved["bytes_sent"]
+        # A strategy that is new starts afresh: its `start_step` counts from here.
+        same = saved["strategy"] == self.config.strategy
+        self._strategy_since = saved["strategy_since"] if same else self.start
+        return self._restored(checkpoints, fresh, saved)
+
+    def _restored(
+        self, checkpoints: Checkpoints, fresh: TrainState, saved: dict[str, Any]
+    ) -> TrainState:
         """The last checkpoint; written with another strategy or rank, it is adapted to this one."""
-        saved = checkpoints.config()
         written = saved["strategy"], saved["rank"]
         if written == (self.config.strategy, self.config.rank):
             return checkpoints.restore(fresh)
@@ -200,7 +211,12 @@ class Run:
 
     def _compare(self, saved: dict[str, Any]) -> None:
         mine = asdict(self.config)
-        changed = {k: v for k, v in saved.items() if mine.get(k) != v and k not in FREE}
+        if missing := {*mine, "bytes_sent", "strategy_since"} - saved.keys():
+            raise UsageError(
+                "cannot resume: the checkpoint was written by another program or another version "
+                f"of this one, which did not store {', '.join(sorted(missing))}"
+            )
+        changed = {k: saved[k] for k in mine if mine[k] != saved[k] and k not in FREE}
         refused = [f"{_flag(k)} {changed[k]}, not {mine[k]}" for k in FIXED if k in changed]
         if refused:
             raise UsageError(f"cannot resume: the checkpoint is of a run with {'; '.join(refused)}")
@@ -233,7 +249,7 @@ class Run:
         """
         config, began, losses = self.config, time.monotonic(), None
         last = min(config.steps, stop_at or config.steps)
-        bytes_sent = sum(self._bytes_at(i) for i in range(self.start))
+        bytes_sent = self._bytes_sent
         for index in range(self.start, last):
             batch = training_batch(
                 self.corpus.train,
@@ -246,10 +262,11 @@ class Run:
             self._state, losses = self._mapped.train(self._state, batch)
             done, ended = index + 1, index + 1 == last
             held_out = self.held_out_loss() if ended or done % config.eval_every == 0 else None
+            bytes_sent += (bytes_step := self._bytes_at(index - self._strategy_since))
             if self.checkpoints and (ended or done % self.checkpoints.every == 0):
                 saved, self._state = self._mapped.consolidated(self._state)
-                self.checkpoints.save(done, saved, asdict(config))
-            bytes_sent += (bytes_step := self._bytes_at(index))
+                counted = {"bytes_sent": bytes_sent, "strategy_since": self._strategy_since}
+                self.checkpoints.save(done, saved, asdict(config) | counted)
             seconds = time.monotonic() - began
             yield Record(done, losses, held_out, bytes_step, bytes_sent, seconds)
 

@@ -94,6 +94,8 @@ class Log:
         """Opens the file; a resumed run keeps the records up to where it continues."""
         if not path.absolute().parent.is_dir():
             raise UsageError(f"the directory {path.absolute().parent} does not exist")
+        if path.is_dir():
+            raise UsageError(f"{path} is a directory; --log needs a file")
         kept = [{"config": asdict(config)}]
         if start and path.is_file():
             records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -4,23 +4,37 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import lm  # noqa: E402
+import lm_strategies  # noqa: E402
 import train_lm  # noqa: E402
+from data_parallel import ShardMap, new_state  # noqa: E402
+from runners import collectives  # noqa: E402
+
+import jaxcomp  # noqa: E402
 
 STEPS, STOP = 12, 6
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
 TINY = [*MODEL, "--batch-size", "8", "--steps", str(STEPS), "--start-step", "2", "--rank", "2"]
 TINY += ["--eval-every", "3", "--eval-sequences", "16", "--checkpoint-every", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    """All eight exist before a script that runs in this process asks for another number."""
+    return jax.devices()
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +143,57 @@ def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupt
         np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
 
 
-@pytest.mark.parametrize("change", [("--rank", 3), ("--strategy", "allreduce")])
-def test_resuming_with_another_compression(trained, uninterrupted, interrupted, tmp_path, change):
+def bytes_per_step(rank):
+    """Of an exact step and of a compressed one, counted apart from the scripts."""
+    sizes = lm.ModelConfig(layers=1, width=32, heads=2, context=16)
+    stats = jaxcomp.compression_stats(lm.init_params(lm.Transformer(sizes), 0), rank=rank)
+    return stats.bytes_before, stats.bytes_after
+
+
+def test_resuming_on_another_rank(trained, uninterrupted, interrupted, tmp_path):
     directory = copied(interrupted, tmp_path)
-    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume", *change]
-    resumed, output = trained("other" + str(change[1]), *arguments)
-    assert f"note: {change[0]} was" in output
-    for step, values in resumed.items():
-        np.testing.assert_allclose(values[:2], uninterrupted[step][:2], rtol=0.02)
+    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume", "--rank", 3]
+    resumed, output = trained("rank", *arguments)
+    assert "note: --rank was 2" in output
+    (exact, before), (_, now) = bytes_per_step(rank=2), bytes_per_step(rank=3)
+    for step, (loss, held_out, sent) in resumed.items():
+        np.testing.assert_allclose((loss, held_out), uninterrupted[step][:2], rtol=0.02)
+        # Two exact steps; what was sent before the checkpoint was sent at the rank of that time.
+        assert sent == 2 * exact + (STOP - 2) * before + (step - STOP) * now
+
+
+def test_switching_compression_off_and_on_again(trained, uninterrupted, interrupted, tmp_path):
+    directory, stop = copied(interrupted, tmp_path), 8
+    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume"]
+    _, output = trained("off", *arguments, "--strategy", "allreduce", "--stop-at", stop)
+    assert "note: --strategy was powersgd" in output
+    resumed, output = trained("on", *arguments)
+    assert "note: --strategy was allreduce" in output
+    exact, compressed = bytes_per_step(rank=2)
+    for step, (loss, held_out, sent) in resumed.items():
+        np.testing.assert_allclose((loss, held_out), uninterrupted[step][:2], rtol=0.02)
+        # A new state: --start-step 2 counts from where compression was switched on.
+        exact_steps = 2 + (stop - STOP) + min(2, step - stop)
+        assert sent == exact_steps * exact + (step - exact_steps) * compressed
+
+
+def test_int8s_bytes_are_those_of_the_compiled_program(devices):
+    config, replicas = lm.ModelConfig(layers=1, width=32, heads=2, context=16), 4
+    model, options = lm.Transformer(config), lm_strategies.Options()
+    params, int8 = lm.init_params(model, 0), lm_strategies.STRATEGIES["int8"]
+    tx = int8.transformation(options, optax.sgd(0.1), "data")
+    mapped = ShardMap(partial(lm.loss_fn, model), devices[:replicas])
+    with jax.numpy_dtype_promotion("standard"):
+        state = mapped.place(new_state(model, params, tx))
+        batch = jnp.zeros((replicas, config.context + 1), jnp.int32)
+        found = collectives(mapped._train.lower(state, batch).compile().as_text())
+    sizes = {op: 0 for op, _, _ in found}
+    for op, kind, values in found:
+        assert kind == "s8"
+        sizes[op] += values
+    # An all-reduce is both of these in one, and each of them sends half as much as it would.
+    counted = int8.bytes_at(options, params, replicas)(0)
+    assert sizes == {"all-to-all": counted, "all-gather": counted}
 
 
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrupted):
@@ -163,9 +220,13 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrup
         (["--checkpoint-dir", "{tmp}/none/run"], "/none does not exist"),
         (["--log", "{tmp}/none/log"], "/none does not exist"),
         (["--checkpoint-dir", "{tmp}/run", "--keep", "0"], "--keep must be positive"),
+        (["--checkpoint-dir", "{tmp}/file"], "/file is a file; checkpoints need a directory"),
+        (["--resume", "--checkpoint-dir", "{tmp}/file"], "/file is a file"),
+        (["--log", "{tmp}"], "is a directory; --log needs a file"),
     ],
 )
 def test_wrong_input_gives_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
     arguments = [a.format(tmp=tmp_path) for a in arguments]
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -173,6 +234,27 @@ def test_wrong_input_gives_one_sentence(arguments, message, monkeypatch, capsys,
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("train_lm.py: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (("state",), "/run/2 is not one of this program"),
+        (("state", "config"), "another version of this one, which did not store batch_size"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused(items, message, monkeypatch, capsys, tmp_path):
+    content = {"state": ocp.args.StandardSave({"a": np.ones(3)}), "config": ocp.args.JsonSave({})}
+    with ocp.CheckpointManager(tmp_path / "run", item_names=items) as manager:
+        manager.save(2, args=ocp.args.Composite(**{name: content[name] for name in items}))
+    arguments = [*TINY, "--checkpoint-dir", str(tmp_path / "run"), "--resume", "--devices", "4"]
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
+    with pytest.raises(SystemExit) as exit_, jax.numpy_dtype_promotion("standard"):
+        train_lm.main()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train_lm.py: error: cannot resume: the checkpoint ")
     assert message in line
 
 
