@@ -1,0 +1,207 @@
+"""``python -m jaxcomp``: whether compression pays on a network, and what it puts on the wire."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jaxcomp._advise import advise
+from jaxcomp._advise_calibration import ASSUMED, Calibration
+from jaxcomp._advise_params import assumed_params, read_params
+from jaxcomp._advise_table import advice_dict
+from jaxcomp._advise_units import parse_bandwidth, parse_count
+from jaxcomp._measure import measure
+from jaxcomp._stats import compression_stats
+from jaxcomp._typing import PyTree
+
+OK, USAGE = 0, 2
+_DESCRIPTION = "Whether compressing gradients pays on a network, and what it puts on the wire."
+_PARAMS = """\
+--params takes
+  N              a number of parameters, 124M or 1.5B; a transformer's shapes are then assumed
+  FILE.json      {"embedding": [50257, 768], "layer_0": {"kernel": [768, 3072], ...}, ...}: names
+                 to shapes, nested as you like; or {"shape": [...], "dtype": "bfloat16"} for a leaf
+  FILE.npz, FILE.safetensors
+                 only the headers are read
+"""
+_ADVISE = f"""\
+{_PARAMS}
+examples:
+  python -m jaxcomp advise --params 124M --workers 16 --bandwidth 10Gbit --latency 50us \\
+      --step-time 120ms
+  python -m jaxcomp advise --params model.safetensors --workers 8 --bandwidth 1Gbit \\
+      --step-time 0.8s --device-bandwidth 900GB --backward-overlap 0
+  python -m jaxcomp advise --params shapes.json --workers 4 --step-time 90ms --measure
+
+Without --bandwidth, what --measure or --calibration found among the present devices is used. With
+it, what they found is taken for the software's part, to which the link's is added.
+"""
+_STATS = f"""\
+{_PARAMS}
+example:
+  python -m jaxcomp stats --params shapes.json --rank 4
+"""
+_MEASURE = f"""\
+{_PARAMS}
+example:
+  python -m jaxcomp measure --params shapes.json > here.json
+  python -m jaxcomp advise --params shapes.json --calibration here.json --workers 16 \\
+      --bandwidth 10Gbit --step-time 120ms
+
+It sees the devices of this process. On several hosts call jaxcomp.measure in your own script.
+"""
+# Messages name Python's arguments; these are the same on the command line.
+_AS_OPTIONS = ("step_time", "backward_overlap", "sync_every", "min_compression_rate", "comm_dtype")
+_AS_OPTIONS += ("bandwidth", "latency", "workers", "ranks", "rank", "device")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one sentence, like the library's own."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}. See {self.prog} --help.", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    main = _Parser(prog="python -m jaxcomp", description=_DESCRIPTION)
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    advice = _command(commands, "advise", "predict every strategy's step time", _ADVISE)
+    _add_network(advice)
+    _add_device(advice)
+    stats = _command(commands, "stats", "count the bytes of PowerSGD, leaf by leaf", _STATS)
+    stats.add_argument("--rank", type=int, default=1, help="(default: %(default)s)")
+    stats.add_argument("--min-compression-rate", type=float, default=2.0, metavar="X",
+                       help="(default: %(default)s)")  # fmt: skip
+    stats.add_argument("--comm-dtype", metavar="DTYPE", help="bfloat16, float16 or float32")
+    timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
+    timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
+    for command in (advice, stats):
+        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return main
+
+
+def _command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--params", required=True, metavar="FILE|N", help="see below")
+    return command
+
+
+def _add_network(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--workers", type=int, required=True, metavar="N", help="replicas")
+    command.add_argument("--step-time", required=True, metavar="TIME",
+                         help="of a step without communication: 120ms")  # fmt: skip
+    command.add_argument("--bandwidth", metavar="RATE",
+                         help="of each replica's link, each way: 10Gbit, 1.2GB/s")  # fmt: skip
+    command.add_argument("--latency", metavar="TIME",
+                         help="from one replica to the next: 50us (the default)")  # fmt: skip
+    command.add_argument("--backward-overlap", type=float, default=0.7, metavar="X",
+                         help="share of the backward pass behind which an exact average hides "
+                         "(default: %(default)s)")  # fmt: skip
+    command.add_argument("--ranks", type=_ranks, metavar="1,4,16",
+                         help="(default: the powers of two that the shapes allow)")  # fmt: skip
+    command.add_argument("--sync-every", type=int, default=8, metavar="H",
+                         help="of local SGD: steps per average (default: %(default)s)")  # fmt: skip
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    device = command.add_mutually_exclusive_group()
+    device.add_argument("--device", choices=tuple(ASSUMED), default="gpu",
+                        help="whose constants to assume (default: %(default)s)")  # fmt: skip
+    device.add_argument("--measure", action="store_true",
+                        help="measure them on the present devices, in about a minute")  # fmt: skip
+    device.add_argument("--calibration", type=pathlib.Path, metavar="FILE",
+                        help="take them from what `measure` printed")  # fmt: skip
+    command.add_argument("--device-bandwidth", metavar="RATE",
+                         help="of the device's memory: 900GB")  # fmt: skip
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 1,4,16") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; errors become one sentence on standard error and exit code 2."""
+    options = parser().parse_args(arguments)
+    commands = {"advise": _advise, "stats": _stats, "measure": _measure}
+    try:
+        print(commands[options.command](options))
+    except ValueError as error:
+        text = str(error)
+        for name in _AS_OPTIONS:
+            text = text.replace(f"`{name}`", f"--{name.replace('_', '-')}")
+        print(f"error: {text}", file=sys.stderr)
+        return USAGE
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}.", file=sys.stderr)
+        return USAGE
+    return OK
+
+
+def _advise(options: argparse.Namespace) -> str:
+    params = _params(options.params)
+    calibration = ASSUMED[options.device]
+    if options.measure:
+        calibration = measure(params)
+    elif options.calibration:
+        calibration = Calibration.from_json(options.calibration.read_text())
+    if options.device_bandwidth:
+        memory = parse_bandwidth("--device-bandwidth", options.device_bandwidth)
+        said = f"{calibration.device}; memory at {memory / 1e9:g} GB/s as given"
+        calibration = dataclasses.replace(calibration, memory_bandwidth=memory, device=said)
+    advice = advise(
+        params,
+        workers=options.workers,
+        step_time=options.step_time,
+        bandwidth=options.bandwidth,
+        latency=options.latency,
+        backward_overlap=options.backward_overlap,
+        ranks=options.ranks,
+        sync_every=options.sync_every,
+        calibration=calibration,
+    )
+    return json.dumps(advice_dict(advice), indent=2) if options.json else str(advice)
+
+
+def _stats(options: argparse.Namespace) -> str:
+    params = _params(options.params)
+    note = ""
+    if isinstance(params, int):
+        params, note = assumed_params(params)
+    stats = compression_stats(
+        params,
+        rank=options.rank,
+        min_compression_rate=options.min_compression_rate,
+        comm_dtype=options.comm_dtype,
+    )
+    if options.json:
+        return json.dumps(dataclasses.asdict(stats), indent=2)
+    return f"{stats}\n{note}".rstrip()
+
+
+def _measure(options: argparse.Namespace) -> str:
+    return measure(_params(options.params), ranks=options.ranks).to_json()
+
+
+def _params(text: str) -> PyTree | int:
+    count = parse_count(text)
+    return read_params(pathlib.Path(text)) if count is None else count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

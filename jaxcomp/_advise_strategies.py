@@ -1,0 +1,91 @@
+"""The strategies that the adviser compares, as what they send and what compressing costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxcomp._advise_calibration import Calibration
+from jaxcomp._advise_params import count_values
+from jaxcomp._checks import check_int
+from jaxcomp._cost_model import (
+    Traffic,
+    allreduces,
+    exchanges,
+    int8_work,
+    interpolate,
+    powersgd_work,
+)
+from jaxcomp._local_stats import local_sgd_stats
+from jaxcomp._matricize import LeafPlan, plan_leaves
+from jaxcomp._stats import compression_stats, quantized_stats
+from jaxcomp._typing import PyTree
+
+LOCAL_SGD = "local SGD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategies:
+    """Named traffic of every strategy, for given parameters, replicas and device."""
+
+    params: PyTree
+    workers: int
+    constants: Calibration
+    min_compression_rate: float
+
+    @property
+    def narrow(self) -> str:
+        """The 16-bit dtype on the wire: XLA's CPU backend sends bfloat16 as float32."""
+        return "float16" if self.constants.platform == "cpu" else "bfloat16"
+
+    def exact(self) -> list[tuple[str, Traffic]]:
+        """The averages that lose nothing, or next to nothing."""
+        values = count_values(self.params)
+        return [
+            (f"all-reduce {name}", allreduces(size * values, self.workers, overlaps=True))
+            for name, size in (("float32", 4), (self.narrow, 2))
+        ]
+
+    def powersgd(self, ranks: Sequence[int] | None) -> list[tuple[str, Traffic]]:
+        """Two-sided and one-sided, at the ranks given or those that the shapes allow."""
+        chosen = self._allowed() if ranks is None else [check_int("ranks", r, 1) for r in ranks]
+        two_sided = [(f"powersgd rank {r}", self._factors(r, False)) for r in chosen]
+        # Every other rank: the table is to be read.
+        few = chosen[::2] if ranks is None else chosen
+        return two_sided + [(f"one-sided rank {r}", self._factors(r, True)) for r in few]
+
+    def others(self, sync_every: int) -> list[tuple[str, Traffic]]:
+        """int8 with its residual, and local SGD."""
+        workers, constants = self.workers, self.constants
+        work = int8_work(count_values(self.params), constants.memory_bandwidth) * constants.int8
+        payload = quantized_stats(self.params, replicas=workers).bytes_after
+        average = local_sgd_stats(self.params, sync_every=1).bytes_per_step
+        return [
+            ("int8", exchanges(payload, workers, compression=work)),
+            (f"{LOCAL_SGD} H={sync_every}", allreduces(average, workers).every(sync_every)),
+        ]
+
+    def _plans(self, rank: int) -> list[LeafPlan]:
+        return plan_leaves(self.params, rank, self.min_compression_rate)
+
+    def _allowed(self) -> list[int]:
+        """Powers of two at which leaves are still compressed, and send less than 16 bits would."""
+        ranks = []
+        narrow = 2 * count_values(self.params)
+        while any(plan.rank == 2 ** len(ranks) for plan in self._plans(2 ** len(ranks))):
+            ranks.append(2 ** len(ranks))
+        return [rank for rank in ranks if self._factors(rank, False).payload < narrow]
+
+    def _factors(self, rank: int, alternating: bool) -> Traffic:
+        stats = compression_stats(
+            self.params, rank=rank, min_compression_rate=self.min_compression_rate
+        )
+        constants, workers = self.constants, self.workers
+        work = powersgd_work(
+            self._plans(rank), constants.memory_bandwidth, constants.flops, alternating=alternating
+        ) * interpolate(constants.powersgd, rank)
+        if not alternating:
+            return allreduces(stats.bytes_after, workers, count=2, compression=work)
+        # One factor a step: over an even and an odd one, half of what two-sided steps send of it.
+        payload = sum(x.bytes_after / (2 if x.compressed else 1) for x in stats.leaves)
+        return allreduces(payload, workers, compression=work)

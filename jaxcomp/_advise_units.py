@@ -1,0 +1,106 @@
+"""Numbers with units, as the command line takes and prints them: bandwidths, times, counts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_NUMBER = r"(\d+(?:_\d{3})*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*"
+# A lone b is a bit and a lone B a byte; everything else is read in either case.
+_BANDWIDTH = re.compile(
+    _NUMBER + r"([kKmMgGtT]?)(i?)((?i:bits?)|(?i:bytes?)|b|B)(?:/s|/sec|ps)?", re.ASCII
+)
+_TIME = re.compile(_NUMBER + r"(ns|us|µs|μs|ms|s)")
+_COUNT = re.compile(_NUMBER + r"([kKmMgGbBtT]?)")
+
+
+def parse_bandwidth(name: str, value: str | float) -> float:
+    """Bytes per second, from a text such as ``10Gbit``, ``1Gbit/s``, ``100Mbps`` or ``12.5GB/s``.
+
+    Args:
+      name: What to call the value in an error.
+      value: The text, or a number of bytes per second.
+
+    Raises:
+      ValueError: If this is no positive finite bandwidth.
+    """
+    hint = "Write a number and a unit: 10Gbit, 100Mbit/s (bits) or 12.5GB/s (bytes)."
+    if not isinstance(value, str):
+        return _checked(name, value, float(value), hint, positive=True)
+    match = _BANDWIDTH.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"{name} is no bandwidth: {value!r}. {hint}")
+    number, prefix, binary, unit = match.groups()
+    scale = (_BINARY if binary else _PREFIXES)[prefix.lower()]
+    bits = unit == "b" or unit.lower().startswith("bit")
+    return _checked(name, value, _float(number) * scale / (8 if bits else 1), hint, positive=True)
+
+
+def parse_time(name: str, value: str | float, *, positive: bool = False) -> float:
+    """Seconds, from a text such as ``50us``, ``1ms`` or ``0.12s``.
+
+    Args:
+      name: What to call the value in an error.
+      value: The text, or a number of seconds.
+      positive: Whether zero is refused.
+
+    Raises:
+      ValueError: If this is no finite time, or negative.
+    """
+    hint = "Write a number and a unit: 50us, 120ms or 0.12s."
+    if not isinstance(value, str):
+        return _checked(name, value, float(value), hint, positive)
+    match = _TIME.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"{name} is no time: {value!r}. {hint}")
+    return _checked(name, value, _float(match[1]) * _TIMES[match[2]], hint, positive)
+
+
+def parse_count(text: str) -> int | None:
+    """A number of parameters such as ``124M``, ``1.5B`` or ``124_000_000``; None for other text."""
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return None
+    count = _float(match[1]) * _COUNTS[match[2].lower()]
+    return round(count) if math.isfinite(count) else None
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """As bits per second: ``10 Gbit/s``."""
+    return _scaled(bytes_per_second * 8, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)))
+
+
+def format_time(seconds: float) -> str:
+    """With three digits: ``12.3 ms``; from a second on ``1.23 s``."""
+    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def format_bytes(count: float) -> str:
+    """With three digits in powers of ten: ``1.23 MB``."""
+    return _scaled(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    # 999.6 ms is 1.00 s and not 1000 ms: the unit is chosen after rounding.
+    unit, scale = next((u for u in units if value >= u[1] * 0.9995), units[-1])
+    number = value / scale
+    digits = 0 if number >= 99.95 or value == 0 else 1 if number >= 9.995 else 2
+    text = f"{number:,.{digits}f}"
+    if "." in text and unit.endswith("/s"):
+        text = text.rstrip("0").rstrip(".")
+    return f"{text} {unit}"
+
+
+def _float(digits: str) -> float:
+    return float(digits.replace("_", ""))
+
+
+def _checked(name: str, given: object, value: float, hint: str, positive: bool) -> float:
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        kind = "positive and finite" if positive else "finite and not negative"
+        raise ValueError(f"{name} must be {kind}, got {given!r}. {hint}")
+    return value
