@@ -49,7 +49,7 @@ from cluster_report import BUSY, Case, all_figures, conditions, figures_of, tabl
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
-RESULTS = Path(__file__).parent / "results"
+RESULTS, TRIAL = Path("benchmarks/results"), Path("out/cluster")
 _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
     add("--seconds-per-case", type=float, default=3.0, metavar="S",
         help="a case whose steps take longer gets by on fewer, at least 2" + shown)  # fmt: skip
     add("--tiny", action="store_true", help="small models, to see whether it works here")
-    add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
+    add("--out", type=Path, help=f"folder for the results (default: {RESULTS}; {TRIAL} if --tiny)")
     given = parser.parse_args(argv)
     try:
         plan = Plan(
@@ -116,7 +116,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
         )
     except ValueError as error:
         parser.error(str(error))
-    return plan, given.out
+    return plan, given.out or (TRIAL if plan.tiny else RESULTS)
 
 
 def _at_least(name: str, value: T, least: T) -> T:

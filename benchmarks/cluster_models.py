@@ -32,7 +32,7 @@ class Transformer:
 
 
 FULL = {
-    # 10,015,754 parameters
+    # 10,020,874 parameters
     "mlp": MLP(widths=(784, 2048, 2048, 2048, 10), batch=32),
     # 10,868,736 parameters
     "transformer": Transformer(layers=6, width=384, heads=6, vocabulary=256, context=64, batch=2),

@@ -83,12 +83,12 @@ def compare(figures: Mapping[Key, Figures], key: Key) -> Comparison:
         return _difference(median(strategy, framework), median("none", framework))
 
     own, torch = figures[key].median, median(strategy, "torch")
-    jax = framework == "jax"
+    jax, alone = framework == "jax", strategy == "none"
     return Comparison(
-        to_alone=_quotient(own, median("none", framework)),
-        over_allreduce=_quotient(median("allreduce", framework), own),
+        to_alone=None if alone else _quotient(own, median("none", framework)),
+        over_allreduce=None if alone else _quotient(median("allreduce", framework), own),
         over_torch=_quotient(torch, own) if jax else None,
-        overhead=overhead(framework),
+        overhead=None if alone else overhead(framework),
         overhead_of_torch=_quotient(overhead("jax"), overhead("torch")) if jax else None,
     )
 
@@ -118,18 +118,34 @@ _HEADER = (
 
 
 def table(figures: Mapping[Key, Figures]) -> str:
-    """Markdown: a table for each model and rate, in the order in which they were measured."""
+    """Markdown: an overview of each model, then all figures of each rate, as measured in turn."""
     parts = []
-    for model, rate in dict.fromkeys(key[:2] for key in figures):
-        keys = [key for key in figures if key[:2] == (model, rate)]
-        rows = [_row(figures, key) for key in keys]
-        parts.append(f"### {model}, {rate}\n\n" + markdown(_HEADER, rows))
+    for model in dict.fromkeys(key[0] for key in figures):
+        own = {key: value for key, value in figures.items() if key[0] == model}
+        parts.append(f"### {model}\n\nMilliseconds per step, JAX / torch:\n\n{_overview(own)}")
+        for rate in dict.fromkeys(key[1] for key in own):
+            rows = [_row(own, key) for key in own if key[1] == rate]
+            parts.append(f"#### {model}, {rate}\n\n" + markdown(_HEADER, rows))
     return "\n\n".join(parts) + "\n"
 
 
+def _overview(figures: Mapping[Key, Figures]) -> str:
+    """One model: strategies down, rates across."""
+    rates = list(dict.fromkeys(key[1] for key in figures))
+    rows = []
+    for model, strategy in dict.fromkeys((key[0], key[2]) for key in figures):
+        cells = [
+            [figures.get((model, rate, strategy, framework)) for framework in ("jax", "torch")]
+            for rate in rates
+        ]
+        texts = (" / ".join(_milliseconds(f.median) if f else "-" for f in c) for c in cells)
+        rows.append([strategy, *texts])
+    return markdown(["strategy", *rates], rows)
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all but the first two columns are aligned to the right."""
-    rule = ["---", "---", *("---:" for _ in header[2:])]
+    """A table; all but the first column are aligned to the right."""
+    rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 
