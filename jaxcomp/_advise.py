@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcomp._advise_calibration import ASSUMED, Calibration
 from jaxcomp._advise_params import assumed_params, count_values
-from jaxcomp._advise_strategies import LOCAL_SGD, Strategies
+from jaxcomp._advise_strategies import LOCAL_SGD, ONE_SIDED, Strategies
 from jaxcomp._advise_table import advice_table
 from jaxcomp._advise_units import format_time, parse_bandwidth, parse_time
 from jaxcomp._checks import check_int, check_number
@@ -220,14 +220,18 @@ def _predict(
 def _recommended(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction:
     """The least lossy of the strategies that pay and are about as fast as the fastest of them."""
     paying = [p for p in predictions if p.compressed and p.speedup >= _WORTHWHILE]
-    # Local SGD is another algorithm: only where nothing else helps.
-    reducers = [p for p in paying if not p.name.startswith(LOCAL_SGD)]
-    candidates = reducers or paying
-    if not candidates:
-        return baseline
-    fastest = min(p.step_time for p in candidates)
-    near = [p for p in candidates if p.step_time <= _AS_FAST * fastest]
-    return max(near, key=lambda p: p.bytes_per_step)
+    # Steps with one factor lose more than steps with two at equal bytes, and local SGD is another
+    # algorithm: each only where what stands before it is clearly slower.
+    local = [p for p in paying if p.name.startswith(LOCAL_SGD)]
+    one_sided = [p for p in paying if p.name.startswith(ONE_SIDED)]
+    first = [p for p in paying if p not in local and p not in one_sided]
+    reducers = first + one_sided
+    fastest = min((p.step_time for p in reducers or local), default=0.0)
+    for group in (first, one_sided, local):
+        near = [p for p in group if p.step_time <= _AS_FAST * fastest]
+        if near:
+            return max(near, key=lambda p: p.bytes_per_step)
+    return baseline
 
 
 def _reason(

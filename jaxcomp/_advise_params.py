@@ -26,14 +26,14 @@ _SAFETENSORS |= {
 _MAX_HEADER = 100_000_000  # bytes, as in safetensors itself
 _HEAD_WIDTH = 64
 _VOCABULARY = 50_257
-_SMALLEST = 1_000
+_SMALLEST = 10_000
 
 
 def assumed_params(count: int) -> tuple[PyTree, str]:
     """A decoder-only transformer of about so many parameters, in the proportions of GPT-2 small.
 
-    One layer for every 64 of width; an embedding, shared with the output, of 50,257 rows but not
-    more than a third of the parameters.
+    One layer for every 64 of width; an embedding, shared with the output, of 50,257 rows, or of a
+    third of the parameters where these are few.
 
     Returns:
       The tree of shapes, and a sentence that says what was assumed.
@@ -44,37 +44,43 @@ def assumed_params(count: int) -> tuple[PyTree, str]:
     if count < _SMALLEST:
         raise ValueError(
             f"{count:,} parameters are too few to guess shapes from. Pass a file with the shapes, "
-            "or 1k parameters and more."
+            "or 10k parameters and more."
         )
 
-    def vocabulary(width: int) -> int:
-        return max(1, min(_VOCABULARY, count // (3 * width)))
+    def layer_size(width: int) -> int:
+        return 12 * width**2 + 13 * width  # kernels; biases and norms
 
     def size(width: int) -> float:
-        return 12 * width**2 * (width / _HEAD_WIDTH) + vocabulary(width) * width
+        embedding = min(_VOCABULARY * width, count // 3)
+        return layer_size(width) * max(1, width / _HEAD_WIDTH) + embedding
 
     step = _HEAD_WIDTH if size(4 * _HEAD_WIDTH) < count else 4
     width = step
     while size(width + step) <= count:
         width += step
-    layers = max(1, round((count - vocabulary(width) * width) / (12 * width**2)))
-    shapes: dict[str, Any] = {"embedding": (vocabulary(width), width)}
+    least = min(_VOCABULARY, count // (3 * width))
+    layers = max(1, (count - least * width) // layer_size(width))
+    rows = min(_VOCABULARY, max(1, (count - layers * layer_size(width)) // width))
+    params = _decoder(layers, width, rows)
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return params, (
+        f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
+        f"{rows:,} x {width:,}, {total:,} parameters in float32; better give a file with yours"
+    )
+
+
+def _decoder(layers: int, width: int, rows: int) -> PyTree:
+    shapes: dict[str, Any] = {"embedding": (rows, width)}
     for i in range(layers):
         kernels = {"qkv": (width, 3 * width), "out": (width, width)}
         kernels |= {"up": (width, 4 * width), "down": (4 * width, width)}
         layer = {name: {"kernel": k, "bias": k[1:]} for name, k in kernels.items()}
         norms = {f"norm_{k}": {"scale": (width,), "bias": (width,)} for k in (1, 2)}
         shapes[f"layer_{i}"] = layer | norms
-    params = jax.tree.map(
+    return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
-    )
-    total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    rows = vocabulary(width)
-    return params, (
-        f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
-        f"{rows:,} x {width:,}, {total:,} parameters in float32; better give a file with yours"
     )
 
 

@@ -22,6 +22,7 @@ from jaxcomp._stats import compression_stats, quantized_stats
 from jaxcomp._typing import PyTree
 
 LOCAL_SGD = "local SGD"
+ONE_SIDED = "one-sided"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Strategies:
         two_sided = [(f"powersgd rank {r}", self._factors(r, False)) for r in chosen]
         # Every other rank: the table is to be read.
         few = chosen[::2] if ranks is None else chosen
-        return two_sided + [(f"one-sided rank {r}", self._factors(r, True)) for r in few]
+        return two_sided + [(f"{ONE_SIDED} rank {r}", self._factors(r, True)) for r in few]
 
     def others(self, sync_every: int) -> list[tuple[str, Traffic]]:
         """int8 with its residual, and local SGD."""

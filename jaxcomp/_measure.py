@@ -63,8 +63,8 @@ def measure(
       ValueError: If an argument is unusable.
 
     Example:
-      >>> import jaxcomp
-      >>> calibration = jaxcomp.measure(100_000, ranks=(1,))
+      >>> import jax, jaxcomp
+      >>> calibration = jaxcomp.measure(100_000, ranks=(1,), devices=jax.devices()[:1])
       >>> calibration.memory_bandwidth > 0
       True
     """

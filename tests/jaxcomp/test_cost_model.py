@@ -1,0 +1,243 @@
+"""The cost model against times worked out by hand, and against what must hold of any of them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxcomp._advise_units import (
+    format_bandwidth,
+    format_bytes,
+    format_time,
+    parse_bandwidth,
+    parse_count,
+    parse_time,
+)
+from jaxcomp._cost_model import (
+    Link,
+    allreduces,
+    break_even,
+    communication_time,
+    exchanges,
+    int8_work,
+    interpolate,
+    powersgd_work,
+    step_time,
+)
+from jaxcomp._matricize import plan_leaves
+from jaxcomp._measure import fit_line
+
+TEN_GBIT = 1.25e9
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10Gbit", 1.25e9),
+        ("1Gbit/s", 1.25e8),
+        ("1gbit", 1.25e8),
+        ("100 Mbps", 1.25e7),
+        ("100Mb/s", 1.25e7),
+        ("100MB/s", 1e8),
+        ("12.5GB/s", 1.25e10),
+        ("12.5 GBps", 1.25e10),
+        ("1GiB/s", 2.0**30),
+        ("1Gibit", 2.0**27),
+        ("3.2Tbit", 4e11),
+        ("1e9B", 1e9),
+        ("1_000bit", 125.0),
+        ("8bits/s", 1.0),
+        (2.5e9, 2.5e9),
+    ],
+)
+def test_bandwidths(text, expected):
+    assert parse_bandwidth("x", text) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("50us", 5e-5), ("50µs", 5e-5), ("1ms", 1e-3), ("120 ms", 0.12), ("0.12s", 0.12),
+     ("7ns", 7e-9), ("0s", 0.0), (0.5, 0.5)],
+)  # fmt: skip
+def test_times(text, expected):
+    assert parse_time("x", text) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("124M", 124_000_000), ("1.5B", 1_500_000_000), ("350k", 350_000), ("1e6", 1_000_000),
+     ("124_000_000", 124_000_000), ("model.json", None), ("-5", None), ("1e400", None), ("", None)],
+)  # fmt: skip
+def test_counts(text, expected):
+    assert parse_count(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "fast", "10Gbit/h", "-1Gbit", "0bit", "1.2.3GB", "nanGB"]
+)
+def test_what_is_no_bandwidth_is_refused_with_the_fix(text):
+    with pytest.raises(ValueError, match=r"^--bandwidth .*10Gbit"):
+        parse_bandwidth("--bandwidth", text)
+
+
+@pytest.mark.parametrize("text", ["", "50", "1h", "-1ms", "1e999s", "ms", "50 u s"])
+def test_what_is_no_time_is_refused_with_the_fix(text):
+    with pytest.raises(ValueError, match=r"^--latency .*50us"):
+        parse_time("--latency", text)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0])
+def test_numbers_out_of_range_are_refused(value):
+    with pytest.raises(ValueError, match="positive and finite"):
+        parse_time("step_time", value, positive=True)
+    with pytest.raises(ValueError, match="positive and finite"):
+        parse_bandwidth("bandwidth", value)
+
+
+@given(st.floats(1e3, 1e15))
+def test_a_formatted_bandwidth_is_read_back(value):
+    assert parse_bandwidth("x", format_bandwidth(value).replace(",", "")) == pytest.approx(
+        value, rel=6e-3, abs=0.6e3
+    )
+
+
+def test_formats():
+    assert format_time(0.0) == "0 us"
+    assert format_time(0.9996) == "1.00 s"
+    assert format_time(0.1234) == "123 ms"
+    assert format_time(12.34e-3) == "12.3 ms"
+    assert format_bytes(1_234_567) == "1.23 MB"
+    assert format_bandwidth(1.25e9) == "10 Gbit/s"
+
+
+def test_a_ring_all_reduce_by_hand():
+    # 16 workers, 1 MB: 30 hops of 50 us, and 15/16 of twice the payload at 1.25 GB/s.
+    link = Link(16, TEN_GBIT, 50e-6)
+    assert communication_time(allreduces(1e6, 16), link) == pytest.approx(1.5e-3 + 1.5e-3)
+    # Two of them with the same bytes together: the latency twice.
+    assert communication_time(allreduces(1e6, 16, count=2), link) == pytest.approx(4.5e-3)
+    # Software: 20 us per collective, and 2 ns for each of the 1.875 MB that are sent.
+    link = Link(16, TEN_GBIT, 50e-6, overhead=20e-6, seconds_per_byte=2e-9)
+    expected = 3e-3 + 20e-6 + 1.875e6 * 2e-9
+    assert communication_time(allreduces(1e6, 16), link) == pytest.approx(expected)
+
+
+def test_an_exchange_is_an_all_reduce_with_two_collectives():
+    link = Link(8, TEN_GBIT, 1e-5, overhead=1e-3)
+    ring = communication_time(allreduces(1e6, 8), link)
+    assert communication_time(exchanges(1e6, 8), link) == pytest.approx(ring + 1e-3)
+
+
+def test_every_so_many_steps():
+    link = Link(4, TEN_GBIT, 1e-5, overhead=1e-3)
+    once = allreduces(8e6, 4)
+    assert communication_time(once.every(8), link) == pytest.approx(
+        communication_time(once, link) / 8
+    )
+
+
+def test_only_exact_averages_hide_behind_the_backward_pass():
+    link = Link(2, 1e8, 0.0)  # 1 MB takes 10 ms
+    exact = allreduces(1e6, 2, overlaps=True)
+    # A step of 12 ms has 8 ms of backward pass, half of which hides 4 of the 10 ms.
+    assert step_time(exact, link, 12e-3, 0.5) == pytest.approx(18e-3)
+    assert step_time(exact, link, 120e-3, 0.5) == pytest.approx(120e-3)
+    late = allreduces(1e6, 2, count=2, compression=3e-3)
+    assert step_time(late, link, 12e-3, 0.5) == pytest.approx(25e-3)
+
+
+def test_one_worker_sends_nothing():
+    link = Link(1, TEN_GBIT, 50e-6, overhead=1e-3)
+    assert communication_time(allreduces(1e6, 1), link) == 0
+    assert break_even(allreduces(1.0, 1), [allreduces(1e6, 1, overlaps=True)], link, 0.1, 0.5) == 0
+
+
+def test_compression_by_hand():
+    params = {"w": jax.ShapeDtypeStruct((100, 50), jnp.float32), "b": jnp.zeros(50)}
+    plans = plan_leaves(params, 2, 2.0)
+    memory = 7 * 4 * 5_000 / 1e9
+    arithmetic = 2 * 4 * 5_000 * 2 + 4 * (100 + 50) * 2**2
+    assert powersgd_work(plans, 1e9, 1e8) == pytest.approx(memory + arithmetic / 1e8)
+    memory = 6 * 4 * 5_000 / 1e9
+    arithmetic = 2 * 3 * 5_000 * 2 + 0.5 * 4 * (100 + 50) * 2**2
+    work = powersgd_work(plans, 1e9, 1e8, alternating=True)
+    assert work == pytest.approx(memory + arithmetic / 1e8)
+    assert int8_work(5_050, 1e9) == pytest.approx(9 * 4 * 5_050 / 1e9)
+    assert powersgd_work(plan_leaves(params, 50, 2.0), 1e9, 1e8) == 0  # nothing compressed
+
+
+def test_interpolation():
+    table = ((1, 3.0), (4, 2.0), (16, 6.0))
+    assert [interpolate(table, r) for r in (1, 2, 4, 8, 16, 64)] == [3.0, 2.5, 2.0, 4.0, 6.0, 6.0]
+    assert interpolate(((4, 1.5),), 1) == 1.5
+
+
+def test_a_line_is_found_again_and_stays_inside_the_axes():
+    x = [2.0**k for k in range(10, 24, 2)]
+    found = fit_line(x, [1e-4 + 3e-9 * value for value in x])
+    assert found == pytest.approx((1e-4, 3e-9), rel=1e-9)
+    intercept, slope = fit_line([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
+    assert intercept > 0
+    assert slope > 0
+    intercept, slope = fit_line([1.0, 2.0, 3.0], [1.0, 3.0, 9.0])
+    assert intercept > 0
+    assert slope > 0
+
+
+links = st.builds(
+    Link,
+    workers=st.integers(2, 64),
+    bandwidth=st.floats(1e4, 1e12),
+    latency=st.floats(0, 1e-2),
+    overhead=st.floats(0, 1e-2),
+    seconds_per_byte=st.floats(0, 1e-8),
+)
+
+
+@given(links, st.floats(1, 1e10), st.floats(1e-4, 10), st.floats(0, 1), st.floats(1, 100))
+def test_more_bandwidth_never_makes_a_step_slower(link, payload, compute, overlap, factor):
+    faster = Link(
+        link.workers, link.bandwidth * factor, link.latency, link.overhead, link.seconds_per_byte
+    )
+    for overlaps in (False, True):
+        traffic = allreduces(payload, link.workers, overlaps=overlaps)
+        slow = step_time(traffic, link, compute, overlap)
+        assert step_time(traffic, faster, compute, overlap) <= slow
+        assert slow >= compute
+
+
+@given(
+    links,
+    st.floats(1e3, 1e10),
+    st.floats(1e-4, 0.5),
+    st.floats(0, 0.1),
+    st.floats(1e-4, 10),
+    st.floats(0, 1),
+)
+def test_the_break_even_is_where_the_times_cross(link, bytes_, share, cost, compute, overlap):
+    exact = [allreduces(b, link.workers, overlaps=True) for b in (bytes_, bytes_ / 2)]
+    small = allreduces(share * bytes_ / 2, link.workers, count=2, compression=cost)
+    limit = break_even(small, exact, link, compute, overlap)
+
+    def gain(bandwidth):
+        at = Link(link.workers, bandwidth, link.latency, link.overhead, link.seconds_per_byte)
+        best = min(step_time(x, at, compute, overlap) for x in exact)
+        return best - step_time(small, at, compute, overlap)
+
+    if math.isinf(limit):
+        assert all(gain(10.0**k) > 0 for k in range(3, 13))
+        return
+    assume(1e-3 < limit < 1e15)
+    scale = compute + cost + communication_time(exact[0], Link(link.workers, limit, link.latency))
+    assert gain(limit) == pytest.approx(0, abs=1e-9 * scale)
+    assert gain(limit / 2) > 0 > gain(limit * 2)
+
+
+def test_who_sends_more_never_pays():
+    link = Link(4, TEN_GBIT, 1e-5)
+    exact = [allreduces(1e6, 4, overlaps=True)]
+    assert break_even(allreduces(2e6, 4), exact, link, 0.1, 0.0) == 0
+    assert break_even(allreduces(1e6, 4), exact, link, 0.1, 0.0) == 0
