@@ -18,6 +18,7 @@ from jaxcomp._quantize import QuantizedState
 from jaxcomp._typing import Array, KeyPath, PyTree
 
 _REDUCERS = (PowerSGDState, ErrorFeedbackState, SwitchState, QuantizedState)
+_WITH_RESIDUAL = (PowerSGDState, ErrorFeedbackState)
 
 
 def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> PyTree:
@@ -27,12 +28,15 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
 
     * right factors are cut to their first columns for a lower rank, which the power iteration has
       ordered by importance, and padded with fresh orthonormal columns for a higher one;
-    * residuals are taken over wherever the leaf is still compressed. Where it no longer is, what
-      was not sent yet is dropped;
-    * a reducer that is new starts afresh, with its own ``start_step`` still to come.
+    * residuals are taken over wherever the leaf still has one, also between `powersgd` and
+      `error_feedback`. Where it no longer has, what was not sent yet is dropped;
+    * a reducer that is new or of another kind starts afresh but for that, with its own
+      ``start_step`` still to come.
 
-    Reducers are matched in order, each with one of the same kind. Restore a checkpoint with the
-    transformation that it was written with, then adapt it, then `shard_state` it.
+    Reducers are matched in order, each with one of the same kind; those with a residual that are
+    left then with each other. `batched_powersgd`, whose residual is one matrix made of all leaves,
+    and `switch_at` go with their like only. Restore a checkpoint with the transformation that it
+    was written with, then adapt it, then `shard_state` it.
 
     Args:
       state: The consolidated state of the earlier transformation.
@@ -109,18 +113,42 @@ def _key(path: KeyPath) -> str:
 
 
 def _matched(old: list[Any], new: list[Any]) -> list[Any]:
-    """Each new reducer's state, adapted from the first old one of its kind that is left."""
-    remaining, results = list(old), []
-    for node in new:
-        same = [i for i, other in enumerate(remaining) if type(other) is type(node)]
-        results.append(_adapted(remaining.pop(same[0]), node) if same else node)
+    """Each new reducer's state, adapted from an old one: of its kind, else any with a residual."""
+    remaining, results = list(old), list(new)
+    for fits in (_same_kind, _both_residual):
+        for i, node in enumerate(new):
+            found = [k for k, other in enumerate(remaining) if fits(other, node)]
+            if found and results[i] is node:
+                results[i] = _adapted(remaining.pop(found[0]), node)
     return results
 
 
-def _adapted(old: Any, new: Any) -> Any:
-    """`old` in the form of `new`, a fresh state; `new` itself where they are of different kinds."""
+def _same_kind(old: Any, new: Any) -> bool:
     if type(old) is not type(new):
-        return new
+        return False
+    return not isinstance(new, PowerSGDState) or _is_one(old) == _is_one(new)
+
+
+def _both_residual(old: Any, new: Any) -> bool:
+    """Whether both keep a residual for each leaf, or both one for the only array there is."""
+    if not (isinstance(old, _WITH_RESIDUAL) and isinstance(new, _WITH_RESIDUAL)):
+        return False
+    return _is_one(old) == _is_one(new)
+
+
+def _is_one(state: Any) -> bool:
+    """Whether the residual is no tree but one array, as `batched_powersgd`'s always is."""
+    structure = jax.tree.structure(state.residual, is_leaf=_is_masked)
+    return jax.tree_util.treedef_is_leaf(structure)
+
+
+def _adapted(old: Any, new: Any) -> Any:
+    """`old` in the form of `new`, a fresh state; of another kind only its residual, if any."""
+    if not _same_kind(old, new):
+        if not _both_residual(old, new):
+            return new
+        residual = _carried(_same_shape, old.residual, new.residual, "residual")
+        return new._replace(residual=residual)
     if isinstance(new, PowerSGDState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
         return PowerSGDState(old.count, residual, _carried(_resized, old.q, new.q, "q"))

@@ -102,6 +102,72 @@ def test_inside_other_reducers():
     assert int(new.before.inner.count) == 1
 
 
+def feedback(**arguments):
+    return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS), **arguments)
+
+
+def test_another_kind_of_reducer_takes_the_residual_over(saved):
+    """Nothing is lost: output + new mean residual = mean gradient + residual of the old run."""
+    tx = optax.chain(feedback(), optax.adam(1e-3))
+    state = jaxcomp.adapt_state(saved, PARAMS, tx)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
+    assert int(state[0].inner.count) == 0
+    jax.tree.map(np.testing.assert_array_equal, state[1:], saved[1:])
+    np.testing.assert_array_equal(state[0].residual["bias"], 0)  # powersgd had sent all of it
+    before = {name: saved[0].residual[name] for name in ("dense", "stack")}
+    assert all(np.any(x) for x in before.values())
+
+    grads = random_grads(SHAPES, 2, 1, seed=5)
+    outputs, after = simulate("vmap", feedback(), grads, state[0])
+    for name, old in before.items():
+        np.testing.assert_array_equal(state[0].residual[name], old)
+        np.testing.assert_allclose(
+            outputs[name][0] + after.residual[name].mean(0), grads[name].mean(0)[0] + old, atol=1e-5
+        )
+
+    # And back: the residual in the new one's dtype, its count and factors from the beginning.
+    narrow = optax.chain(powersgd(2, residual_dtype=jnp.bfloat16), optax.adam(1e-3))
+    back = jaxcomp.adapt_state(state, PARAMS, narrow)
+    assert int(back[0].count) == 0
+    jax.tree.map(np.testing.assert_array_equal, back[0].q, narrow.init(PARAMS)[0].q)
+    for name, old in before.items():
+        np.testing.assert_array_equal(back[0].residual[name], old.astype(jnp.bfloat16))
+    assert isinstance(back[0].residual["bias"], optax.MaskedNode)
+
+
+def test_reducers_go_with_their_like_before_any_other():
+    first, second = trained(feedback()), trained(powersgd(2))
+    state = jaxcomp.adapt_state((first, second), PARAMS, optax.chain(powersgd(3), feedback()))
+    np.testing.assert_array_equal(state[0].residual["dense"], second.residual["dense"])
+    np.testing.assert_array_equal(state[1].residual["bias"], first.residual["bias"])
+    # Inside of switch_at each place goes with the same one.
+    switch = jaxcomp.switch_at(1, feedback(), powersgd(2))
+    old = trained(switch)
+    new = jaxcomp.adapt_state(old, PARAMS, jaxcomp.switch_at(1, powersgd(2), feedback()))
+    np.testing.assert_array_equal(new.before.residual["dense"], old.before.residual["dense"])
+    np.testing.assert_array_equal(new.after.residual["stack"], old.after.residual["stack"])
+    assert int(new.before.count) == 0
+
+
+@pytest.mark.parametrize("other", [powersgd(2), feedback()], ids=["powersgd", "feedback"])
+def test_one_matrix_of_all_leaves_fits_its_like_only(other):
+    batched = jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=0)
+    old = trained(batched)
+    jax.tree.map(np.testing.assert_array_equal, jaxcomp.adapt_state(old, PARAMS, batched), old)
+    for tx, state in ((other, old), (batched, trained(other))):
+        fresh = tx.init(PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, jaxcomp.adapt_state(state, PARAMS, tx), fresh)
+
+
+def test_parameters_that_are_one_array():
+    leaf = jnp.zeros((20, 20))
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    _, state = simulate("vmap", tx, random_grads({"x": (20, 20)}, 1, 2)["x"], tx.init(leaf))
+    state = state._replace(residual=state.residual[0])
+    adapted = jaxcomp.adapt_state(state, leaf, feedback())
+    np.testing.assert_array_equal(adapted.residual, state.residual)
+
+
 def test_what_does_not_fit_is_named(saved):
     with pytest.raises(ValueError, match=r"(?s)\.mu\['dense'\]: only in the state.*\.trace"):
         jaxcomp.adapt_state(saved, PARAMS, optax.chain(powersgd(2), optax.sgd(0.1, 0.9)))
