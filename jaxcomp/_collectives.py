@@ -2,7 +2,8 @@
 
 The only file that names `lax.psum` and its relatives. Values that belong together are packed into
 one flat vector by hand: XLA merges separate all-reduces in the HLO, but on CPU over gloo each
-operand still travels on its own, and branches of a conditional are not merged at all.
+operand still travels on its own, and branches of a conditional are not merged at all. Only beside
+mesh axes that are left to the compiler it is as many operands of one all-reduce.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._automatic_axes import gathered, other_axes, spread
 from jaxcomp._dtypes import round_to, wider
 from jaxcomp._matricize import leaf_name
 from jaxcomp._typing import Array, AxisName, PyTree
@@ -154,8 +156,13 @@ class Reduced(NamedTuple):
     finite: Array  # bool scalar, replicated: whether every value of the means is finite
 
 
-def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) -> Reduced:
+def reduce_mean(
+    parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, thin: int = 0
+) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
+
+    They travel as one flat vector; beside mesh axes that are left to the compiler each in its own
+    shape, so that one sharded over such an axis stays so.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -163,6 +170,8 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
       wire_dtype: What goes on the wire. Where it is narrower than an array, or float16, the values
         are divided by the number of replicas before they are rounded: a sum of float16 overflows
         where their mean does not.
+      thin: How many of the first parts are factors, small beside the weights that they stand for.
+        Beside automatic axes each device sends its share of them, and gathers the means.
     """
     size = axis_size(axis_name)
     if not sum(part.size for part in parts):
@@ -172,13 +181,25 @@ def reduce_mean(parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any) ->
     dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
     if dtype == jnp.float16:
         dtype = jnp.dtype(jnp.float32)
-    packed = _concatenate([part.reshape(-1).astype(dtype) for part in parts])
+    flat = not other_axes()
+    values = [part.astype(dtype) for part in parts]
+    if flat:
+        values = [_concatenate([value.reshape(-1) for value in values])]
     if dtype == jnp.dtype(wire_dtype):
-        sent, mean = packed, _psum(packed, axis_name) / size
+        sent = values
+        means = [total / size for total in _psum(spread(values, thin), axis_name)]
     else:
-        rounded = round_to(packed / size, wire_dtype)
-        sent, mean = rounded * size, _psum_narrow(rounded, axis_name, wire_dtype)
-    return Reduced(_unpack(mean, parts), _unpack(sent, parts), jnp.isfinite(mean).all())
+        rounded = [round_to(value / size, wire_dtype) for value in values]
+        sent = [value * size for value in rounded]
+        means = _psum_narrow(spread(rounded, thin), axis_name, wire_dtype)
+    finite = jnp.stack([jnp.isfinite(mean).all() for mean in means]).all()
+    if flat:
+        means, sent = _unpack(means[0], parts), _unpack(sent[0], parts)
+    means, sent = (
+        [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
+        for xs in (gathered(means, thin), sent)
+    )
+    return Reduced(means, sent, finite)
 
 
 def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
@@ -228,29 +249,33 @@ def _concatenate(parts: Sequence[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _psum(x: Array, axis_name: AxisName) -> Array:
-    """The sum in the dtype of `x`; bfloat16 as in `_psum_narrow`."""
-    if x.dtype != jnp.bfloat16:
-        return lax.psum(x, axis_name)
+def _psum(xs: list[Array], axis_name: AxisName) -> list[Array]:
+    """The sums in the dtype of the first; bfloat16 as in `_psum_narrow`."""
+    dtype = xs[0].dtype
+    if dtype != jnp.bfloat16:
+        return lax.psum(xs, axis_name)
 
-    def wide(x: Array) -> Array:
-        return lax.psum(x.astype(jnp.float32), axis_name).astype(x.dtype)
+    def wide(xs: list[Array]) -> list[Array]:
+        totals = lax.psum([x.astype(jnp.float32) for x in xs], axis_name)
+        return [total.astype(dtype) for total in totals]
 
-    return lax.platform_dependent(x, cpu=wide, default=lambda x: lax.psum(x, axis_name))
+    return lax.platform_dependent(xs, cpu=wide, default=lambda xs: lax.psum(xs, axis_name))
 
 
-def _psum_narrow(rounded: Array, axis_name: AxisName, wire_dtype: Any) -> Array:
+def _psum_narrow(rounded: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
     """Sums values that are exact in `wire_dtype`, with that dtype on the wire where there is one.
 
     XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
     process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
     """
+    dtype = rounded[0].dtype
 
-    def narrow(x: Array) -> Array:
-        return lax.psum(x.astype(wire_dtype), axis_name).astype(x.dtype)
+    def narrow(xs: list[Array]) -> list[Array]:
+        totals = lax.psum([x.astype(wire_dtype) for x in xs], axis_name)
+        return [total.astype(dtype) for total in totals]
 
-    def wide(x: Array) -> Array:
-        return lax.psum(x, axis_name)
+    def wide(xs: list[Array]) -> list[Array]:
+        return lax.psum(xs, axis_name)
 
     if jnp.dtype(wire_dtype) != jnp.bfloat16:
         return narrow(rounded)
@@ -261,6 +286,6 @@ def _unpack(packed: Array, like: Sequence[Array]) -> list[Array]:
     parts, start = [], 0
     for part in like:
         block = lax.slice_in_dim(packed, start, start + part.size)
-        parts.append(block.reshape(part.shape).astype(part.dtype))
+        parts.append(block.reshape(part.shape))
         start += part.size
     return parts

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from runners import random_grads
 
 import jaxcomp
+from jaxcomp._collectives import reduce_mean
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}
@@ -22,13 +23,17 @@ LAYOUTS = {
     "fsdp": {"bias": P("ici"), "down": P(None, "ici"), "up": P("ici", None)},
 }
 COLLECTIVE = re.compile(
-    r"= \(?\w+\[([\d,]*)\].*? (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
-    r".*?(?:replica_groups=(\{\{0,\d|\[\d,\d|)|source_target_pairs=)"
+    r"^.* = (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\S+)",
+    re.MULTILINE,
 )
+VALUES = 2 * 64 * 96 + 96  # of all parameters
+FACTORS = 2 * 2 * (64 + 96)  # of both factors of both weights, at rank 2
 
 
-def mesh():
-    return jax.make_mesh((2, 4), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+def mesh(fast=4):
+    kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[: 2 * fast]}
+    return jax.make_mesh((2, fast), ("dcn", "ici"), **kinds)
 
 
 def loss(params, x):
@@ -36,9 +41,9 @@ def loss(params, x):
     return jnp.mean((hidden @ params["down"] - x) ** 2)
 
 
-def training(tx, layout, manual=("dcn",), axes="dcn"):
+def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
     """(step, params, state, batch) with the weights sharded as in `layout`."""
-    grid = mesh()
+    grid = mesh(fast)
     values = random_grads(SHAPES, 1, 1)
     params = {
         name: jax.device_put(x[0, 0] * 0.1, NamedSharding(grid, layout.get(name, P())))
@@ -64,38 +69,70 @@ def training(tx, layout, manual=("dcn",), axes="dcn"):
     return jax.jit(mapped), params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
 
 
-def collective_sizes(compiled):
-    """(operation, values in the result on one device, whether it crosses hosts)."""
+def groups_of(text):
+    """The groups of devices that talk: listed, or as [groups, members]<=[dims]T(axes)."""
+    if text.startswith("{{"):
+        return [[int(i) for i in group.split(",")] for group in text.strip("{}").split("},{")]
+    found = re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?,?", text)
+    shape, dims, axes = ([int(i) for i in x.split(",")] if x else None for x in found.groups())
+    return np.arange(np.prod(dims)).reshape(dims).transpose(axes).reshape(shape).tolist()
+
+
+def collectives(compiled):
+    """(operation, values of every result on one device, whether it crosses hosts)."""
     found = []
-    for dims, op, groups in COLLECTIVE.findall(compiled):
-        size = int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
-        found.append((op, size, groups in ("{{0,4", "[4,2")))
+    for results, op, groups in COLLECTIVE.findall(compiled):
+        sizes = [
+            int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
+            for dims in re.findall(r"\w+\[([\d,]*)\]", results)
+        ]
+        crosses = any(len({i // 4 for i in group}) > 1 for group in groups_of(groups))
+        found.append((op, sizes, crosses))
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout):
-    tx = optax.chain(jaxcomp.powersgd(2, axis_name="dcn", start_step=0), optax.sgd(0.1))
-    step, params, state, batch = training(tx, LAYOUTS[layout])
-    compiled = step.lower(params, state, batch).compile().as_text()
-    found = collective_sizes(compiled)
-    crossing = sum(size for op, size, slow in found if slow)
-    # Factors and bias, a quarter of them on each device.
-    assert crossing * 4 == 2 * (96 + 64) * 2 + 96
+def compiled_step(tx, layout):
+    step, *arguments = training(tx, layout)
+    return step.lower(*arguments).compile().as_text()
+
+
+def crossing(found):
+    """Values that one device sends to other hosts, all of them in all-reduces."""
     assert {op for op, _, slow in found if slow} == {"all-reduce"}
-    exact = optax.chain(jaxcomp.allreduce(axis_name="dcn"), optax.sgd(0.1))
-    plain = training(exact, LAYOUTS[layout])
-    baseline = collective_sizes(plain[0].lower(*plain[1:]).compile().as_text())
+    return sum(sum(sizes) for _, sizes, slow in found if slow)
 
-    def gathers(found):
-        return sum(
-            op == "all-gather" and size >= 64 * 96 / 4 for op, size, slow in found if not slow
-        )
 
-    # FSDP itself gathers weights for the forward pass; compression adds none.
-    assert gathers(found) <= gathers(baseline)
+def moved(found):
+    """Values that are gathered or laid out anew within a host: (largest array, all)."""
+    sizes = [x for op, sizes, slow in found for x in sizes if not slow and op != "all-reduce"]
+    return max(sizes, default=0), sum(sizes)
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """What `lax.pmean` of every gradient, written by hand, moves within a host."""
+    mean = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "dcn"))
+    tx = optax.chain(mean, optax.sgd(0.1))
+    return {name: moved(collectives(compiled_step(tx, LAYOUTS[name]))) for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("start_step", [0, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout, start_step, by_hand):
+    reducer = jaxcomp.powersgd(2, axis_name="dcn", start_step=start_step)
+    tx = optax.chain(reducer, optax.sgd(0.1))
+    step, params, state, batch = training(tx, LAYOUTS[layout])
+    found = collectives(step.lower(params, state, batch).compile().as_text())
+    # Everything once for the exact averages, a quarter on each device; factors and bias after them.
+    exact = VALUES // 4 if start_step else 0
+    assert (FACTORS + 96) // 4 <= crossing(found) - exact <= FACTORS + 96 // 4
+    # FSDP itself gathers weights for the forward pass. Beyond that, nothing but thin factors: to
+    # its share of each from everybody, and the own one of each replica.
+    largest, total = moved(found)
+    assert largest <= max(by_hand[layout][0], 2 * 96)
+    assert total <= by_hand[layout][1] + 2 * FACTORS
     if layout == "tensor":
-        assert gathers(found) == 0
+        assert by_hand[layout] == (0, 0)
 
     for _ in range(2):
         params, state = step(params, state, batch)
@@ -105,15 +142,107 @@ def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout):
         assert state[0].residual[name].shape == (2 * SHAPES[name][0], SHAPES[name][1])
 
 
-def test_sharding_changes_nothing_but_rounding():
-    tx = optax.chain(jaxcomp.powersgd(2, axis_name="dcn", start_step=0), optax.sgd(0.1))
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        jaxcomp.allreduce(axis_name="dcn"),
+        jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16),
+        jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.bfloat16),
+        jaxcomp.error_feedback(jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)),
+    ],
+    ids=["own", "float16", "bfloat16", "feedback"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_average_moves_no_more_within_a_host_than_pmean(layout, reducer, by_hand):
+    found = collectives(compiled_step(optax.chain(reducer, optax.sgd(0.1)), LAYOUTS[layout]))
+    assert crossing(found) == VALUES // 4
+    assert sum(slow for *_, slow in found) == 1  # XLA merges the operands of one psum
+    largest, total = moved(found)
+    assert largest <= by_hand[layout][0]
+    assert total <= by_hand[layout][1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_consolidate_gathers_nothing(layout):
+    grid, tx = mesh(), jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
+    state = training(tx, LAYOUTS[layout])[2]
+    mapped = jax.shard_map(
+        lambda s: jaxcomp.consolidate(s, "dcn"),
+        mesh=grid,
+        in_specs=(jaxcomp.state_specs(state, "dcn"),),
+        out_specs=P(),
+        axis_names={"dcn"},
+    )
+    found = collectives(jax.jit(mapped).lower(state).compile().as_text())
+    assert crossing(found) == 2 * 64 * 96 // 4
+    assert moved(found) == (0, 0)
+
+
+def test_thin_factors_cross_hosts_in_shares():
+    """Also a factor that every device of a host holds whole: each sends a quarter of it."""
+    grid = mesh()
+
+    def mean(factor, odd, weight):
+        return reduce_mean([factor, odd, weight], "dcn", jnp.float32, thin=2).means
+
+    values = random_grads({"factor": (8, 2), "odd": (3, 5), "weight": (16, 8)}, 2, 1)
+    parts = [x[:, 0].reshape(-1, x.shape[-1]) for x in values.values()]
+    specs = (P("dcn"), P("dcn"), P("dcn", "ici"))
+    parts = jax.tree.map(
+        lambda x, s: jax.device_put(x, NamedSharding(grid, s)), tuple(parts), specs
+    )
+    mapped = jax.shard_map(
+        mean, mesh=grid, in_specs=(P("dcn"),) * 3, out_specs=P(), axis_names={"dcn"}
+    )
+    found = collectives(jax.jit(mapped).lower(*parts).compile().as_text())
+    # No side of `odd` can be cut in four.
+    assert crossing(found) == 8 * 2 / 4 + 3 * 5 + 16 * 8 / 4
+    assert moved(found) == (8 * 2, 8 * 2)
+    for result, x in zip(jax.jit(mapped)(*parts), values.values(), strict=True):
+        np.testing.assert_allclose(result, x[:, 0].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_int8_costs_beside_automatic_axes(layout, by_hand):
+    """As docs/meshes.md says: every device holds and sends the integers of whole leaves."""
+    tx = optax.chain(jaxcomp.quantized_allreduce(axis_name="dcn"), optax.sgd(0.1))
+    compiled = compiled_step(tx, LAYOUTS[layout])
+    slow = [(op, sum(sizes)) for op, sizes, slow in collectives(compiled) if slow]
+    wire = VALUES + 4 * (2 * 24 + 2)  # the scales of blocks of 256: 24 for a weight, 2 for the bias
+    assert [x for x in slow if x[0] != "all-reduce"] == [("all-to-all", wire), ("all-gather", wire)]
+    floats = "\n".join(line for line in compiled.splitlines() if " = s8[" not in line)
+    assert moved(collectives(floats))[0] <= max(by_hand[layout][0], 64 * 96 // 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reducer", "tolerance"),
+    [
+        ("tensor", jaxcomp.powersgd(2, axis_name="dcn", start_step=0), 1e-6),
+        ("fsdp", jaxcomp.powersgd(2, axis_name="dcn", start_step=2), 1e-6),
+        # A value may be rounded to the other side: one unit of float16, one level of int8.
+        (
+            "tensor",
+            jaxcomp.error_feedback(jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)),
+            2e-5,
+        ),
+        (
+            "fsdp",
+            jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="dcn")),
+            1e-3,
+        ),
+    ],
+    ids=["powersgd", "start_step", "float16", "int8"],
+)
+def test_sharding_changes_nothing_but_rounding(layout, reducer, tolerance):
+    """Equal to a run on two devices, one for each replica."""
+    tx = optax.chain(reducer, optax.sgd(0.1))
     results = []
-    for specs in (LAYOUTS["tensor"], {}):
-        step, params, state, batch = training(tx, specs)
+    for specs, fast in ((LAYOUTS[layout], 4), ({}, 1)):
+        step, params, state, batch = training(tx, specs, fast=fast)
         for _ in range(3):
             params, state = step(params, state, batch)
-        results.append((params, state[0].residual))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
+        results.append(jax.tree.map(np.asarray, (params, state[0].residual)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), *results)
 
 
 @pytest.mark.parametrize(
