@@ -39,8 +39,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def parser() -> Parser:
-    """The command line. Defaults are those of `RunConfig`."""
+def parser(local: bool = True) -> Parser:
+    """The command line. Defaults are those of `RunConfig`.
+
+    Args:
+      local: Offer the choice of devices and mapping, which one process alone has.
+    """
     p = Parser(
         description=__doc__,
         epilog="strategies:\n"
@@ -54,10 +58,12 @@ def parser() -> Parser:
     group.add_argument("--strategy", choices=list(STRATEGIES), help="see below" + shown)
     group.add_argument("--rank", type=int, help="rank of the compressed gradients" + shown)
     group.add_argument("--start-step", type=int, help="exact steps before compression" + shown)
-    group.add_argument("--mapping", choices=list(MAPPINGS), help="how to map the replicas" + shown)
-    group.add_argument(
-        "--devices", type=int, help="number of replicas (default: all GPUs, or 8 CPU devices)"
-    )
+    if local:
+        mapping = "how to map the replicas" + shown
+        group.add_argument("--mapping", choices=list(MAPPINGS), help=mapping)
+        group.add_argument(
+            "--devices", type=int, help="number of replicas (default: all GPUs, or 8 CPU devices)"
+        )
 
     group = p.add_argument_group("training")
     group.add_argument("--steps", type=int, help="length of the run" + shown)

@@ -4,18 +4,23 @@ Every process runs this same command. Under SLURM, Open MPI or Kubernetes, JAX f
 who the others are; elsewhere say so with --coordinator, --processes and --process-id.
 
 If a process dies, the others end with a message and exit code 75: within seconds where connections
-break, within --heartbeat-timeout otherwise. Started again with the same command and --resume, the
-run continues from the last checkpoint, on as many processes as there are then.
+break, within --heartbeat-timeout or --start-timeout otherwise. Started again with the same command
+and --resume, the run continues from the last checkpoint, on as many processes as there are then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
+import socket
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -26,21 +31,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_training import CheckpointError, Run, RunConfig, UsageError
-from train_lm import Log, open_checkpoints, parser, readable
+from train_lm import Log, Parser, open_checkpoints, parser, readable
 
 import jaxcomp
 
 # EX_TEMPFAIL of sysexits.h: the same command, started again, is likely to work.
 EXIT_PEER_LOST = 75
-# How an error begins that the communication library or the coordinator reports. It reaches Python
-# under several types, depending on who was waiting.
-LOST = (
-    "UNKNOWN: ",
-    "INTERNAL: ",
-    "UNAVAILABLE: ",
-    "DEADLINE_EXCEEDED: ",
-    "ABORTED: ",
-    "CANCELLED: ",
+# What only a broken connection, or the coordinator, says; an error of this process alone (out of
+# memory, a full disk) must not pass for one. The errors reach Python under several types, and gloo
+# reports all of its own as UNKNOWN.
+LOST = re.compile(
+    r"UNAVAILABLE: |DEADLINE_EXCEEDED: |coordination service|Barrier (failed|timed out)"
+    r"|Gloo .*(Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Tt]imeout)"
+    r"|remote process exited or there was a network error",  # NCCL
+    re.DOTALL,
 )
 
 
@@ -50,27 +54,47 @@ class Processes(ShardMap):
     Every process computes the same global batch on the host and hands its own devices their rows.
     """
 
-    def __init__(self, loss_fn: LossFn, devices: Sequence[Device]):
-        """See `data_parallel.ShardMap`; `devices` are those of all processes."""
+    def __init__(self, loss_fn: LossFn, devices: Sequence[Device], check_every: int | None = None):
+        """See `data_parallel.ShardMap`.
+
+        Args:
+          loss_fn: As there.
+          devices: Those of all processes.
+          check_every: Steps after which the replicas are compared again; None for never.
+        """
         super().__init__(loss_fn, devices)
+        self._check_every, self._done = check_every, 0
 
     def place(self, state: TrainState) -> TrainState:
         """Shards the state, and makes sure that all processes began with the same one."""
+        self._done = int(state.step)
         placed = super().place(state)
-        found = jax.jit(
+        self._check = jax.jit(
             jax.shard_map(
                 lambda s: jaxcomp.check_replicas(s, AXIS),
                 mesh=self.mesh,
                 in_specs=(jaxcomp.state_specs(placed, AXIS),),
                 out_specs=P(),
             )
-        )(placed)
-        found.raise_if_different()
+        )
+        self._check(placed).raise_if_different()
         return placed
 
     def train(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, jax.Array]:
-        """See `DataParallel.train`; the losses are those of this process's replicas."""
+        """See `DataParallel.train`; the losses are those of this process's replicas.
+
+        Raises:
+          ReplicaMismatch: The replicas were compared after this step, and differ.
+        """
         state, losses = super().train(state, batch)
+        self._done += 1
+        # A program of its own, not `check_replicas(..., step=, every=)` inside the step: with and
+        # without checks the run is then the same, bit for bit.
+        if self._check_every and self._done % self._check_every == 0:
+            try:
+                self._check(state).raise_if_different()
+            except jaxcomp.ReplicaMismatch as error:
+                raise jaxcomp.ReplicaMismatch(f"after {self._done} steps: {error}") from error
         return state, multihost_utils.global_array_to_host_local_array(losses, self.mesh, P(AXIS))
 
     def evaluate(self, state: TrainState, batch: np.ndarray) -> Any:
@@ -82,29 +106,63 @@ class Processes(ShardMap):
         return jax.make_array_from_callback(batch.shape, rows, lambda index: batch[index])
 
 
-MAPPINGS["processes"] = Processes
-
-
-def add_process_arguments(p: argparse.ArgumentParser) -> None:
-    """What a scheduler would otherwise say."""
-    group = p.add_argument_group("processes", "needed only where JAX cannot ask a scheduler")
+def command_line() -> Parser:
+    """That of train_lm.py, with what a scheduler would otherwise say."""
+    p = parser(local=False)
+    p.description, p.epilog = __doc__, None
+    shown = " (default: %(default)s)"
+    group = p.add_argument_group("processes", "the first three only where JAX knows no scheduler")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     group.add_argument("--processes", type=int, help="how many there are")
     group.add_argument("--process-id", type=int, help="which one this is, from 0")
-    shown = " (default: %(default)s)"
     group.add_argument("--local-devices", type=int, default=1, help="CPU devices of each" + shown)
-    group.add_argument(
-        "--heartbeat-timeout",
-        type=int,
-        default=30,
-        help="seconds of silence that mean death" + shown,
-    )
-    group.add_argument(
-        "--start-timeout", type=int, default=300, help="seconds to wait for the others" + shown
-    )
+    silence = "seconds of silence that mean death" + shown
+    group.add_argument("--heartbeat-timeout", type=int, default=30, help=silence)
+    wait = "seconds to wait for the others" + shown
+    group.add_argument("--start-timeout", type=int, default=300, help=wait)
+    check = "compare the replicas after every so many steps (default: only at the start)"
+    group.add_argument("--check-every", type=int, metavar="STEPS", help=check)
+    return p
 
 
-def connect(arguments: argparse.Namespace) -> list[Device]:
+def check_process_arguments(arguments: argparse.Namespace) -> None:
+    """Raises a `UsageError` that names everything wrong with the values."""
+    names = ("processes", "local_devices", "heartbeat_timeout", "start_timeout", "check_every")
+    values = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
+    wrong = [f"{k} must be positive" for k, v in values.items() if v is not None and v <= 0]
+    where = arguments.coordinator
+    if where is not None and not re.fullmatch(r".+:\d+", where):
+        wrong.append(f"--coordinator must be HOST:PORT, got {where}")
+    which, count = arguments.process_id, arguments.processes
+    if which is not None and (which < 0 or (count or which + 1) <= which):
+        wrong.append(f"--process-id must be 0 or more and below --processes, got {which}")
+    if wrong:
+        raise UsageError("; ".join(wrong))
+    if where is not None and which == 0:
+        try:  # JAX would end with a stack trace, or a segmentation fault
+            socket.create_server(("", int(where.rpartition(":")[2]))).close()
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"cannot listen at --coordinator {where}: {error}") from error
+
+
+@contextlib.contextmanager
+def at_most(seconds: float, who: str) -> Iterator[None]:
+    """Ends this process if what is inside takes longer.
+
+    JAX's own timeout aborts a process that waits for another to join, with a stack trace, and
+    leaves nothing to catch.
+    """
+    message = f"the other processes did not arrive within --start-timeout, {seconds} s; start again"
+    timer = threading.Timer(seconds, leave, (who, message, EXIT_PEER_LOST))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def connect(arguments: argparse.Namespace, who: str) -> list[Device]:
     """Joins the other processes.
 
     Returns:
@@ -113,25 +171,28 @@ def connect(arguments: argparse.Namespace) -> list[Device]:
     Raises:
       UsageError: It is not known who the others are.
     """
+    check_process_arguments(arguments)
     jax.config.update("jax_num_cpu_devices", arguments.local_devices)
     try:
-        jax.distributed.initialize(
-            coordinator_address=arguments.coordinator,
-            num_processes=arguments.processes,
-            process_id=arguments.process_id,
-            initialization_timeout=arguments.start_timeout,
-            heartbeat_timeout_seconds=arguments.heartbeat_timeout,
-        )
+        with at_most(arguments.start_timeout, who):
+            jax.distributed.initialize(
+                coordinator_address=arguments.coordinator,
+                num_processes=arguments.processes,
+                process_id=arguments.process_id,
+                initialization_timeout=arguments.start_timeout + 60,  # `at_most` comes first
+                heartbeat_timeout_seconds=arguments.heartbeat_timeout,
+            )
+            return jax.devices()
     except ValueError as error:
         raise UsageError(
             "no scheduler that JAX knows started this process: pass --coordinator, --processes and "
             f"--process-id ({str(error).rstrip('.')})"
         ) from error
-    return jax.devices()
 
 
 def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
     """Runs to the end, or to where it is stopped. Process 0 does the talking."""
+    MAPPINGS["processes"] = partial(Processes, check_every=arguments.check_every)
     chosen = {field.name: getattr(arguments, field.name) for field in fields(RunConfig)}
     config = replace(RunConfig(**chosen), mapping="processes")
     checkpoints = open_checkpoints(arguments)
@@ -140,6 +201,8 @@ def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
     if first:
         where = f"{len(devices)} {devices[0].platform} devices of {jax.process_count()} processes"
         print(f"{run.parameters:,} parameters on {where}, from step {run.start}", flush=True)
+        for note in run.notes:
+            print(f"note: {note}", flush=True)
     for record in run.steps(arguments.stop_at):
         if first and record.held_out is not None:
             loss = f"loss {record.loss:.3f}  held-out {record.held_out:.4f}"
@@ -150,38 +213,36 @@ def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
         checkpoints.close()
 
 
-def leave(message: str, code: int) -> NoReturn:
+def leave(who: str, message: str, code: int) -> NoReturn:
     """Ends this process at once.
 
     Not by an exception: JAX and orbax wait at exit for all processes, and some never arrive.
     """
-    print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
+    print(f"{who}: {message}", file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def main() -> int:
     """The command line's entry point."""
-    p = parser()
-    p.description, p.epilog = __doc__, None
-    add_process_arguments(p)
-    arguments = p.parse_args()
+    arguments = command_line().parse_args()
+    number = arguments.process_id
+    who = "this process" if number is None else f"process {number}"
     try:
-        devices = connect(arguments)
-    except UsageError as error:
-        p.error(str(error))
-    try:
+        devices = connect(arguments, who)
+        who = f"process {jax.process_index()}"
         train(arguments, devices)
     except (UsageError, CheckpointError, jaxcomp.ReplicaMismatch) as error:
-        leave(f"error: {error}", 2)
+        leave(who, f"error: {error}", 2)
+    except KeyboardInterrupt:
+        leave(who, "interrupted", 130)
     except Exception as error:
-        if str(error).startswith(LOST):
-            hint = (
-                "start the run again with --resume" if arguments.checkpoint_dir else "start again"
-            )
+        if LOST.search(str(error)):
+            resume = "start the run again with --resume"
+            hint = resume if arguments.checkpoint_dir else "start again"
             reason = str(error).splitlines()[0][:200]
-            leave(f"lost contact with another process; {hint} ({reason})", EXIT_PEER_LOST)
+            leave(who, f"lost contact with another process; {hint} ({reason})", EXIT_PEER_LOST)
         traceback.print_exc()
-        leave("ended by the error above, and the others with it", 1)
+        leave(who, "ended by the error above, and the others with it", 1)
     return 0
 
 
