@@ -63,17 +63,20 @@ def main(argv: list[str] | None = None) -> int:
         check_packages(plan)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
-        run = {**describe(plan), "cases": []}
+        run = {**describe(plan), "complete": False, "cases": []}
         if run["machine"]["load_at_start"] > BUSY:
             print("cluster.py: other programs are running; the times will be off.", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(measure(plan)) as cases:
-            for case in cases:
-                run["cases"].append(dataclasses.asdict(case))
-                # After every case: a failure in the last one must not lose the others.
-                (out / "cluster.json").write_text(json.dumps(run, indent=1) + "\n")
-                print(_line(case), flush=True)
-        report(run, out)
+        try:
+            with contextlib.closing(measure(plan)) as cases:
+                for case in cases:
+                    run["cases"].append(dataclasses.asdict(case))
+                    print(_line(case), flush=True)
+            run["complete"] = True
+        finally:
+            # Whatever ends the run, what was measured until then is kept, and marked as a part.
+            if run["cases"]:
+                report(run, out)
     except (NetworkUnavailable, JobFailed) as error:
         print(f"cluster.py: {error}", file=sys.stderr)
         return EXIT_UNAVAILABLE if isinstance(error, NetworkUnavailable) else EXIT_FAILED
@@ -192,9 +195,10 @@ def _line(case: Case) -> str:
 
 
 def report(run: dict[str, Any], out: Path) -> None:
-    """Writes the table and the picture."""
+    """Writes everything, the table and the picture."""
     from cluster_plot import plot  # matplotlib, which a refusal does not need
 
+    (out / "cluster.json").write_text(json.dumps(run, indent=1) + "\n")
     figures = all_figures(Case(**case) for case in run["cases"])
     text = "\n".join(["## Step times over shaped links", "", conditions(run), "", table(figures)])
     (out / "cluster.md").write_text(text)

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 
 AXIS = "data"
-ONE_SIDED: dict[str, Any] = {"alternating": True}
 _PORT = 29_500
 # The first step compiles, the second one may still bring memory into place.
 _WARM_UP = 3
@@ -73,6 +72,7 @@ class Program:
     step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
     init: Callable[[], tuple[Any, Any]]
     batches: list[Any]
+    calls: int = 1  # of the step in one sample
 
 
 class JaxTrainer:
@@ -97,7 +97,7 @@ class JaxTrainer:
         self.parameters = sum(x.size for x in jax.tree.leaves(params))
         self._task = Task(loss, params, batches, mesh)
         self._programs: dict[Strategy, Program] = {}  # compiled once, used at every rate
-        self._step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+        self._program: Program
         self._state: tuple[Any, Any] = ((), ())
         self._feed: Iterator[Any] = iter(())
         self._losses: Any = None
@@ -107,18 +107,19 @@ class JaxTrainer:
         self._state = ((), ())  # gives its memory back before there is a second one
         if strategy not in self._programs:
             self._programs[strategy] = make_program(strategy, self._task)
-        program = self._programs[strategy]
-        self._step, self._state = program.step, program.init()
-        self._feed = itertools.cycle(program.batches)
+        self._program = self._programs[strategy]
+        self._state = self._program.init()
+        self._feed = itertools.cycle(self._program.batches)
         for _ in range(_WARM_UP):
             self.sample()
         return payload(strategy, self._task.params, self._task.mesh.size)
 
     def sample(self) -> None:
         """See `cluster_process.Trainer`."""
-        params, opt_state, self._losses = self._step(*self._state, next(self._feed))
-        self._state = params, opt_state
-        jax.block_until_ready((self._state, self._losses))
+        for _ in range(self._program.calls):
+            params, opt_state, self._losses = self._program.step(*self._state, next(self._feed))
+            self._state = params, opt_state
+            jax.block_until_ready((self._state, self._losses))
 
     def loss(self) -> float:
         """See `cluster_process.Trainer`."""
@@ -141,7 +142,8 @@ def make_program(strategy: Strategy, task: Task) -> Program:
         return _alone(task)
     if strategy.kind == "local-sgd":
         return _rounds(task, strategy.number)
-    return _steps(task, make_reducer(strategy))
+    program = _steps(task, make_reducer(strategy))
+    return dataclasses.replace(program, calls=strategy.steps_per_sample)
 
 
 def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
@@ -154,7 +156,7 @@ def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
     if strategy.kind == "int8":
         return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
     if strategy.kind == "one-sided":
-        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **ONE_SIDED)
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, alternating=True)
     return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
 
 
@@ -171,7 +173,9 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
         dtype = jnp.float16 if strategy.kind == "fp16" else None
         return float(stats(rank=lambda path, leaf: None, comm_dtype=dtype).bytes_after)
     if strategy.kind == "one-sided":
-        return float(stats(rank=strategy.number, **ONE_SIDED).bytes_after)
+        # Both factors in two steps; what is not compressed goes in each.
+        leaves = stats(rank=strategy.number).leaves
+        return sum(leaf.bytes_after / (2 if leaf.compressed else 1) for leaf in leaves)
     return float(stats(rank=strategy.number).bytes_after)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import tempfile
 from collections.abc import Generator
@@ -15,14 +14,9 @@ from cluster_net import Network
 from cluster_plan import UNLIMITED, Rate, Strategy, counts_as_sample, sample_count
 from cluster_report import Case
 
-import jaxcomp
-
-# Until the keyword is there.
-HAS_ONE_SIDED = "alternating" in inspect.signature(jaxcomp.powersgd).parameters
-
 # A sample that takes this many times longer than expected is taken for a hang.
 _PATIENCE = 10
-_PREPARE_SECONDS = 300
+_PREPARE_SECONDS = 600
 _BYTES_PER_PARAMETER = 4
 
 
@@ -63,8 +57,6 @@ def measure(plan: Plan) -> Generator[Case]:
                 for rate in plan.rates:
                     for strategy in plan.strategies:
                         for job in jobs:
-                            if strategy.kind == "one-sided" and not HAS_ONE_SIDED:
-                                continue
                             if strategy.runs_in(job.framework):
                                 yield measure_case(network, job, rate, strategy, plan)
 

@@ -59,8 +59,12 @@ class Strategy:
 
     @property
     def steps_per_sample(self) -> int:
-        """Training steps in one timed sample: a whole round of local SGD, one step otherwise."""
-        return self.number if self.kind == "local-sgd" else 1
+        """Training steps in one timed sample.
+
+        A whole round of local SGD; a step for either side of one-sided compression, which send
+        different amounts; one step otherwise.
+        """
+        return {"local-sgd": self.number, "one-sided": 2}.get(self.kind, 1)
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""

@@ -19,7 +19,7 @@ class Case:
     model: str
     rate: str
     strategy: str
-    steps_per_sample: int  # 1, or the steps of a round of local SGD
+    steps_per_sample: int  # see `cluster_plan.Strategy`
     seconds: list[list[float]]  # of each process, each sample
     tx_bytes: list[int]  # of each process, over all samples
     rx_bytes: list[int]
@@ -187,6 +187,8 @@ def conditions(run: Mapping[str, Any]) -> str:
         f"Load average at the start {load:.2f}"
         + (": **the machine was busy, these are no results.**" if load > BUSY else "."),
     ]
+    if not run["complete"]:
+        lines.append("**The run ended early: cases are missing.**")
     return "\n".join(lines)
 
 

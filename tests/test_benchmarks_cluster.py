@@ -19,7 +19,7 @@ import cluster
 from cluster_models import FULL, MLP, make_batches
 from cluster_net import Network, NetworkUnavailable, check_available
 from cluster_plan import counts_as_sample, parse_rate, parse_strategy, ring_factor, sample_count
-from cluster_report import Case, all_figures, compare, figures_of, table
+from cluster_report import Case, all_figures, compare, conditions, figures_of, table
 
 
 def command(*arguments):
@@ -73,6 +73,7 @@ def test_strategies():
     assert (powersgd.kind, powersgd.number, powersgd.steps_per_sample) == ("powersgd", 16, 1)
     assert (rounds.kind, rounds.number, rounds.steps_per_sample) == ("local-sgd", 8, 8)
     assert parse_strategy("one-sided-4").name == "one-sided-4"
+    assert parse_strategy("one-sided-4").steps_per_sample == 2  # a step for each side
     assert not parse_strategy("one-sided-4").runs_in("torch")
     assert not parse_strategy("int8").runs_in("torch")
     assert all(parse_strategy(s).runs_in("torch") for s in ("none", "fp16", "local-sgd-2"))
@@ -144,6 +145,15 @@ def test_ratios():
     assert "#### mlp, 1gbit" in lines
     row = "| powersgd-4 | jax | 50.0 | 50.0 to 50.0 | 1.25 | 8.80 | 4.20 | 10.0 | 0.07 | 0.0 |  |"
     assert row in lines
+
+
+def test_a_run_that_ended_early_says_so_in_its_report():
+    machine = {"cpu": "A CPU", "cores": 2, "kernel": "6.1", "load_at_start": 0.1, "versions": {}}
+    described = {"command": "c", "date": "d", "machine": machine, "settings": {"processes": 2}}
+    assert "cases are missing" in conditions({**described, "complete": False})
+    assert "missing" not in conditions({**described, "complete": True})
+    busy = {**described, "complete": True, "machine": {**machine, "load_at_start": 3.0}}
+    assert "the machine was busy" in conditions(busy)
 
 
 def test_an_overhead_below_the_noise_gives_no_ratio():
@@ -239,6 +249,7 @@ def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
         return
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "cluster.json").read_text())
+    assert found["complete"]
     assert [c["framework"] for c in found["cases"]] == ["jax", "torch"]
     ours, torch = (Case(**c) for c in found["cases"])
     # Two factors of each of three matrices, and the biases.
