@@ -1,7 +1,7 @@
-"""Products of a matricized leaf with its thin factors, without a transpose of the leaf.
+"""Products of a leaf with its thin factors, without a transpose of the leaf.
 
-``M`` is ``(rows, cols)``, ``P`` is ``(rows, r)`` and ``Q`` is ``(cols, r)``, each with the same
-leading batch axes; a `MatrixView` tells whether the array holds ``M`` or its transpose.
+A `MatrixView` tells how the leaf is a ``(rows, cols)`` matrix ``M``; ``P`` is ``(rows, r)`` and
+``Q`` is ``(cols, r)``, each with the leading batch axes of the view.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from jaxcomp._typing import Array
 # columns the products are bound by memory, so the precision costs nothing.
 _EXACT = lax.Precision.HIGHEST
 # Up to this rank a sum of outer products, which XLA fuses with the arithmetic around it, replaces a
-# matrix product, whose dense result would be written out and read again.
+# matrix product, whose dense result would be written out and read again. It has the shape of the
+# leaf, not of the matrix: a reshape in between would keep XLA from updating the residual in place.
 _FUSED_OUTER_RANK = 8
 
 
-def times_q(view: MatrixView, matrix: Array, q: Array) -> Array:
+def times_q(view: MatrixView, leaf: Array, q: Array) -> Array:
     """``M Q``, shape ``(*batch, rows, r)``."""
+    matrix = view.matricize(leaf)
     return _contract_first(matrix, q) if view.cols_first else _contract_last(matrix, q)
 
 
-def transposed_times_p(view: MatrixView, matrix: Array, p: Array) -> Array:
+def transposed_times_p(view: MatrixView, leaf: Array, p: Array) -> Array:
     """``M^T P``, shape ``(*batch, cols, r)``."""
+    matrix = view.matricize(leaf)
     return _contract_last(matrix, p) if view.cols_first else _contract_first(matrix, p)
 
 
 def outer(view: MatrixView, p: Array, q: Array) -> Array:
-    """``P Q^T``, laid out as `MatrixView.matricize` lays out the leaf."""
-    first, second = (q, p) if view.cols_first else (p, q)
+    """``P Q^T`` in the shape of the leaf."""
     rank = p.shape[-1]
     if rank > _FUSED_OUTER_RANK:
-        return jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
-    products = [first[..., :, None, k] * second[..., None, :, k] for k in range(rank)]
+        first, second = (q, p) if view.cols_first else (p, q)
+        product = jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
+        return view.unmatricize(product)
+    products = [view.along_rows(p[..., k]) * view.along_cols(q[..., k]) for k in range(rank)]
     return sum(products[1:], start=products[0])
 
 

@@ -71,6 +71,19 @@ class MatrixView:
         inverse = tuple(int(axis) for axis in np.argsort(self._order))
         return _transpose(matrix.reshape(self._sizes(self._order)), inverse)
 
+    def along_rows(self, column: Array) -> Array:
+        """``(*batch, n_rows)`` along the batch and row axes of the leaf, 1 along the others."""
+        return self._along(self.dims.batch + self.dims.rows, column)
+
+    def along_cols(self, row: Array) -> Array:
+        """``(*batch, n_cols)`` along the batch and column axes of the leaf."""
+        return self._along(self.dims.batch + self.dims.cols, row)
+
+    def _along(self, axes: tuple[int, ...], values: Array) -> Array:
+        ordered = tuple(int(i) for i in np.argsort(axes))
+        values = _transpose(values.reshape(self._sizes(axes)), ordered)
+        return values.reshape([n if i in axes else 1 for i, n in enumerate(self.shape)])
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:

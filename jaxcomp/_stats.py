@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._batched_powersgd import square_side
-from jaxcomp._checks import check_function, check_int, check_static_number
+from jaxcomp._checks import check_flag, check_function, check_int, check_static_number
 from jaxcomp._dtypes import checked_dtype, widest
 from jaxcomp._matricize import LeafPlan, plan_leaves
 from jaxcomp._quantize import BlockLayout
@@ -68,6 +68,7 @@ def compression_stats(
     min_compression_rate: float = 2.0,
     comm_dtype: DType | None = None,
     matrix_dims: MatrixDimsFn | None = None,
+    alternating: bool = False,
 ) -> CompressionStats:
     """Counts the bytes of one compressed step of `powersgd`; exact, no device needed.
 
@@ -78,6 +79,8 @@ def compression_stats(
       comm_dtype: As for `powersgd`. XLA's CPU backend sends bfloat16 as float32; the figure is the
         one of backends that have the dtype on the wire.
       matrix_dims: As for `powersgd`.
+      alternating: As for `powersgd`; the figures are then the mean of two steps that follow each
+        other, one with the left factors and one with the right.
 
     Returns:
       The payload per replica in bytes, per leaf and in total. A ring all-reduce over ``n`` replicas
@@ -102,7 +105,8 @@ def compression_stats(
     plans = [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
     if wire is None:
         wire = widest(plan.dtype for plan in plans)
-    leaves = tuple(_leaf_stats(plan, wire.itemsize) for plan in plans)
+    factors = 1 if check_flag("alternating", alternating) else 2
+    leaves = tuple(_leaf_stats(plan, wire.itemsize, factors) for plan in plans)
     before = sum(leaf.bytes_before for leaf in leaves)
     return CompressionStats(leaves, before, sum(leaf.bytes_after for leaf in leaves))
 
@@ -177,9 +181,12 @@ def batched_stats(
     return CompressionStats((leaf,), before, after)
 
 
-def _leaf_stats(plan: LeafPlan, itemsize: int) -> LeafStats:
+def _leaf_stats(plan: LeafPlan, itemsize: int, factors: int) -> LeafStats:
     before = plan.size * jnp.dtype(plan.dtype).itemsize
-    return LeafStats(plan.path, plan.shape, plan.rank, before, plan.wire_size * itemsize)
+    after = plan.wire_size * itemsize
+    if plan.view is not None:
+        after = after * factors // 2  # every dtype has an even number of bytes
+    return LeafStats(plan.path, plan.shape, plan.rank, before, after)
 
 
 def _ratio(before: int, after: int) -> float:

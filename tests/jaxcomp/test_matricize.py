@@ -54,7 +54,7 @@ def test_unmatricize_undoes_matricize(view):
     np.testing.assert_array_equal(view.unmatricize(matrix), leaf)
 
 
-@given(views(), st.integers(1, 6))
+@given(views(), st.sampled_from([1, 2, 5, 9]))
 def test_products_do_not_depend_on_the_memory_order(view, rank):
     rng = np.random.default_rng(0)
     leaf = rng.normal(size=view.shape)
@@ -62,14 +62,15 @@ def test_products_do_not_depend_on_the_memory_order(view, rank):
     m = m.reshape(*view.batch, view.n_rows, view.n_cols)
     p = rng.normal(size=(*view.batch, view.n_rows, rank))
     q = rng.normal(size=(*view.batch, view.n_cols, rank))
-    x = view.matricize(jnp.asarray(leaf, jnp.float32))
+    x = jnp.asarray(leaf, jnp.float32)
     p32, q32 = jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)
     np.testing.assert_allclose(times_q(view, x, q32), m @ q, atol=1e-4)
     np.testing.assert_allclose(transposed_times_p(view, x, p32), m.swapaxes(-1, -2) @ p, atol=1e-4)
-    expected = p @ q.swapaxes(-1, -2)
-    if view.cols_first:
-        expected = expected.swapaxes(-1, -2)
-    np.testing.assert_allclose(outer(view, p32, q32), expected, atol=1e-4)
+    product = outer(view, p32, q32)
+    assert product.shape == view.shape
+    order = view.dims.batch + view.dims.rows + view.dims.cols
+    product = product.transpose(order).reshape(m.shape)
+    np.testing.assert_allclose(product, p @ q.swapaxes(-1, -2), atol=1e-4)
 
 
 def test_a_common_leaf_is_not_transposed():

@@ -1,0 +1,147 @@
+"""`powersgd(alternating=True)`: one factor and one all-reduce a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import Alternating
+from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+
+import jaxcomp
+
+SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
+
+
+def zeros(shapes=SHAPES):
+    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+
+def reducer(rank=2, start_step=0, **kwargs):
+    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, alternating=True, **kwargs)
+
+
+def as_matrix(name, x):
+    """(rows, cols) by the documented rule, written out independently of the library."""
+    if name == "embedding":
+        return np.asarray(x, np.float64)
+    lead = {"conv": 36, "dense": 24}[name]
+    flat = np.asarray(x, np.float64).reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1)
+    return flat.swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_equals_the_numpy_reference(mapping, rank):
+    n, steps = 3, 7
+    grads = random_grads(SHAPES, n, steps)
+    tx = reducer(rank, min_compression_rate=1.0)
+    state = tx.init(zeros())
+    outputs, final = simulate(mapping, tx, grads, state)
+    for name in ("conv", "dense", "embedding"):
+        matrices = as_matrix(name, grads[name])
+        reference = Alternating(n, *matrices.shape[2:], state.q[name])
+        for t in range(steps):
+            expected = reference.step(matrices[:, t])
+            np.testing.assert_allclose(as_matrix(name, outputs[name][t]), expected, atol=3e-5)
+        residual = as_matrix(name, final.residual[name])
+        np.testing.assert_allclose(residual, reference.residual, atol=3e-5)
+        for factor, expected in ((final.p[name], reference.p), (final.q[name], reference.q)):
+            np.testing.assert_allclose(np.abs(factor), np.abs(expected), atol=2e-4)
+    np.testing.assert_allclose(outputs["bias"], grads["bias"].mean(0), rtol=1e-6)
+    assert isinstance(final.p["bias"], optax.MaskedNode)
+    assert int(final.count) == steps
+
+
+@pytest.mark.parametrize("start_step", [0, 3])
+def test_the_first_compressed_step_sends_left_factors(start_step):
+    grads = random_grads(SHAPES, 2, start_step + 1)
+    tx = reducer(start_step=start_step)
+    state = tx.init(zeros())
+    outputs, final = simulate("vmap", tx, grads, state)
+    for t in range(start_step):
+        np.testing.assert_allclose(outputs["dense"][t], grads["dense"][:, t].mean(0), rtol=1e-5)
+    np.testing.assert_array_equal(final.q["dense"], state.q["dense"])
+    assert not np.array_equal(final.p["dense"], state.p["dense"])
+    assert np.linalg.matrix_rank(outputs["dense"][start_step]) == 2
+
+
+@pytest.mark.parametrize("wire", [None, jnp.float16])
+def test_output_plus_mean_residual_is_the_mean_of_what_went_in(wire):
+    n = 4
+    grads = random_grads(SHAPES, n, 2)
+    tx = reducer(comm_dtype=wire)
+    state = tx.init(zeros())
+    for t in range(2):  # one step of each side
+        now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
+        old = state.residual
+        outputs, new = simulate("vmap", tx, now, state)
+        for name in ("conv", "dense", "embedding"):
+            went_in = now[name][:, 0].mean(0) + old[name]
+            came_out = outputs[name][0] + new.residual[name].mean(0)
+            np.testing.assert_allclose(came_out, went_in, atol=5e-6 if wire is None else 2e-3)
+        state = new._replace(residual=jax.tree.map(lambda e: e.mean(0), new.residual))
+
+
+@pytest.mark.parametrize("bad_step", [2, 3])
+def test_a_bad_step_leaves_no_trace_and_does_not_change_sides(bad_step):
+    grads = random_grads(SHAPES, 3, 6)
+    bad = dict(grads, dense=grads["dense"].at[1, bad_step, 0].set(jnp.inf))
+    tx = reducer()
+    outputs, state = simulate("shard_map", tx, bad, tx.init(zeros()))
+    assert all(np.isnan(outputs[name][bad_step]).all() for name in SHAPES)
+    skipped = jax.tree.map(lambda g: jnp.delete(g, bad_step, axis=1), grads)
+    _, expected = simulate("shard_map", tx, skipped, tx.init(zeros()))
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+def test_each_side_takes_one_all_reduce_of_the_promised_bytes():
+    params = {f"layer_{i}": jnp.zeros((64, 32)) for i in range(5)} | {"bias": jnp.zeros(8)}
+    tx, n = reducer(), 4
+    state = tx.init(params)
+    specs = jaxcomp.state_specs(state, AXIS)
+    grads = jax.tree.map(lambda p: jnp.zeros((n * p.shape[0], *p.shape[1:])), params)
+    step = jax.shard_map(
+        tx.update, mesh=mesh_of(n), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
+    )
+    placed = jaxcomp.shard_state(state, mesh_of(n), AXIS)
+    text = jax.jit(step).lower(grads, placed).compile().as_text()
+    found = collectives(text)
+    # One in each branch of the conditional, of which a step takes one.
+    assert sorted(found) == [
+        ("all-reduce", "f32", 5 * 2 * 32 + 8),
+        ("all-reduce", "f32", 5 * 2 * 64 + 8),
+    ]
+    stats = jaxcomp.compression_stats(params, rank=2, alternating=True)
+    assert stats.bytes_after == 4 * sum(size for _, _, size in found) // 2
+    two_sided = jaxcomp.compression_stats(params, rank=2)
+    assert stats.bytes_after - 32 == (two_sided.bytes_after - 32) // 2
+
+
+def test_full_rank_gives_the_exact_mean():
+    grads = random_grads({"w": (6, 6)}, 3, 2)
+    tx = reducer(6, min_compression_rate=0.0)
+    outputs, _ = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((6, 6))}))
+    np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
+
+
+def test_a_constant_low_rank_gradient_is_found():
+    """Two half steps are one power iteration: what is of rank 2 is soon sent exactly."""
+    u, v = np.random.default_rng(0).normal(size=(2, 24, 2))
+    grads = {"w": jnp.broadcast_to(jnp.asarray(u @ v.T, jnp.float32), (2, 4, 24, 24))}
+    tx = reducer(2, error_feedback=False)
+    outputs, _ = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 24))}))
+    np.testing.assert_allclose(outputs["w"][-1], grads["w"][0, 0], atol=1e-4)
+
+
+def test_wrong_use_says_what_to_do():
+    with pytest.raises(ValueError, match="needs warm_start=True"):
+        reducer(warm_start=False)
+    with pytest.raises(ValueError, match="`alternating` must be"):
+        jaxcomp.powersgd(axis_name=AXIS, alternating="yes")
+    two_sided = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    grads = random_grads(SHAPES, 2, 1)
+    with pytest.raises(ValueError, match=r"not made with alternating=True.*adapt_state"):
+        simulate("vmap", reducer(), grads, two_sided.init(zeros()))
+    with pytest.raises(ValueError, match=r"not made with alternating=False.*adapt_state"):
+        simulate("vmap", two_sided, grads, reducer().init(zeros()))
