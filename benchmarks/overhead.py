@@ -1,0 +1,163 @@
+"""What compression costs by itself: compress, decompress and keep the residual, on one device.
+
+    python benchmarks/overhead.py
+    python benchmarks/overhead.py --trees gpt2-small --ranks 4 --steps 20
+    python benchmarks/overhead.py --device gpu --ranks 4,32
+
+Times one update of `jaxcomp.powersgd` and one step of torch's `powerSGD_hook` with world size 1, on
+gradients with the shapes of well-known models, in one run: nothing travels, so that all of it is
+overhead. The floor beside them is the time to move 7 words for every gradient value at the copy
+bandwidth of this device, measured in the same run: gradient and residual read and their sum
+written, the sum read for each factor and once more for what is left of it, residual and output
+written.
+
+On a CPU everything runs on one core. Each framework gets a process of its own, the same settings of
+the allocator, and overwrites the gradient with the output, as DDP's bucket does.
+
+Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png, or -gpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import ALLOCATOR, ONE_THREAD, describe
+from overhead_report import plot, table
+from overhead_trees import TREES, torch_layout
+
+RESULTS = Path("benchmarks/results")
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended with an error."""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
+    parser = argparse.ArgumentParser(
+        prog="overhead.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shown = " (default: %(default)s)"
+    add = parser.add_argument
+    add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)
+    add("--ranks", default="1,4,32,128", help=shown.strip())
+    add("--steps", type=int, default=12, metavar="N", help="timed steps per case" + shown)
+    add("--device", choices=["cpu", "gpu"], default="cpu", help=shown.strip())
+    add("--core", type=int, default=0, metavar="N", help="the CPU core to run on" + shown)
+    add("--frameworks", default="jax,torch", help=shown.strip())
+    add("--residual-dtype", choices=["float32", "bfloat16"], default="float32", help=shown.strip())
+    add("--alternating", action="store_true", help="time jaxcomp's one-sided steps")
+    add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
+    given = parser.parse_args(argv)
+    given.trees = _listed(parser, "--trees", given.trees, TREES)
+    given.frameworks = _listed(parser, "--frameworks", given.frameworks, ("jax", "torch"))
+    try:
+        given.ranks = [int(rank) for rank in given.ranks.split(",")]
+    except ValueError:
+        parser.error(f"--ranks must be integers with commas between, got {given.ranks!r}.")
+    if min(given.ranks) < 1 or given.steps < 1:
+        parser.error("--ranks and --steps must be positive.")
+    if given.device == "cpu" and given.core not in os.sched_getaffinity(0):
+        parser.error(f"there is no core {given.core} for this program; see `taskset -p $$`.")
+    return given
+
+
+def _listed(parser: argparse.ArgumentParser, name: str, text: str, known: Any) -> list[str]:
+    found = text.split(",")
+    unknown = [part for part in found if part not in known]
+    if unknown:
+        parser.error(f"{name} has no {unknown[0]!r}; there are {', '.join(known)}.")
+    return found
+
+
+def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[str, Any]]:
+    """What the worker of a framework says about a tree.
+
+    Raises:
+      WorkerFailed: If it ends with an error; the worker has said on stderr what it was.
+    """
+    shapes = TREES[tree]()
+    job = {
+        "shapes": torch_layout(shapes) if framework == "torch" else shapes,
+        "ranks": given.ranks,
+        "steps": given.steps,
+        "warmup": 12,  # until the allocator has what it needs and asks the system for no more
+        "platform": given.device,
+        "residual_dtype": given.residual_dtype,
+        "alternating": given.alternating,
+    }
+    settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
+    settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}
+    worker = Path(__file__).with_name(f"overhead_{framework}.py")
+    done = subprocess.run(
+        [sys.executable, str(worker)],
+        input=json.dumps(job),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | settings,
+        check=False,
+    )
+    if done.returncode:
+        raise WorkerFailed(f"the worker for {framework} and {tree} ended with {done.returncode}.")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A case for every rank of a tree, and the versions that the workers found."""
+    words = sum(math.prod(shape) for shape in TREES[tree]().values())
+    cases = {rank: {"tree": tree, "words": words, "rank": rank} for rank in given.ranks}
+    versions: dict[str, str] = {}
+    for framework in given.frameworks:
+        for message in measure(given, tree, framework):
+            kind = message.pop("kind")
+            if kind == "versions":
+                versions |= message
+                continue
+            case = cases[message.pop("rank")]
+            if kind == "copy":
+                # A copy moves two words for every value, the floor seven.
+                case["copy_seconds"] = message["seconds"]
+                case["floor"] = 3.5 * statistics.median(message["seconds"])
+            else:
+                case[framework] = message | {"median": statistics.median(message["seconds"])}
+    return list(cases.values()), versions
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    given = parse(argv)
+    run = describe(["numpy"])
+    if given.device == "cpu":
+        os.sched_setaffinity(0, {given.core})  # which the workers inherit
+    run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
+    given.out.mkdir(parents=True, exist_ok=True)
+    name = f"overhead-{given.device}{'-one-sided' if given.alternating else ''}"
+    try:
+        for tree in given.trees:
+            print(f"{tree}:", file=sys.stderr)
+            cases, versions = cases_of(given, tree)
+            run["machine"]["versions"] |= versions
+            run["cases"] += cases
+            (given.out / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
+    except WorkerFailed as error:
+        print(f"overhead.py: {error}", file=sys.stderr)
+        return 1
+    text = table(run)
+    (given.out / f"{name}.md").write_text(text)
+    plot(run, given.out / f"{name}.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

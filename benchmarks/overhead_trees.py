@@ -1,0 +1,67 @@
+"""Gradient trees of well-known models, as shapes: what the overhead benchmark compresses."""
+
+from __future__ import annotations
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def mlp() -> Shapes:
+    """Ten million parameters: the perceptron of `cluster.py`, without its biases."""
+    return {f"layer_{i}/kernel": (1000, 1000) for i in range(10)}
+
+
+def resnet50() -> Shapes:
+    """He et al. (2016), 25.6 million parameters; kernels (height, width, in, out) as in Flax."""
+    shapes: Shapes = {"stem/conv": (7, 7, 3, 64), "stem/norm/scale": (64,), "stem/norm/bias": (64,)}
+    channels = 64
+    for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)]):
+        for block in range(blocks):
+            name = f"stage_{stage}/block_{block}"
+            kernels = {
+                "conv_0": (1, 1, channels, width),
+                "conv_1": (3, 3, width, width),
+                "conv_2": (1, 1, width, 4 * width),
+            }
+            if block == 0:
+                kernels["shortcut"] = (1, 1, channels, 4 * width)
+            for layer, kernel in kernels.items():
+                shapes[f"{name}/{layer}/kernel"] = kernel
+                shapes[f"{name}/{layer}/norm/scale"] = kernel[-1:]
+                shapes[f"{name}/{layer}/norm/bias"] = kernel[-1:]
+            channels = 4 * width
+    return shapes | {"head/kernel": (channels, 1000), "head/bias": (1000,)}
+
+
+def gpt2(layers: int, width: int) -> Shapes:
+    """Radford et al. (2019): 12 layers of 768 are small (124 million), 24 of 1024 medium (355)."""
+    shapes: Shapes = {"tokens/embedding": (50257, width), "positions/embedding": (1024, width)}
+    kernels = {"qkv": 3, "attention_out": 1, "mlp_in": 4}
+    for layer in range(layers):
+        name = f"block_{layer}"
+        for norm in ("norm_0", "norm_1"):
+            shapes |= {f"{name}/{norm}/scale": (width,), f"{name}/{norm}/bias": (width,)}
+        for kernel, factor in kernels.items():
+            shapes[f"{name}/{kernel}/kernel"] = (width, factor * width)
+            shapes[f"{name}/{kernel}/bias"] = (factor * width,)
+        shapes[f"{name}/mlp_out/kernel"] = (4 * width, width)
+        shapes[f"{name}/mlp_out/bias"] = (width,)
+    return shapes | {"final_norm/scale": (width,), "final_norm/bias": (width,)}
+
+
+def torch_layout(shapes: Shapes) -> Shapes:
+    """The same parameters as torch lays them out: (out, in), (out, in, height, width)."""
+
+    def turned(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) == 4:
+            return (shape[3], shape[2], *shape[:2])
+        return shape if name.endswith("embedding") else shape[::-1]
+
+    return {name: turned(name, shape) for name, shape in shapes.items()}
+
+
+TREES = {
+    "mlp": mlp,
+    "resnet50": resnet50,
+    "gpt2-small": lambda: gpt2(12, 768),
+    "gpt2-medium": lambda: gpt2(24, 1024),
+}
