@@ -39,7 +39,7 @@ examples:
   python -m jaxcomp advise --params shapes.json --workers 4 --step-time 90ms --measure
 
 Without --bandwidth, what --measure or --calibration found among the present devices is used. With
-it, what they found is taken for the software's part, to which the link's is added.
+it, what they found is taken for the software, and the slower of software and link counts.
 """
 _STATS = f"""\
 {_PARAMS}

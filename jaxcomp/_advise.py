@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Advice:
 
     values: int  # floating-point values in the parameters
     workers: int
-    bandwidth: float  # bytes per second
+    bandwidth: float  # bytes per second; infinite for the link that was measured
     latency: float  # seconds
     compute_time: float  # seconds
     predictions: tuple[Prediction, ...]
@@ -88,11 +89,11 @@ def advise(
     A ring all-reduce of :math:`b` bytes among :math:`W` workers takes
 
     .. math::
-        T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W}\, b \Big(\frac{1}{B} + \gamma\Big)
+        T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W} \cdot \frac{b}{\min(B, S)}
 
-    with the latency :math:`\alpha`, the bandwidth :math:`B` and the software's share :math:`o`
-    and :math:`\gamma`. Exact averages hide behind `backward_overlap` of the backward pass, for
-    which two thirds of `step_time` are taken; what is compressed is sent after it. Compression
+    with the latency :math:`\alpha`, the bandwidth :math:`B` of the link, and :math:`o` and
+    :math:`S` of the software. Exact averages hide behind `backward_overlap` of the backward pass,
+    for which two thirds of `step_time` are taken; what is compressed is sent after it. Compression
     takes the time of 7 passes over the compressed values (6 one-sided, 9 for int8) at the device's
     memory bandwidth, and of the products, times a factor for what the device does not reach. The
     fair baseline is the faster of a 32-bit and a 16-bit all-reduce.
@@ -175,21 +176,18 @@ def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) ->
             workers,
             parse_bandwidth("`bandwidth`", bandwidth),
             parse_time("`latency`", 50e-6 if latency is None else latency),
-            constants.overhead,
-            1 / constants.bandwidth,
         )
     if constants.devices == 1:
         raise ValueError(
             "`bandwidth` is missing, and no all-reduce was measured. Give it (10Gbit), or measure "
             "where JAX sees several devices."
         )
-    # The measured link itself: its fixed cost is that of a ring's steps.
-    hops = 2 * (constants.devices - 1)
-    measured = constants.overhead / hops
+    # What was measured holds the link. More workers than were measured take more of a ring's steps.
+    hop = constants.allreduce.overhead / (2 * (constants.devices - 1))
+    steps = 2 * (workers - 1) - 2 * (constants.devices - 1)
+    measured = max(0.0, steps * hop / (2 * (workers - 1))) if workers > 1 else 0.0
     return Link(
-        workers,
-        constants.bandwidth,
-        measured if latency is None else parse_time("`latency`", latency),
+        workers, math.inf, measured if latency is None else parse_time("`latency`", latency)
     )
 
 

@@ -7,6 +7,8 @@ import json
 import math
 from typing import Any
 
+from jaxcomp._cost_model import Software
+
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
@@ -22,15 +24,17 @@ class Calibration:
     flops: float  # float32 operations per second
     powersgd: tuple[tuple[int, float], ...]  # (rank, factor), by rank
     int8: float  # factor
-    overhead: float = 0.0  # seconds of software per collective
-    bandwidth: float = math.inf  # bytes per second and direction that the software reaches
-    devices: int = 1  # among so many overhead and bandwidth were measured; 1: they are assumed
+    allreduce: Software  # of float32
+    allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
+    exchange: Software  # of int8: an all-to-all and an all-gather
+    devices: int = 1  # among so many the last three were measured; 1: they are assumed
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""
         fields = dataclasses.asdict(self)
-        if math.isinf(self.bandwidth):
-            fields["bandwidth"] = None  # JSON has no infinity
+        for name in _SOFTWARE:  # JSON has no infinity
+            overhead, bandwidth = fields[name]
+            fields[name] = [overhead, None if math.isinf(bandwidth) else bandwidth]
         return json.dumps(fields, indent=2)
 
     @classmethod
@@ -41,29 +45,35 @@ class Calibration:
           ValueError: If the text is something else; the message says what is wrong.
         """
         try:
-            fields = json.loads(text)
-            names = {field.name for field in dataclasses.fields(cls)}
-            if not isinstance(fields, dict) or set(fields) != names:
-                raise ValueError(f"its entries must be {', '.join(sorted(names))}")
-            fields["powersgd"] = tuple((int(rank), _rate(x)) for rank, x in fields["powersgd"])
-            for name in ("memory_bandwidth", "flops", "int8"):
-                fields[name] = _rate(fields[name])
-            fields["overhead"] = _rate(fields["overhead"], least=0.0)
-            if fields["bandwidth"] is None:
-                fields["bandwidth"] = math.inf
-            fields["bandwidth"] = _rate(fields["bandwidth"], most=math.inf)
-            if not fields["powersgd"] or type(fields["devices"]) is not int:
-                raise ValueError("powersgd must hold a factor, and devices be an integer")
+            return cls(**_checked(json.loads(text)))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"This is no calibration: {error}. Make one with python -m jaxcomp measure."
             ) from error
-        return cls(**fields)
 
 
-def _rate(value: Any, least: float = math.ulp(0.0), most: float = 1e300) -> float:
+_SOFTWARE = ("allreduce", "allreduce_16", "exchange")
+
+
+def _checked(fields: Any) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(Calibration)}
+    if not isinstance(fields, dict) or set(fields) != names:
+        raise ValueError(f"its entries must be {', '.join(sorted(names))}")
+    fields["powersgd"] = tuple((int(rank), _rate(x)) for rank, x in fields["powersgd"])
+    for name in ("memory_bandwidth", "flops", "int8"):
+        fields[name] = _rate(fields[name])
+    for name in _SOFTWARE:
+        overhead, bandwidth = fields[name]
+        speed = math.inf if bandwidth is None else _rate(bandwidth)
+        fields[name] = Software(_rate(overhead, least=0.0), speed)
+    if not fields["powersgd"] or type(fields["devices"]) is not int:
+        raise ValueError("powersgd must hold a factor, and devices be an integer")
+    return fields
+
+
+def _rate(value: Any, least: float = math.ulp(0.0)) -> float:
     number = float(value)
-    if not least <= number <= most:
+    if not least <= number < math.inf:
         raise ValueError(f"{value!r} is out of range")
     return number
 
@@ -80,20 +90,23 @@ ASSUMED = {
         flops=20e12,
         powersgd=((1, 2.0),),
         int8=2.0,
-        overhead=20e-6,
+        allreduce=Software(20e-6),
+        allreduce_16=Software(20e-6),
+        exchange=Software(40e-6),
     ),
     "cpu": Calibration(
         device=(
             "assumed, not measured: one core, memory at 10 GB/s and 30 Gflop/s in float32, "
-            "compression at half the speed that these allow, 500 us and 1 ns per byte of software "
-            "in a collective"
+            "compression at half the speed that these allow, 500 us per collective, which reaches "
+            "500 MB/s (100 MB/s in float16)"
         ),
         platform="cpu",
         memory_bandwidth=10e9,
         flops=30e9,
         powersgd=((1, 2.0),),
         int8=2.0,
-        overhead=500e-6,
-        bandwidth=1e9,
+        allreduce=Software(500e-6, 500e6),
+        allreduce_16=Software(500e-6, 100e6),
+        exchange=Software(1e-3, 500e6),
     ),
 }

@@ -11,7 +11,6 @@ from jaxcomp._checks import check_int
 from jaxcomp._cost_model import (
     Traffic,
     allreduces,
-    exchanges,
     int8_work,
     interpolate,
     powersgd_work,
@@ -41,10 +40,16 @@ class Strategies:
 
     def exact(self) -> list[tuple[str, Traffic]]:
         """The averages that lose nothing, or next to nothing."""
-        values = count_values(self.params)
+        values, workers, constants = count_values(self.params), self.workers, self.constants
         return [
-            (f"all-reduce {name}", allreduces(size * values, self.workers, overlaps=True))
-            for name, size in (("float32", 4), (self.narrow, 2))
+            (
+                "all-reduce float32",
+                allreduces(4 * values, workers, constants.allreduce, overlaps=True),
+            ),
+            (
+                f"all-reduce {self.narrow}",
+                allreduces(2 * values, workers, constants.allreduce_16, overlaps=True),
+            ),
         ]
 
     def powersgd(self, ranks: Sequence[int] | None) -> list[tuple[str, Traffic]]:
@@ -62,8 +67,12 @@ class Strategies:
         payload = quantized_stats(self.params, replicas=workers).bytes_after
         average = local_sgd_stats(self.params, sync_every=1).bytes_per_step
         return [
-            ("int8", exchanges(payload, workers, compression=work)),
-            (f"{LOCAL_SGD} H={sync_every}", allreduces(average, workers).every(sync_every)),
+            # An all-to-all and an all-gather take half a ring's steps and bytes each.
+            ("int8", allreduces(payload, workers, constants.exchange, compression=work)),
+            (
+                f"{LOCAL_SGD} H={sync_every}",
+                allreduces(average, workers, constants.allreduce).every(sync_every),
+            ),
         ]
 
     def _plans(self, rank: int) -> list[LeafPlan]:
@@ -81,12 +90,12 @@ class Strategies:
         stats = compression_stats(
             self.params, rank=rank, min_compression_rate=self.min_compression_rate
         )
-        constants, workers = self.constants, self.workers
+        constants, workers, software = self.constants, self.workers, self.constants.allreduce
         work = powersgd_work(
             self._plans(rank), constants.memory_bandwidth, constants.flops, alternating=alternating
         ) * interpolate(constants.powersgd, rank)
         if not alternating:
-            return allreduces(stats.bytes_after, workers, count=2, compression=work)
+            return allreduces(stats.bytes_after, workers, software, count=2, compression=work)
         # One factor a step: over an even and an odd one, half of what two-sided steps send of it.
         payload = sum(x.bytes_after / (2 if x.compressed else 1) for x in stats.leaves)
-        return allreduces(payload, workers, compression=work)
+        return allreduces(payload, workers, software, compression=work)

@@ -22,9 +22,11 @@ def advice_table(advice: Advice) -> str:
     """What was asked, a line for each strategy, the verdict, and what was assumed."""
     rows = [_HEADER, *(_row(p) for p in advice.predictions)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(_HEADER))]
+    link = f"{format_bandwidth(advice.bandwidth)}, latency {format_time(advice.latency)}"
+    if math.isinf(advice.bandwidth):
+        link = "the measured link"
     lines = [
-        f"{advice.values:,} parameters, {advice.workers} workers, "
-        f"{format_bandwidth(advice.bandwidth)}, latency {format_time(advice.latency)}, "
+        f"{advice.values:,} parameters, {advice.workers} workers, {link}, "
         f"{format_time(advice.compute_time)} of computation a step",
         "",
         *("  ".join(_cells(row, widths)).rstrip() for row in rows),
@@ -43,6 +45,8 @@ def advice_dict(advice: Advice) -> dict[str, Any]:
     for prediction in fields["predictions"]:
         if prediction["break_even"] == math.inf:
             prediction["break_even"] = "always"
+    if math.isinf(advice.bandwidth):
+        fields["bandwidth"] = "measured"
     fields |= {"baseline": advice.baseline.name, "recommended": advice.recommended.name}
     return fields | {"compress": advice.compress}
 

@@ -1,14 +1,16 @@
 r"""How long a data-parallel step takes, from what each replica sends and what compression costs.
 
 A ring all-reduce of :math:`b` bytes among :math:`W` replicas takes :math:`2 (W - 1)` steps, each of
-which passes :math:`b / W` bytes to the neighbour. With a latency of :math:`\alpha` per step, a
-bandwidth of :math:`B`, and in software :math:`o` per collective and :math:`\gamma` per byte,
+which passes :math:`b / W` bytes to the neighbour. With a latency of :math:`\alpha` per step, the
+link's bandwidth :math:`B`, the bandwidth :math:`S` that the software reaches on an unlimited link,
+and its :math:`o` seconds per collective,
 
 .. math::
-    T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W}\, b \Big(\frac{1}{B} + \gamma\Big)
+    T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W} \cdot \frac{b}{\min(B, S)}
 
-and an all-to-all or an all-gather half of it, with one :math:`o`. A step of computation
-:math:`C` (two thirds of it backward), compression :math:`K` and communication :math:`T` takes
+because the software works on one part of the message while another is on the wire. An all-to-all or
+an all-gather takes half the steps and bytes. A step of computation :math:`C` (two thirds of it
+backward), compression :math:`K` and communication :math:`T` takes
 
 .. math::
     C + K + \max(0,\; T - h), \qquad h = \tfrac{2}{3}\, C \cdot \mathrm{overlap}
@@ -22,12 +24,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxcomp._matricize import LeafPlan
 
 # Of a training step's time the backward pass takes two thirds: it has two matrix products where the
 # forward pass has one.
 BACKWARD_SHARE = 2 / 3
+_SLOWEST, _FASTEST = 1.0, 1e15  # bytes per second
 _WORD = 4  # compression works in float32 whatever goes on the wire
 
 # Reads and writes of the whole gradient in one step, ideally fused. Two-sided: the sum of gradient
@@ -39,15 +43,20 @@ _PASSES_ONE_SIDED = 6
 _PASSES_INT8 = 9
 
 
+class Software(NamedTuple):
+    """What a collective takes where the link does not limit it."""
+
+    overhead: float = 0.0  # seconds
+    bandwidth: float = math.inf  # bytes sent per second
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects the replicas, and the software that drives it."""
+    """What connects the replicas."""
 
     workers: int
     bandwidth: float  # bytes per second in each direction
     latency: float  # seconds from one replica to the next, one way
-    overhead: float = 0.0  # seconds of software per collective
-    seconds_per_byte: float = 0.0  # of software, on top of 1 / bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Traffic:
     collectives: float
     hops: float  # messages to a neighbour that wait for each other
     sent: float  # bytes on the link in each direction
+    software: Software
     compression: float = 0.0  # seconds
     overlaps: bool = False  # whether it hides behind the backward pass
 
@@ -70,6 +80,7 @@ class Traffic:
 def allreduces(
     payload: float,
     workers: int,
+    software: Software,
     *,
     count: int = 1,
     compression: float = 0.0,
@@ -78,20 +89,15 @@ def allreduces(
     """`count` ring all-reduces with `payload` bytes together."""
     hops = 2 * (workers - 1)
     sent = hops / workers * payload
-    return Traffic(payload, count, count * hops, sent, compression, overlaps)
-
-
-def exchanges(payload: float, workers: int, *, compression: float = 0.0) -> Traffic:
-    """An all-to-all and an all-gather of `payload` bytes each: int8's way to average."""
-    hops = 2 * (workers - 1)
-    return Traffic(payload, 2, hops, hops / workers * payload, compression)
+    return Traffic(payload, count, count * hops, sent, software, compression, overlaps)
 
 
 def communication_time(traffic: Traffic, link: Link) -> float:
     """Seconds per step from the first to the last byte, before any of it is hidden."""
     if link.workers == 1:
         return 0.0
-    return _fixed(traffic, link) + traffic.sent / link.bandwidth
+    fixed = traffic.collectives * traffic.software.overhead + traffic.hops * link.latency
+    return fixed + traffic.sent / min(link.bandwidth, traffic.software.bandwidth)
 
 
 def step_time(traffic: Traffic, link: Link, compute: float, overlap: float) -> float:
@@ -115,30 +121,29 @@ def hidden_time(traffic: Traffic, compute: float, overlap: float) -> float:
 def break_even(
     traffic: Traffic, baselines: Sequence[Traffic], link: Link, compute: float, overlap: float
 ) -> float:
-    r"""The bandwidth below which `traffic` makes the faster step than every one of the baselines.
-
-    Both times are affine in :math:`1 / B` where the baseline is not hidden, and where it is hidden
-    nothing can win, so they cross at most once.
+    """The bandwidth below which `traffic` makes the faster step than every one of the baselines.
 
     Returns:
-      Bytes per second; 0 if it never wins and infinity if it always does.
+      Bytes per second, by bisection; 0 if it does not win on the slowest link and infinity if it
+      wins on the fastest.
     """
-    own = _fixed(traffic, link) + traffic.compression
-    crossings = []
-    for other in baselines:
-        excess = own - (_fixed(other, link) - hidden_time(other, compute, overlap))
-        saved = other.sent - traffic.sent
-        if link.workers == 1 or saved < 0 or saved == 0 <= excess:
-            crossings.append(0.0)
-        else:
-            crossings.append(saved / excess if excess > 0 else math.inf)
-    return min(crossings)
+    if link.workers == 1:
+        return 0.0
 
+    def wins(bandwidth: float) -> bool:
+        at = dataclasses.replace(link, bandwidth=bandwidth)
+        own = step_time(traffic, at, compute, overlap)
+        return all(own < step_time(other, at, compute, overlap) for other in baselines)
 
-def _fixed(traffic: Traffic, link: Link) -> float:
-    """The part of the communication that no bandwidth of the link changes."""
-    software = traffic.collectives * link.overhead + traffic.sent * link.seconds_per_byte
-    return software + traffic.hops * link.latency
+    low, high = _SLOWEST, _FASTEST
+    if not wins(low):
+        return 0.0
+    if wins(high):
+        return math.inf
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if wins(middle) else (low, middle)
+    return low
 
 
 def powersgd_work(

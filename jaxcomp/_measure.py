@@ -6,20 +6,21 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxcomp._advise_calibration import ASSUMED, Calibration
 from jaxcomp._advise_params import assumed_params, count_values
 from jaxcomp._checks import check_int
-from jaxcomp._collectives import as_local, mean_each
+from jaxcomp._collectives import axis_size, exchange, gather, reduce_mean
 from jaxcomp._combinators import error_feedback
-from jaxcomp._cost_model import int8_work, powersgd_work
+from jaxcomp._cost_model import Software, int8_work, powersgd_work
 from jaxcomp._matricize import plan_leaves
 from jaxcomp._powersgd import powersgd
 from jaxcomp._quantize import quantized_allreduce
@@ -33,8 +34,8 @@ _MANY_COPY_BYTES = 1 << 30  # a GPU's caches hold tens of megabytes
 # Trees beyond this are scaled down: compression takes a time per value that it does not change.
 _MAX_VALUES = {"cpu": 20_000_000}
 _MANY_VALUES = 500_000_000
-_PAYLOADS = tuple(1 << k for k in (12, 16, 18, 20, 22, 24))  # bytes
-_REPEATED = 5  # collectives in one program: a step does not wait for Python between them
+_PAYLOADS = tuple(1 << k for k in (12, 18, 21, 23))  # bytes
+_REPEATED = 3  # collectives in one program: a step does not wait for Python between them
 _BUDGET = 1.0  # seconds for each thing that is timed, beside its compilation
 
 
@@ -48,7 +49,7 @@ def measure(
 
     On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
     is then the network's. Give `advise` no bandwidth, and it uses what was measured here; give it
-    one, and what was measured is taken for the software's part, to which the link's is added.
+    one, and what was measured is taken for the software: the slower of it and the link counts.
 
     Args:
       params: The model to compress, arrays or shapes, or a number of parameters. A part of it is
@@ -78,19 +79,22 @@ def measure(
     bandwidth = _memory_bandwidth(own)
 
     table = []
+    plain = _step_time(optax.identity(), tree, own)
     for rank in ranks:
         plans = plan_leaves(tree, rank, 2.0)
         work = powersgd_work(plans, bandwidth, assumed.flops)
         if work:
             reducer = powersgd(rank, axis_name=_AXIS, start_step=0)
-            table.append((rank, _update_time(reducer, tree, own) / work))
+            table.append((rank, _factor(_step_time(reducer, tree, own) - plain, work)))
     quantized = error_feedback(quantized_allreduce(axis_name=_AXIS))
-    int8 = _update_time(quantized, tree, own) / int8_work(count_values(tree), bandwidth)
+    int8 = _factor(
+        _step_time(quantized, tree, own) - plain, int8_work(count_values(tree), bandwidth)
+    )
 
     fitted: dict[str, Any] = {}
     if len(devices) > 1:
-        overhead, seconds_per_byte = _fit_allreduce(devices)
-        fitted = {"overhead": overhead, "bandwidth": 1 / seconds_per_byte, "devices": len(devices)}
+        fitted = {name: _fit(way, devices) for name, way in _ways(own.platform).items()}
+        fitted["devices"] = len(devices)
     processes = len({device.process_index for device in devices})
     return dataclasses.replace(
         assumed,
@@ -105,6 +109,12 @@ def measure(
         int8=int8,
         **fitted,
     )
+
+
+def _factor(seconds: float, work: float) -> float:
+    # Noise can make a difference of two times as small as it likes; no device is ten times faster
+    # than its memory.
+    return max(seconds / work, 0.1)
 
 
 def _scaled(params: PyTree, most: int) -> PyTree:
@@ -139,35 +149,82 @@ def _memory_bandwidth(device: _Device) -> float:
     return 2 * 4 * size / _median_time(add, x)
 
 
-def _update_time(reducer: Any, tree: PyTree, device: _Device) -> float:
-    """Seconds of one update among one replica: compression without communication."""
+def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
+    """Seconds of an SGD step on given gradients among one replica: nothing goes on the wire.
+
+    The step is around it because XLA fuses a reducer's output with what the optimizer does to it.
+    """
     mesh = Mesh(np.array([device]), (_AXIS,), axis_types=(AxisType.Auto,))
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
-    grads = jax.device_put(grads, NamedSharding(mesh, jax.P()))
+    placed = NamedSharding(mesh, jax.P())
     state = reducer.init(grads)
-    specs = state_specs(state, _AXIS)
+    specs = (jax.P(), state_specs(state, _AXIS))
     state = shard_state(state, mesh, _AXIS)
 
-    def update(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
-        return reducer.update(as_local(grads, _AXIS), carry[1])
+    def step(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
+        params, state = carry
+        updates, state = reducer.update(grads, state)
+        scaled = [u * jnp.asarray(-1e-3, u.dtype) for u in updates]
+        return [p + u for p, u in zip(params, scaled, strict=True)], state
 
     mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=((jax.P(), specs), jax.P()), out_specs=(jax.P(), specs)
+        step, mesh=mesh, in_specs=(specs, jax.P()), out_specs=specs, check_vma=False
     )
-    # The last output's memory serves the next: a training step does not ask for fresh pages either.
-    step = jax.jit(mapped, donate_argnums=0)
-    outputs = jax.tree.map(jnp.zeros_like, grads)
-    return _median_time(lambda carry: step(carry, grads), (outputs, state))
+    # As in training, the new parameters and state take the place of the old ones.
+    compiled = jax.jit(mapped, donate_argnums=0)
+    params, grads = jax.device_put(grads, placed), jax.device_put(grads, placed)
+    return _median_time(lambda carry: compiled(carry, grads), (params, state))
 
 
-def _fit_allreduce(devices: Sequence[_Device]) -> tuple[float, float]:
-    """Seconds per all-reduce and per byte that a ring sends, with the least relative errors."""
+class _Way(NamedTuple):
+    """A way to average, as the library does it: packing and rounding included."""
+
+    dtype: Any  # of the values on the device
+    width: int  # bytes of each on the wire
+    function: Callable[[Array], Array]  # from a vector to its average or the like
+
+
+def _ways(platform: str) -> dict[str, _Way]:
+    narrow = jnp.float16 if platform == "cpu" else jnp.bfloat16
+
+    def mean(x: Array, wire: Any) -> Array:
+        return jnp.concatenate(reduce_mean(jnp.split(x, 2), _AXIS, wire).means)
+
+    def swap(x: Array) -> Array:
+        received = exchange(x.reshape(axis_size(_AXIS), -1), _AXIS)
+        return gather(received[0], _AXIS).reshape(x.shape)
+
+    return {
+        "allreduce": _Way(jnp.float32, 4, lambda x: mean(x, jnp.float32)),
+        "allreduce_16": _Way(jnp.float32, 2, lambda x: mean(x, narrow)),
+        "exchange": _Way(jnp.int8, 1, swap),
+    }
+
+
+def _fit(way: _Way, devices: Sequence[_Device]) -> Software:
+    """Seconds per average and bytes sent per second, with the least relative errors."""
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-    share = 2 * (len(devices) - 1) / len(devices)
-    times = [_allreduce_time(mesh, payload) for payload in _PAYLOADS]
-    return fit_line([share * payload for payload in _PAYLOADS], times)
+    # Both halves of a vector, and each replica's share of it, are whole numbers of values.
+    counts = [-(-size // (way.width * 2 * mesh.size)) * 2 * mesh.size for size in _PAYLOADS]
+    sent = [2 * (mesh.size - 1) / mesh.size * way.width * count for count in counts]
+    overhead, seconds_per_byte = fit_line(sent, [_average_time(way, mesh, n) for n in counts])
+    return Software(overhead, 1 / seconds_per_byte)
+
+
+def _average_time(way: _Way, mesh: Mesh, count: int) -> float:
+    """Seconds of one of several averages in a row, of `count` values each."""
+    sharding = NamedSharding(mesh, jax.P(_AXIS))
+    # Made on the devices: with several processes no one of them could hand over the whole array.
+    x = jax.jit(lambda: jnp.ones(mesh.size * count, way.dtype), out_shardings=sharding)()
+
+    def repeated(x: Array) -> Array:
+        return lax.fori_loop(0, _REPEATED, lambda _, x: way.function(x), x)
+
+    spec = jax.P(_AXIS)
+    mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return _median_time(jax.jit(mapped, donate_argnums=0), x, repeats=7) / _REPEATED
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -179,25 +236,6 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     intercept = max(float(intercept), 0.01 * min(y))
     slope = max(float(slope), 0.01 * min(t / b for t, b in zip(y, x, strict=True)))
     return intercept, slope
-
-
-def _allreduce_time(mesh: Mesh, payload: int) -> float:
-    """Seconds of one of several averages in a row, as the library does them, packing included."""
-    sharding = NamedSharding(mesh, jax.P(_AXIS))
-    shape = (mesh.size, payload // 4)
-    # Made on the devices: with several processes no one of them could hand over the whole array.
-    x = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=sharding)()
-
-    def repeated(x: Array) -> Array:
-        def body(_: Any, x: Array) -> Array:
-            halves = jnp.split(x.reshape(-1), 2)
-            means = mean_each(halves, _AXIS)
-            return as_local(jnp.concatenate(means).reshape(x.shape), _AXIS)
-
-        return lax.fori_loop(0, _REPEATED, body, x)
-
-    mapped = jax.shard_map(repeated, mesh=mesh, in_specs=jax.P(_AXIS), out_specs=jax.P(_AXIS))
-    return _median_time(jax.jit(mapped, donate_argnums=0), x, repeats=15) / _REPEATED
 
 
 def _median_time(function: Callable[[Any], Any], carry: Any, repeats: int | None = None) -> float:

@@ -20,6 +20,7 @@ from jaxcomp.__main__ import main
 from jaxcomp._advise import advise
 from jaxcomp._advise_calibration import ASSUMED, Calibration
 from jaxcomp._advise_params import assumed_params, count_values, read_params
+from jaxcomp._cost_model import Software
 from jaxcomp._measure import measure
 
 SHAPES = {
@@ -161,20 +162,23 @@ def test_a_cpu_sends_float16_where_a_gpu_sends_bfloat16():
 
 def test_a_measured_link_is_used_when_none_is_given():
     calibration = dataclasses.replace(
-        ASSUMED["cpu"], devices=3, overhead=8e-3, bandwidth=1e7, device="measured"
+        ASSUMED["cpu"], devices=3, allreduce=Software(8e-3, 1e7), device="measured"
     )
     advice = advise(PARAMS, workers=5, step_time=0.02, calibration=calibration)
-    assert advice.bandwidth == 1e7
-    assert advice.latency == pytest.approx(2e-3)  # 8 ms for the four hops of three devices
+    assert "5 workers, the measured link, " in str(advice)
     exact = by_name(advice)["all-reduce float32"]
-    expected = 8 * 2e-3 + 2 * 4 / 5 * exact.bytes_per_step / 1e7
+    # 8 ms were those of the four hops of three devices; five workers have eight hops.
+    expected = 16e-3 + 2 * 4 / 5 * exact.bytes_per_step / 1e7
     assert exact.communication == pytest.approx(expected)
-    # With a link, what was measured is the software's part.
-    slower = advise(PARAMS, workers=5, step_time=0.02, calibration=calibration, bandwidth=1e7)
-    communication = by_name(slower)["all-reduce float32"].communication
-    assert communication == pytest.approx(
-        8e-3 + 8 * 50e-6 + 2 * 2 * 4 / 5 * exact.bytes_per_step / 1e7
-    )
+    # With a link, the slower of it and what was measured counts, and its latency.
+    for bandwidth, counts in ((1e6, 1e6), (1e8, 1e7)):
+        again = advise(
+            PARAMS, workers=5, step_time=0.02, calibration=calibration, bandwidth=bandwidth
+        )
+        communication = by_name(again)["all-reduce float32"].communication
+        assert communication == pytest.approx(
+            8e-3 + 8 * 50e-6 + 2 * 4 / 5 * exact.bytes_per_step / counts
+        )
 
 
 @pytest.mark.parametrize(
@@ -409,7 +413,7 @@ def test_measured_constants_are_positive_and_finite(calibration):
     assert calibration.devices == 2
     assert "2 x" in calibration.device
     figures = [calibration.memory_bandwidth, calibration.flops, calibration.int8]
-    figures += [calibration.overhead, calibration.bandwidth]
+    figures += [*calibration.allreduce, *calibration.allreduce_16, *calibration.exchange]
     figures += [factor for _, factor in calibration.powersgd]
     assert all(0 < figure < math.inf for figure in figures)
     assert [rank for rank, _ in calibration.powersgd] == [1, 2]  # 500 compresses nothing
@@ -426,9 +430,8 @@ def test_advice_from_measured_constants_says_so(calibration):
 def test_measuring_one_device_assumes_the_collective():
     calibration = measure({"w": jnp.zeros((64, 32))}, ranks=[1], devices=jax.devices()[:1])
     assert calibration.devices == 1
-    assert (
-        calibration.overhead == ASSUMED["cpu" if calibration.platform == "cpu" else "gpu"].overhead
-    )
+    assumed = ASSUMED["cpu" if calibration.platform == "cpu" else "gpu"]
+    assert calibration.allreduce == assumed.allreduce
     with pytest.raises(ValueError, match="no all-reduce was measured"):
         advise(PARAMS, workers=2, step_time="20ms", calibration=calibration)
 
