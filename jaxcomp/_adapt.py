@@ -26,7 +26,7 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
 
     What is no reducer's (momenta, step counts) is taken over as it is. Of the reducers' states,
 
-    * right factors are cut to their first columns for a lower rank, which the power iteration has
+    * factors are cut to their first columns for a lower rank, which the power iteration has
       ordered by importance, and padded with fresh orthonormal columns for a higher one;
     * residuals are taken over wherever the leaf still has one, also between `powersgd` and
       `error_feedback`. Where it no longer has, what was not sent yet is dropped;
@@ -151,7 +151,9 @@ def _adapted(old: Any, new: Any) -> Any:
         return new._replace(residual=residual)
     if isinstance(new, PowerSGDState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return PowerSGDState(old.count, residual, _carried(_resized, old.q, new.q, "q"))
+        q, one_sided = _carried(_resized, old.q, new.q, "q"), () not in (old.p, new.p)
+        p = _carried(_resized, old.p, new.p, "p") if one_sided else new.p
+        return PowerSGDState(old.count, residual, q, p)
     if isinstance(new, ErrorFeedbackState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
         return ErrorFeedbackState(residual, _adapted(old.inner, new.inner))
@@ -200,7 +202,7 @@ def _same_shape(old: Array, new: Array) -> Array | None:
 
 
 def _resized(old: Array, new: Array) -> Array | None:
-    """The right factor `old` with as many columns as `new`, from which fresh ones are taken."""
+    """The factor `old` with as many columns as `new`, from which fresh ones are taken."""
     if old.shape[:-1] != new.shape[:-1]:
         return None
     rank, wanted = old.shape[-1], new.shape[-1]

@@ -134,6 +134,25 @@ def test_a_constant_low_rank_gradient_is_found():
     np.testing.assert_allclose(outputs["w"][-1], grads["w"][0, 0], atol=1e-4)
 
 
+def test_adapt_state_takes_over_both_factors_and_turns_one_sided_steps_on_and_off():
+    grads = random_grads(SHAPES, 2, 3)
+    one_sided, two_sided = reducer(2), jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    _, state = simulate("vmap", one_sided, grads, one_sided.init(zeros()))
+    state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+
+    narrow = jaxcomp.adapt_state(state, zeros(), reducer(1))
+    np.testing.assert_array_equal(narrow.p["dense"], state.p["dense"][:, :1])
+    np.testing.assert_array_equal(narrow.q["dense"], state.q["dense"][:, :1])
+    off = jaxcomp.adapt_state(state, zeros(), two_sided)
+    assert off.p == ()
+    np.testing.assert_array_equal(off.residual["conv"], state.residual["conv"])
+    on = jaxcomp.adapt_state(off, zeros(), one_sided)
+    np.testing.assert_array_equal(on.q["dense"], state.q["dense"])
+    for tx, adapted in ((two_sided, off), (one_sided, on)):
+        outputs, _ = simulate("vmap", tx, grads, adapted)
+        assert np.isfinite(outputs["dense"]).all()
+
+
 def test_wrong_use_says_what_to_do():
     with pytest.raises(ValueError, match="needs warm_start=True"):
         reducer(warm_start=False)

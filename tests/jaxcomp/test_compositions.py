@@ -22,6 +22,9 @@ PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 REDUCERS = {
     "powersgd": lambda **kw: jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, **kw),
     "powersgd_late": lambda **kw: jaxcomp.powersgd(2, axis_name=AXIS, start_step=2, **kw),
+    "powersgd_one_sided": lambda **kw: jaxcomp.powersgd(
+        2, axis_name=AXIS, start_step=1, alternating=True, **kw
+    ),
     "allreduce": lambda **kw: jaxcomp.allreduce(axis_name=AXIS, **kw),
     "allreduce_fp16": lambda **kw: jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16", **kw),
 }
