@@ -151,8 +151,10 @@ def _adapted(old: Any, new: Any) -> Any:
         return new._replace(residual=residual)
     if isinstance(new, PowerSGDState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        q, one_sided = _carried(_resized, old.q, new.q, "q"), () not in (old.p, new.p)
-        p = _carried(_resized, old.p, new.p, "p") if one_sided else new.p
+        q, p = _carried(_resized, old.q, new.q, "q"), new.p
+        # Not compared with (): the parameters, and so p, may be one array.
+        if not any(isinstance(field, tuple) and not field for field in (old.p, new.p)):
+            p = _carried(_resized, old.p, new.p, "p")
         return PowerSGDState(old.count, residual, q, p)
     if isinstance(new, ErrorFeedbackState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")

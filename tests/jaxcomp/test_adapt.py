@@ -167,6 +167,12 @@ def test_parameters_that_are_one_array():
     adapted = jaxcomp.adapt_state(state, leaf, feedback())
     np.testing.assert_array_equal(adapted.residual, state.residual)
 
+    one_sided = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, alternating=True).init(leaf)
+    narrow = jaxcomp.adapt_state(
+        one_sided, leaf, jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, alternating=True)
+    )
+    np.testing.assert_array_equal(narrow.p, one_sided.p[:, :1])
+
 
 def test_what_does_not_fit_is_named(saved):
     with pytest.raises(ValueError, match=r"(?s)\.mu\['dense'\]: only in the state.*\.trace"):
