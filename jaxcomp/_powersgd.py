@@ -25,7 +25,6 @@ from jaxcomp._fit import Field, fitted
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import LeafPlan
 from jaxcomp._powersgd_step import Memory, Options, Step, random_p, random_q
-from jaxcomp._reducers import hand_over
 from jaxcomp._reduction import (
     Reducer,
     Reduction,
@@ -244,13 +243,7 @@ def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: 
         options.wire_dtype([leaves[i] for i in positions]),
         want_sent,
     )
-    compress = step.one_sided if options.alternating else step.compressed
-    result = hand_over(
-        state.count,
-        options.start_step,
-        lambda: step.plain(leaves, memory),
-        lambda: compress(leaves, memory, state.count),
-    )
+    result = step.run(leaves, memory, state.count)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
     outputs = replaced(leaves, step.chosen + step.dense, result.outputs)
     sent = replaced(leaves, step.chosen + step.dense, result.sent) if want_sent else leaves

@@ -1,27 +1,28 @@
 """The arithmetic of one PowerSGD update, on the leaves of a tree.
 
-`Step.compressed` reads from top to bottom: add the residual, left factors, one all-reduce,
-orthogonalise, right factors, one all-reduce, rebuild, keep what was not sent. `Step.one_sided` does
-half of it, with one factor and one all-reduce.
+`Step.run` reads from top to bottom: add the residual, agree on factors, rebuild, keep what was not
+sent. The factors take two all-reduces with an orthogonalisation in between, or one if alternating.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._collectives import Reduced, axis_size, reduce_mean
+from jaxcomp._collectives import Reduced, as_local, axis_size, reduce_mean
 from jaxcomp._dtypes import compute_dtype, widest
 from jaxcomp._factors import outer, times_q, transposed_times_p
 from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._reduction import all_finite
 from jaxcomp._typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +76,34 @@ class Result(NamedTuple):
 class _Factors(NamedTuple):
     """Left and right factors of the compressed leaves: their products are the leaves' values."""
 
-    p: Sequence[Array]
-    q: Sequence[Array]
+    p: list[Array]
+    q: list[Array]
 
 
-class _Sides(NamedTuple):
-    """What one compressed update agreed on, before anything is rebuilt from it."""
+class _Agreed(NamedTuple):
+    """What the replicas agreed on in a compressed update; no array of it is as large as a leaf."""
 
     means: _Factors  # of the outputs
     own: _Factors  # of what this replica sent
-    kept: dict[str, Sequence[Array]]  # field of `Memory` -> its new factors
+    dense: list[Array]  # averages of the leaves that are not compressed
+    dense_sent: list[Array]
+    finite: Array  # bool scalar
+
+
+class _Rebuilt(NamedTuple):
+    outputs: list[Array]
+    sent: list[Array]
     finite: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One update of a given tree: which leaves take which way."""
+    """One update of a given tree: which leaves take which way.
+
+    Only two things depend on the count through a conditional: the factors and, built from them, the
+    outputs. Whatever passes through a conditional is copied, so that the sums of gradient and
+    residual only go in, and the residual stays outside and is updated in place.
+    """
 
     options: Options
     chosen: list[int]  # positions of the compressed leaves
@@ -99,93 +112,123 @@ class Step:
     wire: Any
     want_sent: bool
 
-    def plain(self, leaves: list[Array], memory: Memory) -> Result:
-        """The update before `start_step`: one all-reduce, no state touched."""
-        parts = [leaves[i] for i in self.chosen + self.dense]
-        reduced = reduce_mean(parts, self.options.axis_name, self.wire)
-        sent = reduced.sent if self.want_sent else []
-        means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
-        return Result(means, memory, reduced.finite, sent)
+    def run(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
+        """An exact average before `start_step`, a compressed one from then on."""
+        options = self.options
+        started = None if options.start_step == 0 else count >= options.start_step
+        totals = self._totals(leaves, memory.residual, count, started)
+        dense = [leaves[i] for i in self.dense]
+        left_turn = (count - options.start_step) % 2 == 0
 
-    def compressed(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
-        """The update from `start_step` on: two all-reduces."""
-        options, views = self.options, self._views()
-        totals = self._totals(leaves, memory.residual, count)
+        def factors() -> _Agreed:
+            if not options.alternating:
+                return self._two_sided(totals, dense, memory, count)
+            return lax.cond(
+                left_turn,
+                lambda: self._one_sided(totals, dense, memory.q, left=True),
+                lambda: self._one_sided(totals, dense, memory.p, left=False),
+            )
+
+        agreed = _once(started, factors, lambda: self._nothing(dense))
+        outputs, sent, finite = _once(
+            started, lambda: self._rebuilt(agreed), lambda: self._plain(totals, dense)
+        )
+        commit = finite if started is None else finite & started
+        new = Memory(*(list(field) for field in memory))
+        for k, i in enumerate(self.chosen):
+            if options.alternating:
+                new.p[i] = jnp.where(commit & left_turn, agreed.means.p[k], memory.p[i])
+                new.q[i] = jnp.where(commit & ~left_turn, agreed.means.q[k], memory.q[i])
+            elif options.warm_start:
+                new.q[i] = jnp.where(commit, agreed.means.q[k], memory.q[i])
+        if options.error_feedback:
+            _, kept = self._feedback(count)
+            for total, own, i in zip(totals, self._products(agreed.own), self.chosen, strict=True):
+                old, lost = memory.residual[i], total - own
+                if kept is not None:
+                    lost = lost + kept.astype(lost.dtype) * old.astype(lost.dtype)
+                new.residual[i] = jnp.where(commit, lost.astype(old.dtype), old)
+        return Result(outputs, new, finite, sent)
+
+    def _two_sided(
+        self, totals: list[Array], dense: list[Array], memory: Memory, count: Array
+    ) -> _Agreed:
+        """Left factors, an all-reduce, right factors, another one."""
+        options, views, n = self.options, self._views(), len(totals)
         starts = [
             memory.q[i] if options.warm_start else random_q(options, self.plans[i], i, count)
             for i in self.chosen
         ]
         bases = self._bases(starts, options.eps)
         left = [times_q(v, m, b) for v, m, b in zip(views, totals, bases, strict=True)]
-        first = self._reduce([*left, *(leaves[i] for i in self.dense)], thin=len(left))
+        first = self._reduce([*left, *dense], thin=n)
 
-        # The mean stands in for torch's sum; dividing eps too leaves the quotient unchanged.
-        mean_left = _zero_unless(first.finite, first.means[: len(left)])
+        # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
+        # in for torch's sum; dividing eps too leaves the quotient unchanged.
+        mean_left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
         right = [transposed_times_p(v, m, x) for v, m, x in zip(views, totals, p, strict=True)]
-        second = self._reduce(right, thin=len(right))
-        sides = _Sides(
-            means=_Factors(p, second.means),
-            own=_Factors(p, second.sent),
-            kept={"q": second.means} if options.warm_start else {},
-            finite=first.finite & second.finite,
+        second = self._reduce(right, thin=n)
+        return self._agreed(
+            _Factors(p, second.means),
+            _Factors(p, second.sent),
+            first,
+            first.finite & second.finite,
         )
-        return self._rebuilt(totals, memory, count, sides, first)
 
-    def one_sided(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
-        """The update from `start_step` on if alternating: left factors, then right ones."""
-
-        def left() -> Result:
-            return self._one_side(leaves, memory, count, times_q, "p")
-
-        def right() -> Result:
-            return self._one_side(leaves, memory, count, transposed_times_p, "q")
-
-        return lax.cond((count - self.options.start_step) % 2 == 0, left, right)
-
-    def _one_side(
-        self, leaves: list[Array], memory: Memory, count: Array, product: Any, new: str
-    ) -> Result:
-        """`product` of the leaves and the other side's factors, in one all-reduce."""
-        totals = self._totals(leaves, memory.residual, count)
-        others = memory.q if new == "p" else memory.p
+    def _one_sided(
+        self, totals: list[Array], dense: list[Array], others: list[Any], left: bool
+    ) -> _Agreed:
+        """Factors of one side from those of the other, in one all-reduce."""
+        product, n = times_q if left else transposed_times_p, len(totals)
         bases = self._bases([others[i] for i in self.chosen], self.options.eps)
-        factors = [product(v, m, b) for v, m, b in zip(self._views(), totals, bases, strict=True)]
-        n = len(factors)
-        reduced = self._reduce([*factors, *(leaves[i] for i in self.dense)], thin=n)
-        means, own = reduced.means[:n], reduced.sent[:n]
-        pairs = ((means, bases), (own, bases)) if new == "p" else ((bases, means), (bases, own))
-        sides = _Sides(_Factors(*pairs[0]), _Factors(*pairs[1]), {new: means}, reduced.finite)
-        return self._rebuilt(totals, memory, count, sides, reduced)
+        own = [product(v, m, b) for v, m, b in zip(self._views(), totals, bases, strict=True)]
+        reduced = self._reduce([*own, *dense], thin=n)
+        pairs = [(x, bases) if left else (bases, x) for x in (reduced.means[:n], reduced.sent[:n])]
+        means, sent = (_Factors(*pair) for pair in pairs)
+        return self._agreed(means, sent, reduced, reduced.finite)
 
-    def _rebuilt(
-        self, totals: list[Array], memory: Memory, count: Array, sides: _Sides, first: Reduced
-    ) -> Result:
-        """Outputs and new memory from the factors; the other leaves' averages from `first`."""
-        outputs = [x.astype(self.plans[i].dtype) for i, x in self._products(sides.means)]
+    def _nothing(self, dense: list[Array]) -> _Agreed:
+        """Zeros in the place of what a compressed update would agree on."""
+        plans = [self.plans[i] for i in self.chosen]
+        zeros = _Factors(
+            [jnp.zeros(plan.p_shape, compute_dtype(plan.dtype)) for plan in plans],
+            [jnp.zeros(plan.q_shape, compute_dtype(plan.dtype)) for plan in plans],
+        )
+        blank = [jnp.zeros(x.shape, x.dtype) for x in dense]
+        return self._agreed(zeros, zeros, Reduced(blank, blank, jnp.array(True)), jnp.array(True))
+
+    def _agreed(self, means: _Factors, own: _Factors, first: Reduced, finite: Array) -> _Agreed:
+        n = len(self.dense)
+        # One type for all branches, also for a factor that is the same on every replica.
+        own, sent = as_local((own, first.sent[len(first.sent) - n :]), self.options.axis_name)
+        return _Agreed(means, own, first.means[len(first.means) - n :], sent, finite)
+
+    def _rebuilt(self, agreed: _Agreed) -> _Rebuilt:
+        """Outputs from the factors."""
+        dtypes = [self.plans[i].dtype for i in self.chosen]
+        products = zip(self._products(agreed.means), dtypes, strict=True)
+        outputs = [x.astype(dtype) for x, dtype in products]
         # A float16 output can overflow where its factors did not.
-        finite = sides.finite & all_finite([x for x in outputs if x.dtype == jnp.float16])
-        outputs += first.means[len(self.chosen) :]
-        new = Memory(*(list(field) for field in memory))
-        for name, factors in sides.kept.items():
-            field = getattr(new, name)
-            for i, x in zip(self.chosen, factors, strict=True):
-                field[i] = jnp.where(finite, x, field[i])
-        own = self._products(sides.own)
-        if self.options.error_feedback:
-            _, kept = self._feedback(count)
-            for total, (i, product) in zip(totals, own, strict=True):
-                old, lost = memory.residual[i], total - product
-                if kept is not None:
-                    lost = lost + kept.astype(lost.dtype) * old.astype(lost.dtype)
-                new.residual[i] = jnp.where(finite, lost.astype(old.dtype), old)
+        finite = agreed.finite & all_finite([x for x in outputs if x.dtype == jnp.float16])
         sent = []
         if self.want_sent:
-            sent = [product.astype(self.plans[i].dtype) for i, product in own]
-            sent += first.sent[len(self.chosen) :]
-        return Result([jnp.where(finite, x, jnp.nan) for x in outputs], new, finite, sent)
+            products = zip(self._products(agreed.own), dtypes, strict=True)
+            sent = [*(x.astype(dtype) for x, dtype in products), *agreed.dense_sent]
+        return _Rebuilt(_nan_unless(finite, [*outputs, *agreed.dense]), sent, finite)
 
-    def _totals(self, leaves: list[Array], residual: list[Any], count: Array) -> list[Array]:
+    def _plain(self, totals: list[Array], dense: list[Array]) -> _Rebuilt:
+        """Exact averages, in one all-reduce. Before `start_step` the sums are the gradients."""
+        gradients = [
+            x.astype(self.plans[i].dtype) for i, x in zip(self.chosen, totals, strict=True)
+        ]
+        reduced = self._reduce([*gradients, *dense], thin=0)
+        sent = reduced.sent if self.want_sent else []
+        return _Rebuilt(_nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
+
+    def _totals(
+        self, leaves: list[Array], residual: list[Any], count: Array, started: Array | None
+    ) -> list[Array]:
         """Gradient plus what the residual adds, in the leaf's shape and the compute dtype."""
         added, _ = self._feedback(count)
         totals = []
@@ -193,7 +236,8 @@ class Step:
             value = leaves[i].astype(compute_dtype(leaves[i].dtype))
             if self.options.error_feedback:
                 extra = residual[i].astype(value.dtype)
-                value += extra if added is None else jnp.asarray(added, value.dtype) * extra
+                extra = extra if added is None else jnp.asarray(added, value.dtype) * extra
+                value += extra if started is None else jnp.where(started, extra, 0)
             totals.append(value)
         return totals
 
@@ -212,10 +256,9 @@ class Step:
     def _bases(self, factors: Sequence[Array], eps: Any) -> list[Array]:
         return map_by_shape(lambda x: orthogonalize(x, eps), factors)
 
-    def _products(self, factors: _Factors) -> list[tuple[int, Array]]:
-        """Position and ``P Q^T``, in the leaf's shape, of every compressed leaf."""
-        products = map(outer, self._views(), *factors)
-        return list(zip(self.chosen, products, strict=True))
+    def _products(self, factors: _Factors) -> list[Array]:
+        """``P Q^T`` in the leaf's shape, of every compressed leaf."""
+        return [outer(v, p, q) for v, p, q in zip(self._views(), *factors, strict=True)]
 
     def _views(self) -> list[MatrixView]:
         return [view for i in self.chosen if (view := self.plans[i].view) is not None]
@@ -241,6 +284,10 @@ def _random(
     return jax.random.normal(key, shape, compute_dtype(plan.dtype))
 
 
-def _zero_unless(finite: Array, factors: Sequence[Array]) -> list[Array]:
-    """Zeros for what is not finite: no decomposition need be trusted with NaN."""
-    return [jnp.where(finite, x, 0) for x in factors]
+def _once(started: Array | None, after: Callable[[], T], before: Callable[[], T]) -> T:
+    """`after` if the first steps are over, else `before`; None: there were none."""
+    return after() if started is None else lax.cond(started, after, before)
+
+
+def _nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
+    return [jnp.where(finite, x, jnp.nan) for x in values]
