@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,19 @@ from jaxcomp._advise_params import assumed_params, count_values
 from jaxcomp._checks import check_int
 from jaxcomp._collectives import axis_size, exchange, gather, reduce_mean
 from jaxcomp._combinators import error_feedback
-from jaxcomp._cost_model import Software, int8_work, powersgd_work
+from jaxcomp._cost_model import (
+    Link,
+    Software,
+    allreduces,
+    communication_time,
+    int8_work,
+    powersgd_work,
+)
 from jaxcomp._matricize import plan_leaves
 from jaxcomp._powersgd import powersgd
 from jaxcomp._quantize import quantized_allreduce
 from jaxcomp._state import shard_state, state_specs
+from jaxcomp._stats import quantized_stats
 from jaxcomp._typing import Array, PyTree
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
@@ -34,8 +43,9 @@ _MANY_COPY_BYTES = 1 << 30  # a GPU's caches hold tens of megabytes
 # Trees beyond this are scaled down: compression takes a time per value that it does not change.
 _MAX_VALUES = {"cpu": 20_000_000}
 _MANY_VALUES = 500_000_000
-_PAYLOADS = tuple(1 << k for k in (12, 18, 21, 23))  # bytes
-_REPEATED = 3  # collectives in one program: a step does not wait for Python between them
+_PAYLOADS = tuple(1 << k for k in (12, 18, 22, 25))  # bytes
+_REPEATED = 2  # collectives in one program: a step does not wait for Python between them
+_REPEATS = 5  # where several processes wait for each other, and must agree on how often
 _BUDGET = 1.0  # seconds for each thing that is timed, beside its compilation
 
 
@@ -79,36 +89,48 @@ def measure(
     bandwidth = _memory_bandwidth(own)
 
     table = []
-    plain = _step_time(optax.identity(), tree, own)
+    plain = _step_time(optax.identity(), tree, [own])
     for rank in ranks:
         plans = plan_leaves(tree, rank, 2.0)
         work = powersgd_work(plans, bandwidth, assumed.flops)
         if work:
             reducer = powersgd(rank, axis_name=_AXIS, start_step=0)
-            table.append((rank, _factor(_step_time(reducer, tree, own) - plain, work)))
-    quantized = error_feedback(quantized_allreduce(axis_name=_AXIS))
-    int8 = _factor(
-        _step_time(quantized, tree, own) - plain, int8_work(count_values(tree), bandwidth)
-    )
+            table.append((rank, _factor(_step_time(reducer, tree, [own]) - plain, work)))
 
     fitted: dict[str, Any] = {}
     if len(devices) > 1:
         fitted = {name: _fit(way, devices) for name, way in _ways(own.platform).items()}
         fitted["devices"] = len(devices)
-    processes = len({device.process_index for device in devices})
+    quantizing = _int8_time(tree, devices, fitted.get("exchange", Software())) - plain
     return dataclasses.replace(
         assumed,
-        device=(
-            f"measured: {len(devices)} x {own.device_kind} in {processes} process"
-            f"{'es' * (processes > 1)}, jax {jax.__version__}"
-            + ("" if len(devices) > 1 else "; the time of a collective is assumed")
-        ),
+        device=_words(devices),
         platform=own.platform,
         memory_bandwidth=bandwidth,
         powersgd=tuple(table) or assumed.powersgd,
-        int8=int8,
+        int8=_factor(quantizing, int8_work(count_values(tree), bandwidth)),
         **fitted,
     )
+
+
+def _int8_time(tree: PyTree, devices: Sequence[_Device], software: Software) -> float:
+    """Seconds of a step with int8, less the exchange.
+
+    Among all replicas, because what one of them has to do depends on how many there are.
+    """
+    quantized = error_feedback(quantized_allreduce(axis_name=_AXIS))
+    payload = quantized_stats(tree, replicas=len(devices)).bytes_after
+    traffic = allreduces(payload, len(devices), software)
+    exchanged = communication_time(traffic, Link(len(devices), math.inf, 0.0))
+    return _step_time(quantized, tree, devices) - exchanged
+
+
+def _words(devices: Sequence[_Device]) -> str:
+    processes = len({device.process_index for device in devices})
+    plural = "es" * (processes > 1)
+    text = f"{len(devices)} x {devices[0].device_kind} in {processes} process{plural}"
+    alone = "; the time of a collective is assumed" * (len(devices) == 1)
+    return f"measured: {text}, jax {jax.__version__}{alone}"
 
 
 def _factor(seconds: float, work: float) -> float:
@@ -149,12 +171,12 @@ def _memory_bandwidth(device: _Device) -> float:
     return 2 * 4 * size / _median_time(add, x)
 
 
-def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
-    """Seconds of an SGD step on given gradients among one replica: nothing goes on the wire.
+def _step_time(reducer: Any, tree: PyTree, devices: Sequence[_Device]) -> float:
+    """Seconds of an SGD step on given gradients; with one device nothing goes on the wire.
 
     The step is around it because XLA fuses a reducer's output with what the optimizer does to it.
     """
-    mesh = Mesh(np.array([device]), (_AXIS,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
@@ -175,7 +197,8 @@ def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
     # As in training, the new parameters and state take the place of the old ones.
     compiled = jax.jit(mapped, donate_argnums=0)
     params, grads = jax.device_put(grads, placed), jax.device_put(grads, placed)
-    return _median_time(lambda carry: compiled(carry, grads), (params, state))
+    repeats = None if len(devices) == 1 else _REPEATS
+    return _median_time(lambda carry: compiled(carry, grads), (params, state), repeats)
 
 
 class _Way(NamedTuple):
@@ -224,7 +247,7 @@ def _average_time(way: _Way, mesh: Mesh, count: int) -> float:
 
     spec = jax.P(_AXIS)
     mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return _median_time(jax.jit(mapped, donate_argnums=0), x, repeats=7) / _REPEATED
+    return _median_time(jax.jit(mapped, donate_argnums=0), x, _REPEATS) / _REPEATED
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -244,8 +267,7 @@ def _median_time(function: Callable[[Any], Any], carry: Any, repeats: int | None
     Args:
       function: What to time; may donate its argument.
       carry: The first argument.
-      repeats: How many calls. None for as many as the budget holds; several processes that wait
-        for each other need a number, so that all of them make as many.
+      repeats: How many calls; None for as many as the budget holds.
     """
     for _ in range(2):  # compile; fill caches
         carry = jax.block_until_ready(function(carry))
