@@ -18,6 +18,11 @@ TEXT = (Path(__file__).parents[1] / "docs" / "hooks.md").read_text()
 LINES = [line for line in TEXT.splitlines() if line.startswith("| ")]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 CALLS = {row[0]: row[-1].strip("`") for row in ROWS if row[0] != "torch"}
+# Functions of torch that are hooks or make one; the last three are not public there.
+HOOK = (
+    r"[a-zA-Z]\w*_(hook|wrapper|interleaved)|hook_with_zero_step"
+    r"|_hook_then_optimizer|_apply_optim_in_backward_hook|_reducer_allreduce_and_upcast_hook"
+)
 # How far the first output may be from the exact mean: these send everything.
 EXACT = {
     "`allreduce_hook`": 1e-6,
@@ -30,26 +35,125 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_call_in_the_table_runs(name):
-    tx = eval(CALLS[name], {"jaxcomp": jaxcomp, "optax": optax, "jnp": jnp})
-    params = {"w": jnp.zeros((16, 12))}
+STATES = {
+    "jaxcomp.allreduce": optax.EmptyState,
+    "jaxcomp.quantized_allreduce": jaxcomp.QuantizedState,
+    "jaxcomp.powersgd": jaxcomp.PowerSGDState,
+    "jaxcomp.batched_powersgd": jaxcomp.PowerSGDState,
+    "jaxcomp.switch_at": jaxcomp.SwitchState,
+    "jaxcomp.error_feedback": jaxcomp.ErrorFeedbackState,
+    "jaxcomp.local_sgd": jaxcomp.LocalSGDState,
+    "optax.identity": optax.EmptyState,
+    "optax.chain": tuple,
+}
+FUNCTIONS = {name: call.split("(")[0] for name, call in CALLS.items()}
+LOW_RANK = [name for name, f in FUNCTIONS.items() if f.endswith(("powersgd", "switch_at"))]
+PARAMS = {"w": jnp.zeros((16, 12))}
+
+
+def made(call, library=jaxcomp):
+    return eval(call, {"jaxcomp": library, "optax": optax, "jnp": jnp})
+
+
+def one_update(tx):
+    """(outputs, new state, gradients) of four replicas."""
     rng = np.random.default_rng(0)
     grads = {"w": jnp.asarray(rng.normal(size=(4, 16, 12)), jnp.float32)}
     step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="data")
     with jax.numpy_dtype_promotion("standard"):
-        outputs, _ = jax.jit(step)(grads, tx.init(params), params)
-    mean = grads["w"].mean(0)
-    if "identity" in CALLS[name]:
-        np.testing.assert_array_equal(outputs["w"], grads["w"])
-    elif "local_sgd" in CALLS[name]:  # exact averages until start_step
-        np.testing.assert_allclose(
-            outputs["w"], -0.1 * np.broadcast_to(mean, (4, 16, 12)), atol=1e-6
-        )
+        outputs, state = jax.jit(step)(grads, tx.init(PARAMS), PARAMS)
+    return outputs["w"], state, grads["w"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_in_the_table_runs(name):
+    tx = made(CALLS[name])
+    outputs, state, grads = one_update(tx)
+    assert isinstance(state, STATES[FUNCTIONS[name]])
+    mean = grads.mean(0)
+    if FUNCTIONS[name] == "optax.identity":
+        np.testing.assert_array_equal(outputs, grads)
+    elif "sgd(0.1" in CALLS[name]:  # local SGD too averages exactly until start_step
+        np.testing.assert_allclose(outputs, -0.1 * np.broadcast_to(mean, (4, 16, 12)), atol=1e-6)
     else:
-        np.testing.assert_array_equal(outputs["w"][0], outputs["w"][3])
+        np.testing.assert_array_equal(outputs[0], outputs[3])
         tolerance = EXACT.get(name, 2e-2)  # PowerSGD's first steps are exact, in comm_dtype
-        np.testing.assert_allclose(outputs["w"][0], mean, atol=tolerance)
+        np.testing.assert_allclose(outputs[0], mean, atol=tolerance)
+
+
+class FromTheFirstStep:
+    """`jaxcomp` for the calls of the tables, without the steps before compression."""
+
+    def __getattr__(self, name):
+        return getattr(jaxcomp, name)
+
+    def powersgd(self, *args, **kwargs):
+        return jaxcomp.powersgd(*args, **{**kwargs, "start_step": 0})
+
+    def batched_powersgd(self, *args, **kwargs):
+        return jaxcomp.batched_powersgd(*args, **{**kwargs, "start_step": 0})
+
+    def switch_at(self, step, *reducers):
+        return jaxcomp.switch_at(0, *reducers)
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_from_its_first_step_on_it_has_the_rank_that_the_call_says(name):
+    tx = made(CALLS[name], FromTheFirstStep())
+    outputs, state, grads = one_update(tx)
+    rank = int(re.search(r"rank=(\d)", CALLS[name])[1])
+    output, mean = np.asarray(outputs[0]), np.asarray(grads.mean(0))
+    np.testing.assert_array_equal(output, outputs[3])
+    # A projection of the mean, not anything of that rank; exact but for the wire and the padding.
+    np.testing.assert_allclose(np.sum(output * mean), np.sum(output * output), rtol=0.05)
+    assert isinstance(state, STATES[FUNCTIONS[name]])
+    inner = state.after if isinstance(state, jaxcomp.SwitchState) else state
+    assert isinstance(inner, jaxcomp.PowerSGDState)
+    np.testing.assert_array_equal(inner.count, 1)
+    if FUNCTIONS[name] == "jaxcomp.batched_powersgd":
+        # The 192 values fill a square of 14 x 14, but for the end of its last row.
+        assert inner.residual.shape == (4, 14, 14)
+        output = output.reshape(-1)[: 13 * 14].reshape(13, 14)
+    else:
+        assert inner.residual["w"].shape == (4, 16, 12)
+    assert np.linalg.matrix_rank(output) == rank
+
+
+def test_zero_as_in_the_page():
+    """Only a part of the momentum on every device, and the numbers of the whole."""
+    (program,) = (x for x in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "split" in x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,),
+                         devices=jax.devices()[:4])  # fmt: skip
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(16, 12)), jnp.float32)}
+    batch = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+    reducer = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
+    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh, "params": params}
+    page |= {"reducer": reducer, "optimizer": optimizer, "loss_fn": loss_fn, "state": state}
+    exec(program, page)
+
+    whole = optax.chain(reducer, optimizer)
+
+    def replica(x):
+        def one(carry, _):
+            params, state = carry
+            updates, state = whole.update(jax.grad(loss_fn)(params, x), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, whole.init(params)), length=3)[0][0]
+
+    expected = jax.vmap(replica, axis_name="data")(batch.reshape(4, 2, 16))["w"][0]
+    opt_state, now = page["opt_state"], params
+    for _ in range(3):
+        now, state, opt_state = page["train_step"](now, state, opt_state, batch)
+    np.testing.assert_allclose(now["w"], expected, atol=1e-5)
+    assert opt_state[0].trace["w"].addressable_shards[0].data.shape == (4, 12)
 
 
 @pytest.mark.torch
@@ -58,9 +162,10 @@ def test_every_hook_and_enum_member_of_torch_is_there():
     for member in hooks.DDPCommHookType:
         assert f"| `{member.name}` |" in TEXT
     for module in ("default_hooks", "debugging_hooks", "powerSGD_hook", "quantization_hooks",
-                   "post_localSGD_hook", "ddp_zero_hook"):  # fmt: skip
+                   "post_localSGD_hook", "ddp_zero_hook", "optimizer_overlap_hooks",
+                   "mixed_precision_hooks"):  # fmt: skip
         with warnings.catch_warnings(action="ignore"):  # torch's own
             found = importlib.import_module(f"{hooks.__name__}.{module}")
         for name, _ in inspect.getmembers(found, inspect.isfunction):
-            if re.fullmatch(r"[a-zA-Z]\w*_(hook|wrapper|interleaved)|hook_with_zero_step", name):
-                assert f"`{name}" in TEXT, name
+            if re.fullmatch(HOOK, name):
+                assert any(f"`{name}" in row[0] for row in ROWS), name
