@@ -21,16 +21,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.util
 import json
-import os
-import platform
-import shlex
 import signal
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -46,6 +41,7 @@ from cluster_plan import (
     parse_strategy,
 )
 from cluster_report import BUSY, Case, all_figures, conditions, figures_of, table
+from machine import describe
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
@@ -63,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         check_packages(plan)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
-        run = {**describe(plan), "complete": False, "cases": []}
+        run = {**settings(plan), "complete": False, "cases": []}
         if run["machine"]["load_at_start"] > BUSY:
             print("cluster.py: other programs are running; the times will be off.", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
@@ -158,31 +154,11 @@ def check_packages(plan: Plan) -> None:
         )
 
 
-def describe(plan: Plan) -> dict[str, Any]:
-    """How, where and when this run is made."""
+def settings(plan: Plan) -> dict[str, Any]:
+    """Where, how and with what this run is made."""
     packages = [package for name in plan.frameworks for package in _PACKAGES[name]]
-    return {
-        "command": shlex.join(["python", "benchmarks/cluster.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-            "load_at_start": os.getloadavg()[0],
-            "versions": {
-                "Python": platform.python_version(),
-                **{package: version(package) for package in packages},
-            },
-        },
-        "settings": {**dataclasses.asdict(plan), "environment": ENVIRONMENT},
-    }
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    how = {**dataclasses.asdict(plan), "environment": ENVIRONMENT}
+    return {**describe(packages), "settings": how}
 
 
 def _line(case: Case) -> str:

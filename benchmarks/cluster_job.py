@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from cluster_net import Network
+from machine import ALLOCATOR, ONE_THREAD
 
 PROCESS = Path(__file__).with_name("cluster_process.py")
-# glibc gives large blocks back to the system and faults them in again on every step, which costs
-# both frameworks tens of milliseconds with 40 MB of gradients. These settings keep the memory.
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_TOP_PAD_": "100000000",
-}
 ENVIRONMENT = {
     **ALLOCATOR,
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **ONE_THREAD,
     "GLOO_SOCKET_IFNAME": "eth0",
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",

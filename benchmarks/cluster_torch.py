@@ -27,7 +27,7 @@ _PORT = 29_501
 _BUCKET_MEGABYTES = 1_000
 # The hook does not take less, because DDP settles its buckets in the second iteration.
 _START_ITERATION = 2
-_WARM_UP = _START_ITERATION + 4
+_WARM_UP = _START_ITERATION + 8
 
 
 class Block(nn.Module):
