@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     stats.add_argument("--rank", type=int, default=1, help="(default: %(default)s)")
     stats.add_argument("--min-compression-rate", type=float, default=2.0, metavar="X",
                        help="(default: %(default)s)")  # fmt: skip
+    stats.add_argument("--alternating", action="store_true", help="one-sided steps")
     stats.add_argument("--comm-dtype", metavar="DTYPE", help="bfloat16, float16 or float32")
     timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
     timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
@@ -188,6 +189,7 @@ def _stats(options: argparse.Namespace) -> str:
         rank=options.rank,
         min_compression_rate=options.min_compression_rate,
         comm_dtype=options.comm_dtype,
+        alternating=options.alternating,
     )
     if options.json:
         return json.dumps(dataclasses.asdict(stats), indent=2)

@@ -23,6 +23,7 @@ class Calibration:
     memory_bandwidth: float  # bytes read and written per second
     flops: float  # float32 operations per second
     powersgd: tuple[tuple[int, float], ...]  # (rank, factor), by rank
+    one_sided: tuple[tuple[int, float], ...]  # likewise
     int8: float  # factor
     allreduce: Software  # of float32
     allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
@@ -52,6 +53,7 @@ class Calibration:
             ) from error
 
 
+_TABLES = ("powersgd", "one_sided")
 _SOFTWARE = ("allreduce", "allreduce_16", "exchange")
 
 
@@ -59,15 +61,18 @@ def _checked(fields: Any) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(Calibration)}
     if not isinstance(fields, dict) or set(fields) != names:
         raise ValueError(f"its entries must be {', '.join(sorted(names))}")
-    fields["powersgd"] = tuple((int(rank), _rate(x)) for rank, x in fields["powersgd"])
+    for name in _TABLES:
+        fields[name] = tuple((int(rank), _rate(x)) for rank, x in fields[name])
+        if not fields[name]:
+            raise ValueError(f"{name} must hold a factor")
     for name in ("memory_bandwidth", "flops", "int8"):
         fields[name] = _rate(fields[name])
     for name in _SOFTWARE:
         overhead, bandwidth = fields[name]
         speed = math.inf if bandwidth is None else _rate(bandwidth)
         fields[name] = Software(_rate(overhead, least=0.0), speed)
-    if not fields["powersgd"] or type(fields["devices"]) is not int:
-        raise ValueError("powersgd must hold a factor, and devices be an integer")
+    if type(fields["devices"]) is not int:
+        raise ValueError("devices must be an integer")
     return fields
 
 
@@ -89,6 +94,7 @@ ASSUMED = {
         memory_bandwidth=2e12,
         flops=20e12,
         powersgd=((1, 2.0),),
+        one_sided=((1, 2.0),),
         int8=2.0,
         allreduce=Software(20e-6),
         allreduce_16=Software(20e-6),
@@ -104,6 +110,7 @@ ASSUMED = {
         memory_bandwidth=10e9,
         flops=30e9,
         powersgd=((1, 2.0),),
+        one_sided=((1, 2.0),),
         int8=2.0,
         allreduce=Software(500e-6, 500e6),
         allreduce_16=Software(500e-6, 100e6),

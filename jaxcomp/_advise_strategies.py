@@ -87,15 +87,21 @@ class Strategies:
         return [rank for rank in ranks if self._factors(rank, False).payload < narrow]
 
     def _factors(self, rank: int, alternating: bool) -> Traffic:
-        stats = compression_stats(
-            self.params, rank=rank, min_compression_rate=self.min_compression_rate
-        )
-        constants, workers, software = self.constants, self.workers, self.constants.allreduce
+        constants = self.constants
+        payload = compression_stats(
+            self.params,
+            rank=rank,
+            min_compression_rate=self.min_compression_rate,
+            alternating=alternating,
+        ).bytes_after
         work = powersgd_work(
             self._plans(rank), constants.memory_bandwidth, constants.flops, alternating=alternating
-        ) * interpolate(constants.powersgd, rank)
-        if not alternating:
-            return allreduces(stats.bytes_after, workers, software, count=2, compression=work)
-        # One factor a step: over an even and an odd one, half of what two-sided steps send of it.
-        payload = sum(x.bytes_after / (2 if x.compressed else 1) for x in stats.leaves)
-        return allreduces(payload, workers, software, compression=work)
+        )
+        table = constants.one_sided if alternating else constants.powersgd
+        return allreduces(
+            payload,
+            self.workers,
+            constants.allreduce,
+            count=1 if alternating else 2,
+            compression=work * interpolate(table, rank),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -88,14 +89,15 @@ def measure(
     tree = _scaled(params, _MAX_VALUES.get(own.platform, _MANY_VALUES))
     bandwidth = _memory_bandwidth(own)
 
-    table = []
     plain = _step_time(optax.identity(), tree, [own])
-    for rank in ranks:
+    tables: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+    for rank, alternating in itertools.product(ranks, tables):
         plans = plan_leaves(tree, rank, 2.0)
-        work = powersgd_work(plans, bandwidth, assumed.flops)
+        work = powersgd_work(plans, bandwidth, assumed.flops, alternating=alternating)
         if work:
-            reducer = powersgd(rank, axis_name=_AXIS, start_step=0)
-            table.append((rank, _factor(_step_time(reducer, tree, [own]) - plain, work)))
+            reducer = powersgd(rank, axis_name=_AXIS, start_step=0, alternating=alternating)
+            seconds = _step_time(reducer, tree, [own]) - plain
+            tables[alternating].append((rank, _factor(seconds, work)))
 
     fitted: dict[str, Any] = {}
     if len(devices) > 1:
@@ -107,7 +109,8 @@ def measure(
         device=_words(devices),
         platform=own.platform,
         memory_bandwidth=bandwidth,
-        powersgd=tuple(table) or assumed.powersgd,
+        powersgd=tuple(tables[False]) or assumed.powersgd,
+        one_sided=tuple(tables[True]) or assumed.one_sided,
         int8=_factor(quantizing, int8_work(count_values(tree), bandwidth)),
         **fitted,
     )
@@ -198,7 +201,11 @@ def _step_time(reducer: Any, tree: PyTree, devices: Sequence[_Device]) -> float:
     compiled = jax.jit(mapped, donate_argnums=0)
     params, grads = jax.device_put(grads, placed), jax.device_put(grads, placed)
     repeats = None if len(devices) == 1 else _REPEATS
-    return _median_time(lambda carry: compiled(carry, grads), (params, state), repeats)
+
+    def two_steps(carry: Any) -> Any:  # one-sided steps take turns
+        return compiled(compiled(carry, grads), grads)
+
+    return _median_time(two_steps, (params, state), repeats) / 2
 
 
 class _Way(NamedTuple):
