@@ -1,4 +1,4 @@
-"""Mesh axes that are left to the compiler beside the mapped ones, and what lies along them."""
+"""The axes of the mesh: the mapped ones, and those left to the compiler with what lies on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._typing import Array
+
+
+def mapped_mesh_axes() -> tuple[str, ...]:
+    """Mesh axes over which shard_map maps here; those of vmap are no mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def other_axes(kind: AxisType | None = None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._automatic_axes import gathered, other_axes, spread
+from jaxcomp._automatic_axes import gathered, mapped_mesh_axes, other_axes, spread
 from jaxcomp._dtypes import round_to, wider
 from jaxcomp._matricize import leaf_name
 from jaxcomp._typing import Array, AxisName, PyTree
@@ -217,13 +217,28 @@ def replica_index(axis_name: AxisName) -> Array:
     return lax.axis_index(axis_name)
 
 
+def _one_call(axis_name: AxisName) -> bool:
+    """Whether one collective takes all the axes. `jax.vmap` has rules for one axis at a time."""
+    axes = axis_tuple(axis_name)
+    return len(axes) == 1 or set(axes) <= set(mapped_mesh_axes())
+
+
 def exchange(x: Array, axis_name: AxisName) -> Array:
     """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
-    return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    if _one_call(axis_name):
+        return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    axes = axis_tuple(axis_name)
+    rows = x.reshape(*(lax.axis_size(name) for name in axes), *x.shape[1:])
+    for i, name in enumerate(axes):
+        rows = lax.all_to_all(rows, name, split_axis=i, concat_axis=i, tiled=True)
+    return rows.reshape(x.shape)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:
     """Every replica's `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
+    if not _one_call(axis_name):
+        rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
+        return rows.reshape(-1, *x.shape)
     if _checked_axes(axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
     return lax.all_gather(x, axis_name)

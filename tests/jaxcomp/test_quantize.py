@@ -39,6 +39,20 @@ def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping, rounding):
     assert int(state.count) == steps
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_two_axes_of_vmap_are_one_axis_of_as_many_replicas(rounding):
+    grads = jax.tree.map(lambda x: x[:, 0], random_grads(SHAPES, 6, 1))
+
+    def mean(axis_name):
+        tx = jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=16, rounding=rounding)
+        return lambda g: tx.update(g, tx.init(g))[0]
+
+    one = jax.vmap(mean(AXIS), axis_name=AXIS)(grads)
+    folded = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), grads)
+    two = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")(folded)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.reshape(b.shape), b), two, one)
+
+
 @settings(max_examples=8)
 @given(
     size=st.integers(0, 70),
