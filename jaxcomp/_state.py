@@ -192,7 +192,9 @@ def _tiled(leaf: Any, times: int, sharding: NamedSharding) -> jax.Array:
     """`leaf` repeated along axis 0; no device holds more than its own shard."""
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.device_put(leaf, sharding)
+            # Laid out as the keys; a key's own words, in one more axis at the end, stay together.
+            words = _tiled(jax.random.key_data(leaf), times, sharding)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             raise ValueError(
                 f"An array of shape {leaf.shape} in the state is spread over several processes. "

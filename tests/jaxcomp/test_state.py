@@ -137,6 +137,18 @@ def test_a_random_key_and_a_python_number_in_the_state_are_placed_too():
     assert jax.random.key_data(placed["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
 
 
+def test_random_keys_of_each_replica_are_placed_on_every_one():
+    """One replica's keys, of which the mesh has three: so many copies of them."""
+    state = Own(None, {"keys": jax.random.split(jax.random.key(3, impl="rbg"), 2)})
+    placed = jaxcomp.shard_state(state, mesh_of(3), AXIS).memory["keys"]
+    assert placed.shape == (6,)
+    assert placed.sharding.spec == jax.P(AXIS)
+    assert jax.random.key_impl(placed) == "rbg"
+    words = jax.random.key_data(state.memory["keys"])
+    np.testing.assert_array_equal(jax.random.key_data(placed), jnp.tile(words, (3, 1)))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
+
+
 def test_errors_name_the_leaf_or_the_axis():
     scalar = {"x": Own(None, {"s": jnp.ones(())})}
     with pytest.raises(ValueError, match=r"\['x'\]\.memory\['s'\] is a scalar"):
