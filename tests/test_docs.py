@@ -5,11 +5,31 @@ import importlib
 import pathlib
 import pkgutil
 import re
+import shlex
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
+import train_lm
+from runners import mesh_of
 
 import jaxcomp
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run(page, names):
+    """Executes the page's programs from top to bottom, in `names`."""
+    with jax.numpy_dtype_promotion("standard"):  # what a user has
+        exec(compile("\n".join(blocks(page)), page, "exec"), names)
+    return names
 
 
 def modules():
@@ -33,19 +53,81 @@ def test_every_public_name_is_documented_with_an_example():
 
 
 def test_the_readmes_program_runs_and_its_loss_falls(capsys):
-    text = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile(program, "README.md", "exec"), {})
+    assert len(blocks("README.md")) == 1
+    run("README.md", {})
     printed = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", printed)]
     assert losses[-1] < 0.5 * losses[0]
     assert "12.8" in printed
 
 
+def test_the_programs_about_checkpoints_run_and_a_restart_repeats_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(blocks("docs/checkpoints.md")) == 4
+    names = run("docs/checkpoints.md", {})
+    assert names["opt_state"][0].q["w"].shape == (64, 8)  # of the new rank
+    untrained = names["loss"](jax.tree.map(jnp.zeros_like, names["params"]), names["batch"](40))
+    assert float(names["value"]) < 0.9 * float(untrained)
+    manager, mesh = names["manager"], names["mesh"]
+    assert sorted(manager.all_steps()) == [20, 30, 40]  # max_to_keep
+    restored = manager.restore(20, args=ocp.args.StandardRestore(names["like"]))
+    params, state = restored[0], jaxcomp.shard_state(restored[1], mesh, "data")
+    for index in range(21, 41):
+        with jax.numpy_dtype_promotion("standard"):
+            params, state, _ = names["step"](params, state, names["batch"](index))
+        if index == 30:
+            state = jaxcomp.shard_state(jax.device_get(names["consolidate"](state)), mesh, "data")
+    jax.tree.map(np.testing.assert_array_equal, params, names["params"])
+    manager.close()
+
+
+def test_the_programs_about_mixed_precision_skip_an_overflow():
+    def loss_fn(params, batch):
+        """Of a model that computes in float16."""
+        x, w = batch.astype(jnp.float16), params["w"].astype(jnp.float16)
+        return jnp.mean((x @ w).astype(jnp.float32) ** 2)
+
+    assert len(blocks("docs/mixed_precision.md")) == 2
+    names = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "loss_fn": loss_fn}
+    run("docs/mixed_precision.md", names)
+    mesh, params = mesh_of(4), {"w": jnp.ones((16, 8))}
+    state = jaxcomp.shard_state(names["tx"].init(params), mesh, "data")
+    specs = jaxcomp.state_specs(state, "data")
+
+    def train_step(*arguments):
+        params, state, scale, loss = names["train_step"](*arguments)
+        return params, state, scale, loss[None]
+
+    step = jax.jit(
+        jax.shard_map(
+            train_step,
+            mesh=mesh,
+            in_specs=(jax.P(), specs, jax.P(), jax.P("data")),
+            out_specs=(jax.P(), specs, jax.P(), jax.P("data")),
+        )
+    )
+    x = np.ones((8, 16), np.float32) / 16
+    with jax.numpy_dtype_promotion("standard"):
+        good, state, scale, _ = step(params, state, names["scale"], x)
+        assert (good["w"] < params["w"]).all()
+        x[5] = 6e4  # overflows in float16, on the third replica only
+        before = jax.tree.map(np.asarray, (good, state[0]))
+        after, state, smaller, _ = step(good, state, scale, x)
+    jax.tree.map(np.testing.assert_array_equal, (after, state[0]), before)
+    assert float(smaller.scale) == float(scale.scale) / 2
+
+
+def test_the_commands_about_checkpoints_are_understood():
+    commands = "\n".join(blocks("docs/checkpoints.md", "console")).splitlines()
+    assert len(commands) == 5
+    for command in commands:
+        python, script, *arguments = shlex.split(command, comments=True)
+        assert (python, script) == ("python", "examples/train_lm.py")
+        train_lm.parser().parse_args(arguments)
+
+
 def test_every_file_that_the_documents_link_to_exists():
-    root = pathlib.Path(__file__).parents[1]
-    for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[)#]", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), (page.name, target)
