@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import ModelConfig, Transformer, init_params, load_corpus, loss_fn, training_batch
+from train_lm import Parser
 
 import jaxcomp
 
@@ -56,9 +56,14 @@ def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
 
 
 def make_step(
-    model: Transformer, tx: optax.GradientTransformation, mesh: Mesh, state: Any, mode: str
+    model: Transformer,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    params: Any,
+    state: Any,
+    mode: str,
 ) -> Any:
-    """The compiled training step: (params, state, tokens) -> (params, state, losses).
+    """The training step, to be compiled: (params, state, tokens) -> (params, state, losses).
 
     With sharded weights only the slow axis is manual. Replicated weights take both axes: the
     reducer was made with ``reduce_first`` and averages over the fast one itself.
@@ -78,7 +83,10 @@ def make_step(
         out_specs=(P(), specs, P(axes)),
         axis_names={SLOW, FAST} if mode == "replicated" else {SLOW},
     )
-    return jax.jit(mapped, donate_argnums=(0, 1))
+    # What comes out lies as what goes in: left to the compiler, it might lie otherwise, and the
+    # second step would be compiled anew.
+    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+    return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
 def slow_bytes(compiled: str, fast_devices: int) -> int:
@@ -94,19 +102,31 @@ def slow_bytes(compiled: str, fast_devices: int) -> int:
     return total
 
 
-def main() -> None:
+def command_line() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mode", choices=MODES, default="tensor", help="default: %(default)s")
-    parser.add_argument("--rank", type=int, default=4, help="0 for no compression (default: 4)")
-    parser.add_argument("--steps", type=int, default=30, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
-    arguments = parser.parse_args()
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--mode", choices=MODES, default="tensor", help="default: %(default)s")
+    p.add_argument("--rank", type=int, default=4, help="0 for no compression (default: 4)")
+    p.add_argument("--steps", type=int, default=30, help="default: %(default)s")
+    p.add_argument("--width", type=int, default=128, help="default: %(default)s")
+    return p
+
+
+def main() -> None:
+    """Trains, and prints the bytes and the losses."""
+    p = command_line()
+    arguments = p.parse_args()
+    if arguments.rank < 0 or arguments.steps <= 0:
+        p.error("--steps must be positive, and --rank positive or 0")
+    if arguments.width <= 0 or arguments.width % 16:
+        p.error("--width must be a multiple of 16: 4 heads on each of 4 devices")
 
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((2, 4), (SLOW, FAST), axis_types=(AxisType.Auto,) * 2)
+    if len(jax.devices()) < 8:
+        p.error(f"needs 8 devices, found {len(jax.devices())}; JAX_PLATFORMS=cpu makes them")
+    mesh = jax.make_mesh(
+        (2, 4), (SLOW, FAST), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8]
+    )
     model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
     params = sharded_params(model, mesh, arguments.mode)
 
@@ -118,20 +138,18 @@ def main() -> None:
     )
     tx = optax.chain(reducer, optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     state = jaxcomp.shard_state(tx.init(params), mesh, SLOW)
-    step = make_step(model, tx, mesh, state, arguments.mode)
+    step = make_step(model, tx, mesh, params, state, arguments.mode)
 
     text, rows = load_corpus().train, NamedSharding(mesh, P((SLOW, FAST)))
+    batch = partial(training_batch, text, seed=0, size=16, context=64)
+    step = step.lower(params, state, jax.device_put(batch(0), rows)).compile()
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    sent = slow_bytes(step.as_text(), mesh.shape[FAST])
+    print(f"{size:,} parameters; bytes between hosts, per device and step: {sent:,}", flush=True)
     for index in range(arguments.steps):
-        tokens = training_batch(text, index, seed=0, size=16, context=64)
-        tokens = jax.device_put(jnp.asarray(tokens), rows)
-        if index == 0:
-            compiled = step.lower(params, state, tokens).compile().as_text()
-            size = sum(leaf.size for leaf in jax.tree.leaves(params))
-            print(f"{size:,} parameters; bytes between hosts, per device and step: ", end="")
-            print(f"{slow_bytes(compiled, mesh.shape[FAST]):,}")
-        params, state, losses = step(params, state, tokens)
-        if index % 10 == 9:
-            print(f"step {index + 1:4}  loss {np.mean(jax.device_get(losses)):.3f}")
+        params, state, losses = step(params, state, jax.device_put(batch(index), rows))
+        if index % 10 == 9 or index + 1 == arguments.steps:
+            print(f"step {index + 1:4}  loss {np.mean(jax.device_get(losses)):.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import runpy
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -17,6 +20,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import hybrid_mesh  # noqa: E402
 import lm  # noqa: E402
 import lm_strategies  # noqa: E402
 import train_lm  # noqa: E402
@@ -50,8 +54,9 @@ def script(tmp_path_factory):
     }
 
     def run(name, *arguments):
+        program = [name] if name == "-c" else [str(EXAMPLES / name)]
         return subprocess.run(
-            [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+            [sys.executable, *program, *map(str, arguments)],
             env=environment,
             capture_output=True,
             text=True,
@@ -130,6 +135,44 @@ def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupte
     # Bit for bit: a run goes on with the state that it saved.
     for step, values in uninterrupted.items():
         np.testing.assert_array_equal(resumed[step], values)
+
+
+# Runs train_lm.py, which dies at the very moment in which orbax would complete a certain step.
+KILLED = """
+import os, signal, sys
+
+sys.path.insert(0, sys.argv.pop(1))
+import train_lm
+
+rename = os.rename
+
+def rename_or_die(source, target, **options):
+    if os.path.basename(target) == "{step}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target, **options)
+
+os.rename = rename_or_die
+sys.exit(train_lm.main())
+"""
+
+
+def test_a_checkpoint_that_was_half_written_is_passed_over(
+    script, trained, uninterrupted, interrupted, tmp_path
+):
+    directory, died = copied(interrupted, tmp_path), STOP + 2
+    arguments = [*TINY, "--devices", 4, "--checkpoint-dir", directory, "--resume"]
+    killed = script("-c", KILLED.format(step=died), EXAMPLES, *arguments)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = directory.glob(f"{died}.*")  # orbax's temporary directory, not renamed
+    # All of it was written by then; a moment earlier not all of it would have been.
+    for file in (left / "state" / "d").iterdir():
+        file.unlink()
+
+    resumed, output = trained("half", "--devices", 4, "--checkpoint-dir", directory, "--resume")
+    assert f"from step {STOP}" in output
+    for step, values in resumed.items():
+        np.testing.assert_array_equal(values, uninterrupted[step])
+    assert sorted(p.name for p in directory.iterdir()) == sorted(map(str, (died, 10, STEPS)))
 
 
 def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
@@ -265,12 +308,56 @@ def test_checkpoints_are_not_overwritten_by_a_new_run(script, interrupted):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["train_lm.py", "demo.py"])
-def test_help(script, name):
-    result = script(name, "--help")
-    assert result.returncode == 0
-    assert "--steps" in result.stdout
-    assert not result.stderr
+@pytest.mark.parametrize("mode", hybrid_mesh.MODES)
+def test_hybrid_mesh_trains_and_sends_what_the_stats_say(script, mode):
+    result = script("hybrid_mesh.py", "--mode", mode, "--width", 32, "--steps", 20, "--rank", 2)
+    assert result.returncode == 0, result.stderr
+    (sent,) = re.findall(r"bytes between hosts, per device and step: ([\d,]+)", result.stdout)
+    sizes = lm.ModelConfig(layers=2, width=32, heads=4, context=64)
+    params = lm.init_params(lm.Transformer(sizes), 0)
+    stats = jaxcomp.compression_stats(params, rank=2)
+    spec = partial(hybrid_mesh.weight_spec, mode, 4)
+    specs = jax.tree.leaves(jax.tree_util.tree_map_with_path(spec, params))
+    expected = 0
+    for leaf, spec in zip(stats.leaves, specs, strict=True):
+        # Of a factor, or of a weight that is split, each of a host's four devices sends a part.
+        parts = 4 if mode != "replicated" and (leaf.rank or hybrid_mesh.FAST in spec) else 1
+        expected += leaf.bytes_after // parts
+    assert int(sent.replace(",", "")) == expected
+    tenth, twentieth = map(float, re.findall(r"loss ([\d.]+)", result.stdout))
+    assert twentieth < tenth < np.log(256)
+
+
+@pytest.mark.parametrize(
+    "name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train_lm.py", "train_multihost.py"]
+)
+def test_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert exit_.value.code == 0
+    printed = capsys.readouterr()
+    assert "--steps" in printed.out
+    assert not printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank", "-1"], "--rank positive or 0"),
+        (["--steps", "0"], "--steps must be positive"),
+        (["--width", "24"], "--width must be a multiple of 16"),
+        (["--mode", "both"], "invalid choice: 'both'"),
+    ],
+)
+def test_hybrid_mesh_answers_wrong_input_in_one_sentence(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hybrid_mesh.py", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        hybrid_mesh.main()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("hybrid_mesh.py: error: ")
+    assert message in line
 
 
 def test_demo_writes_its_table_picture_and_json(script, tmp_path):
