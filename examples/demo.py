@@ -207,14 +207,19 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         f"PowerSGD rank {rank}": replace(config, strategy="powersgd", rank=rank)
         for rank in arguments.ranks
     }
+    if min(arguments.ranks) <= 0 or arguments.devices <= 0:
+        raise UsageError("--ranks and --devices must be positive")
     for each in runs.values():
         each.check()
-    if arguments.devices <= 0:
-        raise UsageError("--devices must be positive")
+    if config.batch_size % arguments.devices:
+        raise UsageError(f"--devices must divide {config.batch_size}, the sequences of a step")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         devices = local_devices(arguments.devices)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}"
+        raise UsageError(f"--output {arguments.output} cannot be a directory ({reason})") from error
+    except ValueError as error:
         raise UsageError(str(error)) from error
 
     console.print(f"{len(runs)} runs of {config.steps} steps, {len(devices)} replicas each")

@@ -34,9 +34,11 @@ from lm import (
     training_batch,
 )
 from lm_strategies import adamw, dense_bytes
+from train_lm import Parser
 
 import jaxcomp
 
+HEADS = 4
 Tree = Any
 # (parameters, state, batches of all steps of the round) -> (parameters, state, losses)
 Round = Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree, jax.Array]]
@@ -100,7 +102,7 @@ def local_step(
 
 def model_of(config: Config) -> Transformer:
     """The language model."""
-    return Transformer(ModelConfig(config.layers, config.width, 4, config.context))
+    return Transformer(ModelConfig(config.layers, config.width, HEADS, config.context))
 
 
 def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
@@ -253,11 +255,9 @@ def table(runs: dict[str, list[Point]], config: Config) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """The command line's entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command_line() -> tuple[Config, Path, Path | None, list[Any]]:
+    """What is asked for, checked: the sizes, the picture, the curves' file, the devices."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
@@ -266,14 +266,27 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     picture, log = arguments.pop("plot"), arguments.pop("log")
     config = Config(**arguments)
-    if min(arguments[name] for name in arguments if name != "seed") <= 0:
-        parser.error("sizes must be positive")
+    for name, value in arguments.items():
+        if value < 0 or (value == 0 and name != "seed"):
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    if config.width % HEADS:
+        parser.error(f"--width must be a multiple of {HEADS}, the heads")
+    for path in (picture, log):  # now, and not after an hour
+        if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"cannot write to {path}: a directory, or in none that exists")
     if config.steps % 32 or config.eval_every % 32 or config.steps % config.eval_every:
         parser.error("--eval-every must be a multiple of 32, and --steps one of --eval-every")
     if config.batch_size % config.replicas:
         parser.error("--batch-size must be a multiple of --replicas")
+    try:
+        return config, picture, log, local_devices(config.replicas)
+    except ValueError as error:
+        parser.error(str(error))
 
-    devices = local_devices(config.replicas)
+
+def main() -> int:
+    """Trains with every strategy, prints and draws."""
+    config, picture, log, devices = command_line()
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     corpus = load_corpus()
     runs: dict[str, list[Point]] = {}

@@ -94,9 +94,12 @@ def compare(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Run everything; per case the losses of the run that stayed and of the one that moved."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old.suffix in (".store", ".json", ".pt") or old.name in {case.name for case in CASES}:
-            old.unlink()
+    # What an earlier run left, and nothing else that may be there.
+    left = [f"{case.name}{end}" for case in CASES for end in ("", ".to_jax.pt", ".to_torch.pt")]
+    for phase in ("FIRST", "LAST"):
+        left += [f"{phase}.store", *(f"{phase}.{rank}.json" for rank in range(WORLD))]
+    for name in left:
+        (folder / name).unlink(missing_ok=True)
     for case in cases:
         (folder / case.name).touch()
     console.print(f"PyTorch, {WORLD} processes: {len(cases)} runs of {STEPS} steps")
@@ -174,6 +177,10 @@ def main() -> int:
     if not cases:
         parser.error(f"--only: no case among {', '.join(case.name for case in CASES)}")
     console, folder = Console(), arguments.out.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {arguments.out} cannot be a directory ({error.strerror})")
     runs = compare(cases, folder, local_devices(WORLD), console)
     good = show(runs, console)
     plot(runs, folder / "losses.png")

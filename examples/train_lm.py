@@ -172,6 +172,8 @@ class Display:
 
 def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
     """The directory of checkpoints that the command line asks for, if it does."""
+    if arguments.stop_at is not None and arguments.stop_at <= 0:
+        raise UsageError("--stop-at must be positive")
     if not arguments.checkpoint_dir:
         if arguments.resume:
             raise UsageError("--resume needs --checkpoint-dir")

@@ -1,5 +1,6 @@
 """The example scripts, run as a user runs them, at the smallest sizes that still compress."""
 
+import importlib
 import json
 import os
 import re
@@ -266,6 +267,7 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrup
         (["--checkpoint-dir", "{tmp}/file"], "/file is a file; checkpoints need a directory"),
         (["--resume", "--checkpoint-dir", "{tmp}/file"], "/file is a file"),
         (["--log", "{tmp}"], "is a directory; --log needs a file"),
+        (["--stop-at", "0"], "--stop-at must be positive"),
     ],
 )
 def test_wrong_input_gives_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
@@ -342,21 +344,34 @@ def test_help(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (["--rank", "-1"], "--rank positive or 0"),
-        (["--steps", "0"], "--steps must be positive"),
-        (["--width", "24"], "--width must be a multiple of 16"),
-        (["--mode", "both"], "invalid choice: 'both'"),
+        ("hybrid_mesh --rank -1", "--rank positive or 0"),
+        ("hybrid_mesh --steps 0", "--steps must be positive"),
+        ("hybrid_mesh --width 24", "--width must be a multiple of 16"),
+        ("hybrid_mesh --mode both", "invalid choice: 'both'"),
+        ("local_sgd --steps 0", "--steps must be positive"),
+        ("local_sgd --width 30", "--width must be a multiple of 4"),
+        ("local_sgd --steps 48", "--eval-every must be a multiple of 32"),
+        ("local_sgd --replicas 99 --batch-size 99", "99 devices were asked for and 8 found"),
+        ("local_sgd --plot {tmp}/none/x.png", "cannot write to"),
+        ("demo --ranks 0", "--ranks and --devices must be positive"),
+        ("demo --devices 99", "--devices must divide 16"),
+        ("demo --output {tmp}/file", "cannot be a directory (File exists"),
+        ("demo --output {tmp}/file/x", "cannot be a directory (Not a directory"),
     ],
 )
-def test_hybrid_mesh_answers_wrong_input_in_one_sentence(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hybrid_mesh.py", *arguments])
+def test_the_other_scripts_answer_wrong_input_in_one_sentence(
+    command, message, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "file").touch()
+    name, *arguments = command.format(tmp=tmp_path).split()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     with pytest.raises(SystemExit) as exit_:
-        hybrid_mesh.main()
+        importlib.import_module(name).main()
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("hybrid_mesh.py: error: ")
+    assert line.startswith(f"{name}.py: error: ")
     assert message in line
 
 
