@@ -37,7 +37,9 @@ def accumulate(
     Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
     ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
     steps. The state is `optax.MultiStepsState`, with the meaning that optax gives it: checkpoints
-    go both ways, and ``state.mini_step == 0`` after an optimizer step.
+    go both ways, and ``state.mini_step == 0`` after an optimizer step. Only the accumulator of a
+    scalar is made with shape ``(1,)``, for `jax.shard_map` to lay the replicas along; one without
+    axes, as optax makes it, is taken too and stays as it is.
 
     Args:
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
@@ -76,7 +78,9 @@ def accumulate(
     def init(params: PyTree) -> optax.MultiStepsState:
         # Two arrays: a training step that donates its state must not see one buffer twice.
         mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-        zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
+        # Like the parameters, so that they are sharded as those are.
+        rows = jax.tree.map(lambda x: x if jnp.ndim(x) else jnp.reshape(x, (1,)), params)
+        zeros = optax.tree.zeros_like(rows, dtype=accumulator_dtype)
         return optax.MultiStepsState(mini_step, gradient_step, inner.init(params), zeros, ())
 
     def update(
@@ -88,7 +92,7 @@ def accumulate(
         def add(total: Array, gradient: Array) -> Array:
             if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
                 return total
-            gradient = gradient.astype(total.dtype)
+            gradient = gradient.astype(total.dtype).reshape(total.shape)
             # As optax does it: the mean so far, which does not overflow where the sum would.
             share = (gradient - total) / seen.astype(total.dtype) if use_grad_mean else gradient
             return total + share
@@ -118,5 +122,7 @@ def accumulate(
 
 
 def _cast(total: Array, gradient: Array) -> Array:
-    """The accumulated gradient in its own dtype again."""
-    return gradient if gradient.dtype == jax.dtypes.float0 else total.astype(gradient.dtype)
+    """The accumulated gradient in its own dtype and shape again."""
+    if gradient.dtype == jax.dtypes.float0:
+        return gradient
+    return total.astype(gradient.dtype).reshape(gradient.shape)

@@ -31,7 +31,8 @@ from jaxcomp._typing import Array, AxisName, DType, PyTree
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`."""
 
-    residual: PyTree  # floating leaf: what was not sent yet, shape of the leaf; per replica
+    # Floating leaf: what was not sent yet, shape of the leaf, (1,) for a scalar; per replica.
+    residual: PyTree
     inner: PyTree  # the reducer's own state
 
     per_replica = ("residual",)
@@ -109,6 +110,8 @@ def error_feedback(
             kind = leaf_dtype(leaf)
             if not jnp.issubdtype(kind, jnp.floating):
                 return optax.MaskedNode()
+            if not np.ndim(leaf):  # shard_map lays the replicas along axis 0
+                leaf = jnp.reshape(leaf, (1,))
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
 
         residual = jax.tree.map(zeros, params)
@@ -140,7 +143,7 @@ def error_feedback(
         # A float16 output can overflow where the float32 mean did not.
         finite = result.finite & all_finite([means[i] for i in floating])
         for i, total in zip(floating, added, strict=True):
-            lost = (total - sent[i]).astype(residual[i].dtype)
+            lost = (total - sent[i]).astype(residual[i].dtype).reshape(residual[i].shape)
             residual[i] = jnp.where(finite, lost, residual[i])
             means[i] = jnp.where(finite, means[i], jnp.nan)
         own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
@@ -253,7 +256,7 @@ def _poisoned(x: Any, finite: Array) -> Any:
 def _add(gradient: Array, residual: Array) -> Array:
     """Their sum in float32, or in the gradient's own dtype where that is wider."""
     dtype = compute_dtype(gradient.dtype)
-    return gradient.astype(dtype) + residual.astype(dtype)
+    return gradient.astype(dtype) + residual.astype(dtype).reshape(gradient.shape)
 
 
 def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
@@ -262,8 +265,8 @@ def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
     Raises:
       ValueError: Listing every leaf that does not fit, with the fix.
     """
-    shapes = [
-        tuple(np.shape(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+    shapes: list[tuple[int, ...] | None] = [
+        np.shape(leaf) or (1,) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
         for leaf in jax.tree.leaves(updates)
     ]
     field = Field("residual", residual, shapes)

@@ -121,6 +121,30 @@ def test_equals_optax(mapping, name):
         assert np.ravel(getattr(state, field))[0] == np.ravel(getattr(theirs, field))[0]
 
 
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_a_scalar_parameter(mapping):
+    """Its accumulator has an axis, along which shard_map lays the replicas."""
+    params, targets = {"scale": jnp.array(0.5)}, random_grads({"scale": ()}, 2, 5)
+    tx = chain(jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)))
+    got, state = run(mapping, jaxcomp.accumulate(tx, 2), params, targets)
+    with jax.numpy_dtype_promotion("standard"):
+        expected, theirs = run("vmap", optax.MultiSteps(tx, 2), params, targets)
+    np.testing.assert_allclose(got["scale"], expected["scale"], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.ravel(state.acc_grads["scale"]), theirs.acc_grads["scale"], rtol=1e-5
+    )
+    assert got["scale"].shape == (2, 5)
+
+
+def test_a_scalars_accumulator_as_optax_makes_it_is_taken_too():
+    params, tx = {"scale": jnp.array(0.5)}, optax.sgd(1.0)
+    state = optax.MultiSteps(tx, 2).init(params)
+    for _ in range(2):
+        assert state.acc_grads["scale"].shape == ()
+        updates, state = jaxcomp.accumulate(tx, 2).update({"scale": jnp.array(3.0)}, state, params)
+    assert float(updates["scale"]) == -3.0
+
+
 def test_a_schedule_and_a_sum():
     targets = random_grads(SHAPES, 2, 6)
     tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.1))
