@@ -2,6 +2,8 @@
 
 from jaxcomp._accumulate import accumulate
 from jaxcomp._adapt import adapt_state
+from jaxcomp._advise import Advice, Prediction, advise
+from jaxcomp._advise_calibration import Calibration
 from jaxcomp._batched_powersgd import batched_powersgd
 from jaxcomp._check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
 from jaxcomp._collectives import as_local
@@ -10,6 +12,7 @@ from jaxcomp._gradients import local_value_and_grad
 from jaxcomp._local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local_sgd_round import LocalSGDRound, local_sgd_round
 from jaxcomp._local_stats import LevelStats, LocalSGDStats, local_sgd_stats
+from jaxcomp._measure import measure
 from jaxcomp._outer import average
 from jaxcomp._powersgd import PowerSGDState, powersgd
 from jaxcomp._quantize import QuantizedState, quantized_allreduce
@@ -27,6 +30,8 @@ from jaxcomp._stats import (
 from jaxcomp._typing import MatrixDims
 
 __all__ = [
+    "Advice",
+    "Calibration",
     "CompressionStats",
     "ErrorFeedbackState",
     "LeafStats",
@@ -36,6 +41,7 @@ __all__ = [
     "LocalSGDStats",
     "MatrixDims",
     "PowerSGDState",
+    "Prediction",
     "QuantizedState",
     "Reducer",
     "Reduction",
@@ -44,6 +50,7 @@ __all__ = [
     "SwitchState",
     "accumulate",
     "adapt_state",
+    "advise",
     "allreduce",
     "as_local",
     "average",
@@ -57,6 +64,7 @@ __all__ = [
     "local_sgd_round",
     "local_sgd_stats",
     "local_value_and_grad",
+    "measure",
     "powersgd",
     "quantized_allreduce",
     "quantized_stats",
