@@ -1,0 +1,121 @@
+"""Held-out loss of the language model against steps and bytes, for every way to send gradients.
+
+    python benchmarks/convergence.py                          # what is missing, then the report
+    python benchmarks/convergence.py --only 'difference*' --seeds 1 --report
+    python benchmarks/convergence.py --runs 0 --report        # the report of what is there
+
+Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
+and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
+cluster would; bytes are counted, not measured: the payload that each replica hands to the
+collectives in the whole run, exact starts included (`jaxcomp.compression_stats` and its sisters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from convergence_report import append_run, read_runs, summarise, write_report
+from convergence_strategies import CURVES, STRATEGIES
+from convergence_training import Config, Trainer, corpus
+from machine import describe
+
+PACKAGES = ("jax", "flax", "optax")
+OUT = Path(__file__).resolve().parent / "results" / "convergence"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="strategies:\n"
+        + "".join(f"  {name:28} {s.summary}\n" for name, s in STRATEGIES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shown = " (default: %(default)s)"
+    p.add_argument("--only", nargs="+", metavar="PATTERN", help="strategies, with * and ?")
+    p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)
+    p.add_argument("--runs", type=int, help="stop after so many new runs (default: all)")
+    p.add_argument("--out", type=Path, default=OUT, help="path of the files, without a suffix")
+    p.add_argument("--report", action="store_true", help="write the table, summary and plots")
+    group = p.add_argument_group("setting (runs with another one do not count in a report)")
+    for field in fields(Config):
+        name = "--" + field.name.replace("_", "-")
+        group.add_argument(name, type=type(field.default), default=field.default, help=shown[1:])
+    return p
+
+
+def chosen_strategies(patterns: Sequence[str] | None) -> list[str]:
+    """Names that match a pattern, in the order of the patterns; all without patterns.
+
+    Raises:
+      ValueError: A pattern matches nothing.
+    """
+    chosen: dict[str, None] = {}
+    for pattern in patterns or ["*"]:
+        found = fnmatch.filter(STRATEGIES, pattern)
+        if not found:
+            raise ValueError(f"no strategy is called {pattern!r}; --help lists them")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, limit: int) -> int:
+    """Makes the runs that are not in the file yet, one after the other; returns how many."""
+    setting = asdict(config)
+    there = {(run["strategy"], run["seed"]) for run in read_runs(path) if run["config"] == setting}
+    made = 0
+    for name in names:
+        missing = [seed for seed in range(seeds) if (name, seed) not in there]
+        if not missing or made >= limit:
+            continue
+        strategy = STRATEGIES[name]
+        trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus())
+        sent = strategy.bytes_sent(config)
+        for seed in missing[: limit - made]:
+            curve, seconds = trainer.run(seed)
+            run = {
+                "strategy": name,
+                "family": strategy.family,
+                "seed": seed,
+                "curve": [(step, sent(step), loss) for step, loss in curve],
+                "seconds": round(seconds, 1),
+                "config": setting,
+                "about": describe(PACKAGES),
+            }
+            append_run(path, run)
+            made += 1
+            print(f"{name:28} seed {seed}  {curve[-1][1]:.4f}  {seconds:.0f} s", flush=True)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = parser().parse_args(arguments)
+    config = Config(**{field.name: getattr(args, field.name) for field in fields(Config)})
+    try:
+        names = chosen_strategies(args.only)
+        config.check()
+    except ValueError as error:
+        print(f"convergence.py: error: {error}", file=sys.stderr)
+        return 2
+    path = args.out.with_suffix(".jsonl")
+    limit = sys.maxsize if args.runs is None else args.runs
+    train_missing(names, args.seeds, config, path, limit)
+    if args.report:
+        rows = [row for row in summarise(read_runs(path), asdict(config)) if row.strategy in names]
+        if not rows:
+            print("convergence.py: error: no finished runs of this setting", file=sys.stderr)
+            return 2
+        about = describe(PACKAGES) | {"setting": asdict(config)}
+        for written in write_report(rows, stem=args.out, about=about, curves=CURVES):
+            print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

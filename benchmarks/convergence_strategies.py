@@ -1,0 +1,273 @@
+"""The strategies of the convergence study: how each is built, and what it sends.
+
+To add one, add an entry to `STRATEGIES`; the command line and the report pick it up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from convergence_reducers import difference, low_rank, low_rank_bytes, whitened
+from convergence_training import AXIS, Config, adamw, early_momentum
+
+import jaxcomp
+from jaxcomp._ranks import ranks_by_spectrum
+
+Tree = Any
+Make = Callable[[Config], jaxcomp.Reducer | optax.GradientTransformation]
+Size = Callable[[Config], int]  # bytes of one communication
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How replicas agree on an update, and what that costs.
+
+    Attributes:
+      family: What it is shown as.
+      summary: One line for ``--help``.
+      build: The setting -> the whole Optax transformation.
+      payloads: The setting -> bytes that each replica hands to the network in each step.
+      local: Whether parameters differ between replicas.
+    """
+
+    family: str
+    summary: str
+    build: Callable[[Config], optax.GradientTransformation]
+    payloads: Callable[[Config], list[int]]
+    local: bool = False
+
+    def bytes_sent(self, config: Config) -> Callable[[int], int]:
+        """A function from a number of steps to the bytes that each replica sent in them."""
+        payloads = self.payloads(config)
+        return lambda steps: sum(payloads[:steps])
+
+
+def _dense(config: Config) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(config.params()))
+
+
+def _every_step(
+    family: str,
+    summary: str,
+    make: Make,
+    size: Size,
+    *,
+    start: float = 0.0,
+    rate: float = 1.0,
+    momentum: float = 0.9,
+) -> Strategy:
+    """A reducer in front of AdamW; exact for the share `start` of the steps."""
+
+    def exact_steps(config: Config) -> int:
+        return round(start * config.steps)
+
+    def build(config: Config) -> optax.GradientTransformation:
+        reducer: Any = make(config)
+        if start:
+            exact = jaxcomp.allreduce(axis_name=AXIS)
+            reducer = jaxcomp.switch_at(exact_steps(config), exact, reducer)
+        return optax.chain(reducer, adamw(config, rate, momentum))
+
+    def payloads(config: Config) -> list[int]:
+        first, exact, then = exact_steps(config), _dense(config), size(config)
+        return [exact if step < first else then for step in range(config.steps)]
+
+    return Strategy(family, summary, build, payloads)
+
+
+def _rank_of(rank: Any, config: Config) -> Any:
+    """A rank as the reducers take it; `_Spectrum` is fitted to the model first."""
+    return rank.fit(config) if isinstance(rank, _Spectrum) else rank
+
+
+@dataclass(frozen=True)
+class _Spectrum:
+    """Ranks by spectrum that send so many times fewer values than the dense gradient."""
+
+    ratio: float
+    adaptive: bool = True
+
+    def fit(self, config: Config) -> Any:
+        """The ranks of the model of a study."""
+        gradients = early_momentum(config)
+        return ranks_by_spectrum(gradients, ratio=self.ratio, adaptive=self.adaptive)
+
+
+def _powersgd(summary: str, rank: Any, *, start: float = 0.0, **options: Any) -> Strategy:
+    """`jaxcomp.powersgd`."""
+    counted = {k: v for k, v in options.items() if k in ("comm_dtype", "alternating")}
+    if options.get("alternating"):
+        family = "one-sided"
+    else:
+        family = "PowerSGD, narrow factors" if "comm_dtype" in options else "PowerSGD"
+    return _every_step(
+        family,
+        summary,
+        lambda config: jaxcomp.powersgd(
+            _rank_of(rank, config), axis_name=AXIS, start_step=0, **options
+        ),
+        lambda config: (
+            jaxcomp.compression_stats(
+                config.params(), rank=_rank_of(rank, config), **counted
+            ).bytes_after
+        ),
+        start=start,
+    )
+
+
+def _low_rank(
+    summary: str,
+    rank: Any,
+    *,
+    family: str = "PowerSGD, narrow factors",
+    wrap: Callable[[jaxcomp.Reducer], Any] = jaxcomp.error_feedback,
+    rate: float = 1.0,
+    momentum: float = 0.9,
+    **options: Any,
+) -> Strategy:
+    """`convergence_reducers.low_rank` in a wrapper that gives it a residual."""
+    return _every_step(
+        family,
+        summary,
+        lambda config: wrap(low_rank(_rank_of(rank, config), axis_name=AXIS, **options)),
+        lambda config: low_rank_bytes(
+            config.params(), _rank_of(rank, config), replicas=config.replicas, **options
+        ),
+        rate=rate,
+        momentum=momentum,
+    )
+
+
+def _difference(summary: str, rank: int, *, rate: float = 1.0, **options: Any) -> Strategy:
+    """`convergence_reducers.difference` in front of Adam without a momentum of its own."""
+    wrap = lambda reducer: difference(reducer)  # noqa: E731
+    return _low_rank(
+        summary, rank, family="difference", wrap=wrap, rate=rate, momentum=0.0, **options
+    )
+
+
+def _prediction(reducer: jaxcomp.Reducer) -> jaxcomp.Reducer:
+    return difference(reducer, decay=1.0, momentum=False)
+
+
+def _local(
+    summary: str,
+    every: int,
+    *,
+    outer: bool = True,
+    reducer: Callable[[], Any] | None = None,
+    size: Size = _dense,
+) -> Strategy:
+    """`jaxcomp.local_sgd`: local AdamW, and a meeting every so many steps."""
+
+    def build(config: Config) -> optax.GradientTransformation:
+        return jaxcomp.local_sgd(
+            adamw(config),
+            sync_every=every,
+            axis_name=AXIS,
+            reducer=reducer and reducer(),
+            outer=optax.sgd(0.7, momentum=0.9, nesterov=True) if outer else None,
+        )
+
+    def payloads(config: Config) -> list[int]:
+        meeting = size(config)
+        return [meeting * ((step + 1) % every == 0) for step in range(config.steps)]
+
+    return Strategy("local", summary, build, payloads, local=True)
+
+
+def _int8() -> optax.GradientTransformation:
+    return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
+
+
+def _int8_size(config: Config) -> int:
+    return jaxcomp.quantized_stats(config.params(), replicas=config.replicas).bytes_after
+
+
+def _powersgd_size(rank: int) -> Size:
+    return lambda config: jaxcomp.compression_stats(config.params(), rank=rank).bytes_after
+
+
+def _blocks_only(path: Any, leaf: Any) -> int | None:
+    del leaf
+    return 4 if path[0].key.startswith("block") else None
+
+
+def _compressed_meetings(rank: int) -> Any:
+    return lambda: jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "allreduce": _every_step(
+        "exact",
+        "float32, uncompressed: the reference",
+        lambda config: jaxcomp.allreduce(axis_name=AXIS),
+        _dense,
+    ),
+    "int8": _every_step(
+        "int8",
+        "8-bit integers with error feedback",
+        lambda config: _int8(),
+        _int8_size,
+    ),
+    **{f"powersgd-r{r}": _powersgd(f"PowerSGD of rank {r}", r) for r in (1, 2, 4, 8, 16)},
+    "powersgd-r4-blocks": _powersgd("rank 4; embeddings and output exact", _blocks_only),
+    "powersgd-r4-no-feedback": _powersgd("rank 4 without residual", 4, error_feedback=False),
+    "powersgd-r4-decay": _powersgd("rank 4, residual decays by 0.9", 4, error_decay=0.9),
+    "powersgd-r4-start10": _powersgd("rank 4 after 10% exact steps", 4, start=0.1),
+    "powersgd-r4-start25": _powersgd("rank 4 after 25% exact steps", 4, start=0.25),
+    "one-sided-r4": _powersgd("rank 4, one factor a step", 4, alternating=True),
+    "one-sided-r8": _powersgd("rank 8, one factor a step", 8, alternating=True),
+    "powersgd-r8-bf16": _powersgd("rank 8, bfloat16 factors", 8, comm_dtype="bfloat16"),
+    "powersgd-r4-3-iterations": _low_rank(
+        "rank 4, three power iterations a step", 4, family="PowerSGD", iterations=3
+    ),
+    "powersgd-r16-int8": _low_rank("rank 16, int8 factors", 16, wire="int8"),
+    "powersgd-r32-int4": _low_rank("rank 32, int4 factors", 32, wire="int4"),
+    # The ratios are those of ranks 4, 16 and 32 in this model, so that each has its equal above.
+    "spectrum-r4": _powersgd("ranks by spectrum, bytes of rank 4", _Spectrum(22.4)),
+    "spectrum-r4-raw": _powersgd(
+        "the same, leaves not scaled to their size", _Spectrum(22.4, adaptive=False)
+    ),
+    "spectrum-r16-int8": _low_rank("ranks by spectrum, int8 factors", _Spectrum(5.74), wire="int8"),
+    "spectrum-r32-int4": _low_rank("ranks by spectrum, int4 factors", _Spectrum(2.62), wire="int4"),
+    "whitened-r4": _low_rank(
+        "rank 4 of the gradient as Adam scales it",
+        4,
+        family="PowerSGD",
+        wrap=lambda reducer: jaxcomp.error_feedback(whitened(reducer)),
+    ),
+    "difference-r4": _difference("EF21 with momentum, Adam with b1=0", 4),
+    "difference-r4-rate0.5": _difference("the same at half the learning rate", 4, rate=0.5),
+    "difference-r4-rate0.25": _difference("the same at a quarter of it", 4, rate=0.25),
+    "predicted-r16-int8": _low_rank(
+        "rank 16, int8, error feedback on the change from a running mean",
+        16,
+        family="difference",
+        wrap=_prediction,
+        wire="int8",
+    ),
+    "local-h6-int8": _local(
+        "local SGD: an int8 average every 6 steps", 6, outer=False, reducer=_int8, size=_int8_size
+    ),
+    "local-h8": _local("local SGD: an exact average every 8 steps", 8, outer=False),
+    "diloco-h6-int8": _local("DiLoCo, int8 every 6 steps", 6, reducer=_int8, size=_int8_size),
+    "diloco-h32": _local("DiLoCo, exact every 32 steps", 32),
+    "diloco-h32-r16": _local(
+        "DiLoCo, PowerSGD of rank 16 every 32 steps",
+        32,
+        reducer=_compressed_meetings(16),
+        size=_powersgd_size(16),
+    ),
+}
+
+# What the plot over steps shows; all of them would hide each other.
+CURVES = (
+    "allreduce", "int8", "powersgd-r4", "powersgd-r16", "powersgd-r16-int8", "spectrum-r32-int4",
+    "one-sided-r8", "difference-r4-rate0.25", "local-h6-int8",
+)  # fmt: skip

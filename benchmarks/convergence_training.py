@@ -1,0 +1,222 @@
+"""One run of the convergence study: the repository's language model on simulated replicas.
+
+All replicas live on one device under ``jax.vmap(axis_name=)``, which runs the code of a cluster.
+What they hold alike (parameters, the optimizer's state, right factors) is there once.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcomp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from lm import (
+    Corpus,
+    ModelConfig,
+    Transformer,
+    held_out_batches,
+    init_params,
+    load_corpus,
+    loss_fn,
+    training_batch,
+)
+
+AXIS = "data"
+Tree = Any
+
+_EVALUATED_AT_ONCE = 64  # sequences
+
+
+@dataclass(frozen=True)
+class Config:
+    """What all runs of a study have in common.
+
+    Attributes:
+      steps: Length of a run; the learning rate's schedule depends on it.
+      eval_every: Steps between evaluations; divides `steps`.
+      replicas: Simulated replicas.
+      batch_size: Sequences in a step, of one replica.
+      layers: Transformer blocks.
+      width: Features of the model; a multiple of `heads`.
+      heads: Attention heads.
+      context: Bytes in a sequence.
+      learning_rate: The highest learning rate of the strategies that have no other.
+      eval_sequences: Held-out sequences in an evaluation, a multiple of 64.
+    """
+
+    steps: int = 480
+    eval_every: int = 60
+    replicas: int = 4
+    batch_size: int = 4
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    context: int = 64
+    learning_rate: float = 2e-3
+    eval_sequences: int = 256
+
+    def check(self) -> None:
+        """Raises a `ValueError` that names what cannot work."""
+        wrong = [name for name, value in vars(self).items() if value <= 0]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} must be positive")
+        for whole, part in (("steps", "eval_every"), ("width", "heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{whole} must be a multiple of {part}")
+        if self.eval_sequences % _EVALUATED_AT_ONCE:
+            raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
+
+    @property
+    def model(self) -> Transformer:
+        """The language model."""
+        return Transformer(ModelConfig(self.layers, self.width, self.heads, self.context))
+
+    def params(self) -> Tree:
+        """Shapes of the parameters."""
+        return jax.eval_shape(partial(init_params, self.model), 0)
+
+
+def adamw(config: Config, rate: float = 1.0, momentum: float = 0.9) -> optax.GradientTransformation:
+    """AdamW with clipping, 10% linear warm-up and a cosine decay to 5%, as in the examples.
+
+    Args:
+      config: The setting.
+      rate: Multiplies its learning rate.
+      momentum: Adam's b1; 0 where the reducer has a momentum of its own.
+    """
+    highest = rate * config.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, highest, max(1, config.steps // 10), max(2, config.steps), 0.05 * highest
+    )
+    optimizer = optax.adamw(schedule, b1=momentum, weight_decay=0.01)
+    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+
+
+class Trainer:
+    """A transformation, compiled once for all seeds."""
+
+    def __init__(
+        self, config: Config, tx: optax.GradientTransformation, *, local: bool, corpus: Corpus
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          config: The setting.
+          tx: The whole transformation, from local gradients to updates.
+          local: Whether parameters differ between replicas.
+          corpus: The text.
+        """
+        self.config, self.tx, self.local, self.corpus = config, tx, local, corpus
+        specs = jaxcomp.state_specs(jax.eval_shape(tx.init, config.params()), AXIS)
+        # What is the same everywhere is not mapped, and so computed once. Local SGD has one type
+        # for both branches of its conditional, the one that differs.
+        own = lambda spec: 0 if local or spec == jax.P(AXIS) else None  # noqa: E731
+        axes = jax.tree.map(own, specs, is_leaf=lambda x: isinstance(x, jax.P))
+        self._axes = (0 if local else None, axes)
+        self._chunk = jax.jit(self._steps, donate_argnums=0)
+        self._evaluate = jax.jit(lambda params, batch: loss_fn(config.model, params, batch))
+
+    def run(self, seed: int) -> tuple[list[tuple[int, float]], float]:
+        """Trains from the beginning.
+
+        Args:
+          seed: Of the parameters and of the data.
+
+        Returns:
+          (steps, held-out loss in nats per byte) of every evaluation, and the seconds it took.
+        """
+        began, carry, curve = time.monotonic(), self.start(seed), []
+        for first in range(0, self.config.steps, self.config.eval_every):
+            carry = self.advance(carry, seed, first)
+            curve.append((first + self.config.eval_every, self.held_out_loss(carry[0])))
+        return curve, time.monotonic() - began
+
+    def start(self, seed: int) -> Tree:
+        """Parameters and state before the first step."""
+        params = init_params(self.config.model, seed)
+
+        def place(axis: int | None, tree: Tree) -> Tree:
+            n = self.config.replicas
+            # Copies, because the steps donate them and no buffer may be donated twice.
+            copied = lambda x: jnp.array(x if axis is None else jnp.stack([x] * n))  # noqa: E731
+            return jax.tree.map(copied, tree)
+
+        axes, state = self._axes[1], self.tx.init(params)
+        state = jax.tree.map(place, axes, state, is_leaf=lambda x: x is None)
+        return place(self._axes[0], params), state
+
+    def advance(self, carry: Tree, seed: int, first: int) -> Tree:
+        """The `eval_every` steps from number `first` on."""
+        config = self.config
+        drawn = [
+            training_batch(
+                self.corpus.train,
+                step,
+                seed=seed,
+                size=config.replicas * config.batch_size,
+                context=config.context,
+            )
+            for step in range(first, first + config.eval_every)
+        ]
+        shape = (config.eval_every, config.replicas, config.batch_size, config.context + 1)
+        return self._chunk(carry, np.stack(drawn).reshape(shape))
+
+    def _steps(self, carry: Tree, batches: jax.Array) -> Tree:
+        loss = partial(loss_fn, self.config.model)
+
+        def one(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+            updates, state = self.tx.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        mapped = jax.vmap(one, (*self._axes, 0), self._axes, axis_name=AXIS)
+
+        def step(carry: Tree, batch: jax.Array) -> tuple[Tree, None]:
+            params, state = carry
+            return mapped(params, state, batch), None
+
+        return jax.lax.scan(step, carry, batches)[0]
+
+    def held_out_loss(self, params: Tree) -> float:
+        """Of the replicas' mean parameters, in nats per byte."""
+        if self.local:
+            params = jax.tree.map(lambda x: x.mean(0), params)
+        batches = held_out_batches(
+            self.corpus.held_out,
+            count=self.config.eval_sequences // _EVALUATED_AT_ONCE,
+            size=_EVALUATED_AT_ONCE,
+            context=self.config.context,
+        )
+        return float(np.mean([self._evaluate(params, batch) for batch in batches]))
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """The text, read once."""
+    return load_corpus()
+
+
+@functools.cache
+def early_momentum(config: Config) -> Tree:
+    """Adam's first moment after a quarter of an exact run, from a seed that no other run has."""
+    seed = 7
+    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), adamw(config))
+    trainer = Trainer(config, tx, local=False, corpus=corpus())
+    carry = trainer.start(seed)
+    for first in range(0, max(1, config.steps // 4), config.eval_every):
+        carry = trainer.advance(carry, seed, first)
+    return jax.device_get(optax.tree.get(carry[1], "mu"))
+
+
+__all__ = ["AXIS", "Config", "Corpus", "Trainer", "adamw", "corpus", "early_momentum"]
