@@ -1,0 +1,149 @@
+"""Ranks by spectrum: the budget is kept, and nothing else that fits it carries more."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runners import AXIS, random_grads, simulate
+
+import jaxcomp
+from jaxcomp._ranks import ranks_by_spectrum
+
+SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,), "embedding": (64, 12)}
+
+
+def matrix(shape, spectrum, seed=0):
+    """A matrix with these singular values, and zeros after them."""
+    rng = np.random.default_rng(seed)
+    n = len(spectrum)
+    left, right = (np.linalg.qr(rng.normal(size=(size, n)))[0] for size in shape)
+    return jnp.asarray(left @ np.diag(spectrum) @ right.T, jnp.float32)
+
+
+def decaying(seed=0):
+    rng = np.random.default_rng(seed)
+    grads = {"bias": jnp.ones(16)}
+    for name in ("a", "b", "embedding"):
+        spectrum = rng.uniform(0.5, 0.95) ** np.arange(min(SHAPES[name]))
+        grads[name] = rng.uniform(0.1, 10) * matrix(SHAPES[name], spectrum, seed)
+    return grads
+
+
+def ranks(tree, rank, **options):
+    stats = jaxcomp.compression_stats(tree, rank=rank, **options)
+    return {leaf.path[2:-2]: leaf.rank for leaf in stats.leaves}, stats.ratio
+
+
+def gain(grads, chosen, adaptive):
+    """What the ranks send, as the docstring counts it; 0 is a leaf that is sent whole."""
+    total = 0.0
+    for name in ("a", "b", "embedding"):
+        x = np.asarray(grads[name], np.float64)
+        energy = np.linalg.svd(x, compute_uv=False) ** 2
+        scale = np.sqrt(np.mean(x**2)) if adaptive else 1.0
+        total += energy[: chosen[name] or None].sum() / scale
+    return total
+
+
+@given(st.integers(0, 20), st.floats(2.1, 4.5), st.booleans())
+def test_the_budget_is_kept_and_nearly_used_up(seed, ratio, adaptive):
+    grads = decaying(seed)
+    chosen, found = ranks(grads, ranks_by_spectrum(grads, ratio=ratio, adaptive=adaptive))
+    assert found >= ratio * 0.999999
+    # What is left does not pay for one more column of the cheapest leaf, or the rest of a leaf.
+    values = sum(x.size for x in grads.values())
+    assert values / ratio - values / found < max(SHAPES["b"][0] * SHAPES["b"][1] // 2, 76)
+    assert all(r >= 0 for r in chosen.values())
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_ranks_of_that_many_bytes_carry_more(seed, adaptive):
+    grads = decaying(seed)
+    chosen, found = ranks(grads, ranks_by_spectrum(grads, ratio=4.0, adaptive=adaptive))
+    best = 0.0
+    for others in itertools.product(range(1, 5), range(1, 7), range(1, 6)):
+        other = dict(zip(("a", "b", "embedding"), others, strict=True))
+        got, ratio = ranks(grads, lambda path, leaf, r=other: r.get(path[-1].key))
+        if ratio >= found:
+            best = max(best, gain(grads, got, adaptive))
+    assert gain(grads, chosen, adaptive) >= best * (1 - 1e-6)
+
+
+def test_a_flat_spectrum_gets_more_than_a_sharp_one():
+    grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((32, 32), [5.6, 0.1, 0.05])}
+    chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=4.0))
+    assert chosen == {"flat": 7, "sharp": 1}  # of 8 columns that the budget pays for
+
+
+def test_size_counts_once_for_adam_and_squared_for_sgd():
+    spectrum = 0.8 ** np.arange(16)
+    small = matrix((64, 64), spectrum)
+    grads = {"large": 4 * matrix((64, 64), spectrum, 1), "small": small}
+    sgd, _ = ranks(grads, ranks_by_spectrum(grads, ratio=8.0, adaptive=False))
+    adam, _ = ranks(grads, ranks_by_spectrum(grads, ratio=8.0))
+    # 0.8^(2k) falls by a factor of 4 in 3.1 columns and by one of 16 in 6.2.
+    assert adam["large"] - adam["small"] in (2, 3, 4)
+    assert sgd["large"] - sgd["small"] in (5, 6, 7)
+
+
+def test_a_leaf_that_wants_everything_is_left_alone():
+    grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((256, 256), [50.0])}
+    chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=30.0))
+    assert chosen == {"flat": 0, "sharp": 1}
+
+
+def test_stacked_layers_are_batches_and_cost_as_many():
+    dims = lambda path, leaf: jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))  # noqa: E731
+    layers = jnp.stack([matrix((24, 16), 0.5 ** np.arange(16), seed) for seed in range(3)])
+    rank = ranks_by_spectrum({"w": layers}, ratio=3.0, matrix_dims=dims)
+    chosen, ratio = ranks({"w": layers}, rank, matrix_dims=dims)
+    assert chosen == {"w": 3}
+    assert ratio == pytest.approx(24 * 16 / (3 * 40))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_and_leaves_that_are_no_matrices(dtype):
+    grads = jax.tree.map(lambda x: x.astype(dtype), decaying()) | {"steps": jnp.arange(3)}
+    rank = ranks_by_spectrum(grads, ratio=3.0)
+    floating = {k: v for k, v in grads.items() if k != "steps"}
+    chosen, _ = ranks(floating, rank)
+    assert chosen["bias"] == 0
+    assert min(v for k, v in chosen.items() if k != "bias") >= 1
+
+
+def test_zero_gradients_get_one_column():
+    grads = {"a": jnp.zeros((24, 16)), "b": matrix((40, 20), np.ones(20))}
+    assert ranks(grads, ranks_by_spectrum(grads, ratio=3.0))[0]["a"] == 1
+
+
+def test_powersgd_takes_them():
+    grads = random_grads(SHAPES, 2, 3)
+    mean = jax.tree.map(lambda x: x.mean((0, 1)), grads)
+    rank = ranks_by_spectrum(mean, ratio=3.0)
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    outputs, state = simulate("shard_map", tx, grads, tx.init(mean))
+    chosen, _ = ranks(mean, rank)
+    for name in ("a", "b", "embedding"):
+        assert np.linalg.matrix_rank(np.asarray(outputs[name][0])) == chosen[name]
+        assert state.q[name].shape[-1] == chosen[name]
+
+
+def test_messages():
+    grads = decaying()
+    with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
+        ranks_by_spectrum(grads, ratio=100.0)
+    with pytest.raises(ValueError, match=r"saw no gradient of the leaf \['other'\]"):
+        jaxcomp.compression_stats(
+            {"other": jnp.zeros((64, 64))}, rank=ranks_by_spectrum(grads, ratio=3.0)
+        )
+    with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
+        ranks_by_spectrum(grads | {"a": jnp.full((24, 16), jnp.nan)}, ratio=3.0)
+    with pytest.raises(ValueError, match="`ratio` must be a finite number, at least 1"):
+        ranks_by_spectrum(grads, ratio=0.5)
+    with pytest.raises(ValueError, match="`adaptive` must be True or False"):
+        ranks_by_spectrum(grads, ratio=3.0, adaptive=1)  # type: ignore[arg-type]
