@@ -74,8 +74,9 @@ def main() -> None:
         torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
     print(json.dumps({"kind": "versions", "torch": torch.__version__}), flush=True)
-    with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"  # which torch removes itself
+        dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
         for rank in job["ranks"]:
             taken = hook_seconds(job, rank, device)
             print(f"torch rank {rank}: {1e3 * statistics.median(taken):.1f} ms", file=sys.stderr)

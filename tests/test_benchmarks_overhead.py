@@ -1,0 +1,73 @@
+"""benchmarks/overhead.py: the trees are those of the models, the command runs and refuses."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from overhead_trees import TREES, torch_layout  # noqa: E402
+
+
+def run(*arguments):
+    command = [sys.executable, BENCHMARKS / "overhead.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("tree", "parameters"),
+    [
+        ("mlp", 10_000_000),
+        ("resnet50", 25_557_032),  # torchvision's count
+        ("gpt2-small", 124_439_808),  # the released checkpoints'
+        ("gpt2-medium", 354_823_168),
+    ],
+)
+def test_a_tree_has_as_many_parameters_as_its_model(tree, parameters):
+    shapes = TREES[tree]()
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
+    turned = torch_layout(shapes)
+    assert list(turned) == list(shapes)
+    assert sum(math.prod(shape) for shape in turned.values()) == parameters
+
+
+def test_torch_has_outputs_first():
+    shapes = {"conv": (3, 3, 64, 128), "dense": (256, 10), "a/embedding": (1000, 64), "b": (7,)}
+    turned = {"conv": (128, 64, 3, 3), "dense": (10, 256), "a/embedding": (1000, 64), "b": (7,)}
+    assert torch_layout(shapes) == turned
+
+
+@pytest.mark.torch
+def test_a_small_run_measures_both_frameworks_and_writes_its_results(tmp_path):
+    done = run("--trees", "mlp", "--ranks", "1,2", "--steps", "2", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads((tmp_path / "overhead-cpu.json").read_text())["cases"]
+    assert [case["rank"] for case in cases] == [1, 2]
+    for case in cases:
+        assert case["floor"] > 0
+        assert len(case["jax"]["seconds"]) == len(case["torch"]["seconds"]) == 2
+        # The sum of gradient and residual takes the gradient's place.
+        assert case["jax"]["temporary_bytes"] < 1.1 * 4 * case["words"]
+    assert "| mlp (10.0 M) | 2 |" in (tmp_path / "overhead-cpu.md").read_text()
+    assert (tmp_path / "overhead-cpu.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trees", "vgg"], "--trees has no 'vgg'; there are mlp, resnet50"),
+        (["--ranks", "one"], "--ranks must be integers with commas between"),
+        (["--ranks", "0"], "must be positive"),
+        (["--core", "4096"], "there is no core 4096"),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_sentence(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
