@@ -181,8 +181,7 @@ def _allreduce(
     blocks = [lay.cut(x.astype(jnp.float32)) for lay, x in zip(layouts, leaves, strict=True)]
     wire = _encode(blocks, keys[0])
     received = _decode(exchange(wire, axis_name), layouts)
-    # Divided before the sum, which so cannot overflow where the mean does not.
-    means = [(x / replicas).sum(axis=0, keepdims=True) for x in received]
+    means = [_mean_of_rows(x) for x in received]
     second = _encode(means, keys[1])
     outputs = _decode(gather(second[0], axis_name), layouts)
 
@@ -199,6 +198,16 @@ def _allreduce(
     finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
     outputs = [jnp.where(finite, x, jnp.nan) for x in outputs]
     return _like(outputs, layouts, leaves), _like(sent, layouts, leaves), finite
+
+
+def _mean_of_rows(x: Array) -> Array:
+    """The mean over the first axis, which stays with length 1.
+
+    Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
+    because XLA's CPU backend takes ten times as long for a sum over the first axis.
+    """
+    weights = jnp.full(x.shape[0], 1 / x.shape[0], x.dtype)
+    return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
 
 
 def _encode(blocks: list[Array], key: Array | None) -> Array:
