@@ -192,5 +192,6 @@ def conditions(run: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# Load average at the start above which other programs took a part of the cores.
-BUSY = 0.5
+# Load average at the start above which other programs took a part of the cores. It is a mean over
+# the last minute, in which whatever ran just before still counts.
+BUSY = 1.0

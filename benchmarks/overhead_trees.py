@@ -48,6 +48,20 @@ def gpt2(layers: int, width: int) -> Shapes:
     return shapes | {"final_norm/scale": (width,), "final_norm/bias": (width,)}
 
 
+def layers(number: int) -> Shapes:
+    """So many equal transformer layers of width 128: how compilation grows with depth."""
+    shapes: Shapes = {}
+    for i in range(number):
+        shapes |= {
+            f"layer_{i}/norm/scale": (128,),
+            f"layer_{i}/qkv/kernel": (128, 384),
+            f"layer_{i}/attention_out/kernel": (128, 128),
+            f"layer_{i}/mlp_in/kernel": (128, 512),
+            f"layer_{i}/mlp_out/kernel": (512, 128),
+        }
+    return shapes
+
+
 def torch_layout(shapes: Shapes) -> Shapes:
     """The same parameters as torch lays them out: (out, in), (out, in, height, width)."""
 
@@ -64,4 +78,6 @@ TREES = {
     "resnet50": resnet50,
     "gpt2-small": lambda: gpt2(12, 768),
     "gpt2-medium": lambda: gpt2(24, 1024),
+    "layers-20": lambda: layers(20),
+    "layers-200": lambda: layers(200),
 }

@@ -269,8 +269,9 @@ def _fitted_memory(
             "optax.chain the chain's update takes the chain's state."
         )
     nothing = jax.tree.map(lambda _: optax.MaskedNode(), updates)
+    two_sided = isinstance(state.p, tuple) and not state.p
     # Both are () for a tree without leaves, which no switch can tell from the other.
-    if jax.tree.leaves(updates) and (state.p == ()) == options.alternating:
+    if jax.tree.leaves(updates) and two_sided == options.alternating:
         raise ValueError(
             f"The PowerSGDState was not made with alternating={options.alternating}, as this "
             "update is. Make it with init() of the same powersgd, or with jaxcomp.adapt_state."

@@ -125,6 +125,14 @@ def test_full_rank_gives_the_exact_mean():
     np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
 
 
+def test_a_single_array_is_a_tree_too():
+    tx = reducer(2)
+    grads = random_grads({"w": (24, 16)}, 2, 3)["w"]
+    outputs, state = simulate("vmap", tx, grads, tx.init(jnp.zeros((24, 16))))
+    assert np.linalg.matrix_rank(outputs[-1]) == 2
+    assert state.p.shape == (16, 2)
+
+
 def test_a_constant_low_rank_gradient_is_found():
     """Two half steps are one power iteration: what is of rank 2 is soon sent exactly."""
     u, v = np.random.default_rng(0).normal(size=(2, 24, 2))
