@@ -65,12 +65,12 @@ def plot_frontier(rows: Sequence[Row], path: Path) -> None:
         [row.ratio for row in best], [row.gap for row in best],
         color="#999999", linewidth=1, zorder=0, label="nothing is both smaller and better",
     )  # fmt: skip
-    right = 1.6 * max(row.ratio for row in rows)
+    right = 2.2 * max(row.ratio for row in rows)
     low = min(-0.5, *(row.gap - row.gap_spread for row in rows))
     axis.fill_between([GOAL_RATIO, right], low, GOAL_GAP, color="#2ca02c", alpha=0.08, linewidth=0)
     axis.axhline(0, color="#333333", linewidth=0.6)
     axis.set(
-        xscale="log", xlim=(0.85, right), ylim=(low, 1.3 * max(row.gap for row in rows) + 1),
+        xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(row.gap for row in rows) + 1),
         xlabel="times fewer bytes than a float32 all-reduce, whole run",
         ylabel=f"final held-out loss above uncompressed ({reference.loss:.3f}), per cent",
     )  # fmt: skip

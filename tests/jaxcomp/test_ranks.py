@@ -1,6 +1,8 @@
 """Ranks by spectrum: the budget is kept, and nothing else that fits it carries more."""
 
 import itertools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +133,18 @@ def test_powersgd_takes_them():
     for name in ("a", "b", "embedding"):
         assert np.linalg.matrix_rank(np.asarray(outputs[name][0])) == chosen[name]
         assert state.q[name].shape[-1] == chosen[name]
+
+
+def test_the_page_on_convergence_runs(monkeypatch, capsys):
+    monkeypatch.setattr(jaxcomp, "ranks_by_spectrum", ranks_by_spectrum, raising=False)
+    page = (Path(__file__).parents[2] / "docs" / "convergence.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    with jax.numpy_dtype_promotion("standard"):  # what a user has
+        exec(compile(program, "convergence.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert [int(line.split()[-4]) for line in printed.splitlines()[1:3]] == [16, 1]
+    assert isinstance(names["tx"], jaxcomp.Reducer)
 
 
 def test_messages():
