@@ -138,7 +138,10 @@ def main(argv: list[str] | None = None) -> int:
     given = parse(argv)
     run = describe(["numpy"])
     if given.device == "cpu":
-        os.sched_setaffinity(0, {given.core})  # which the workers inherit
+        # The workers inherit both. Threads of one program that share a core wake each other; with
+        # the default policy each such hand-over can cost a time slice.
+        os.sched_setaffinity(0, {given.core})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
     given.out.mkdir(parents=True, exist_ok=True)
     name = f"overhead-{given.device}{'-one-sided' if given.alternating else ''}"
