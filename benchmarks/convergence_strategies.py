@@ -16,7 +16,6 @@ from convergence_reducers import difference, low_rank, low_rank_bytes, whitened
 from convergence_training import AXIS, Config, adamw, early_momentum
 
 import jaxcomp
-from jaxcomp._ranks import ranks_by_spectrum
 
 Tree = Any
 Make = Callable[[Config], jaxcomp.Reducer | optax.GradientTransformation]
@@ -95,7 +94,7 @@ class _Spectrum:
     def fit(self, config: Config) -> Any:
         """The ranks of the model of a study."""
         gradients = early_momentum(config)
-        return ranks_by_spectrum(gradients, ratio=self.ratio, adaptive=self.adaptive)
+        return jaxcomp.ranks_by_spectrum(gradients, ratio=self.ratio, adaptive=self.adaptive)
 
 
 def _powersgd(summary: str, rank: Any, *, start: float = 0.0, **options: Any) -> Strategy:

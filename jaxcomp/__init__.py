@@ -16,6 +16,7 @@ from jaxcomp._measure import measure
 from jaxcomp._outer import average
 from jaxcomp._powersgd import PowerSGDState, powersgd
 from jaxcomp._quantize import QuantizedState, quantized_allreduce
+from jaxcomp._ranks import ranks_by_spectrum
 from jaxcomp._reducers import allreduce
 from jaxcomp._reduction import Reducer, Reduction
 from jaxcomp._sampling import sharded_indices
@@ -68,6 +69,7 @@ __all__ = [
     "powersgd",
     "quantized_allreduce",
     "quantized_stats",
+    "ranks_by_spectrum",
     "shard_state",
     "sharded_indices",
     "state_specs",

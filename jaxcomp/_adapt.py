@@ -209,6 +209,7 @@ def _resized(old: Array, new: Array) -> Array | None:
         return None
     rank, wanted = old.shape[-1], new.shape[-1]
     if wanted <= rank:
-        return old[..., :wanted]
+        return old[..., :wanted].astype(new.dtype)
+    old = old.astype(new.dtype)
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
     return jnp.concatenate([old, orthogonalize(candidates)[..., rank:]], axis=-1)

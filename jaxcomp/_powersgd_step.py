@@ -7,8 +7,9 @@ sent. The factors take two all-reduces with an orthogonalisation in between, or 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,9 @@ from jaxcomp._dtypes import compute_dtype, widest
 from jaxcomp._factors import outer, times_q, transposed_times_p
 from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._reducers import hand_over
 from jaxcomp._reduction import all_finite
 from jaxcomp._typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,25 +129,26 @@ class Step:
                 lambda: self._one_sided(totals, dense, memory.p, left=False),
             )
 
-        agreed = _once(started, factors, lambda: self._nothing(dense))
-        outputs, sent, finite = _once(
-            started, lambda: self._rebuilt(agreed), lambda: self._plain(totals, dense)
+        switch = functools.partial(hand_over, count, options.start_step)
+        agreed = switch(lambda: self._nothing(dense), factors)
+        outputs, sent, finite = switch(
+            lambda: self._plain(totals, dense), lambda: self._rebuilt(agreed)
         )
         commit = finite if started is None else finite & started
         new = Memory(*(list(field) for field in memory))
         for k, i in enumerate(self.chosen):
             if options.alternating:
-                new.p[i] = jnp.where(commit & left_turn, agreed.means.p[k], memory.p[i])
-                new.q[i] = jnp.where(commit & ~left_turn, agreed.means.q[k], memory.q[i])
+                new.p[i] = _replaced_if(commit & left_turn, memory.p[i], agreed.means.p[k])
+                new.q[i] = _replaced_if(commit & ~left_turn, memory.q[i], agreed.means.q[k])
             elif options.warm_start:
-                new.q[i] = jnp.where(commit, agreed.means.q[k], memory.q[i])
+                new.q[i] = _replaced_if(commit, memory.q[i], agreed.means.q[k])
         if options.error_feedback:
             _, kept = self._feedback(count)
             for total, own, i in zip(totals, self._products(agreed.own), self.chosen, strict=True):
                 old, lost = memory.residual[i], total - own
                 if kept is not None:
                     lost = lost + kept.astype(lost.dtype) * old.astype(lost.dtype)
-                new.residual[i] = jnp.where(commit, lost.astype(old.dtype), old)
+                new.residual[i] = _replaced_if(commit, old, lost)
         return Result(outputs, new, finite, sent)
 
     def _two_sided(
@@ -155,11 +156,10 @@ class Step:
     ) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""
         options, views, n = self.options, self._views(), len(totals)
-        starts = [
-            memory.q[i] if options.warm_start else random_q(options, self.plans[i], i, count)
-            for i in self.chosen
-        ]
-        bases = self._bases(starts, options.eps)
+        starts = memory.q
+        if not options.warm_start:
+            starts = {i: random_q(options, self.plans[i], i, count) for i in self.chosen}
+        bases = self._bases(self._beside(totals, starts), options.eps)
         left = [times_q(v, m, b) for v, m, b in zip(views, totals, bases, strict=True)]
         first = self._reduce([*left, *dense], thin=n)
 
@@ -181,7 +181,7 @@ class Step:
     ) -> _Agreed:
         """Factors of one side from those of the other, in one all-reduce."""
         product, n = times_q if left else transposed_times_p, len(totals)
-        bases = self._bases([others[i] for i in self.chosen], self.options.eps)
+        bases = self._bases(self._beside(totals, others), self.options.eps)
         own = [product(v, m, b) for v, m, b in zip(self._views(), totals, bases, strict=True)]
         reduced = self._reduce([*own, *dense], thin=n)
         pairs = [(x, bases) if left else (bases, x) for x in (reduced.means[:n], reduced.sent[:n])]
@@ -256,6 +256,10 @@ class Step:
     def _bases(self, factors: Sequence[Array], eps: Any) -> list[Array]:
         return map_by_shape(lambda x: orthogonalize(x, eps), factors)
 
+    def _beside(self, totals: list[Array], factors: Any) -> list[Array]:
+        """The remembered factors of the compressed leaves, by position, in the compute dtype."""
+        return [factors[i].astype(x.dtype) for i, x in zip(self.chosen, totals, strict=True)]
+
     def _products(self, factors: _Factors) -> list[Array]:
         """``P Q^T`` in the leaf's shape, of every compressed leaf."""
         return [outer(v, p, q) for v, p, q in zip(self._views(), *factors, strict=True)]
@@ -284,9 +288,8 @@ def _random(
     return jax.random.normal(key, shape, compute_dtype(plan.dtype))
 
 
-def _once(started: Array | None, after: Callable[[], T], before: Callable[[], T]) -> T:
-    """`after` if the first steps are over, else `before`; None: there were none."""
-    return after() if started is None else lax.cond(started, after, before)
+def _replaced_if(flag: Array, old: Array, new: Array) -> Array:
+    return jnp.where(flag, new.astype(old.dtype), old)
 
 
 def _nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:

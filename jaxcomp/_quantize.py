@@ -247,7 +247,7 @@ def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
     if key is None:
         rounded = jnp.round(scaled)
     else:
-        rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape))
+        rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
     integers = jnp.where(usable, jnp.clip(rounded, -_LEVELS, _LEVELS), 0).astype(jnp.int8)
     return integers, jnp.where(jnp.isfinite(top), jnp.where(usable, scale, 0), jnp.nan)
 

@@ -59,9 +59,8 @@ def ranks_by_spectrum(
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
-      >>> from jaxcomp._ranks import ranks_by_spectrum
       >>> sharp, flat = jnp.diag(jnp.array([1.0] + 31 * [1e-3])), jnp.eye(32)
-      >>> rank = ranks_by_spectrum({"flat": flat, "sharp": sharp}, ratio=4.0)
+      >>> rank = jaxcomp.ranks_by_spectrum({"flat": flat, "sharp": sharp}, ratio=4.0)
       >>> stats = jaxcomp.compression_stats({"flat": flat, "sharp": sharp}, rank=rank)
       >>> [leaf.rank for leaf in stats.leaves], stats.ratio
       ([7, 1], 4.0)

@@ -22,6 +22,9 @@ REDUCERS = {
     "powersgd": lambda start: jaxcomp.powersgd(
         2, axis_name=AXIS, start_step=start, min_compression_rate=1.0
     ),
+    "one-sided": lambda start: jaxcomp.powersgd(
+        2, axis_name=AXIS, start_step=start, min_compression_rate=1.0, alternating=True
+    ),
     "powersgd-fp16": lambda _: jaxcomp.powersgd(
         1, axis_name=AXIS, start_step=0, min_compression_rate=1.0, comm_dtype=HALF,
         residual_dtype=jnp.bfloat16,
@@ -42,6 +45,7 @@ NOT_FINITE = ("nan", "inf", "-inf", "overflow", "all")
 FAULTS = {
     "feedback-fp16": (*NOT_FINITE, "3e38", "1e6"),
     "powersgd": (*NOT_FINITE, "3e38"),
+    "one-sided": (*NOT_FINITE, "3e38"),
     "powersgd-fp16": (*NOT_FINITE, "3e38", "1e6"),
     "batched": (*NOT_FINITE, "3e38"),
     "int8-stochastic": NOT_FINITE,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runners import AXIS, random_grads, simulate
 
 import jaxcomp
-from jaxcomp._ranks import ranks_by_spectrum
+from jaxcomp import ranks_by_spectrum
 
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,), "embedding": (64, 12)}
 
@@ -135,8 +135,7 @@ def test_powersgd_takes_them():
         assert state.q[name].shape[-1] == chosen[name]
 
 
-def test_the_page_on_convergence_runs(monkeypatch, capsys):
-    monkeypatch.setattr(jaxcomp, "ranks_by_spectrum", ranks_by_spectrum, raising=False)
+def test_the_page_on_convergence_runs(capsys):
     page = (Path(__file__).parents[2] / "docs" / "convergence.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
