@@ -208,12 +208,21 @@ def test_state_dict_round_trip():
     tx, params, state = trained_state()
     d = state_dict(state)
     assert d["version"] == 1
-    assert set(d) == {"version", *state._fields}
+    assert set(d) == {"version", "count", "residual", "q"}  # p is there in one-sided states only
     assert set(d["q"]) == {"fc", "head"}
     assert list(d["q"]["fc"]) == ["kernel"]
     assert all(isinstance(leaf, np.ndarray | int) for leaf in jax.tree.leaves(d))
     back = load_state_dict(tx.init(params), d)
     assert jax.tree.structure(back) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_state_dict_of_one_sided_steps_has_both_factors():
+    _, params, _ = trained_state()
+    state = jaxcomp.powersgd(1, axis_name="data", alternating=True).init(params)
+    d = state_dict(state)
+    assert set(d) == {"version", *state._fields}
+    back = load_state_dict(jax.tree.map(jnp.zeros_like, state), d)
     jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
