@@ -25,10 +25,10 @@ import importlib.util
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
+from arguments import at_least, listed, one_of
 from cluster_job import ENVIRONMENT, JobFailed
 from cluster_measure import Plan, measure
 from cluster_net import NetworkUnavailable, check_available
@@ -47,8 +47,6 @@ from machine import describe
 EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
 RESULTS, TRIAL = Path("benchmarks/results"), Path("out/cluster")
 _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
-
-T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,42 +100,18 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
     given = parser.parse_args(argv)
     try:
         plan = Plan(
-            processes=_at_least("--processes", given.processes, 2),
-            models=_listed("--models", given.models, _one_of("--models", MODELS)),
-            rates=_listed("--rates", given.rates, parse_rate),
-            strategies=_listed("--strategies", given.strategies, parse_strategy),
-            frameworks=_listed(
-                "--frameworks", given.frameworks, _one_of("--frameworks", FRAMEWORKS)
-            ),
-            steps=_at_least("--steps", given.steps, 2),
-            seconds_per_case=_at_least("--seconds-per-case", given.seconds_per_case, 0.1),
+            processes=at_least("--processes", given.processes, 2),
+            models=listed("--models", given.models, one_of("--models", MODELS)),
+            rates=listed("--rates", given.rates, parse_rate),
+            strategies=listed("--strategies", given.strategies, parse_strategy),
+            frameworks=listed("--frameworks", given.frameworks, one_of("--frameworks", FRAMEWORKS)),
+            steps=at_least("--steps", given.steps, 2),
+            seconds_per_case=at_least("--seconds-per-case", given.seconds_per_case, 0.1),
             tiny=given.tiny,
         )
     except ValueError as error:
         parser.error(str(error))
     return plan, given.out or (TRIAL if plan.tiny else RESULTS)
-
-
-def _at_least(name: str, value: T, least: T) -> T:
-    if not value >= least:  # type: ignore[operator]
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    return value
-
-
-def _listed(name: str, text: str, parse_one: Callable[[str], T]) -> tuple[T, ...]:
-    found = dict.fromkeys(parse_one(part) for part in text.split(",") if part.strip())
-    if not found:
-        raise ValueError(f"`{name}` is empty; separate what you want by commas.")
-    return tuple(found)
-
-
-def _one_of(name: str, known: tuple[str, ...]) -> Callable[[str], str]:
-    def parse_one(text: str) -> str:
-        if text.strip() not in known:
-            raise ValueError(f"`{name}` has no {text.strip()!r}; there are {', '.join(known)}.")
-        return text.strip()
-
-    return parse_one
 
 
 def check_packages(plan: Plan) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from cluster_plan import ring_factor
+from tables import markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +142,6 @@ def _overview(figures: Mapping[Key, Figures]) -> str:
         texts = (" / ".join(_milliseconds(f.median) if f else "-" for f in c) for c in cells)
         rows.append([strategy, *texts])
     return markdown(["strategy", *rates], rows)
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all but the first column are aligned to the right."""
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 
 def _row(figures: Mapping[Key, Figures], key: Key) -> list[str]:

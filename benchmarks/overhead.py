@@ -29,6 +29,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least, listed, one_of, positive_int
 from machine import ALLOCATOR, ONE_THREAD, describe
 from overhead_report import plot, table
 from overhead_trees import TREES, torch_layout
@@ -59,25 +60,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--alternating", action="store_true", help="time jaxcomp's one-sided steps")
     add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
     given = parser.parse_args(argv)
-    given.trees = _listed(parser, "--trees", given.trees, TREES)
-    given.frameworks = _listed(parser, "--frameworks", given.frameworks, ("jax", "torch"))
     try:
-        given.ranks = [int(rank) for rank in given.ranks.split(",")]
-    except ValueError:
-        parser.error(f"--ranks must be integers with commas between, got {given.ranks!r}.")
-    if min(given.ranks) < 1 or given.steps < 1:
-        parser.error("--ranks and --steps must be positive.")
+        given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
+        given.frameworks = listed(
+            "--frameworks", given.frameworks, one_of("--frameworks", ("jax", "torch"))
+        )
+        given.ranks = listed("--ranks", given.ranks, positive_int("--ranks"))
+        at_least("--steps", given.steps, 1)
+    except ValueError as error:
+        parser.error(str(error))
     if given.device == "cpu" and given.core not in os.sched_getaffinity(0):
         parser.error(f"there is no core {given.core} for this program; see `taskset -p $$`.")
     return given
-
-
-def _listed(parser: argparse.ArgumentParser, name: str, text: str, known: Any) -> list[str]:
-    found = text.split(",")
-    unknown = [part for part in found if part not in known]
-    if unknown:
-        parser.error(f"{name} has no {unknown[0]!r}; there are {', '.join(known)}.")
-    return found
 
 
 def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
+from tables import markdown
 
 _HEADER = [
     "gradients of",
@@ -35,10 +36,8 @@ def table(run: Mapping[str, Any]) -> str:
         f"`{run['command']}`, {run['date']}; {machine['cpu']}; {versions}. Medians; the floor is 7",
         "words for every gradient value at the copy bandwidth measured in the same run.",
         "",
-        "| " + " | ".join(_HEADER) + " |",
-        "|" + "---|" * len(_HEADER),
+        markdown(_HEADER, [_row(case) for case in run["cases"]]),
     ]
-    lines += ["| " + " | ".join(_row(case)) + " |" for case in run["cases"]]
     return "\n".join(lines) + "\n"
 
 

@@ -60,9 +60,9 @@ def test_a_small_run_measures_both_frameworks_and_writes_its_results(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trees", "vgg"], "--trees has no 'vgg'; there are mlp, resnet50"),
-        (["--ranks", "one"], "--ranks must be integers with commas between"),
-        (["--ranks", "0"], "must be positive"),
+        (["--trees", "vgg"], "`--trees` has no 'vgg'; there are mlp, resnet50"),
+        (["--ranks", "one"], "`--ranks` takes integers from 1 on, got 'one'"),
+        (["--ranks", "0"], "`--ranks` takes integers from 1 on, got '0'"),
         (["--core", "4096"], "there is no core 4096"),
     ],
 )

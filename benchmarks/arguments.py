@@ -1,0 +1,61 @@
+"""Checks of command-line values that several benchmarks share; a `ValueError` says what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def at_least(name: str, value: T, least: T) -> T:
+    """`value`, unless it is smaller.
+
+    Raises:
+      ValueError: If it is.
+    """
+    if not value >= least:  # type: ignore[operator]
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    return value
+
+
+def listed(name: str, text: str, parse_one: Callable[[str], T]) -> tuple[T, ...]:
+    """What stands between the commas of `text`, each once.
+
+    Raises:
+      ValueError: If there is nothing, or `parse_one` refuses a part.
+    """
+    found = dict.fromkeys(parse_one(part.strip()) for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueError(f"`{name}` is empty; separate what you want by commas.")
+    return tuple(found)
+
+
+def one_of(name: str, known: Iterable[str]) -> Callable[[str], str]:
+    """A parser for `listed` that lets known names pass.
+
+    Raises:
+      ValueError: In the parser, for any other.
+    """
+
+    def parse_one(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"`{name}` has no {text!r}; there are {', '.join(known)}.")
+        return text
+
+    return parse_one
+
+
+def positive_int(name: str) -> Callable[[str], int]:
+    """A parser for `listed` of integers from 1 on.
+
+    Raises:
+      ValueError: In the parser, for anything else.
+    """
+
+    def parse_one(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"`{name}` takes integers from 1 on, got {text!r}.")
+        return int(text)
+
+    return parse_one
