@@ -9,6 +9,7 @@ split; then gradients are averaged exactly over "fast", and compressed over "slo
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from functools import partial
 from typing import Any
@@ -93,13 +94,32 @@ def slow_bytes(compiled: str, fast_devices: int) -> int:
     """Bytes of the all-reduces between hosts, per device, read from the compiled program."""
     total = 0
     for line in compiled.splitlines():
-        # Devices are numbered row by row: a group that crosses hosts holds 0 and `fast_devices`.
-        if " all-reduce(" in line and f"{{{{0,{fast_devices}}}" in line:
-            kinds = re.findall(r"(f32|bf16|f16)\[([\d,]*)\]", line.split(" all-reduce(")[0])
-            for kind, dims in kinds:
-                values = int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
-                total += values * (4 if kind == "f32" else 2)
+        result, found, _ = line.partition(" all-reduce(")
+        if not found:
+            continue
+        # Devices are numbered row by row: hosts are so many devices apart.
+        if any(device // fast_devices != group[0] // fast_devices
+               for group in replica_groups(line) for device in group):  # fmt: skip
+            for kind, dims in re.findall(r"(f32|bf16|f16)\[([\d,]*)\]", result):
+                total += math.prod(numbers(dims)) * (4 if kind == "f32" else 2)
     return total
+
+
+def replica_groups(line: str) -> list[list[int]]:
+    """The devices that a collective joins; listed, or as a range reshaped and turned."""
+    if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
+        return [numbers(group) for group in re.findall(r"\{([\d, ]*)\}", listed[1])]
+    written = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if not (turned := re.search(written, line)):
+        raise ValueError(f"XLA writes replica groups in a form unknown here: {line.strip()}")
+    groups, dims, axes = (numbers(part or "") for part in turned.groups())
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    return np.transpose(devices, axes or None).reshape(groups).tolist()
+
+
+def numbers(text: str) -> list[int]:
+    """From "2,4" to [2, 4]."""
+    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def command_line() -> Parser:
