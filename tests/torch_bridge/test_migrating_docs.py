@@ -1,0 +1,140 @@
+"""The programs in docs/migrating.md: a DDP job saves, JAX goes on, and DDP goes on after that."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+pytestmark = pytest.mark.torch
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
+BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def torch_loss(model, batch):
+    import torch
+
+    x = torch.from_numpy(batch)
+    return ((model(x) - torch.sin(x[:, :16])) ** 2).mean()
+
+
+def jax_loss(params, batch):
+    hidden = jnp.tanh(batch @ params["first"]["kernel"] + params["first"]["bias"])
+    out = hidden @ params["second"]["kernel"] + params["second"]["bias"]
+    return jnp.mean((out - jnp.sin(batch[:, :16])) ** 2)
+
+
+def new_job():
+    """Model, DDP around it and optimizer, as the page's reader has them."""
+    import collections
+
+    import torch
+
+    layers = collections.OrderedDict(
+        first=torch.nn.Linear(24, 48), tanh=torch.nn.Tanh(), second=torch.nn.Linear(48, 16)
+    )
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(layers)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, ddp_model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def torch_steps(ddp_model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = torch_loss(ddp_model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def jax_steps(tx, params, opt_state, batches):
+    """One replica."""
+
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(jax_loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0), axis_name="data"))
+    losses = []
+    for batch in batches:
+        results = mapped(params, opt_state, jnp.asarray(batch)[None])
+        params, opt_state, loss = jax.tree.map(lambda x: x[0], results)
+        losses.append(float(loss))
+    return params, opt_state, losses
+
+
+def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, monkeypatch):
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+    import torch_bridge
+
+    monkeypatch.chdir(tmp_path)
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    save, go_on, hand_back, return_ = (compile(x, PAGE.name, "exec") for x in programs)
+
+    model, ddp_model, optimizer = new_job()
+    state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
+    ddp_model.register_comm_hook(state, hook.powerSGD_hook)
+    torch_steps(ddp_model, optimizer, BATCHES[:10])
+    exec(save, {"ddp_model": ddp_model, "state": state, "optimizer": optimizer})
+    stayed = torch_steps(ddp_model, optimizer, BATCHES[10:])
+
+    shapes = {"first": (24, 48), "second": (48, 16)}
+    abstract = {
+        name: {
+            "kernel": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "bias": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
+        }
+        for name, shape in shapes.items()
+    }
+    names = {"abstract_params": abstract}
+    exec(go_on, names)
+    assert names["checkpoint"].extra["epoch"] == 3
+    assert names["options"]["rank"] == 2
+    params, opt_state, moved = jax_steps(
+        names["tx"], names["params"], names["opt_state"], BATCHES[10:25]
+    )
+    reducer_state, optimizer_state = opt_state
+    names |= {"params": params, "reducer_state": reducer_state, "optimizer_state": optimizer_state}
+    exec(hand_back, names)
+
+    model, ddp_model, optimizer = new_job()
+    back = {
+        "torch": torch,
+        "torch_bridge": torch_bridge,
+        "model": model,
+        "ddp_model": ddp_model,
+        "optimizer": optimizer,
+        "rank": 0,
+        "batch": BATCHES[25],
+        "loss": lambda batch: torch_loss(ddp_model, batch),
+    }
+    exec(return_, back)
+    before = copy.deepcopy(model.state_dict())
+    np.testing.assert_array_equal(before["first.weight"].numpy().T, params["first"]["kernel"])
+    moved += torch_steps(ddp_model, optimizer, BATCHES[25:])
+    np.testing.assert_allclose(moved, stayed, rtol=1e-4)
+    assert moved[-1] < 0.9 * moved[0]
