@@ -20,6 +20,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import ModelConfig, Transformer, init_params, load_corpus, loss_fn, training_batch
+from replica_groups import replica_groups
 from train_lm import Parser
 
 import jaxcomp
@@ -101,25 +102,10 @@ def slow_bytes(compiled: str, fast_devices: int) -> int:
         if any(device // fast_devices != group[0] // fast_devices
                for group in replica_groups(line) for device in group):  # fmt: skip
             for kind, dims in re.findall(r"(f32|bf16|f16)\[([\d,]*)\]", result):
-                total += math.prod(numbers(dims)) * (4 if kind == "f32" else 2)
+                total += math.prod(int(n) for n in dims.split(",") if n) * (
+                    4 if kind == "f32" else 2
+                )
     return total
-
-
-def replica_groups(line: str) -> list[list[int]]:
-    """The devices that a collective joins; listed, or as a range reshaped and turned."""
-    if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
-        return [numbers(group) for group in re.findall(r"\{([\d, ]*)\}", listed[1])]
-    written = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if not (turned := re.search(written, line)):
-        raise ValueError(f"XLA writes replica groups in a form unknown here: {line.strip()}")
-    groups, dims, axes = (numbers(part or "") for part in turned.groups())
-    devices = np.arange(math.prod(dims)).reshape(dims)
-    return np.transpose(devices, axes or None).reshape(groups).tolist()
-
-
-def numbers(text: str) -> list[int]:
-    """From "2,4" to [2, 4]."""
-    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def command_line() -> Parser:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from replica_groups import replica_groups
 from runners import random_grads
 
 import jaxcomp
@@ -24,7 +25,7 @@ LAYOUTS = {
 }
 COLLECTIVE = re.compile(
     r"^.* = (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-    r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\S+)",
+    r"(?:-start)?(\(.*)$",
     re.MULTILINE,
 )
 VALUES = 2 * 64 * 96 + 96  # of all parameters
@@ -69,24 +70,15 @@ def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
     return jax.jit(mapped), params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
 
 
-def groups_of(text):
-    """The groups of devices that talk: listed, or as [groups, members]<=[dims]T(axes)."""
-    if text.startswith("{{"):
-        return [[int(i) for i in group.split(",")] for group in text.strip("{}").split("},{")]
-    found = re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?,?", text)
-    shape, dims, axes = ([int(i) for i in x.split(",")] if x else None for x in found.groups())
-    return np.arange(np.prod(dims)).reshape(dims).transpose(axes).reshape(shape).tolist()
-
-
 def collectives(compiled):
     """(operation, values of every result on one device, whether it crosses hosts)."""
     found = []
-    for results, op, groups in COLLECTIVE.findall(compiled):
+    for results, op, rest in COLLECTIVE.findall(compiled):
         sizes = [
             int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
             for dims in re.findall(r"\w+\[([\d,]*)\]", results)
         ]
-        crosses = any(len({i // 4 for i in group}) > 1 for group in groups_of(groups))
+        crosses = any(len({i // 4 for i in group}) > 1 for group in replica_groups(rest))
         found.append((op, sizes, crosses))
     return found
 
