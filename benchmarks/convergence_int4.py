@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxcomp._collectives import axis_size, exchange, gather, replica_index
 from jaxcomp._dtypes import round_to
-from jaxcomp._quantize import BlockLayout
+from jaxcomp._shares import BlockLayout
 
 Array = jax.Array
 

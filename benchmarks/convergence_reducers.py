@@ -1,8 +1,8 @@
 """Reducers of the convergence study that are not in the library: what was tried beside it.
 
 Each is a `jaxcomp.Reducer` and composes with `jaxcomp.error_feedback`. `low_rank` is PowerSGD
-without a residual, with two things that `jaxcomp.powersgd` does not have: factors as integers on
-the wire, and several power iterations in a step. `difference` and `whitened` change what such a
+without a residual, with two things that `jaxcomp.powersgd` does not have: factors as 4-bit integers
+on the wire, and several power iterations in a step. `difference` and `whitened` change what such a
 reducer is given.
 """
 
@@ -21,13 +21,11 @@ import jaxcomp
 from jaxcomp._collectives import as_local, reduce_mean
 from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
-from jaxcomp._quantize import BlockLayout
 
 Tree = Any
 Array = jax.Array
 
 _MIN_COMPRESSION_RATE = 2.0  # the library's default
-_INT8_BLOCK = 128  # integers that share a scale; a block so rarely spans two columns of a factor
 
 
 class LowRankState(NamedTuple):
@@ -46,8 +44,7 @@ def low_rank(
     Args:
       rank: An int, or a function of (path, leaf), as for `jaxcomp.powersgd`.
       axis_name: The mapped axis of the replicas.
-      wire: "float32", "bfloat16", "float16", "int8" or "int4": how the factors and the uncompressed
-        leaves travel.
+      wire: "float32" or "int4": how the factors and the uncompressed leaves travel.
       iterations: Power iterations in a step; each sends both factors.
 
     Returns:
@@ -118,12 +115,7 @@ def low_rank_bytes(
         if plan.view is not None:
             shapes = [plan.p_shape, plan.q_shape] * iterations
         for size in map(math.prod, shapes):
-            if wire == "int4":
-                total += int4_bytes(size, replicas)
-            elif wire == "int8":
-                total += BlockLayout.of(size, replicas, _INT8_BLOCK).wire_bytes
-            else:
-                total += size * jnp.dtype(wire).itemsize
+            total += int4_bytes(size, replicas) if wire == "int4" else 4 * size
     return total
 
 
@@ -138,12 +130,8 @@ def _average(
     turned = [x.mT if i < factors else x for i, x in enumerate(parts)]
     if wire == "int4":
         means, sent, finite = average_int4(as_local(turned, axis_name), axis_name)
-    elif wire == "int8":
-        int8 = jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=_INT8_BLOCK)
-        result = int8.reduce(as_local(turned, axis_name), int8.init(turned))
-        means, sent, finite = result.updates, result.sent, result.finite
     else:
-        means, sent, finite = reduce_mean(turned, axis_name, jnp.dtype(wire))
+        means, sent, finite = reduce_mean(turned, axis_name, jnp.float32)
     back = lambda xs: [x.mT if i < factors else x for i, x in enumerate(xs)]  # noqa: E731
     return back(means), back(sent), finite
 

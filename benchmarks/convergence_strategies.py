@@ -86,37 +86,49 @@ def _rank_of(rank: Any, config: Config) -> Any:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """Ranks by spectrum that send so many times fewer values than the dense gradient."""
+    """Ranks by spectrum that send so many times fewer values than the dense gradient.
+
+    Bytes instead of values with a `comm_dtype`.
+    """
 
     ratio: float
     adaptive: bool = True
+    comm_dtype: str | None = None
 
     def fit(self, config: Config) -> Any:
         """The ranks of the model of a study."""
         gradients = early_momentum(config)
-        return jaxcomp.ranks_by_spectrum(gradients, ratio=self.ratio, adaptive=self.adaptive)
+        return jaxcomp.ranks_by_spectrum(
+            gradients, ratio=self.ratio, adaptive=self.adaptive, comm_dtype=self.comm_dtype
+        )
 
 
-def _powersgd(summary: str, rank: Any, *, start: float = 0.0, **options: Any) -> Strategy:
+def _powersgd(
+    summary: str,
+    rank: Any,
+    *,
+    family: str | None = None,
+    wrap: Callable[[jaxcomp.Reducer], jaxcomp.Reducer] = lambda reducer: reducer,
+    start: float = 0.0,
+    **options: Any,
+) -> Strategy:
     """`jaxcomp.powersgd`."""
     counted = {k: v for k, v in options.items() if k in ("comm_dtype", "alternating")}
     if options.get("alternating"):
-        family = "one-sided"
+        named = "one-sided"
     else:
-        family = "PowerSGD, narrow factors" if "comm_dtype" in options else "PowerSGD"
-    return _every_step(
-        family,
-        summary,
-        lambda config: jaxcomp.powersgd(
-            _rank_of(rank, config), axis_name=AXIS, start_step=0, **options
-        ),
-        lambda config: (
-            jaxcomp.compression_stats(
-                config.params(), rank=_rank_of(rank, config), **counted
-            ).bytes_after
-        ),
-        start=start,
-    )
+        named = "PowerSGD, narrow factors" if "comm_dtype" in options else "PowerSGD"
+
+    def make(config: Config) -> jaxcomp.Reducer:
+        ranks = _rank_of(rank, config)
+        return wrap(jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, **options))
+
+    def size(config: Config) -> int:
+        ranks, replicas = _rank_of(rank, config), config.replicas
+        stats = jaxcomp.compression_stats(config.params(), rank=ranks, replicas=replicas, **counted)
+        return stats.bytes_after
+
+    return _every_step(family or named, summary, make, size, start=start)
 
 
 def _low_rank(
@@ -226,14 +238,16 @@ STRATEGIES: dict[str, Strategy] = {
     "powersgd-r4-3-iterations": _low_rank(
         "rank 4, three power iterations a step", 4, family="PowerSGD", iterations=3
     ),
-    "powersgd-r16-int8": _low_rank("rank 16, int8 factors", 16, wire="int8"),
+    "powersgd-r16-int8": _powersgd("rank 16, int8 factors", 16, comm_dtype="int8"),
     "powersgd-r32-int4": _low_rank("rank 32, int4 factors", 32, wire="int4"),
     # The ratios are those of ranks 4, 16 and 32 in this model, so that each has its equal above.
     "spectrum-r4": _powersgd("ranks by spectrum, bytes of rank 4", _Spectrum(22.4)),
     "spectrum-r4-raw": _powersgd(
         "the same, leaves not scaled to their size", _Spectrum(22.4, adaptive=False)
     ),
-    "spectrum-r16-int8": _low_rank("ranks by spectrum, int8 factors", _Spectrum(5.74), wire="int8"),
+    "spectrum-r16-int8": _powersgd(
+        "ranks by spectrum, int8 factors", _Spectrum(20.2, comm_dtype="int8"), comm_dtype="int8"
+    ),
     "spectrum-r32-int4": _low_rank("ranks by spectrum, int4 factors", _Spectrum(2.62), wire="int4"),
     "whitened-r4": _low_rank(
         "rank 4 of the gradient as Adam scales it",
@@ -244,12 +258,13 @@ STRATEGIES: dict[str, Strategy] = {
     "difference-r4": _difference("EF21 with momentum, Adam with b1=0", 4),
     "difference-r4-rate0.5": _difference("the same at half the learning rate", 4, rate=0.5),
     "difference-r4-rate0.25": _difference("the same at a quarter of it", 4, rate=0.25),
-    "predicted-r16-int8": _low_rank(
+    "predicted-r16-int8": _powersgd(
         "rank 16, int8, error feedback on the change from a running mean",
         16,
         family="difference",
         wrap=_prediction,
-        wire="int8",
+        comm_dtype="int8",
+        error_feedback=False,
     ),
     "local-h6-int8": _local(
         "local SGD: an int8 average every 6 steps", 6, outer=False, reducer=_int8, size=_int8_size

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._checks import check_int
-from jaxcomp._dtypes import widest
+from jaxcomp._dtypes import checked_dtype, widest
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import leaf_dtype
 from jaxcomp._powersgd import powersgd
@@ -93,7 +93,7 @@ def batched_powersgd(
         warm_start=warm_start,
         eps=eps,
         seed=seed,
-        comm_dtype=comm_dtype,
+        comm_dtype=checked_dtype("comm_dtype", comm_dtype),
         residual_dtype=residual_dtype,
         matrix_dims=_rows_first,
         error_decay=error_decay,

@@ -12,6 +12,7 @@ from jax import lax
 from jaxcomp._typing import Array
 
 _WIRE = ("float32", "bfloat16", "float16")
+_FACTORS = (*_WIRE, "int8")
 # A residual may exceed what float16 holds, and would then be infinite for ever.
 _STORAGE = ("float32", "bfloat16")
 
@@ -45,12 +46,27 @@ def round_to(x: Array, dtype: Any) -> Array:
 
 
 def checked_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of what goes on the wire as a NumPy dtype, or None.
+    """`dtype` of what an all-reduce has on the wire as a NumPy dtype, or None.
 
     Raises:
       ValueError: If it is not one of float32, bfloat16 and float16.
     """
+    if _dtype_name(dtype) == "int8":
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
+            "integers overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
+            f"{name}=jnp.int8."
+        )
     return _checked(name, dtype, _WIRE)
+
+
+def checked_factor_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` of factors on the wire as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is not one of float32, bfloat16, float16 and int8.
+    """
+    return _checked(name, dtype, _FACTORS)
 
 
 def checked_residual_dtype(dtype: Any) -> Any:
@@ -65,10 +81,14 @@ def checked_residual_dtype(dtype: Any) -> Any:
 def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
     if dtype is None:
         return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in allowed:
+    if _dtype_name(dtype) not in allowed:
         raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
-    return found
+    return jnp.dtype(dtype)
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """NumPy's name; None for what is no dtype."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        return None

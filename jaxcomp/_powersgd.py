@@ -20,7 +20,7 @@ from jaxcomp._checks import (
     check_static_number,
 )
 from jaxcomp._collectives import as_local, is_bound
-from jaxcomp._dtypes import checked_dtype, checked_residual_dtype, compute_dtype
+from jaxcomp._dtypes import checked_factor_dtype, checked_residual_dtype, compute_dtype
 from jaxcomp._fit import Field, fitted
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._matricize import LeafPlan
@@ -84,7 +84,9 @@ def powersgd(
     residual grows like the square root of the step count, and this one stays bounded.
 
     Leaves that are not compressed ride along in the first all-reduce, so a step takes two
-    all-reduces, whatever the number of leaves.
+    all-reduces, whatever the number of leaves. With int8 on the wire each of the two becomes an
+    all-to-all and an all-gather, as in `quantized_allreduce`: columns of the factors in blocks of
+    at most 128 integers with a scale, the other leaves unrounded, sums in float32.
 
     If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
     stays as it was, bit for bit. Wrap what comes *after* this transformation in
@@ -118,7 +120,9 @@ def powersgd(
         needed here: zero columns are safe with 0.
       seed: Seeds the first (or with ``warm_start=False`` every) right factor.
       comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
-        where a gradient is).
+        where a gradient is). int8 is for the factors only: leaves that are not compressed, which
+        have no residual to keep a rounding, go in their own dtype, and the exact averages before
+        `start_step` as with None. The state is the same for all of them.
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block
@@ -168,7 +172,7 @@ def powersgd(
         warm_start=check_flag("warm_start", warm_start),
         eps=check_number("eps", eps, 0),
         seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
-        comm_dtype=checked_dtype("comm_dtype", comm_dtype),
+        comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
         residual_dtype=checked_residual_dtype(residual_dtype),
         matrix_dims=check_function("matrix_dims", matrix_dims),
         error_decay=error_decay

@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxcomp._collectives import Reduced, as_local, axis_size, reduce_mean
 from jaxcomp._dtypes import compute_dtype, widest
-from jaxcomp._factors import outer, times_q, transposed_times_p
+from jaxcomp._factors import outer, replace_by_product, times_q, transposed_times_p
+from jaxcomp._int8_factors import reduce_int8
 from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._reducers import hand_over
@@ -49,11 +50,16 @@ class Options:
         """What happens to each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
+    @property
+    def int8_factors(self) -> bool:
+        """Whether factors travel as integers; the rest then goes as without a `comm_dtype`."""
+        return self.comm_dtype == jnp.dtype(jnp.int8)
+
     def wire_dtype(self, leaves: list[Array]) -> Any:
-        """What goes on the wire for gradients of these dtypes."""
-        if self.comm_dtype is not None:
-            return self.comm_dtype
-        return widest(leaf.dtype for leaf in leaves)
+        """What goes on the wire for gradients of these dtypes, in an all-reduce."""
+        if self.comm_dtype is None or self.int8_factors:
+            return widest(leaf.dtype for leaf in leaves)
+        return self.comm_dtype
 
 
 class Memory(NamedTuple):
@@ -144,11 +150,16 @@ class Step:
                 new.q[i] = _replaced_if(commit, memory.q[i], agreed.means.q[k])
         if options.error_feedback:
             _, kept = self._feedback(count)
-            for total, own, i in zip(totals, self._products(agreed.own), self.chosen, strict=True):
-                old, lost = memory.residual[i], total - own
+
+            def unsent(own: Array, total: Array, old: Array) -> Array:
+                lost = total - own
                 if kept is not None:
                     lost = lost + kept.astype(lost.dtype) * old.astype(lost.dtype)
-                new.residual[i] = _replaced_if(commit, old, lost)
+                return _replaced_if(commit, old, lost)
+
+            zipped = zip(self.chosen, self._views(), *agreed.own, totals, strict=True)
+            for i, view, p, q, total in zipped:
+                new.residual[i] = replace_by_product(view, p, q, total, memory.residual[i], unsent)
         return Result(outputs, new, finite, sent)
 
     def _two_sided(
@@ -207,22 +218,30 @@ class Step:
     def _rebuilt(self, agreed: _Agreed) -> _Rebuilt:
         """Outputs from the factors."""
         dtypes = [self.plans[i].dtype for i in self.chosen]
-        products = zip(self._products(agreed.means), dtypes, strict=True)
+        means, finite = agreed.means, agreed.finite
+        half = jnp.dtype(jnp.float16) in dtypes
+        if not half:
+            # One NaN in a row of a factor is NaN in the whole row of the product: no second look
+            # at what is as large as the gradients.
+            means = means._replace(p=_nan_unless(finite, means.p))
+        products = zip(self._products(means), dtypes, strict=True)
         outputs = [x.astype(dtype) for x, dtype in products]
-        # A float16 output can overflow where its factors did not.
-        finite = agreed.finite & all_finite([x for x in outputs if x.dtype == jnp.float16])
+        if half:
+            # A float16 output can overflow where its factors did not.
+            finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
+            outputs = _nan_unless(finite, outputs)
         sent = []
         if self.want_sent:
             products = zip(self._products(agreed.own), dtypes, strict=True)
             sent = [*(x.astype(dtype) for x, dtype in products), *agreed.dense_sent]
-        return _Rebuilt(_nan_unless(finite, [*outputs, *agreed.dense]), sent, finite)
+        return _Rebuilt([*outputs, *_nan_unless(finite, agreed.dense)], sent, finite)
 
     def _plain(self, totals: list[Array], dense: list[Array]) -> _Rebuilt:
         """Exact averages, in one all-reduce. Before `start_step` the sums are the gradients."""
         gradients = [
             x.astype(self.plans[i].dtype) for i, x in zip(self.chosen, totals, strict=True)
         ]
-        reduced = self._reduce([*gradients, *dense], thin=0)
+        reduced = reduce_mean([*gradients, *dense], self.options.axis_name, self.wire)
         sent = reduced.sent if self.want_sent else []
         return _Rebuilt(_nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
 
@@ -251,7 +270,8 @@ class Step:
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
     def _reduce(self, parts: list[Array], *, thin: int) -> Reduced:
-        return reduce_mean(parts, self.options.axis_name, self.wire, thin=thin)
+        reduce = reduce_int8 if self.options.int8_factors else reduce_mean
+        return reduce(parts, self.options.axis_name, self.wire, thin=thin)
 
     def _bases(self, factors: Sequence[Array], eps: Any) -> list[Array]:
         return map_by_shape(lambda x: orthogonalize(x, eps), factors)

@@ -1,28 +1,24 @@
 """An all-reduce with 8-bit integers on the wire and float32 sums in between.
 
 Every leaf is cut into one share for each replica and every share into blocks with a scale of their
-own. Quantise, send share ``k`` to replica ``k``, which sums it in float32, quantises the mean, and
-sends it to everybody. A sum of int8 values on the wire would overflow; here none is taken.
+own; `_shares` has how they are rounded and sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxcomp._checks import check_axis_name, check_int
-from jaxcomp._collectives import axis_size, exchange, gather, replica_index
+from jaxcomp._collectives import axis_size, replica_index
 from jaxcomp._gradients import reducible, replaced
 from jaxcomp._reduction import Reducer, Reduction, averaged_first, check_reduce_first
+from jaxcomp._shares import BlockLayout, mean_by_shares
 from jaxcomp._typing import Array, AxisName, PyTree
 
-_LEVELS = 127  # -127 .. 127: symmetric, so that a gradient and its negative are treated alike
-_SCALE_BYTES = 4
 _ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -33,38 +29,6 @@ class QuantizedState(NamedTuple):
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
     per_replica = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockLayout:
-    """How a leaf of `size` values is cut: ``(replicas, blocks, length)``, padded with zeros."""
-
-    size: int
-    replicas: int
-    blocks: int
-    length: int
-
-    @classmethod
-    def of(cls, size: int, replicas: int, block_size: int | None) -> BlockLayout:
-        """Blocks of at most `block_size` values, as equal as possible so that little is padded."""
-        share = -(-size // replicas)
-        blocks = -(-share // (block_size or max(share, 1)))
-        return cls(size, replicas, blocks, -(-share // max(blocks, 1)))
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the whole leaf with its scales, in either of the two stages."""
-        return self.replicas * self.blocks * (self.length + _SCALE_BYTES)
-
-    def cut(self, leaf: Array) -> Array:
-        """From any shape to blocks."""
-        padding = self.replicas * self.blocks * self.length - self.size
-        flat = jnp.pad(leaf.reshape(-1), (0, padding))
-        return flat.reshape(self.replicas, self.blocks, self.length)
-
-    def join(self, blocks: Array, like: Array) -> Array:
-        """The inverse of `cut`."""
-        return blocks.reshape(-1)[: self.size].reshape(like.shape)
 
 
 def quantized_allreduce(
@@ -174,86 +138,10 @@ def _allreduce(
     """Means, this replica's contributions as sent, and whether all of it is finite."""
     replicas = axis_size(axis_name)
     layouts = [BlockLayout.of(leaf.size, replicas, block_size) for leaf in leaves]
-    if not sum(leaf.size for leaf in leaves):
-        return leaves, leaves, jnp.array(True)
-    keys = (None, None) if key is None else jax.random.split(key)
-
-    blocks = [lay.cut(x.astype(jnp.float32)) for lay, x in zip(layouts, leaves, strict=True)]
-    wire = _encode(blocks, keys[0])
-    received = _decode(exchange(wire, axis_name), layouts)
-    means = [_mean_of_rows(x) for x in received]
-    second = _encode(means, keys[1])
-    outputs = _decode(gather(second[0], axis_name), layouts)
-
-    # The second rounding of a share is known only to the replica that summed it. There it counts as
-    # that replica's own, so that the mean of what was sent is the output.
-    owner = replica_index(axis_name)
-    sent = []
-    for first, mean, rounded in zip(
-        _decode(wire, layouts), means, _decode(second, layouts), strict=True
-    ):
-        own = lax.dynamic_index_in_dim(first, owner, keepdims=True) + replicas * (rounded - mean)
-        sent.append(lax.dynamic_update_index_in_dim(first, own, owner, axis=0))
-
-    finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
-    outputs = [jnp.where(finite, x, jnp.nan) for x in outputs]
-    return _like(outputs, layouts, leaves), _like(sent, layouts, leaves), finite
-
-
-def _mean_of_rows(x: Array) -> Array:
-    """The mean over the first axis, which stays with length 1.
-
-    Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
-    because XLA's CPU backend takes ten times as long for a sum over the first axis.
-    """
-    weights = jnp.full(x.shape[0], 1 / x.shape[0], x.dtype)
-    return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
-
-
-def _encode(blocks: list[Array], key: Array | None) -> Array:
-    """Blocks ``(n, blocks, length)`` as int8 rows: the integers of all leaves, then the scales."""
-    integers, scales = [], []
-    for i, x in enumerate(blocks):
-        rounded, scale = _quantize(x, None if key is None else jax.random.fold_in(key, i))
-        integers.append(rounded.reshape(x.shape[0], -1))
-        scales.append(lax.bitcast_convert_type(scale, jnp.int8).reshape(x.shape[0], -1))
-    return jnp.concatenate(integers + scales, axis=1)
-
-
-def _decode(rows: Array, layouts: list[BlockLayout]) -> list[Array]:
-    """The inverse of `_encode`: one float32 ``(n, blocks, length)`` for each leaf."""
-    integers, scales, n = [], [], rows.shape[0]
-    lengths = [lay.blocks * lay.length for lay in layouts]
-    lengths += [lay.blocks * _SCALE_BYTES for lay in layouts]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    parts = [rows[:, start : start + size] for start, size in zip(starts, lengths, strict=True)]
-    for lay, x, scale in zip(layouts, parts, parts[len(layouts) :], strict=False):
-        integers.append(x.reshape(n, lay.blocks, lay.length).astype(jnp.float32))
-        quadruples = scale.reshape(n, lay.blocks, 1, _SCALE_BYTES)
-        scales.append(lax.bitcast_convert_type(quadruples, jnp.float32))
-    return [x * scale for x, scale in zip(integers, scales, strict=True)]
-
-
-def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
-    """Integers of the shape of `x`, and a float32 scale for each of its last axes.
-
-    A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
-    that the scale would be subnormal.
-    """
-    top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
-    scale = top / _LEVELS
-    usable = scale >= jnp.finfo(jnp.float32).tiny
-    scaled = x / jnp.where(usable, scale, 1)
-    if key is None:
-        rounded = jnp.round(scaled)
-    else:
-        rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
-    integers = jnp.where(usable, jnp.clip(rounded, -_LEVELS, _LEVELS), 0).astype(jnp.int8)
-    return integers, jnp.where(jnp.isfinite(top), jnp.where(usable, scale, 0), jnp.nan)
-
-
-def _like(blocks: list[Array], layouts: list[BlockLayout], leaves: list[Array]) -> list[Array]:
-    return [
-        lay.join(x, leaf).astype(leaf.dtype)
-        for lay, x, leaf in zip(layouts, blocks, leaves, strict=True)
-    ]
+    reduced = mean_by_shares([x.astype(jnp.float32) for x in leaves], layouts, axis_name, key)
+    means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
+    like = [leaf.dtype for leaf in leaves]
+    means, sent = (
+        [x.astype(dtype) for x, dtype in zip(xs, like, strict=True)] for xs in (means, reduced.sent)
+    )
+    return means, sent, reduced.finite

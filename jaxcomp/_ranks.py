@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._checks import check_flag, check_function, check_static_number
+from jaxcomp._dtypes import checked_factor_dtype
 from jaxcomp._matricize import LeafPlan, leaf_name, plan_leaves
-from jaxcomp._typing import KeyPath, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._stats import wire_bytes
+from jaxcomp._typing import DType, KeyPath, MatrixDimsFn, PyTree, RankFn
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12
@@ -22,6 +26,7 @@ def ranks_by_spectrum(
     *,
     ratio: float,
     adaptive: bool = True,
+    comm_dtype: DType | None = None,
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> RankFn:
@@ -46,6 +51,9 @@ def ranks_by_spectrum(
       ratio: How many times fewer values than an all-reduce; with the gradients' dtype on the wire,
         the ratio of `compression_stats`.
       adaptive: Whether the optimizer scales gradients by their size, as Adam does.
+      comm_dtype: As for `powersgd`; where it is given, `ratio` is of bytes, the ratio of
+        `compression_stats`. With int8 a value of an uncompressed leaf costs as much as four of a
+        factor, so that fewer leaves are left alone. (Shares that cannot be equal add a little.)
       min_compression_rate: As for `powersgd`; pass the same to both.
       matrix_dims: As for `powersgd`; pass the same to both.
 
@@ -67,6 +75,7 @@ def ranks_by_spectrum(
     """
     check_static_number("ratio", ratio, 1)
     check_flag("adaptive", adaptive)
+    wire = checked_factor_dtype("comm_dtype", comm_dtype)
     check_static_number("min_compression_rate", min_compression_rate, 0)
     check_function("matrix_dims", matrix_dims)
     plans = [
@@ -75,14 +84,21 @@ def ranks_by_spectrum(
         if jnp.issubdtype(plan.dtype, jnp.floating)
     ]
     spectra = _spectra(gradients, {plan.path for plan in plans if plan.view}, plans)
-    budget = sum(plan.size for plan in plans) / ratio
-    spent = sum(plan.wire_size for plan in plans)
+
+    def cost(plan: LeafPlan) -> int:
+        return plan.wire_size if wire is None else wire_bytes(plan, wire, 1)
+
+    widths = [1 if wire is None else jnp.dtype(plan.dtype).itemsize for plan in plans]
+    budget = sum(n * plan.size for n, plan in zip(widths, plans, strict=True)) / ratio
+    spent = sum(cost(plan) for plan in plans)
     if spent > budget:
         raise ValueError(
-            f"rank 1 everywhere already sends {spent} values, and ratio={ratio:g} allows "
-            f"{budget:.0f}. Pass a ratio of at most {ratio * budget / spent:.1f}."
+            f"rank 1 everywhere already sends {spent} {'values' if wire is None else 'bytes'}, and "
+            f"ratio={ratio:g} allows {budget:.0f}. Pass a ratio of at most "
+            f"{ratio * budget / spent:.1f}."
         )
-    ranks = _give_out(plans, spectra, budget - spent, adaptive, min_compression_rate)
+    costs = _Costs(cost, min_compression_rate)
+    ranks = _give_out(plans, spectra, budget - spent, adaptive, costs)
 
     def rank(path: KeyPath, leaf: Any) -> int | None:
         del leaf
@@ -117,12 +133,35 @@ def _spectra(gradients: PyTree, wanted: set[str], plans: list[LeafPlan]) -> dict
     return spectra
 
 
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """What columns cost on the wire, in whatever unit the budget has."""
+
+    of: Callable[[LeafPlan], int]  # a leaf at its rank, or one that is not compressed
+    min_compression_rate: float
+
+    def next(self, plan: LeafPlan, rank: int) -> tuple[int, bool]:
+        """Of one more column, and True; of the dense leaf, and False, after the last column.
+
+        Args:
+          plan: The leaf at rank 1.
+          rank: How many columns it has.
+        """
+        assert plan.view is not None
+        rows, cols = plan.view.n_rows, plan.view.n_cols
+        column, more = self.of(plan), rank + 1
+        rate = self.min_compression_rate
+        if more < min(rows, cols) and (rows + cols) * more * rate < rows * cols:
+            return column, True  # of rank 1: one column for each matrix of the batch
+        return self.of(dataclasses.replace(plan, view=None, rank=0)) - column * rank, False
+
+
 def _give_out(
     plans: list[LeafPlan],
     spectra: dict[str, np.ndarray],
     budget: float,
     adaptive: bool,
-    min_compression_rate: float,
+    costs: _Costs,
 ) -> dict[str, int | None]:
     """The rank of every leaf; None: not compressed. Greedy, as gains fall from column to column."""
     ranks: dict[str, int | None] = {plan.path: 1 if plan.view else None for plan in plans}
@@ -130,7 +169,7 @@ def _give_out(
 
     def offer(plan: LeafPlan, energy: np.ndarray, rank: int) -> None:
         """Puts the next column of a leaf, or after the last one the rest of it, on offer."""
-        cost, allowed = _next_cost(plan, rank, min_compression_rate)
+        cost, allowed = costs.next(plan, rank)
         gain = energy[rank] if allowed else energy[rank:].sum()
         scale = np.sqrt(energy.sum() / plan.size) if adaptive else 1.0
         if gain > _ROUNDING * energy[0]:
@@ -143,7 +182,7 @@ def _give_out(
         _, path, plan = heapq.heappop(offers)
         rank = ranks[path]
         assert rank is not None
-        cost, allowed = _next_cost(plan, rank, min_compression_rate)
+        cost, allowed = costs.next(plan, rank)
         if cost > budget:
             continue
         budget -= cost
@@ -151,13 +190,3 @@ def _give_out(
         if allowed:
             offer(plan, spectra[path], rank + 1)
     return ranks
-
-
-def _next_cost(plan: LeafPlan, rank: int, min_compression_rate: float) -> tuple[int, bool]:
-    """Values that one more column costs and True; the dense leaf's and False after the last one."""
-    assert plan.view is not None
-    rows, cols = plan.view.n_rows, plan.view.n_cols
-    more = rank + 1
-    if more < min(rows, cols) and (rows + cols) * more * min_compression_rate < rows * cols:
-        return plan.wire_size, True  # of rank 1: one column for each matrix of the batch
-    return plan.size - plan.wire_size * rank, False

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomp._batched_powersgd import square_side
 from jaxcomp._checks import check_flag, check_function, check_int, check_static_number
-from jaxcomp._dtypes import checked_dtype, widest
+from jaxcomp._dtypes import checked_dtype, checked_factor_dtype, widest
+from jaxcomp._int8_factors import factor_layout
 from jaxcomp._matricize import LeafPlan, plan_leaves
-from jaxcomp._quantize import BlockLayout
+from jaxcomp._shares import BlockLayout, ExactLayout
 from jaxcomp._typing import DType, MatrixDimsFn, PyTree, RankFn
 
 
@@ -69,6 +71,7 @@ def compression_stats(
     comm_dtype: DType | None = None,
     matrix_dims: MatrixDimsFn | None = None,
     alternating: bool = False,
+    replicas: int | None = None,
 ) -> CompressionStats:
     """Counts the bytes of one compressed step of `powersgd`; exact, no device needed.
 
@@ -77,10 +80,13 @@ def compression_stats(
       rank: As for `powersgd`.
       min_compression_rate: As for `powersgd`.
       comm_dtype: As for `powersgd`. XLA's CPU backend sends bfloat16 as float32; the figure is the
-        one of backends that have the dtype on the wire.
+        one of backends that have the dtype on the wire. With int8 the figures are the bytes that
+        each replica hands to the all-to-alls, scales and padding included, which are also those
+        that it gets from the all-gathers: they compare with those of an all-reduce.
       matrix_dims: As for `powersgd`.
       alternating: As for `powersgd`; the figures are then the mean of two steps that follow each
         other, one with the left factors and one with the right.
+      replicas: Number of replicas. Needed for int8, where arrays are cut into as many shares.
 
     Returns:
       The payload per replica in bytes, per leaf and in total. A ring all-reduce over ``n`` replicas
@@ -95,20 +101,30 @@ def compression_stats(
       >>> stats = jaxcomp.compression_stats(params, rank=4)
       >>> stats.bytes_before, stats.bytes_after
       (525312, 13312)
+      >>> int8 = jaxcomp.compression_stats(params, rank=4, comm_dtype=jnp.int8, replicas=8)
+      >>> int8.bytes_after
+      4192
     """
     if not callable(rank):
         check_int("rank", rank, 1)
     check_static_number("min_compression_rate", min_compression_rate, 0)
     check_function("matrix_dims", matrix_dims)
-    wire = checked_dtype("comm_dtype", comm_dtype)
+    wire = checked_factor_dtype("comm_dtype", comm_dtype)
+    if replicas is not None:
+        replicas = check_int("replicas", replicas, 1)
     plans = plan_leaves(params, rank, min_compression_rate, matrix_dims)
     plans = [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
+    factors = 1 if check_flag("alternating", alternating) else 2
     if wire is None:
         wire = widest(plan.dtype for plan in plans)
-    factors = 1 if check_flag("alternating", alternating) else 2
-    leaves = tuple(_leaf_stats(plan, wire.itemsize, factors) for plan in plans)
+    if wire == jnp.int8 and replicas is None:
+        raise ValueError(
+            "`replicas` is missing: with comm_dtype=int8 arrays are cut into one share for each "
+            "replica. Pass how many there are, for example replicas=8."
+        )
+    leaves = [_leaf_stats(plan, wire_bytes(plan, wire, replicas or 1), factors) for plan in plans]
     before = sum(leaf.bytes_before for leaf in leaves)
-    return CompressionStats(leaves, before, sum(leaf.bytes_after for leaf in leaves))
+    return CompressionStats(tuple(leaves), before, sum(leaf.bytes_after for leaf in leaves))
 
 
 def quantized_stats(
@@ -181,11 +197,20 @@ def batched_stats(
     return CompressionStats((leaf,), before, after)
 
 
-def _leaf_stats(plan: LeafPlan, itemsize: int, factors: int) -> LeafStats:
+def wire_bytes(plan: LeafPlan, wire: Any, replicas: int) -> int:
+    """Bytes of both factors of a leaf, or of one that is sent as it is."""
+    if wire != jnp.int8:
+        return plan.wire_size * wire.itemsize
+    if plan.view is None:
+        return ExactLayout(plan.size, replicas, plan.dtype).wire_bytes
+    return sum(factor_layout(x, replicas).wire_bytes for x in (plan.p_shape, plan.q_shape))
+
+
+def _leaf_stats(plan: LeafPlan, after: int, factors: int) -> LeafStats:
+    """From the bytes of both factors, of which a step sends so many."""
     before = plan.size * jnp.dtype(plan.dtype).itemsize
-    after = plan.wire_size * itemsize
     if plan.view is not None:
-        after = after * factors // 2  # every dtype has an even number of bytes
+        after = after * factors // 2  # both are an even number of bytes
     return LeafStats(plan.path, plan.shape, plan.rank, before, after)
 
 

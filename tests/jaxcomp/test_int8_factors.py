@@ -1,0 +1,494 @@
+"""`powersgd(comm_dtype=jnp.int8)`: factors as 8-bit integers, everything else as it is."""
+
+import math
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from reference import orthogonalize
+from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+
+import jaxcomp
+from jaxcomp._int8_factors import reduce_int8
+
+SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
+COMPRESSED = ("conv", "dense", "embedding")
+
+
+def zeros(shapes=SHAPES):
+    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+
+def reducer(rank=2, start_step=0, **options):
+    options = {"min_compression_rate": 1.0, "comm_dtype": jnp.int8, **options}
+    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, **options)
+
+
+def as_matrix(name, x):
+    """(rows, cols) by the documented rule, written out independently of the library."""
+    if name == "embedding":
+        return np.asarray(x, np.float64)
+    lead = {"conv": 36, "dense": 24}[name]
+    flat = np.asarray(x, np.float64).reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1)
+    return flat.swapaxes(-1, -2)
+
+
+def rounded(blocks):
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    return np.where(scale == 0, 0, scale * np.rint(blocks / np.where(scale == 0, 1, scale)))
+
+
+def int8_mean(own):
+    """Mean, and contributions as sent, of factors ``(replicas, n, r)``: from the definition."""
+    replicas, n, r = own.shape
+    per_column = math.ceil(n / 128)
+    share = math.ceil(n * r / replicas)
+    blocks = math.ceil(share / math.ceil(n / per_column))
+    length = math.ceil(share / blocks)
+    flat = np.zeros((replicas, replicas * blocks * length))
+    flat[:, : n * r] = own.transpose(0, 2, 1).reshape(replicas, -1)
+    sent = rounded(flat.reshape(replicas, replicas, blocks, length))
+    mean = sent.mean(0)
+    output = rounded(mean)
+    for k in range(replicas):
+        sent[k, k] += replicas * (output[k] - mean[k])
+    columns = [x.reshape(-1)[: n * r].reshape(r, n).T for x in (output, *sent)]
+    return columns[0], np.stack(columns[1:])
+
+
+def reference(m, q):
+    """One step from matrices ``(replicas, rows, cols)``: output, new residuals, new factor."""
+    p = orthogonalize(int8_mean(m @ orthogonalize(q))[0])
+    q, own = int8_mean(m.transpose(0, 2, 1) @ p)
+    return p @ q.T, m - p @ own.transpose(0, 2, 1), q
+
+
+def one_sided(m, basis):
+    """Likewise with left factors only, from the right ones."""
+    basis = orthogonalize(basis)
+    p, own = int8_mean(m @ basis)
+    return p @ basis.T, m - own @ basis.T, p
+
+
+def step_by_step(mapping, tx, grads):
+    """(gradients, outputs, state before, state after) of each step; each from the mean residual."""
+    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    for t in range(jax.tree.leaves(grads)[0].shape[1]):
+        now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
+        outputs, new = simulate(mapping, tx, now, state)
+        yield now, jax.tree.map(lambda x: x[0], outputs), state, new
+        state = jax.device_get(new)  # pmap wants to place it itself
+        state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "alternating"), [*((m, False) for m in MAPPINGS), ("vmap", True)]
+)
+def test_equals_the_numpy_reference(mapping, alternating):
+    n, rank = 3, 2
+    grads = random_grads(SHAPES, n, 1 if alternating else 3)
+    level, close, seen = 0.1, 0, 0  # a level is 1/127 of some 10, on a few factors' entries
+    for now, outputs, old, new in step_by_step(
+        mapping, reducer(rank, alternating=alternating), grads
+    ):
+        for name in COMPRESSED:
+            m = as_matrix(name, now[name][:, 0]) + as_matrix(name, old.residual[name])
+            step = one_sided if alternating else reference
+            output, residual, factor = step(m, np.asarray(old.q[name], np.float64))
+            found = new.p if alternating else new.q
+            errors = [
+                as_matrix(name, outputs[name]) - output,
+                as_matrix(name, new.residual[name]) - residual,
+                np.abs(found[name]) - np.abs(factor),
+            ]
+            largest = max(np.abs(x).max() for x in errors)
+            # A value within float32's rounding of the middle goes to the other side, now and then.
+            assert largest < 2 * level
+            close += largest < 1e-4
+            seen += 1
+        np.testing.assert_allclose(outputs["bias"], now["bias"][:, 0].mean(0), rtol=1e-6)
+    assert close >= 2 / 3 * seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"alternating": True},
+        {"start_step": 1},
+        {"warm_start": False},
+        {"feedback_every": 2},
+        {"rank": 40, "min_compression_rate": 0.0},
+    ],
+    ids=str,
+)
+def test_nothing_is_lost(options):
+    """Output + mean(new residual) = mean(gradient + old residual), step after step."""
+    grads = random_grads(SHAPES, 4, 5)
+    tx = reducer(**options)
+    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros()))
+    for name in COMPRESSED:
+        given = np.asarray(grads[name], np.float64).mean(0).sum(0)
+        total = np.asarray(outputs[name], np.float64).sum(0)
+        total += np.asarray(state.residual[name], np.float64).mean(0)
+        np.testing.assert_allclose(total, given, atol=2e-5)
+
+
+def test_error_feedback_around_it_keeps_what_its_own_residual_would():
+    grads = random_grads(SHAPES, 3, 4)
+    inside, tx = reducer(), jaxcomp.error_feedback(reducer(error_feedback=False))
+    expected, kept = simulate("vmap", inside, grads, inside.init(zeros()))
+    outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
+    for name in COMPRESSED:
+        np.testing.assert_allclose(outputs[name], expected[name], atol=1e-4)
+        np.testing.assert_allclose(state.residual[name], kept.residual[name], atol=1e-4)
+    np.testing.assert_allclose(state.residual["bias"], 0, atol=1e-6)
+
+
+def test_the_residual_stays_bounded():
+    steps, n = 400, 4
+    grads = random_grads({"w": (24, 16)}, n, steps)
+    norms = {}
+    for wire in (None, jnp.int8):
+        tx = reducer(4, comm_dtype=wire)
+
+        def run(g, tx=tx):
+            def one(state, g):
+                _, state = tx.update(g, state)
+                return state, jnp.linalg.norm(state.residual["w"])
+
+            return jax.lax.scan(one, tx.init({"w": jnp.zeros((24, 16))}), g)[1]
+
+        norms[wire] = np.asarray(jax.jit(jax.vmap(run, axis_name=AXIS))(grads))
+    # 16 columns at rank 4: all of it is sent within some steps, and int8 adds next to nothing.
+    early, late = norms[jnp.int8][:, 40:80].mean(), norms[jnp.int8][:, -40:].mean()
+    assert late < 1.2 * early
+    assert late < 1.05 * norms[None][:, -40:].mean()
+
+
+def test_full_rank_is_off_by_the_rounding_of_one_factor():
+    n, side = 3, 12
+    grads = random_grads({"w": (side, side)}, n, 2)
+    tx = reducer(side, min_compression_rate=0.0, error_feedback=False)
+    outputs, _ = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((side, side))}))
+    # Half a level on each replica and half a level of the mean, for each of the 144 values; the
+    # entries of an orthogonal product are no larger than the columns of the matrix are long.
+    longest = np.linalg.norm(np.asarray(grads["w"]), axis=(2, 3)).max()
+    error = np.linalg.norm(np.asarray(outputs["w"] - grads["w"].mean(0)), axis=(1, 2))
+    assert (error > 1e-4).all()
+    assert (error <= side * longest / 127).all()
+
+
+def test_columns_of_different_size_are_rounded_apart():
+    """Whatever their sizes, no value is off by more than a 127th of its own column's largest."""
+    n = 4
+    size = jnp.array([1e3, 1.0, 1e-3, 1e-6])
+    factors = jax.random.normal(jax.random.key(0), (n, 256, 4)) * size
+    mean = jax.vmap(lambda x: reduce_int8([x], AXIS, jnp.float32, thin=1).means[0], axis_name=AXIS)
+    error = np.abs(mean(factors)[0] - factors.mean(0)).max(0)
+    assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
+
+
+def test_leaves_that_are_not_compressed_are_averaged_exactly():
+    n = 8  # a power of two: any order of the sum gives the same bits but for its rounding
+    shapes = {"w": (64, 32), "bias": (33,), "scalar": (), "empty": (0, 4), "thin": (2, 3)}
+    grads = random_grads(shapes, n, 2)
+    grads["half"] = random_grads({"x": (7,)}, n, 2)["x"].astype(jnp.bfloat16)
+    grads["f16"] = jnp.full((n, 2, 3), 3e4, jnp.float16)  # of which the sum would overflow
+    tx, exact = reducer(), jaxcomp.allreduce(axis_name=AXIS)
+    first = jax.tree.map(lambda x: x[0, 0], grads)
+    outputs, state = simulate("shard_map", tx, grads, tx.init(first))
+    expected, _ = simulate("shard_map", exact, grads, exact.init(first))
+    assert all(isinstance(x, optax.MaskedNode) for k, x in state.residual.items() if k != "w")
+    for name in grads:
+        assert outputs[name].dtype == grads[name].dtype
+        if name != "w":
+            got, wanted = (np.asarray(x[name], np.float64) for x in (outputs, expected))
+            digits = {"half": 2**-8, "f16": 2**-10}.get(name, 3e-7)
+            np.testing.assert_allclose(got, wanted, rtol=digits, atol=1e-6)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize(("leaf", "bad"), [("dense", np.nan), ("dense", -np.inf), ("bias", np.inf)])
+def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
+    grads = random_grads(SHAPES, 3, 4)
+    broken = dict(grads)
+    broken[leaf] = grads[leaf].at[1, 2, 0].set(bad)
+    tx = reducer()
+    outputs, state = simulate(mapping, tx, broken, tx.init(zeros()))
+    for name in SHAPES:
+        assert np.isnan(outputs[name][2]).all()
+        assert np.isfinite(outputs[name][3]).all()
+    skipped = jax.tree.map(lambda g: jnp.delete(g, 2, axis=1), grads)
+    _, expected = simulate(mapping, tx, skipped, tx.init(zeros()))
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("value", [3.4e38, 3e38, 1e30, 1e-30, 1e-38, 1e-42, 0.0])
+def test_either_end_of_the_float_range(value, alternating):
+    """One large value on every replica, of which the sum would overflow; or hardly any at all."""
+    grads = {"w": jnp.zeros((4, 3, 24, 16)).at[:, :, 5, 7].set(value)}
+    tx = reducer(1, alternating=alternating)
+    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 16))}))
+    assert np.isfinite(state.residual["w"]).all()
+    assert np.isfinite(state.q["w"]).all()
+    if np.isnan(outputs["w"]).any():  # too large for float32 in the end: then a bad step
+        assert value > 1e38
+        assert np.isnan(outputs["w"][int(state.count) :]).all()
+    elif 1e-35 < value < 1e35:
+        total = outputs["w"].sum(0) / value + state.residual["w"].mean(0) / value
+        np.testing.assert_allclose(total, grads["w"][0].sum(0) / value, atol=1e-4)
+
+
+def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
+    grads = {
+        "w": random_grads({"w": (24, 16)}, 2, 3)["w"].at[..., 8:].set(0).at[..., 4:8].mul(1e-40)
+    }
+    tx = reducer(8)
+    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 16))}))
+    assert not np.any(outputs["w"][..., 8:])
+    assert np.abs(outputs["w"][..., 4:8]).max() < 1e-38
+    assert np.isfinite(state.residual["w"]).all()
+
+
+PARAMS = {
+    **{f"layer_{i}": jnp.zeros((64, 37)) for i in range(6)},
+    "embedding": jnp.zeros((300, 20)),
+    "stack": jnp.zeros((3, 16, 24)),
+    "bias": jnp.zeros(37),
+    "half": jnp.zeros(5, jnp.bfloat16),
+    "scalar": jnp.zeros(()),
+    "empty": jnp.zeros((0, 3)),
+}
+
+
+def wire_of(tx, params, n):
+    """(operation, dtype) -> how many of them the compiled program has, and their bytes together."""
+    state, grid = tx.init(params), mesh_of(n)
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=grid,
+        in_specs=(jax.P(AXIS), specs),
+        out_specs=(jax.P(), specs),
+    )
+    grads = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), params)
+    text = jax.jit(step).lower(grads, jaxcomp.shard_state(state, grid, AXIS)).compile().as_text()
+    found = {}
+    for op, kind, size in collectives(text):
+        # An all-to-all may be listed as one result for each replica.
+        key = (op, kind)
+        sent = found.get(key, (0, 0))[1] + size * {"f32": 4, "s8": 1}[kind]
+        found[key] = (text.count(f" {op}("), sent)
+    return found
+
+
+@pytest.mark.parametrize(("n", "rank", "alternating"), [(8, 3, False), (8, 3, True), (3, 1, True)])
+def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alternating):
+    dims = lambda path, leaf: (  # noqa: E731
+        jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,)) if leaf.ndim == 3 else
+        jaxcomp.MatrixDims(rows=(1,), cols=(0,)) if leaf.ndim == 2 else None
+    )  # fmt: skip
+    arguments = {"matrix_dims": dims, "alternating": alternating, "comm_dtype": jnp.int8}
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **arguments)
+    stats = jaxcomp.compression_stats(PARAMS, rank=rank, replicas=n, **arguments)
+    # Alternating steps have one of each in either branch of a conditional.
+    sent = stats.bytes_after * (2 if alternating else 1)
+    assert wire_of(tx, PARAMS, n) == {
+        ("all-to-all", "s8"): (2, sent),
+        ("all-gather", "s8"): (2, sent),
+    }
+    assert sum(leaf.bytes_after for leaf in stats.leaves) == stats.bytes_after
+    wide = jaxcomp.compression_stats(PARAMS, rank=rank, matrix_dims=dims, alternating=alternating)
+    assert stats.bytes_after < 0.5 * wide.bytes_after
+
+
+def test_exact_averages_before_start_step_are_one_all_reduce():
+    found = wire_of(reducer(start_step=5), PARAMS, 8)
+    values = sum(x.size for x in jax.tree.leaves(PARAMS))
+    assert found.pop(("all-reduce", "f32")) == (1, 4 * values)
+    assert {key: count for key, (count, _) in found.items()} == {
+        ("all-to-all", "s8"): 2,
+        ("all-gather", "s8"): 2,
+    }
+
+
+def test_the_stats_want_to_know_how_many_replicas_there_are():
+    with pytest.raises(ValueError, match="`replicas` is missing: with comm_dtype=int8"):
+        jaxcomp.compression_stats(PARAMS, comm_dtype="int8")
+    with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
+        jaxcomp.compression_stats(PARAMS, replicas=0)
+    for wire in (None, jnp.float16):
+        plain = jaxcomp.compression_stats(PARAMS, comm_dtype=wire)
+        assert jaxcomp.compression_stats(PARAMS, comm_dtype=wire, replicas=7) == plain
+
+
+def test_a_run_can_change_what_is_on_the_wire():
+    """The state has the same structure, on disk too; what int8 left over goes out in float32."""
+    grads = random_grads(SHAPES, 2, 3)
+    narrow, wide = reducer(), reducer(comm_dtype=None)
+    outputs, state = simulate("vmap", narrow, grads, narrow.init(zeros()))
+    state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+    kinds = lambda s: jax.tree.map(lambda x: (x.shape, x.dtype), s)  # noqa: E731
+    assert kinds(state) == kinds(wide.init(zeros()))
+    state = flax.serialization.from_bytes(wide.init(zeros()), flax.serialization.to_bytes(state))
+    more, final = simulate("vmap", wide, grads, state)
+    for name in COMPRESSED:
+        total = outputs[name].sum(0) + more[name].sum(0) + final.residual[name].mean(0)
+        np.testing.assert_allclose(total, 2 * grads[name].mean(0).sum(0), atol=5e-5)
+
+
+def test_several_axes_are_one_axis_of_as_many_replicas():
+    grads = jax.tree.map(lambda x: x[:, 0], random_grads(SHAPES, 6, 1))
+    options = {"start_step": 0, "min_compression_rate": 1.0, "comm_dtype": "int8"}
+
+    def mean(axis_name):
+        tx = jaxcomp.powersgd(2, axis_name=axis_name, **options)
+        return lambda g: tx.update(g, tx.init(zeros()))[0]
+
+    one = jax.vmap(mean(AXIS), axis_name=AXIS)(grads)
+    folded = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), grads)
+    two = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")(folded)
+    mesh = jax.make_mesh((2, 3), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    mapped = jax.shard_map(
+        lambda g: mean(("a", "b"))(jax.tree.map(lambda x: x[0], g)),
+        mesh=mesh,
+        in_specs=jax.P(("a", "b")),
+        out_specs=jax.P(),
+    )
+    three = jax.jit(mapped)(grads)
+    for name in SHAPES:
+        np.testing.assert_allclose(two[name][1, 2], one[name][0], atol=1e-5)
+        np.testing.assert_allclose(three[name], one[name][0], atol=1e-5)
+
+
+def test_reduce_first_is_exact_on_the_fast_axis():
+    grads = random_grads({"w": (24, 16)}, 4, 1)["w"][:, 0].reshape(2, 2, 24, 16)
+    options = {"axis_name": "slow", "start_step": 0, "comm_dtype": "int8"}
+    tx, plain = (jaxcomp.powersgd(2, **options, reduce_first=x) for x in ("fast", None))
+    both = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="fast")
+    both = jax.jit(jax.vmap(both, axis_name="slow"))(grads)
+    slow = jax.vmap(lambda g: plain.update(g, plain.init(g))[0], axis_name="slow")
+    np.testing.assert_allclose(both[1, 1], jax.jit(slow)(grads.mean(1))[0], atol=1e-5)
+
+
+def test_float64_gradients_keep_their_digits():
+    with jax.enable_x64(True):
+        grads = {"w": np.random.default_rng(0).normal(size=(3, 24, 16)) / 3}
+        grads["bias"] = np.random.default_rng(1).normal(size=(3, 16))
+        tx = reducer()
+        step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name=AXIS)
+        outputs, state = jax.jit(step)(jax.tree.map(jnp.asarray, grads))
+        assert outputs["w"].dtype == state.residual["w"].dtype == jnp.float64
+        total = outputs["w"][0] + state.residual["w"].mean(0)
+        np.testing.assert_allclose(total, grads["w"].mean(0), atol=1e-14)
+        np.testing.assert_allclose(outputs["bias"][0], grads["bias"].mean(0), rtol=1e-14)
+
+
+def test_bfloat16_gradients_and_residuals():
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads(SHAPES, 2, 3))
+    tx = reducer(residual_dtype=jnp.bfloat16)
+    outputs, state = simulate(
+        "shard_map", tx, grads, tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    )
+    assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype(jnp.bfloat16)}
+    wide = lambda x: np.asarray(x, np.float32)  # noqa: E731
+    total = wide(outputs["dense"]).sum(0) + wide(state.residual["dense"]).mean(0)
+    np.testing.assert_allclose(total, wide(grads["dense"]).mean(0).sum(0), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tx: jaxcomp.switch_at(1, jaxcomp.allreduce(axis_name=AXIS), tx),
+        lambda tx: optax.masked(tx, {"dense": True, "bias": True, "same": False}),
+        lambda tx: jaxcomp.accumulate(optax.chain(tx, optax.sgd(0.1)), 2),
+        lambda tx: jaxcomp.local_sgd(optax.sgd(0.1), sync_every=1, axis_name=AXIS, reducer=tx),
+    ],
+    ids=["switch_at", "masked", "accumulate", "local_sgd"],
+)
+def test_inside_other_transformations(make):
+    """As with a float32 wire, but for the rounding."""
+    shapes = {"dense": (24, 16), "bias": (16,)}
+    grads = random_grads(shapes, 2, 4)
+    grads["same"] = jnp.ones((2, 4, 3))  # which the mask leaves alone
+    params = zeros(shapes) | {"same": jnp.zeros(3)}
+    results = []
+    for wire in (jnp.int8, None):
+        tx = make(reducer(comm_dtype=wire))
+        with jax.numpy_dtype_promotion("standard"):
+            results.append(simulate("vmap", tx, grads, tx.init(params), params)[0])
+    for narrow, wide in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(narrow, wide, atol=0.3)
+    assert np.any(results[0]["dense"] != results[1]["dense"])
+
+
+def test_trees_without_anything_to_compress():
+    tx = reducer()
+    for shapes in ({}, {"empty": (0, 3)}, {"bias": (5,), "scalar": ()}):
+        grads = random_grads(shapes, 2, 1)
+        step = jax.shard_map(
+            lambda g: tx.update(jax.tree.map(lambda x: x[0, 0], g), tx.init(zeros(shapes)))[0],  # noqa: B023
+            mesh=mesh_of(2),
+            in_specs=jax.P(AXIS),
+            out_specs=jax.P(),
+        )
+        outputs = jax.jit(step)(grads)
+        jax.tree.map(
+            lambda x, g: np.testing.assert_allclose(x, g[:, 0].mean(0), rtol=1e-6), outputs, grads
+        )
+
+
+def test_beside_automatic_axes_only_factors_are_integers():
+    """Weights stay sharded and no weight is gathered; the bias goes in an all-reduce of its own."""
+    grid = jax.make_mesh((2, 4), ("dcn", "ici"), (AxisType.Auto,) * 2)
+    shapes = {"bias": (96,), "up": (64, 96)}
+    layout = {"bias": jax.P("dcn", "ici"), "up": jax.P("dcn", None, "ici")}
+    values = jax.tree.map(lambda x: x[:, 0], random_grads(shapes, 2, 1))
+    tx = jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8)
+    state = tx.init(zeros(shapes))
+    specs = jaxcomp.state_specs(state, "dcn")
+
+    def update(grads, state):
+        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+    mapped = jax.jit(
+        jax.shard_map(
+            update,
+            mesh=grid,
+            in_specs=(jax.P("dcn"), specs),
+            out_specs=(jax.P(), specs),
+            axis_names={"dcn"},
+        )
+    )
+    placed = {k: jax.device_put(x, NamedSharding(grid, layout[k])) for k, x in values.items()}
+    arguments = placed, jaxcomp.shard_state(state, grid, "dcn")
+    found = collectives(mapped.lower(*arguments).compile().as_text())
+    assert max(size for op, kind, size in found if kind == "f32") <= 2 * 96
+    assert {op for op, kind, _ in found if kind == "s8"} == {"all-to-all", "all-gather"}
+    outputs, after = mapped(*arguments)
+
+    alone = jax.vmap(
+        jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8).update,
+        in_axes=(0, None),
+        axis_name="dcn",
+    )
+    expected, wanted = alone(values, state)
+    np.testing.assert_allclose(outputs["up"], expected["up"][0], atol=1e-4)
+    np.testing.assert_allclose(outputs["bias"], values["bias"].mean(0), rtol=1e-6)
+    residual = after.residual["up"].reshape(2, 64, 96)
+    np.testing.assert_allclose(residual, wanted.residual["up"], atol=1e-4)
+
+
+def test_other_reducers_say_where_integers_are_to_be_had():
+    words = r"int8.*: a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduce, or jax"
+    for make in (jaxcomp.allreduce, jaxcomp.batched_powersgd):
+        with pytest.raises(ValueError, match=words):
+            make(axis_name=AXIS, comm_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="8-bit integers overflows"):
+        jaxcomp.batched_stats(PARAMS, comm_dtype="int8")
