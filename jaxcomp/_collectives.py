@@ -2,8 +2,8 @@
 
 The only file that names `lax.psum` and its relatives. Values that belong together are packed into
 one flat vector by hand: XLA merges separate all-reduces in the HLO, but on CPU over gloo each
-operand still travels on its own, and branches of a conditional are not merged at all. Only beside
-mesh axes that are left to the compiler it is as many operands of one all-reduce.
+operand still travels on its own, one after the other. Only large arrays on CPU, and all beside mesh
+axes that are left to the compiler, are operands of their own of that one all-reduce.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from jaxcomp._matricize import leaf_name
 from jaxcomp._typing import Array, AxisName, PyTree
 
 T = TypeVar("T")
+
+# On CPU an array of at least so many bytes for every replica is an operand of its own. gloo sends
+# one operand after the other, in pieces of 1/W: a further one costs some 0.2 ms with two replicas,
+# packing and unpacking a megabyte costs more.
+_OWN_OPERAND_BYTES = 1 << 19
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -161,8 +166,10 @@ def reduce_mean(
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
-    They travel as one flat vector; beside mesh axes that are left to the compiler each in its own
-    shape, so that one sharded over such an axis stays so.
+    They travel as one flat vector; on CPU large ones beside it, each as an operand of its own,
+    because packing them would take longer and need twice their memory. Beside mesh axes that are
+    left to the compiler each travels in its own shape, so that one sharded over such an axis stays
+    so.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -173,28 +180,67 @@ def reduce_mean(
       thin: How many of the first parts are factors, small beside the weights that they stand for.
         Beside automatic axes each device sends its share of them, and gathers the means.
     """
-    size = axis_size(axis_name)
+    parts, size = list(parts), axis_size(axis_name)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
-        return Reduced(nothing, list(parts), jnp.array(True))
-    dtype = functools.reduce(wider, (part.dtype for part in parts), jnp.dtype(wire_dtype))
+        return Reduced(nothing, parts, jnp.array(True))
+    reduce = functools.partial(
+        _reduce_groups, axis_name=axis_name, wire_dtype=jnp.dtype(wire_dtype), thin=thin
+    )
+    if other_axes():
+        return reduce(parts, groups=[[i] for i in range(len(parts))])
+    packed = [list(range(len(parts)))]
+    groups = _groups(parts, size * _OWN_OPERAND_BYTES)
+    if groups == packed:
+        return reduce(parts, groups=packed)
+    # On GPU a flat vector: XLA would split the operands over several all-reduces at 30 MB.
+    return lax.platform_dependent(
+        parts,
+        cpu=functools.partial(reduce, groups=groups),
+        default=functools.partial(reduce, groups=packed),
+    )
+
+
+def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
+    """Positions that travel together: parts of at least `large` bytes alone, all others as one."""
+    own = [i for i, part in enumerate(parts) if part.size * part.dtype.itemsize >= large]
+    rest = [i for i in range(len(parts)) if i not in set(own)]
+    return [*([rest] if rest else []), *([i] for i in own)]
+
+
+def _reduce_groups(
+    parts: list[Array], *, groups: list[list[int]], axis_name: AxisName, wire_dtype: Any, thin: int
+) -> Reduced:
+    """`reduce_mean` with one operand of the all-reduce for each of the groups."""
+    size = axis_size(axis_name)
+    dtype = functools.reduce(wider, (part.dtype for part in parts), wire_dtype)
     if dtype == jnp.float16:
         dtype = jnp.dtype(jnp.float32)
-    flat = not other_axes()
-    values = [part.astype(dtype) for part in parts]
-    if flat:
-        values = [_concatenate([value.reshape(-1) for value in values])]
-    if dtype == jnp.dtype(wire_dtype):
-        sent = values
-        means = [total / size for total in _psum(spread(values, thin), axis_name)]
+    values = [_pack([parts[i].astype(dtype) for i in group]) for group in groups]
+    exact = dtype == wire_dtype
+    if not exact:
+        values = [round_to(value / size, wire_dtype) for value in values]
+    summed = _psum if exact else functools.partial(_psum_narrow, wire_dtype=wire_dtype)
+    totals = summed(spread(values, thin), axis_name)
+    # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
+    # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
+    finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
+
+    def unpacked(values: list[Array]) -> list[Array]:
+        each = {
+            i: x
+            for group, value in zip(groups, values, strict=True)
+            for i, x in zip(group, _unpack(value, [parts[i] for i in group]), strict=True)
+        }
+        return [each[i] for i in range(len(parts))]
+
+    # Divided after they are unpacked: before, XLA writes a flat vector of quotients first.
+    means, sent = unpacked(totals), parts
+    if exact:
+        means = [x / size for x in means]
     else:
-        rounded = [round_to(value / size, wire_dtype) for value in values]
-        sent = [value * size for value in rounded]
-        means = _psum_narrow(spread(rounded, thin), axis_name, wire_dtype)
-    finite = jnp.stack([jnp.isfinite(mean).all() for mean in means]).all()
-    if flat:
-        means, sent = _unpack(means[0], parts), _unpack(sent[0], parts)
+        sent = [x * size for x in unpacked(values)]
     means, sent = (
         [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
         for xs in (gathered(means, thin), sent)
@@ -260,8 +306,9 @@ def largest(leaf: Array, axis_name: AxisName) -> Array:
     return maximum(leaf, axis_name)
 
 
-def _concatenate(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def _pack(parts: Sequence[Array]) -> Array:
+    """One flat vector of several arrays; a single one stays as it is."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def _psum(xs: list[Array], axis_name: AxisName) -> list[Array]:
@@ -298,6 +345,9 @@ def _psum_narrow(rounded: list[Array], axis_name: AxisName, wire_dtype: Any) -> 
 
 
 def _unpack(packed: Array, like: Sequence[Array]) -> list[Array]:
+    """The inverse of `_pack`, for arrays of these shapes."""
+    if len(like) == 1:
+        return [packed]
     parts, start = [], 0
     for part in like:
         block = lax.slice_in_dim(packed, start, start + part.size)

@@ -6,9 +6,12 @@ A `MatrixView` tells how the leaf is a ``(rows, cols)`` matrix ``M``; ``P`` is `
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._automatic_axes import other_axes
 from jaxcomp._matricize import MatrixView
 from jaxcomp._typing import Array
 
@@ -19,6 +22,8 @@ _EXACT = lax.Precision.HIGHEST
 # matrix product, whose dense result would be written out and read again. It has the shape of the
 # leaf, not of the matrix: a reshape in between would keep XLA from updating the residual in place.
 _FUSED_OUTER_RANK = 8
+# Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
+_BLOCK_BYTES = 1 << 20
 
 
 def times_q(view: MatrixView, leaf: Array, q: Array) -> Array:
@@ -38,10 +43,72 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     rank = p.shape[-1]
     if rank > _FUSED_OUTER_RANK:
         first, second = (q, p) if view.cols_first else (p, q)
-        product = jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
-        return view.unmatricize(product)
+        return view.unmatricize(_product(first, second))
     products = [view.along_rows(p[..., k]) * view.along_cols(q[..., k]) for k in range(rank)]
     return sum(products[1:], start=products[0])
+
+
+def replace_by_product(
+    view: MatrixView,
+    p: Array,
+    q: Array,
+    total: Array,
+    old: Array,
+    function: Callable[[Array, Array, Array], Array],
+) -> Array:
+    """``function(P Q^T, total, old)``, with `old` updated in place where it is donated.
+
+    A product that XLA does not fuse is not written out as a whole: on CPU the blocks of a leaf
+    follow each other, and take the place of `old` one by one. On GPU, where each block would be
+    several kernels to launch, and beside automatic axes, along which a leaf may be sharded, it is
+    one block.
+
+    Args:
+      view: How the leaf is a matrix.
+      p: Left factor.
+      q: Right factor.
+      total: An array of the leaf's shape.
+      old: Another one, of the dtype of the result.
+      function: Elementwise.
+
+    Returns:
+      An array of the shape and dtype of `old`.
+    """
+
+    def whole() -> Array:
+        return function(outer(view, p, q), total, old)
+
+    if p.shape[-1] <= _FUSED_OUTER_RANK or not view.is_reshape or other_axes():
+        return whole()
+    first, second = (q, p) if view.cols_first else (p, q)
+    matrix = view.matricize(total)
+    number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
+    if number <= 1:
+        return whole()
+    size, rest = divmod(matrix.shape[0], number)
+
+    def block(start: Array | int, size: int, new: Array) -> Array:
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, start, size)
+
+        # Only batch axes are common to both factors; the second has all the columns otherwise.
+        product = _product(cut(first), cut(second) if view.batch else second)
+        value = function(product, cut(matrix), cut(new))
+        return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
+
+    def blocks() -> Array:
+        new = view.matricize(old)
+        # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
+        # hold all that it needs till then.
+        new = block(number * size, rest, new) if rest else new
+        new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
+        return view.unmatricize(new)
+
+    return lax.platform_dependent(cpu=blocks, default=whole)
+
+
+def _product(first: Array, second: Array) -> Array:
+    return jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
 
 
 def _contract_last(x: Array, factor: Array) -> Array:

@@ -57,6 +57,11 @@ class MatrixView:
         return batch + rows + cols != tuple(range(len(self.shape)))
 
     @property
+    def is_reshape(self) -> bool:
+        """Whether `matricize` moves nothing in memory; a function of the user may ask for it."""
+        return self._order == tuple(range(len(self.shape)))
+
+    @property
     def _order(self) -> tuple[int, ...]:
         batch, rows, cols = self.dims
         return batch + cols + rows if self.cols_first else batch + rows + cols
