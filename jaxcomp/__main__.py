@@ -43,8 +43,9 @@ it, what they found is taken for the software, and the slower of software and li
 """
 _STATS = f"""\
 {_PARAMS}
-example:
+examples:
   python -m jaxcomp stats --params shapes.json --rank 4
+  python -m jaxcomp stats --params shapes.json --rank 16 --comm-dtype int8 --replicas 8
 """
 _MEASURE = f"""\
 {_PARAMS}
@@ -57,7 +58,7 @@ It sees the devices of this process. On several hosts call jaxcomp.measure in yo
 """
 # Messages name Python's arguments; these are the same on the command line.
 _AS_OPTIONS = ("step_time", "backward_overlap", "sync_every", "min_compression_rate", "comm_dtype")
-_AS_OPTIONS += ("bandwidth", "latency", "workers", "ranks", "rank", "device")
+_AS_OPTIONS += ("replicas", "bandwidth", "latency", "workers", "ranks", "rank", "device")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
     stats.add_argument("--min-compression-rate", type=float, default=2.0, metavar="X",
                        help="(default: %(default)s)")  # fmt: skip
     stats.add_argument("--alternating", action="store_true", help="one-sided steps")
-    stats.add_argument("--comm-dtype", metavar="DTYPE", help="bfloat16, float16 or float32")
+    _add_wire(stats)
+    stats.add_argument("--replicas", type=int, metavar="N", help="with int8: how many there are")
     timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
     timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
     for command in (advice, stats):
@@ -100,6 +102,11 @@ def _command(commands: Any, name: str, summary: str, epilog: str) -> argparse.Ar
     return command
 
 
+def _add_wire(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--comm-dtype", metavar="DTYPE",
+                         help="of the factors: int8, bfloat16, float16 or float32")  # fmt: skip
+
+
 def _add_network(command: argparse.ArgumentParser) -> None:
     command.add_argument("--workers", type=int, required=True, metavar="N", help="replicas")
     command.add_argument("--step-time", required=True, metavar="TIME",
@@ -113,6 +120,7 @@ def _add_network(command: argparse.ArgumentParser) -> None:
                          "(default: %(default)s)")  # fmt: skip
     command.add_argument("--ranks", type=_ranks, metavar="1,4,16",
                          help="(default: the powers of two that the shapes allow)")  # fmt: skip
+    _add_wire(command)
     command.add_argument("--sync-every", type=int, default=8, metavar="H",
                          help="of local SGD: steps per average (default: %(default)s)")  # fmt: skip
 
@@ -173,6 +181,7 @@ def _advise(options: argparse.Namespace) -> str:
         latency=options.latency,
         backward_overlap=options.backward_overlap,
         ranks=options.ranks,
+        comm_dtype=options.comm_dtype,
         sync_every=options.sync_every,
         calibration=calibration,
     )
@@ -190,6 +199,7 @@ def _stats(options: argparse.Namespace) -> str:
         min_compression_rate=options.min_compression_rate,
         comm_dtype=options.comm_dtype,
         alternating=options.alternating,
+        replicas=options.replicas,
     )
     if options.json:
         return json.dumps(dataclasses.asdict(stats), indent=2)

@@ -23,7 +23,8 @@ from jaxcomp._cost_model import (
     communication_time,
 )
 from jaxcomp._cost_model import step_time as modelled_step_time
-from jaxcomp._typing import PyTree
+from jaxcomp._dtypes import checked_factor_dtype
+from jaxcomp._typing import DType, PyTree
 
 # A gain below this is within the error of the model, and not worth what compression costs in loss.
 _WORTHWHILE = 1.1
@@ -80,6 +81,7 @@ def advise(
     backward_overlap: float = 0.7,
     ranks: Sequence[int] | None = None,
     min_compression_rate: float = 2.0,
+    comm_dtype: DType | None = None,
     sync_every: int = 8,
     device: str = "gpu",
     calibration: Calibration | None = None,
@@ -110,6 +112,8 @@ def advise(
       backward_overlap: The share of the backward pass behind which an exact average can hide.
       ranks: The ranks to predict; None for the powers of two that the shapes allow.
       min_compression_rate: As for `powersgd`.
+      comm_dtype: As for `powersgd`, whose predictions then name it. With int8 each all-reduce is an
+        all-to-all and an all-gather, and rounding the factors costs 5 passes over them.
       sync_every: Of local SGD.
       device: ``"gpu"`` or ``"cpu"``: whose constants to assume without a `calibration`.
       calibration: The present device's constants, from `measure`.
@@ -145,7 +149,8 @@ def advise(
             f"overlap: exact averages hide behind {overlap:.0%} of the backward pass, {hidden}"
         )
 
-    strategies = Strategies(params, workers, constants, min_compression_rate)
+    wire = checked_factor_dtype("comm_dtype", comm_dtype)
+    strategies = Strategies(params, workers, constants, min_compression_rate, wire)
     named = [*strategies.exact(), *strategies.powersgd(ranks), *strategies.others(sync_every)]
     predictions = _predict(named, link, compute, overlap)
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
 
 from jaxcomp._advise_calibration import Calibration
 from jaxcomp._advise_params import count_values
@@ -11,6 +14,7 @@ from jaxcomp._checks import check_int
 from jaxcomp._cost_model import (
     Traffic,
     allreduces,
+    int8_factors_work,
     int8_work,
     interpolate,
     powersgd_work,
@@ -32,6 +36,7 @@ class Strategies:
     workers: int
     constants: Calibration
     min_compression_rate: float
+    comm_dtype: Any = None  # of PowerSGD
 
     @property
     def narrow(self) -> str:
@@ -55,10 +60,11 @@ class Strategies:
     def powersgd(self, ranks: Sequence[int] | None) -> list[tuple[str, Traffic]]:
         """Two-sided and one-sided, at the ranks given or those that the shapes allow."""
         chosen = self._allowed() if ranks is None else [check_int("ranks", r, 1) for r in ranks]
-        two_sided = [(f"powersgd rank {r}", self._factors(r, False)) for r in chosen]
+        wire = f" {self.comm_dtype.name}" if self.comm_dtype is not None else ""
+        two_sided = [(f"powersgd rank {r}{wire}", self._factors(r, False)) for r in chosen]
         # Every other rank: the table is to be read.
         few = chosen[::2] if ranks is None else chosen
-        return two_sided + [(f"{ONE_SIDED} rank {r}", self._factors(r, True)) for r in few]
+        return two_sided + [(f"{ONE_SIDED} rank {r}{wire}", self._factors(r, True)) for r in few]
 
     def others(self, sync_every: int) -> list[tuple[str, Traffic]]:
         """int8 with its residual, and local SGD."""
@@ -87,21 +93,27 @@ class Strategies:
         return [rank for rank in ranks if self._factors(rank, False).payload < narrow]
 
     def _factors(self, rank: int, alternating: bool) -> Traffic:
-        constants = self.constants
+        constants, plans = self.constants, self._plans(rank)
         payload = compression_stats(
             self.params,
             rank=rank,
             min_compression_rate=self.min_compression_rate,
+            comm_dtype=self.comm_dtype,
             alternating=alternating,
+            replicas=self.workers,
         ).bytes_after
         work = powersgd_work(
-            self._plans(rank), constants.memory_bandwidth, constants.flops, alternating=alternating
+            plans, constants.memory_bandwidth, constants.flops, alternating=alternating
         )
-        table = constants.one_sided if alternating else constants.powersgd
+        work *= interpolate(constants.one_sided if alternating else constants.powersgd, rank)
+        software = constants.allreduce
+        if self.comm_dtype == jnp.int8:
+            # As with int8 gradients: an all-to-all and an all-gather in place of each all-reduce.
+            software = constants.exchange
+            rounding = int8_factors_work(plans, constants.memory_bandwidth, alternating=alternating)
+            work += rounding * constants.int8
+        elif self.comm_dtype is not None and self.comm_dtype.itemsize == 2:
+            software = constants.allreduce_16
         return allreduces(
-            payload,
-            self.workers,
-            constants.allreduce,
-            count=1 if alternating else 2,
-            compression=work * interpolate(table, rank),
+            payload, self.workers, software, count=1 if alternating else 2, compression=work
         )

@@ -37,10 +37,12 @@ _WORD = 4  # compression works in float32 whatever goes on the wire
 # Reads and writes of the whole gradient in one step, ideally fused. Two-sided: the sum of gradient
 # and residual (3), the second product (1), output and new residual (3). One-sided lacks the second
 # product. int8 inside error_feedback: the sum (3), scales and integers (2.25), the mean's decoding
-# (1.5), the residual (2.25).
+# (1.5), the residual (2.25). int8 factors, which are summed with nothing: scales and integers, the
+# mean's decoding, and what was sent (1.25).
 _PASSES = 7
 _PASSES_ONE_SIDED = 6
 _PASSES_INT8 = 9
+_PASSES_INT8_FACTORS = 5
 
 
 class Software(NamedTuple):
@@ -175,6 +177,16 @@ def powersgd_work(
 def int8_work(values: int, memory_bandwidth: float) -> float:
     """Seconds for quantising and its residual on a device that does nothing in vain."""
     return _PASSES_INT8 * _WORD * values / memory_bandwidth
+
+
+def int8_factors_work(
+    plans: Sequence[LeafPlan], memory_bandwidth: float, *, alternating: bool = False
+) -> float:
+    """Seconds for rounding the factors to int8 on a device that does nothing in vain."""
+    values = sum(plan.wire_size for plan in plans if plan.view is not None)
+    if alternating:
+        values /= 2  # the mean of an even and an odd step
+    return _PASSES_INT8_FACTORS * _WORD * values / memory_bandwidth
 
 
 def interpolate(table: Sequence[tuple[int, float]], rank: int) -> float:

@@ -138,6 +138,38 @@ def test_bytes_are_those_of_the_stats():
     assert found["all-reduce bfloat16"].bytes_per_step == 2 * values
 
 
+def test_int8_factors_by_hand():
+    found = by_name(advise(PARAMS, ranks=[4], comm_dtype=jnp.int8, **SLOW))
+    plain = by_name(advise(PARAMS, ranks=[4], **SLOW))
+    for name, alternating, stages in (("powersgd", False, 2), ("one-sided", True, 1)):
+        stats = jaxcomp.compression_stats(
+            PARAMS, rank=4, comm_dtype="int8", replicas=8, alternating=alternating
+        )
+        int8, wide = found[f"{name} rank 4 int8"], plain[f"{name} rank 4"]
+        assert int8.bytes_per_step == stats.bytes_after
+        # An all-to-all and an all-gather: two collectives of 20 us, as many hops as a ring has.
+        assert int8.communication == pytest.approx(
+            stages * (40e-6 + 14 * 50e-6) + 2 * 7 / 8 * stats.bytes_after / 12.5e6
+        )
+        # Five passes at 2 TB/s over the factors, of all leaves but the bias, at half the speed.
+        values = 4 * (1064 + 64 + 256 + (3 * 64 + 64) + 1064)
+        rounding = 2 * 5 * 4 * values * stages / 2 / 2e12
+        assert int8.compression == pytest.approx(wide.compression + rounding)
+
+
+def test_16_bit_factors_by_hand():
+    found = by_name(advise(PARAMS, ranks=[4], comm_dtype="bfloat16", **SLOW))
+    calibration = dataclasses.replace(ASSUMED["gpu"], allreduce_16=Software(1e-3))
+    slower = by_name(
+        advise(PARAMS, ranks=[4], comm_dtype="bfloat16", calibration=calibration, **SLOW)
+    )
+    name = "powersgd rank 4 bfloat16"
+    stats = jaxcomp.compression_stats(PARAMS, rank=4, comm_dtype="bfloat16")
+    assert found[name].bytes_per_step == stats.bytes_after
+    more = slower[name].communication - found[name].communication
+    assert more == pytest.approx(2 * (1e-3 - 20e-6))
+
+
 def test_ranks_are_those_that_the_shapes_allow():
     names = by_name(advise(PARAMS, **SLOW))
     ranks = [int(name.split()[-1]) for name in names if name.startswith("powersgd")]
@@ -191,6 +223,7 @@ def test_a_measured_link_is_used_when_none_is_given():
         ({"step_time": "0ms"}, "`step_time` must be positive"),
         ({"backward_overlap": 1.5}, "`backward_overlap` must be"),
         ({"ranks": [0]}, "`ranks` must be a positive integer"),
+        ({"comm_dtype": "int4"}, "`comm_dtype` must be one of float32, bfloat16, float16, int8"),
         ({"sync_every": 0}, "`sync_every` must be"),
         ({"device": "abacus"}, "`device` must be one of gpu, cpu"),
         ({"min_compression_rate": -1}, "`min_compression_rate` must be"),
@@ -279,6 +312,18 @@ def test_stats_are_compression_stats(shapes, capsys):
     assert main([*shlex.split(command), "--json"]) == 0
     stats = jaxcomp.compression_stats(PARAMS, rank=2, comm_dtype="bfloat16", alternating=True)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(stats)))
+
+
+def test_int8_on_the_command_line(shapes, capsys):
+    command = ["stats", f"--params={shapes}", "--rank=4", "--comm-dtype=int8"]
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("error: --replicas is missing: with comm_dtype=int8")
+    assert main([*command, "--replicas=8"]) == 0
+    stats = jaxcomp.compression_stats(PARAMS, rank=4, comm_dtype="int8", replicas=8)
+    assert capsys.readouterr().out == f"{stats}\n"
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in SLOW.items()]
+    assert main(["advise", f"--params={shapes}", *options, "--comm-dtype=int8"]) == 0
+    assert capsys.readouterr().out == f"{advise(PARAMS, comm_dtype=jnp.int8, **SLOW)}\n"
 
 
 def test_the_command_line_prints_the_advice(shapes, capsys):

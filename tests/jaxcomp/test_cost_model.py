@@ -23,6 +23,7 @@ from jaxcomp._cost_model import (
     allreduces,
     break_even,
     communication_time,
+    int8_factors_work,
     int8_work,
     interpolate,
     powersgd_work,
@@ -165,6 +166,8 @@ def test_compression_by_hand():
     work = powersgd_work(plans, 1e9, 1e8, alternating=True)
     assert work == pytest.approx(memory + arithmetic / 1e8)
     assert int8_work(5_050, 1e9) == pytest.approx(9 * 4 * 5_050 / 1e9)
+    assert int8_factors_work(plans, 1e9) == pytest.approx(5 * 4 * 150 * 2 / 1e9)
+    assert int8_factors_work(plans, 1e9, alternating=True) == pytest.approx(5 * 4 * 150 / 1e9)
     assert powersgd_work(plan_leaves(params, 50, 2.0), 1e9, 1e8) == 0  # nothing compressed
 
 

@@ -118,6 +118,24 @@ def test_narrow_gradients_and_leaves_that_are_no_matrices(dtype):
     assert min(v for k, v in chosen.items() if k != "bias") >= 1
 
 
+@pytest.mark.parametrize(("wire", "ratio"), [(jnp.int8, 14.0), ("float16", 5.0), ("float32", 3.0)])
+def test_with_a_dtype_the_ratio_is_of_bytes(wire, ratio):
+    grads = {k: jnp.tile(x, (4, 4)[: x.ndim]) for k, x in decaying(1).items()}
+    rank = ranks_by_spectrum(grads, ratio=ratio, comm_dtype=wire)
+    _, found = ranks(grads, rank, comm_dtype=wire, replicas=4)
+    # int8: shares are padded, which the budget does not know.
+    assert ratio * 0.97 <= found <= ratio * 1.15
+
+
+def test_with_int8_a_dense_leaf_costs_four_times_as_much():
+    grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((256, 256), [50.0])}
+    chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=30.0))
+    assert chosen["flat"] == 0
+    rank = ranks_by_spectrum(grads, ratio=60.0, comm_dtype=jnp.int8)
+    narrow, _ = ranks(grads, rank, comm_dtype=jnp.int8, replicas=4)
+    assert narrow["flat"] > 0
+
+
 def test_zero_gradients_get_one_column():
     grads = {"a": jnp.zeros((24, 16)), "b": matrix((40, 20), np.ones(20))}
     assert ranks(grads, ranks_by_spectrum(grads, ratio=3.0))[0]["a"] == 1
@@ -150,6 +168,10 @@ def test_messages():
     grads = decaying()
     with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
         ranks_by_spectrum(grads, ratio=100.0)
+    with pytest.raises(ValueError, match=r"sends \d+ bytes, and ratio=100 allows"):
+        ranks_by_spectrum(grads, ratio=100.0, comm_dtype="int8")
+    with pytest.raises(ValueError, match="`comm_dtype` must be one of"):
+        ranks_by_spectrum(grads, ratio=3.0, comm_dtype="int4")
     with pytest.raises(ValueError, match=r"saw no gradient of the leaf \['other'\]"):
         jaxcomp.compression_stats(
             {"other": jnp.zeros((64, 64))}, rank=ranks_by_spectrum(grads, ratio=3.0)
