@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test check format clean
 
 help:
-	@echo "make demo    train a small language model four ways; table, picture and JSON in out/"
+	@echo "make demo    train a small language model several ways; table, picture and JSON in out/"
 	@echo "make test    run the test suite"
 	@echo "make check   lint, formatting, types"
 	@echo "make format  rewrite the sources in the house format"

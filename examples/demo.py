@@ -1,7 +1,8 @@
-"""What compression costs and saves: one small language model, trained with four strategies.
+"""What compression costs and saves: one small language model, trained with several strategies.
 
-The same model, data and seeds with an exact all-reduce and with PowerSGD at several ranks, data
-parallel over CPU devices (or GPUs). Prints a table and writes the curves as a picture and as JSON.
+The same model, data and seeds with an exact all-reduce and with PowerSGD at several ranks, the
+highest of them also with 8-bit factors on the wire; data parallel over CPU devices (or GPUs).
+Prints a table and writes the curves as a picture and as JSON.
 """
 
 from __future__ import annotations
@@ -207,6 +208,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         f"PowerSGD rank {rank}": replace(config, strategy="powersgd", rank=rank)
         for rank in arguments.ranks
     }
+    best = max(arguments.ranks)
+    narrow = replace(config, strategy="powersgd", rank=best, comm_dtype="int8")
+    runs[f"PowerSGD rank {best}, int8"] = narrow
     if min(arguments.ranks) <= 0 or arguments.devices <= 0:
         raise UsageError("--ranks and --devices must be positive")
     for each in runs.values():
@@ -223,7 +227,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise UsageError(str(error)) from error
 
     console.print(f"{len(runs)} runs of {config.steps} steps, {len(devices)} replicas each")
-    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
     ) as progress:

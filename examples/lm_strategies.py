@@ -17,6 +17,8 @@ import jaxcomp
 
 Tree = Any
 
+COMM_DTYPES = ("float32", "bfloat16", "float16", "int8")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -25,10 +27,12 @@ class Options:
     Attributes:
       rank: Rank of the compressed gradients.
       start_step: Steps before compression begins, averaged exactly.
+      comm_dtype: How the factors of compressed gradients travel.
     """
 
     rank: int = 4
     start_step: int = 0
+    comm_dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,26 @@ def _allreduce(comm_dtype: Any = None) -> Strategy:
     )
 
 
+def _powersgd(
+    options: Options, optimizer: optax.GradientTransformation, axis: str
+) -> optax.GradientTransformation:
+    reducer = jaxcomp.powersgd(
+        options.rank,
+        axis_name=axis,
+        start_step=options.start_step,
+        comm_dtype=options.comm_dtype,
+    )
+    return optax.chain(reducer, optimizer)
+
+
 def _powersgd_bytes(options: Options, params: Tree, replicas: int) -> Callable[[int], float]:
-    del replicas  # an all-reduce: the same for any number
-    dense = dense_bytes(params)
-    compressed = jaxcomp.compression_stats(params, rank=options.rank).bytes_after
-    return lambda step: dense if step < options.start_step else compressed
+    stats = jaxcomp.compression_stats(
+        params, rank=options.rank, comm_dtype=options.comm_dtype, replicas=replicas
+    )
+    # Exact steps send bfloat16 and float16 as such, but no integers.
+    narrow = options.comm_dtype != "int8"
+    dense = dense_bytes(params, options.comm_dtype if narrow else jnp.float32)
+    return lambda step: dense if step < options.start_step else stats.bytes_after
 
 
 def _int8_bytes(options: Options, params: Tree, replicas: int) -> Callable[[int], float]:
@@ -104,11 +123,8 @@ STRATEGIES: dict[str, Strategy] = {
     "allreduce": _allreduce(),
     "allreduce-bf16": _allreduce(jnp.bfloat16),
     "powersgd": Strategy(
-        summary="low-rank gradients with error feedback (--rank, --start-step)",
-        transformation=lambda options, optimizer, axis: optax.chain(
-            jaxcomp.powersgd(options.rank, axis_name=axis, start_step=options.start_step),
-            optimizer,
-        ),
+        summary="low-rank gradients with error feedback (--rank, --start-step, --comm-dtype)",
+        transformation=_powersgd,
         bytes_at=_powersgd_bytes,
     ),
     "int8": Strategy(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from lm import (
     training_batch,
 )
 from lm_checkpoints import CheckpointError, Checkpoints
-from lm_strategies import STRATEGIES, Options, adamw
+from lm_strategies import COMM_DTYPES, STRATEGIES, Options, adamw
 
 import jaxcomp
 
@@ -45,6 +45,7 @@ class RunConfig:
       strategy: A key of `lm_strategies.STRATEGIES`.
       rank: Rank of the compressed gradients.
       start_step: Steps before compression begins.
+      comm_dtype: How the factors of compressed gradients travel; a key of `COMM_DTYPES`.
       mapping: "pmap" or "shard_map".
       steps: Length of the run; the learning rate's schedule depends on it.
       batch_size: Sequences in a step, over all replicas.
@@ -62,6 +63,7 @@ class RunConfig:
     strategy: str = "powersgd"
     rank: int = 4
     start_step: int = 100
+    comm_dtype: str = "float32"
     mapping: str = "pmap"
     steps: int = 1000
     batch_size: int = 32
@@ -84,7 +86,8 @@ class RunConfig:
                   if getattr(self, name) < 0]  # fmt: skip
         if not wrong and self.width % self.heads:
             wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
-        for name, known in (("strategy", STRATEGIES), ("mapping", MAPPINGS)):
+        choices = {"strategy": STRATEGIES, "mapping": MAPPINGS, "comm_dtype": COMM_DTYPES}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 wrong.append(f"{_flag(name)} must be one of {', '.join(known)}")
         if wrong:
@@ -167,8 +170,8 @@ class Run:
 
         params = init_params(model, config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        options = Options(config.rank, config.start_step)
-        self._bytes_at = STRATEGIES[config.strategy].bytes_at(options, params, len(devices))
+        self._options = Options(config.rank, config.start_step, config.comm_dtype)
+        self._bytes_at = STRATEGIES[config.strategy].bytes_at(self._options, params, len(devices))
         self._bytes_sent, self._strategy_since = 0.0, 0
         state = new_state(model, params, self._transformation(config.strategy, config.rank))
         self.start = (checkpoints and checkpoints.latest_step) or 0
@@ -177,7 +180,7 @@ class Run:
         self._state = self._mapped.place(state)
 
     def _transformation(self, strategy: str, rank: int) -> optax.GradientTransformation:
-        options = Options(rank, self.config.start_step)
+        options = replace(self._options, rank=rank)
         optimizer = adamw(self.config.learning_rate, self.config.steps)
         return STRATEGIES[strategy].transformation(options, optimizer, "data")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_parallel import MAPPINGS, local_devices
-from lm_strategies import STRATEGIES
+from lm_strategies import COMM_DTYPES, STRATEGIES
 from lm_training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +23,7 @@ EXAMPLES = """
 examples:
   python examples/train_lm.py --strategy allreduce
   python examples/train_lm.py --strategy powersgd --rank 16 --mapping shard_map
+  python examples/train_lm.py --strategy powersgd --rank 16 --comm-dtype int8
   python examples/train_lm.py --checkpoint-dir checkpoints/run1            # and, after a crash,
   python examples/train_lm.py --checkpoint-dir checkpoints/run1 --resume
 
@@ -58,6 +59,7 @@ def parser(local: bool = True) -> Parser:
     group.add_argument("--strategy", choices=list(STRATEGIES), help="see below" + shown)
     group.add_argument("--rank", type=int, help="rank of the compressed gradients" + shown)
     group.add_argument("--start-step", type=int, help="exact steps before compression" + shown)
+    group.add_argument("--comm-dtype", choices=COMM_DTYPES, help="of the factors sent" + shown)
     if local:
         mapping = "how to map the replicas" + shown
         group.add_argument("--mapping", choices=list(MAPPINGS), help=mapping)

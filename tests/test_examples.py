@@ -26,6 +26,7 @@ import lm  # noqa: E402
 import lm_strategies  # noqa: E402
 import train_lm  # noqa: E402
 from data_parallel import ShardMap, new_state  # noqa: E402
+from replica_groups import replica_groups  # noqa: E402
 from runners import collectives  # noqa: E402
 
 import jaxcomp  # noqa: E402
@@ -331,6 +332,30 @@ def test_hybrid_mesh_trains_and_sends_what_the_stats_say(script, mode):
 
 
 @pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,4},{1,5}}", [[0, 4], [1, 5]]),
+        ("[1,8]<=[8]", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['slow'=2,'fast'=4] {'slow'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ],
+)
+def test_replica_groups_as_xla_writes_them(groups, expected):
+    line = f"%sum = (f32[2,3], bf16[4]) all-reduce(%a, %b), replica_groups={groups}, to_apply=%add"
+    assert replica_groups(line) == expected
+    crossing = any(0 in group and 4 in group for group in expected)
+    assert hybrid_mesh.slow_bytes(line, fast_devices=4) == (6 * 4 + 4 * 2) * crossing
+
+
+@pytest.mark.parametrize("groups", ["?", "mesh['slow'=2,'fast'=4] {'fast':(1)2}"])
+def test_replica_groups_in_an_unknown_form_are_not_counted_as_none(groups):
+    line = f"%sum = f32[2] all-reduce(%a), replica_groups={groups}, to_apply=%add"
+    with pytest.raises(ValueError, match="in a form unknown here"):
+        hybrid_mesh.slow_bytes(line, fast_devices=4)
+
+
+@pytest.mark.parametrize(
     "name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train_lm.py", "train_multihost.py"]
 )
 def test_help(name, monkeypatch, capsys):
@@ -381,11 +406,14 @@ def test_demo_writes_its_table_picture_and_json(script, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "PowerSGD rank 1 sends" in result.stdout
     assert (tmp_path / "new/out/demo.png").read_bytes().startswith(b"\x89PNG")
-    exact, compressed = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
+    results = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
+    exact, compressed, narrow = results
     assert exact["ratio"] == 1
     assert compressed["name"] == "PowerSGD rank 1"
     assert compressed["ratio"] > 10
-    for result in (exact, compressed):
+    assert narrow["name"] == "PowerSGD rank 1, int8"
+    assert narrow["bytes_step"] < compressed["bytes_step"]
+    for result in results:
         assert len(result["steps"]) == len(result["held_out"]) == len(result["bytes_sent"])
 
 
