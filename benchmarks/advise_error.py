@@ -31,6 +31,7 @@ from cluster_models import FULL, MLP, TINY
 from cluster_net import Network, NetworkUnavailable, check_available
 from cluster_plan import UNLIMITED, Strategy, parse_rate, parse_strategy
 from cluster_report import Case, figures_of
+from tables import markdown
 
 from jaxcomp._advise import Prediction, advise
 from jaxcomp._advise_calibration import Calibration
@@ -152,12 +153,15 @@ def compare(options: argparse.Namespace) -> int:
     rows = errors(run, calibrations)
     if not rows:
         raise ValueError(f"{options.cluster} holds no cases of JAX that can be predicted.")
-    print("| model | rate | strategy | measured | predicted | error |")
-    print("|---|---|---|---:|---:|---:|")
-    for row in rows:
-        case = f"{row['model']} | {row['rate']} | {row['strategy']}"
-        times = f"{row['measured'] * 1e3:,.1f} ms | {row['predicted'] * 1e3:,.1f} ms"
-        print(f"| {case} | {times} | {row['error']:+.1%} |")
+    cells = [
+        (
+            *(row[name] for name in ("model", "rate", "strategy")),
+            *(f"{row[name] * 1e3:,.1f} ms" for name in ("measured", "predicted")),
+            f"{row['error']:+.1%}",
+        )
+        for row in rows
+    ]
+    print(markdown(("model", "rate", "strategy", "measured", "predicted", "error"), cells, left=3))
     sizes = np.abs([row["error"] for row in rows])
     print(
         f"\n{len(rows)} cases: median error {statistics.median(sizes):.1%}, nine in ten below "
@@ -214,6 +218,7 @@ def predict(
         sync_every=strategy.number if local else 8,
         bandwidth=bandwidth,
         latency=None if bits is None else 0.0,  # these links have none
+        comm_dtype=strategy.comm_dtype,
         calibration=constants,
     )
     names = {

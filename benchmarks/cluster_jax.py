@@ -155,9 +155,13 @@ def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
         return jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16)
     if strategy.kind == "int8":
         return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
-    if strategy.kind == "one-sided":
-        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, alternating=True)
-    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    return jaxcomp.powersgd(
+        rank,
+        axis_name=AXIS,
+        start_step=0,
+        comm_dtype=strategy.comm_dtype,
+        alternating=strategy.kind == "one-sided",
+    )
 
 
 def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
@@ -172,10 +176,14 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     if strategy.kind in ("allreduce", "fp16"):
         dtype = jnp.float16 if strategy.kind == "fp16" else None
         return float(stats(rank=lambda path, leaf: None, comm_dtype=dtype).bytes_after)
-    if strategy.kind == "one-sided":
+    counted = stats(
+        rank=strategy.number,
+        comm_dtype=strategy.comm_dtype,
+        replicas=processes,
         # The mean of a step for either side, as a sample has one of each.
-        return float(stats(rank=strategy.number, alternating=True).bytes_after)
-    return float(stats(rank=strategy.number).bytes_after)
+        alternating=strategy.kind == "one-sided",
+    )
+    return float(counted.bytes_after)
 
 
 def _alone(task: Task) -> Program:

@@ -15,15 +15,20 @@ DEFAULT_STRATEGIES = (
     "powersgd-1",
     "powersgd-2",
     "powersgd-4",
+    "powersgd-4-fp16",
+    "powersgd-4-int8",
     "one-sided-1",
     "one-sided-4",
     "local-sgd-8",
     "int8",
 )
-# Kinds of strategy; those in the second set take a number. PyTorch has no one-sided steps, and its
+# Kinds of strategy; those in the second set take a number, and of these the ones in the third may
+# say how their factors travel. PyTorch has no one-sided steps and no integer factors, and its
 # quantization hooks work on GPUs only.
 _PLAIN = ("none", "allreduce", "fp16", "int8")
 _NUMBERED = {"powersgd": "rank", "one-sided": "rank", "local-sgd": "steps between averages"}
+_WITH_FACTORS = ("powersgd", "one-sided")
+_WIRES = {"fp16": "float16", "int8": "int8"}
 _NOT_IN_TORCH = ("one-sided", "int8")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
@@ -51,11 +56,17 @@ class Strategy:
 
     kind: str
     number: int = 0  # rank, or steps between averages; 0 where the kind takes none
+    wire: str = ""  # how factors travel: "" for float32, else a key of `_WIRES`
 
     @property
     def name(self) -> str:
         """As on the command line."""
-        return f"{self.kind}-{self.number}" if self.number else self.kind
+        return "-".join(str(part) for part in (self.kind, self.number, self.wire) if part)
+
+    @property
+    def comm_dtype(self) -> str | None:
+        """Of the factors, as `jaxcomp.powersgd` takes it."""
+        return _WIRES[self.wire] if self.wire else None
 
     @property
     def steps_per_sample(self) -> int:
@@ -68,7 +79,7 @@ class Strategy:
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
-        return framework == "jax" or self.kind not in _NOT_IN_TORCH
+        return framework == "jax" or not (self.wire or self.kind in _NOT_IN_TORCH)
 
 
 UNLIMITED = Rate("unlimited", None)
@@ -92,7 +103,7 @@ def parse_rate(text: str) -> Rate:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Reads a strategy: ``allreduce``, ``powersgd-4``, ``local-sgd-8``, ...
+    """Reads a strategy: ``allreduce``, ``powersgd-4``, ``powersgd-4-int8``, ``local-sgd-8``, ...
 
     Raises:
       ValueError: If there is no such strategy.
@@ -100,10 +111,12 @@ def parse_strategy(text: str) -> Strategy:
     name = text.strip().lower()
     if name in _PLAIN:
         return Strategy(name)
-    kind, _, number = name.rpartition("-")
-    if kind in _NUMBERED and number.isdecimal() and int(number) > 0:
-        return Strategy(kind, int(number))
+    wires = "|".join(_WIRES)
+    found = re.fullmatch(rf"({'|'.join(_NUMBERED)})-([1-9]\d*)(?:-({wires}))?", name)
+    if found and (found[3] is None or found[1] in _WITH_FACTORS):
+        return Strategy(found[1], int(found[2]), found[3] or "")
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
+    known += [f"{kind}-N-{wires}" for kind in _WITH_FACTORS]
     raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
 
 

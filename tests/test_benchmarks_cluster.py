@@ -76,6 +76,11 @@ def test_strategies():
     assert parse_strategy("one-sided-4").steps_per_sample == 2  # a step for each side
     assert not parse_strategy("one-sided-4").runs_in("torch")
     assert not parse_strategy("int8").runs_in("torch")
+    narrow = parse_strategy("powersgd-4-int8")
+    assert (narrow.name, narrow.number, narrow.comm_dtype) == ("powersgd-4-int8", 4, "int8")
+    assert powersgd.comm_dtype is None
+    assert parse_strategy("one-sided-2-fp16").comm_dtype == "float16"
+    assert not narrow.runs_in("torch")
     assert all(parse_strategy(s).runs_in("torch") for s in ("none", "fp16", "local-sgd-2"))
 
 
