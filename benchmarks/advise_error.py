@@ -221,11 +221,12 @@ def predict(
         comm_dtype=strategy.comm_dtype,
         calibration=constants,
     )
+    wire = f" {strategy.comm_dtype}" if strategy.comm_dtype else ""
     names = {
         "allreduce": "all-reduce float32",
         "fp16": "all-reduce float16",
-        "powersgd": f"powersgd rank {strategy.number}",
-        "one-sided": f"one-sided rank {strategy.number}",
+        "powersgd": f"powersgd rank {strategy.number}{wire}",
+        "one-sided": f"one-sided rank {strategy.number}{wire}",
         "local-sgd": f"local SGD H={strategy.number}",
         "int8": "int8",
     }
