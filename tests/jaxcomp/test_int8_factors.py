@@ -470,7 +470,12 @@ def test_beside_automatic_axes_only_factors_are_integers():
     arguments = placed, jaxcomp.shard_state(state, grid, "dcn")
     found = collectives(mapped.lower(*arguments).compile().as_text())
     assert max(size for op, kind, size in found if kind == "f32") <= 2 * 96
-    assert {op for op, kind, _ in found if kind == "s8"} == {"all-to-all", "all-gather"}
+    # As docs/meshes.md says: whole factors from every device.
+    leaf = {"up": shapes["up"]}
+    stats = jaxcomp.compression_stats(zeros(leaf), rank=2, comm_dtype="int8", replicas=2)
+    for stage in ("all-to-all", "all-gather"):
+        sizes = [size for op, kind, size in found if (op, kind) == (stage, "s8")]
+        assert sum(sizes) == stats.bytes_after
     outputs, after = mapped(*arguments)
 
     alone = jax.vmap(
