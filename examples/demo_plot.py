@@ -45,9 +45,9 @@ def plot(path: Path, rows: Sequence[Comparison], replicas: int) -> None:
             sent.annotate(
                 f"{row.total_ratio:.1f}x fewer",
                 (megabytes[-1], r.held_out[-1]),
-                xytext=(4, -14),
+                xytext=(8, -3),
                 textcoords="offset points",
-                horizontalalignment="right",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # over other curves
                 color=INK,
                 fontsize=9,
             )
