@@ -212,8 +212,15 @@ def test_leaves_that_are_not_compressed_are_averaged_exactly():
             np.testing.assert_allclose(got, wanted, rtol=digits, atol=1e-6)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize(("leaf", "bad"), [("dense", np.nan), ("dense", -np.inf), ("bias", np.inf)])
+@pytest.mark.parametrize(
+    ("mapping", "leaf", "bad"),
+    [
+        ("vmap", "dense", np.nan),
+        ("vmap", "bias", np.nan),
+        ("pmap", "bias", np.inf),
+        ("shard_map", "dense", -np.inf),
+    ],
+)
 def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
     grads = random_grads(SHAPES, 3, 4)
     broken = dict(grads)
@@ -229,20 +236,21 @@ def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
 
 
 @pytest.mark.parametrize("alternating", [False, True])
-@pytest.mark.parametrize("value", [3.4e38, 3e38, 1e30, 1e-30, 1e-38, 1e-42, 0.0])
-def test_either_end_of_the_float_range(value, alternating):
+@pytest.mark.parametrize("values", [(1e30, 1e-30, 1e-38, 1e-42, 0.0), (3e38,), (3.4e38,)], ids=str)
+def test_either_end_of_the_float_range(values, alternating):
     """One large value on every replica, of which the sum would overflow; or hardly any at all."""
-    grads = {"w": jnp.zeros((4, 3, 24, 16)).at[:, :, 5, 7].set(value)}
+    grads = {x: jnp.zeros((4, 3, 24, 16)).at[:, :, 5, 7].set(x) for x in values}
     tx = reducer(1, alternating=alternating)
-    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 16))}))
-    assert np.isfinite(state.residual["w"]).all()
-    assert np.isfinite(state.q["w"]).all()
-    if np.isnan(outputs["w"]).any():  # too large for float32 in the end: then a bad step
-        assert value > 1e38
-        assert np.isnan(outputs["w"][int(state.count) :]).all()
-    elif 1e-35 < value < 1e35:
-        total = outputs["w"].sum(0) / value + state.residual["w"].mean(0) / value
-        np.testing.assert_allclose(total, grads["w"][0].sum(0) / value, atol=1e-4)
+    outputs, state = simulate("vmap", tx, grads, tx.init({x: jnp.zeros((24, 16)) for x in values}))
+    for x in values:
+        assert np.isfinite(state.residual[x]).all()
+        assert np.isfinite(state.q[x]).all()
+        if x > 1e38:  # with its residual too large for float32 in the end: then a bad step
+            assert np.isnan(outputs[x][int(state.count) :]).all()
+        elif x > 1e-37 or x == 0:
+            total = np.asarray(outputs[x], np.float64).sum(0)
+            total += np.asarray(state.residual[x], np.float64).mean(0)
+            np.testing.assert_allclose(total, grads[x][0].sum(0), rtol=1e-5, atol=1e-4 * x)
 
 
 def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
