@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from jaxcomp._automatic_axes import other_axes
 from jaxcomp._collectives import Reduced, axis_size, reduce_mean
 from jaxcomp._dtypes import compute_dtype
@@ -46,7 +48,10 @@ def reduce_int8(
       Means and sent with the parts' shapes and dtypes.
     """
     replicas, factors, dense = axis_size(axis_name), parts[:thin], parts[thin:]
-    columns = [x.mT for x in factors]
+    # The barriers keep XLA from folding the transpose into the product that made the factor, whose
+    # CPU backend is ten times slower at that form, and from decoding the factors anew for every
+    # value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
+    columns = [lax.optimization_barrier(x).mT for x in factors]
     layouts: list[Layout] = [factor_layout(x.shape, replicas) for x in factors]
     if other_axes():
         reduced = mean_by_shares(columns, layouts, axis_name)
@@ -61,7 +66,7 @@ def reduce_int8(
     dtypes = [x.dtype for x in parts]
 
     def restored(xs: Sequence[Array]) -> list[Array]:
-        turned = [x.mT if i < thin else x for i, x in enumerate(xs)]
+        turned = [lax.optimization_barrier(x).mT if i < thin else x for i, x in enumerate(xs)]
         return [x.astype(dtype) for x, dtype in zip(turned, dtypes, strict=True)]
 
     return Reduced(restored(means), restored(sent), finite)
