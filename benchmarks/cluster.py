@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
         run = {**settings(plan), "complete": False, "cases": []}
-        if run["machine"]["load_at_start"] > BUSY:
+        if run["machine"]["busy_cores_at_start"] > BUSY:
             print("cluster.py: other programs are running; the times will be off.", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
         try:

@@ -174,19 +174,18 @@ def conditions(run: Mapping[str, Any]) -> str:
     """Markdown: how, where and when it was measured."""
     machine, settings = run["machine"], run["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    load = machine["load_at_start"]
+    busy = machine["busy_cores_at_start"]
     lines = [
         f"Measured {run['date']} with `{run['command']}`: {settings['processes']} processes, each "
         "in a network namespace of its own, on one core, over gloo.",
         f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; {versions}.",
-        f"Load average at the start {load:.2f}"
-        + (": **the machine was busy, these are no results.**" if load > BUSY else "."),
+        f"Other programs kept {busy:.2f} cores busy at the start"
+        + (": **these are no results.**" if busy > BUSY else "."),
     ]
     if not run["complete"]:
         lines.append("**The run ended early: cases are missing.**")
     return "\n".join(lines)
 
 
-# Load average at the start above which other programs took a part of the cores. It is a mean over
-# the last minute, in which whatever ran just before still counts.
-BUSY = 1.0
+# Cores that other programs used just before the run, above which its times are off.
+BUSY = 0.2

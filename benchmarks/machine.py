@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -34,11 +35,28 @@ def describe(packages: Iterable[str]) -> dict[str, Any]:
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
-            "load_at_start": os.getloadavg()[0],
+            "busy_cores_at_start": busy_cores(),
             "versions": {"Python": platform.python_version()}
             | {package: version(package) for package in packages},
         },
     }
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """How many cores other programs keep busy, on average over so long from now.
+
+    Not the load average, which remembers for minutes what has ended.
+    """
+
+    def counted() -> tuple[int, int]:
+        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+        return sum(ticks[:8]), idle
+
+    total, idle = counted()
+    time.sleep(seconds)
+    later, idle_later = counted()
+    return (os.cpu_count() or 1) * (1 - (idle_later - idle) / max(1, later - total))
 
 
 def _cpu() -> str:

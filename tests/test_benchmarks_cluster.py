@@ -153,12 +153,13 @@ def test_ratios():
 
 
 def test_a_run_that_ended_early_says_so_in_its_report():
-    machine = {"cpu": "A CPU", "cores": 2, "kernel": "6.1", "load_at_start": 0.1, "versions": {}}
+    machine = {"cpu": "A CPU", "cores": 2, "kernel": "6.1", "versions": {}}
+    machine["busy_cores_at_start"] = 0.01
     described = {"command": "c", "date": "d", "machine": machine, "settings": {"processes": 2}}
     assert "cases are missing" in conditions({**described, "complete": False})
     assert "missing" not in conditions({**described, "complete": True})
-    busy = {**described, "complete": True, "machine": {**machine, "load_at_start": 3.0}}
-    assert "the machine was busy" in conditions(busy)
+    busy = {**described, "complete": True, "machine": {**machine, "busy_cores_at_start": 1.5}}
+    assert "1.50 cores busy at the start: **these are no results.**" in conditions(busy)
 
 
 def test_an_overhead_below_the_noise_gives_no_ratio():
