@@ -211,6 +211,9 @@ def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
     """
     top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
     scale = (top / _LEVELS).astype(jnp.float32)
+    # A maximum need not show a NaN: at some shapes XLA's CPU backend drops it (jaxlib 0.10.2). A sum
+    # does; that of x - x is 0 or NaN.
+    finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
     usable = scale >= jnp.finfo(jnp.float32).tiny
     scaled = x / jnp.where(usable, scale, 1).astype(x.dtype)
     if key is None:
@@ -218,7 +221,7 @@ def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
     else:
         rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
     integers = jnp.where(usable, jnp.clip(rounded, -_LEVELS, _LEVELS), 0).astype(jnp.int8)
-    return integers, jnp.where(jnp.isfinite(scale), jnp.where(usable, scale, 0), jnp.nan)
+    return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
 
 
 def _rows(arrays: Sequence[Array], row_bytes: int) -> Array:

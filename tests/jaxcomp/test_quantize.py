@@ -107,6 +107,20 @@ def test_a_residual_of_own_contributions_has_the_right_mean():
     assert np.abs(result.updates[0] - grads.mean(0)).max() > 1e-3
 
 
+# Shapes at which jaxlib's CPU backend loses a NaN in a maximum, among others.
+@pytest.mark.parametrize(
+    ("size", "block_size"), [(8192, None), (8192, 128), (8192, 256), (200_000, 100), (40_000, 256)]
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_bad_value_is_lost_in_a_large_leaf(size, block_size, bad):
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=block_size)
+    x = np.random.default_rng(0).normal(size=(2, size)).astype(np.float32)
+    x[1, size // 3] = bad
+    outputs, state = vmapped(tx, jnp.asarray(x), tx.init(x[0]))
+    assert np.isnan(outputs).all()
+    assert (np.asarray(state.count) == 0).all()
+
+
 @pytest.mark.parametrize(
     ("mapping", "bad"), [("vmap", np.nan), ("pmap", -np.inf), ("shard_map", np.inf)]
 )
