@@ -28,6 +28,8 @@ T = TypeVar("T")
 # one operand after the other, in pieces of 1/W: a further one costs some 0.2 ms with two replicas,
 # packing and unpacking a megabyte costs more.
 _OWN_OPERAND_BYTES = 1 << 19
+# XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
+_MOST_OPERANDS = 128
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -99,13 +101,23 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
       >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
       [0.0, 1.0]
     """
-    axes = _checked_axes(axis_name)
+    axes = frozenset(_checked_axes(axis_name))
+    return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
 
-    def mark(x: Any) -> Any:
-        missing = tuple(name for name in axes if name not in _varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(mark, tree) if axes else tree
+def _marked(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as varying over these axes too."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def typed_as(x: Array, function: Callable[[], Array]) -> Array:
+    """`x`, typed as varying over all axes over which the result of `function` does.
+
+    What a loop carries must have one type before and after, and an argument of the loop's body may
+    vary over axes over which the carried array did not. `function` is traced, and not run.
+    """
+    return _marked(x, _varying(jax.eval_shape(function)))
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
@@ -120,11 +132,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     axes = jax.tree.map(lambda *xs: frozenset().union(*map(_varying, xs)), *shapes)
 
     def marked(branch: Callable[[], T]) -> T:
-        def mark(x: Any, wanted: frozenset[str]) -> Any:
-            missing = tuple(sorted(wanted - _varying(x)))
-            return lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(mark, branch(), axes)
+        return jax.tree.map(_marked, branch(), axes)
 
     return lax.switch(index, [functools.partial(marked, branch) for branch in branches])
 
@@ -203,8 +211,10 @@ def reduce_mean(
 
 
 def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
-    """Positions that travel together: parts of at least `large` bytes alone, all others as one."""
-    own = [i for i, part in enumerate(parts) if part.size * part.dtype.itemsize >= large]
+    """Positions that travel together: the largest, from `large` bytes on, alone, the others as one."""
+    sizes = [part.size * part.dtype.itemsize for part in parts]
+    own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
+    own = sorted(own[:_MOST_OPERANDS])
     rest = [i for i in range(len(parts)) if i not in set(own)]
     return [*([rest] if rest else []), *([i] for i in own)]
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._automatic_axes import other_axes
+from jaxcomp._collectives import typed_as
 from jaxcomp._matricize import MatrixView
 from jaxcomp._typing import Array
 
@@ -97,7 +98,7 @@ def replace_by_product(
         return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
 
     def blocks() -> Array:
-        new = view.matricize(old)
+        new = view.matricize(typed_as(old, whole))
         # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
         # hold all that it needs till then.
         new = block(number * size, rest, new) if rest else new

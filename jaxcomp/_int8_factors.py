@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
 from jaxcomp._automatic_axes import other_axes
-from jaxcomp._collectives import Reduced, axis_size, reduce_mean
+from jaxcomp._collectives import Reduced, axis_size, mean_each
 from jaxcomp._dtypes import compute_dtype
+from jaxcomp._reduction import all_finite
 from jaxcomp._shares import BlockLayout, ExactLayout, Layout, mean_by_shares
 from jaxcomp._typing import Array, AxisName
 
@@ -30,18 +30,15 @@ def factor_layout(shape: tuple[int, ...], replicas: int) -> BlockLayout:
     return BlockLayout.of(math.prod(shape), replicas, block)
 
 
-def reduce_int8(
-    parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, thin: int
-) -> Reduced:
+def reduce_int8(parts: Sequence[Array], axis_name: AxisName, *, thin: int) -> Reduced:
     """Averages factors as int8 and the other parts exactly, in an all-to-all and an all-gather.
 
     The counterpart of `reduce_mean`. Beside mesh axes that are left to the compiler, the parts that
-    are no factors keep their shapes and so their shardings, in an all-reduce of their own.
+    are no factors keep their shapes and so their shardings, in an all-reduce for each dtype.
 
     Args:
       parts: `thin` factors ``(*batch, n, r)``, then arrays of any shapes and floating dtypes.
       axis_name: The mapped axis or axes.
-      wire_dtype: Of that all-reduce.
       thin: How many of the parts are factors.
 
     Returns:
@@ -55,9 +52,9 @@ def reduce_int8(
     layouts: list[Layout] = [factor_layout(x.shape, replicas) for x in factors]
     if other_axes():
         reduced = mean_by_shares(columns, layouts, axis_name)
-        others = reduce_mean(dense, axis_name, wire_dtype)
-        means, sent = ([*a, *b] for a, b in zip(reduced[:2], others[:2], strict=True))
-        finite = reduced.finite & others.finite
+        others = mean_each(dense, axis_name)
+        means, sent = [*reduced.means, *others], [*reduced.sent, *dense]
+        finite = reduced.finite & all_finite(others)
     else:
         # In their own dtypes: they have no residual that could keep a rounding.
         layouts += [ExactLayout(x.size, replicas, x.dtype) for x in dense]

@@ -270,8 +270,9 @@ class Step:
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
     def _reduce(self, parts: list[Array], *, thin: int) -> Reduced:
-        reduce = reduce_int8 if self.options.int8_factors else reduce_mean
-        return reduce(parts, self.options.axis_name, self.wire, thin=thin)
+        if self.options.int8_factors:
+            return reduce_int8(parts, self.options.axis_name, thin=thin)
+        return reduce_mean(parts, self.options.axis_name, self.wire, thin=thin)
 
     def _bases(self, factors: Sequence[Array], eps: Any) -> list[Array]:
         return map_by_shape(lambda x: orthogonalize(x, eps), factors)

@@ -119,8 +119,8 @@ def compression_stats(
         wire = widest(plan.dtype for plan in plans)
     if wire == jnp.int8 and replicas is None:
         raise ValueError(
-            "`replicas` is missing: with comm_dtype=int8 arrays are cut into one share for each "
-            "replica. Pass how many there are, for example replicas=8."
+            "`replicas` is missing: with int8 on the wire arrays are cut into one share for each "
+            "replica. Pass how many there are."
         )
     leaves = [_leaf_stats(plan, wire_bytes(plan, wire, replicas or 1), factors) for plan in plans]
     before = sum(leaf.bytes_before for leaf in leaves)

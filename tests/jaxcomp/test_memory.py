@@ -85,6 +85,32 @@ def test_large_leaves_are_operands_of_the_one_all_reduce(start_step):
     assert operands == ([1, 1] if start_step == 0 else [1, 1, 11])
 
 
+def test_more_large_leaves_than_xla_merges_are_one_all_reduce(monkeypatch):
+    monkeypatch.setattr(_collectives, "_OWN_OPERAND_BYTES", 16)
+    shapes = {f"layer_{i:03}": (2 + i % 3, 8) for i in range(300)}
+    tx = jaxcomp.allreduce(axis_name=AXIS)
+    text = compiled(tx, shapes).as_text()
+    assert text.count(" all-reduce(") == 1
+
+
+def test_a_residual_in_blocks_may_differ_over_another_axis():
+    """Made where it is the same on all of "model", updated by gradients that are not."""
+    kinds = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), **kinds)
+    tx = jaxcomp.powersgd(16, axis_name=AXIS, start_step=0)
+
+    def step(gradient):
+        state = tx.init(jnp.zeros((1200, 1200)))
+        update, state = tx.update(gradient[0, 0], state)
+        return update[None], state.residual[None, None]
+
+    specs = {"in_specs": jax.P(AXIS, "model"), "out_specs": (jax.P("model"), jax.P(AXIS, "model"))}
+    mapped = jax.shard_map(step, mesh=mesh, **specs)
+    update, residual = jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 2, 1200, 1200), jnp.float32))
+    assert update.shape == (2, 1200, 1200)
+    assert residual.shape == (2, 2, 1200, 1200)
+
+
 def close(a, b, atol):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     np.testing.assert_allclose(a, b, atol=atol)
