@@ -18,7 +18,8 @@ def plot(figures: Mapping[Key, Figures], path: Path) -> None:
     models = list(dict.fromkeys(key[0] for key in figures))
     rates = list(dict.fromkeys(key[1] for key in figures))
     strategies = list(dict.fromkeys(key[2] for key in figures))
-    colours = dict(zip(strategies, plt.get_cmap("tab10").colors * 3, strict=False))  # pyright: ignore[reportAttributeAccessIssue]
+    palette = [plt.get_cmap("tab20")(i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
+    colours = dict(zip(strategies, palette, strict=False))
     shape = (6.4 * len(models), 5.2)
     picture, panels = plt.subplots(1, len(models), figsize=shape, squeeze=False, sharey=True)
     for panel, model in zip(panels[0], models, strict=True):
