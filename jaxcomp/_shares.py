@@ -211,8 +211,8 @@ def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
     """
     top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
     scale = (top / _LEVELS).astype(jnp.float32)
-    # A maximum need not show a NaN: at some shapes XLA's CPU backend drops it (jaxlib 0.10.2). A sum
-    # does; that of x - x is 0 or NaN.
+    # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
+    # sum does; that of x - x is 0 or NaN.
     finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
     usable = scale >= jnp.finfo(jnp.float32).tiny
     scaled = x / jnp.where(usable, scale, 1).astype(x.dtype)
