@@ -211,7 +211,7 @@ def reduce_mean(
 
 
 def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
-    """Positions that travel together: the largest, from `large` bytes on, alone, the rest as one."""
+    """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one."""
     sizes = [part.size * part.dtype.itemsize for part in parts]
     own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
     own = sorted(own[:_MOST_OPERANDS])
