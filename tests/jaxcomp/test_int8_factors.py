@@ -327,7 +327,7 @@ def test_exact_averages_before_start_step_are_one_all_reduce():
 
 
 def test_the_stats_want_to_know_how_many_replicas_there_are():
-    with pytest.raises(ValueError, match="`replicas` is missing: with comm_dtype=int8"):
+    with pytest.raises(ValueError, match="`replicas` is missing: with int8 on the wire"):
         jaxcomp.compression_stats(PARAMS, comm_dtype="int8")
     with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
         jaxcomp.compression_stats(PARAMS, replicas=0)
