@@ -317,7 +317,7 @@ def test_stats_are_compression_stats(shapes, capsys):
 def test_int8_on_the_command_line(shapes, capsys):
     command = ["stats", f"--params={shapes}", "--rank=4", "--comm-dtype=int8"]
     assert main(command) == 2
-    assert capsys.readouterr().err.startswith("error: --replicas is missing: with comm_dtype=int8")
+    assert capsys.readouterr().err.startswith("error: --replicas is missing: with int8 on the wire")
     assert main([*command, "--replicas=8"]) == 0
     stats = jaxcomp.compression_stats(PARAMS, rank=4, comm_dtype="int8", replicas=8)
     assert capsys.readouterr().out == f"{stats}\n"
