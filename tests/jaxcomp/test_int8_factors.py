@@ -188,7 +188,7 @@ def test_columns_of_different_size_are_rounded_apart():
     n = 4
     size = jnp.array([1e3, 1.0, 1e-3, 1e-6])
     factors = jax.random.normal(jax.random.key(0), (n, 256, 4)) * size
-    mean = jax.vmap(lambda x: reduce_int8([x], AXIS, jnp.float32, thin=1).means[0], axis_name=AXIS)
+    mean = jax.vmap(lambda x: reduce_int8([x], AXIS, thin=1).means[0], axis_name=AXIS)
     error = np.abs(mean(factors)[0] - factors.mean(0)).max(0)
     assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
 
