@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._collectives import axis_size, exchange, gather, replica_index
-from jaxcomp._dtypes import round_to
-from jaxcomp._shares import BlockLayout
+from jaxcomp._base.dtypes import round_to
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import exchange, gather, replica_index
+from jaxcomp._mesh.shares import BlockLayout
 
 Array = jax.Array
 

@@ -18,9 +18,10 @@ import optax
 from convergence_int4 import average_int4, int4_bytes
 
 import jaxcomp
-from jaxcomp._collectives import as_local, reduce_mean
-from jaxcomp._matricize import LeafPlan, MatrixView, plan_leaves
-from jaxcomp._orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
+from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.collectives import reduce_mean
 
 Tree = Any
 Array = jax.Array

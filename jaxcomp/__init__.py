@@ -1,34 +1,36 @@
 """Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
 
-from jaxcomp._accumulate import accumulate
-from jaxcomp._adapt import adapt_state
-from jaxcomp._advise import Advice, Prediction, advise
-from jaxcomp._advise_calibration import Calibration
-from jaxcomp._batched_powersgd import batched_powersgd
-from jaxcomp._check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
-from jaxcomp._collectives import as_local
-from jaxcomp._combinators import ErrorFeedbackState, SwitchState, error_feedback, switch_at
-from jaxcomp._gradients import local_value_and_grad
-from jaxcomp._local_sgd import LocalSGDState, local_sgd
-from jaxcomp._local_sgd_round import LocalSGDRound, local_sgd_round
-from jaxcomp._local_stats import LevelStats, LocalSGDStats, local_sgd_stats
-from jaxcomp._measure import measure
-from jaxcomp._outer import average
-from jaxcomp._powersgd import PowerSGDState, powersgd
-from jaxcomp._quantize import QuantizedState, quantized_allreduce
-from jaxcomp._ranks import ranks_by_spectrum
-from jaxcomp._reducers import allreduce
-from jaxcomp._reduction import Reducer, Reduction
-from jaxcomp._sampling import sharded_indices
-from jaxcomp._state import consolidate, shard_state, state_specs
-from jaxcomp._stats import (
+from jaxcomp._adviser.advice import Advice, Prediction
+from jaxcomp._adviser.advise import advise
+from jaxcomp._adviser.calibration import Calibration
+from jaxcomp._adviser.measure import measure
+from jaxcomp._base.typing import MatrixDims
+from jaxcomp._bytes.local_stats import LevelStats, LocalSGDStats, local_sgd_stats
+from jaxcomp._bytes.ranks import ranks_by_spectrum
+from jaxcomp._bytes.stats import (
     CompressionStats,
     LeafStats,
     batched_stats,
     compression_stats,
     quantized_stats,
 )
-from jaxcomp._typing import MatrixDims
+from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
+from jaxcomp._local.meeting import average
+from jaxcomp._local.round import LocalSGDRound, local_sgd_round
+from jaxcomp._mesh.axes import as_local
+from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.batched import batched_powersgd
+from jaxcomp._reducers.contract import Reducer, Reduction
+from jaxcomp._reducers.error_feedback import ErrorFeedbackState, error_feedback
+from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
+from jaxcomp._reducers.quantized import QuantizedState, quantized_allreduce
+from jaxcomp._reducers.switch_at import SwitchState, switch_at
+from jaxcomp._states.adapt import adapt_state
+from jaxcomp._states.replicas import consolidate, shard_state, state_specs
+from jaxcomp._training.accumulate import accumulate
+from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
+from jaxcomp._training.gradients import local_value_and_grad
+from jaxcomp._training.sampling import sharded_indices
 
 __all__ = [
     "Advice",

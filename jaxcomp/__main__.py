@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxcomp._advise import advise
-from jaxcomp._advise_calibration import ASSUMED, Calibration
-from jaxcomp._advise_params import assumed_params, read_params
-from jaxcomp._advise_table import advice_dict
-from jaxcomp._advise_units import parse_bandwidth, parse_count
-from jaxcomp._measure import measure
-from jaxcomp._stats import compression_stats
-from jaxcomp._typing import PyTree
+from jaxcomp._adviser.advice import advice_dict
+from jaxcomp._adviser.advise import advise
+from jaxcomp._adviser.calibration import ASSUMED, Calibration
+from jaxcomp._adviser.measure import measure
+from jaxcomp._adviser.shapes import assumed_params, read_params
+from jaxcomp._adviser.units import parse_bandwidth, parse_count
+from jaxcomp._base.typing import PyTree
+from jaxcomp._bytes.stats import compression_stats
 
 OK, USAGE = 0, 2
 _DESCRIPTION = "Whether compressing gradients pays on a network, and what it puts on the wire."

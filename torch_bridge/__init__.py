@@ -1,23 +1,23 @@
 """PyTorch DDP checkpoints with PowerSGD, to Flax/JAX and back, losing nothing."""
 
-from torch_bridge._arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._buckets import BucketEntry, BucketLayout
-from torch_bridge._checkpoint import Checkpoint, load
-from torch_bridge._convert import save_for_torch
-from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._infer import infer_layout
-from torch_bridge._matrix_dims import matrix_dims_of, torch_matrix_dims
-from torch_bridge._optim import optimizer_from_torch
-from torch_bridge._optim_to_torch import optimizer_to_torch
-from torch_bridge._pair import pair
-from torch_bridge._pairing import Pairing
-from torch_bridge._params import params_from_torch, params_to_torch
-from torch_bridge._powersgd import powersgd_from_torch
-from torch_bridge._powersgd_export import powersgd_to_torch
-from torch_bridge._schema import PowerSGDRecord, RandomStateRecord
-from torch_bridge._state_dict import load_state_dict, state_dict
-from torch_bridge._torch_resume import resume_powersgd, state_from_record
-from torch_bridge._torch_side import gradient_order, record_layout, save_checkpoint
+from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._base.schema import PowerSGDRecord, RandomStateRecord
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
+from torch_bridge._convert.optimizer_from_torch import optimizer_from_torch
+from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
+from torch_bridge._convert.params import params_from_torch, params_to_torch
+from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
+from torch_bridge._convert.powersgd_to_torch import powersgd_to_torch
+from torch_bridge._convert.run import save_for_torch
+from torch_bridge._convert.state_dict import load_state_dict, state_dict
+from torch_bridge._hook.buckets import BucketEntry, BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint, load
+from torch_bridge._hook.infer import infer_layout
+from torch_bridge._job.resume import resume_powersgd, state_from_record
+from torch_bridge._job.save import gradient_order, record_layout, save_checkpoint
+from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
+from torch_bridge._pairing.pair import pair
+from torch_bridge._pairing.pairing import Pairing
 
 __all__ = [
     "BucketEntry",

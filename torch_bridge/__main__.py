@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch_bridge._checkpoint import Checkpoint, load
-from torch_bridge._errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._hook.checkpoint import Checkpoint, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,8 +191,8 @@ def _fail(error: object, code: int) -> int:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from torch_bridge._choices import read_layout
-    from torch_bridge._inspect import render, summarize
+    from torch_bridge._cli.inspect import render, summarize
+    from torch_bridge._convert.choices import read_layout
 
     layout = read_layout(options.layout) if options.layout else None
     summary = summarize(_load(options.files, options), layout)
@@ -205,8 +205,8 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _to_flax(options: argparse.Namespace) -> None:
-    from torch_bridge._convert import config_of, train_state
-    from torch_bridge._flax_files import write_flax
+    from torch_bridge._convert.files import write_flax
+    from torch_bridge._convert.run import config_of, train_state
 
     choices = _choices(options, options.missing_ranks)
     checkpoint = _load(options.files, options)
@@ -221,8 +221,8 @@ def _to_flax(options: argparse.Namespace) -> None:
 
 
 def _to_torch(options: argparse.Namespace) -> None:
-    from torch_bridge._convert import torch_document
-    from torch_bridge._torch_side import write_atomically
+    from torch_bridge._convert.run import torch_document
+    from torch_bridge._job.save import write_atomically
 
     choices = _choices(options)
     if not options.checkpoint.exists():
@@ -237,7 +237,7 @@ def _to_torch(options: argparse.Namespace) -> None:
 
 
 def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
-    from torch_bridge._choices import Choices, import_object, parse_pairing, read_layout
+    from torch_bridge._convert.choices import Choices, import_object, parse_pairing, read_layout
 
     try:
         return Choices(

@@ -17,11 +17,11 @@ import pytest
 
 import jaxcomp
 from jaxcomp.__main__ import main
-from jaxcomp._advise import advise
-from jaxcomp._advise_calibration import ASSUMED, Calibration
-from jaxcomp._advise_params import assumed_params, count_values, read_params
-from jaxcomp._cost_model import Software
-from jaxcomp._measure import measure
+from jaxcomp._adviser.advise import advise
+from jaxcomp._adviser.calibration import ASSUMED, Calibration
+from jaxcomp._adviser.measure import measure
+from jaxcomp._adviser.model import Software
+from jaxcomp._adviser.shapes import assumed_params, count_values, read_params
 
 SHAPES = {
     "embedding": [1000, 64],
@@ -447,8 +447,8 @@ def test_the_programs_in_the_documentation_run():
 def calibration():
     # Whether it works, not how well: little time for each figure.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxcomp._measure._BUDGET", 0.01)
-        patch.setattr("jaxcomp._measure._PAYLOADS", (1 << 12, 1 << 16))
+        patch.setattr("jaxcomp._adviser.measure._BUDGET", 0.01)
+        patch.setattr("jaxcomp._adviser.measure._PAYLOADS", (1 << 12, 1 << 16))
         yield measure(PARAMS, ranks=[2, 500], devices=jax.devices()[:2])
 
 

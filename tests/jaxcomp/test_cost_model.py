@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcomp._advise_units import (
-    format_bandwidth,
-    format_bytes,
-    format_time,
-    parse_bandwidth,
-    parse_count,
-    parse_time,
-)
-from jaxcomp._cost_model import (
+from jaxcomp._adviser.measure import fit_line
+from jaxcomp._adviser.model import (
     Link,
     Software,
     allreduces,
@@ -29,8 +22,15 @@ from jaxcomp._cost_model import (
     powersgd_work,
     step_time,
 )
-from jaxcomp._matricize import plan_leaves
-from jaxcomp._measure import fit_line
+from jaxcomp._adviser.units import (
+    format_bandwidth,
+    format_bytes,
+    format_time,
+    parse_bandwidth,
+    parse_count,
+    parse_time,
+)
+from jaxcomp._lowrank.matricize import plan_leaves
 
 TEN_GBIT = 1.25e9
 FREE = Software()

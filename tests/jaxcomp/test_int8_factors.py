@@ -13,7 +13,7 @@ from reference import orthogonalize
 from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
 
 import jaxcomp
-from jaxcomp._int8_factors import reduce_int8
+from jaxcomp._reducers.int8_factors import reduce_int8
 
 SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
 COMPRESSED = ("conv", "dense", "embedding")

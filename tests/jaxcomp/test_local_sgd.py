@@ -203,7 +203,7 @@ def test_a_schedule_gives_the_length_of_each_round():
 @settings(max_examples=25, deadline=None)
 @given(period=st.integers(1, 6), start=st.integers(0, 5), offset=st.integers(0, 9))
 def test_averages_fall_where_the_docstring_says(period, start, offset):
-    from jaxcomp._periods import check_periods
+    from jaxcomp._local.periods import check_periods
 
     periods = check_periods(period, AXIS, start, offset, 1)
     due = [c for c in range(1, 20) if int(periods.due(jnp.int32(c), jnp.int32(0)))]

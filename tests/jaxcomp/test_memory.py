@@ -12,7 +12,7 @@ from runners import AXIS, MAPPINGS, mesh_of, random_grads, simulate
 
 import jaxcomp
 from jaxcomp import _collectives, _factors
-from jaxcomp._matricize import default_matrix_dims
+from jaxcomp._lowrank.matricize import default_matrix_dims
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
 SHAPES = {"kernel": (26, 40), "conv": (3, 3, 4, 14), "embedding": (50, 12), "bias": (16,)}

@@ -15,7 +15,7 @@ from replica_groups import replica_groups
 from runners import random_grads
 
 import jaxcomp
-from jaxcomp._collectives import reduce_mean
+from jaxcomp._mesh.collectives import reduce_mean
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}

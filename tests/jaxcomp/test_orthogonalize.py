@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from runners import AXIS, random_grads, simulate
 
 import jaxcomp
-from jaxcomp._orthogonalize import _gram_schmidt, _spare_directions, map_by_shape, orthogonalize
+from jaxcomp._lowrank.orthogonalize import (
+    _gram_schmidt,
+    _spare_directions,
+    map_by_shape,
+    orthogonalize,
+)
 
 
 def assert_orthonormal(p, atol=2e-5):

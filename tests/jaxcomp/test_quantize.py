@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
 
 import jaxcomp
-from jaxcomp._shares import BlockLayout
+from jaxcomp._mesh.shares import BlockLayout
 
 SHAPES = {"bias": (5,), "dense": (24, 17), "scalar": ()}
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bridge
-from torch_bridge._torch_resume import state_from_record
+from torch_bridge._job.resume import state_from_record
 
 START, SAVE_AT, STEPS = 3, 6, 10
 

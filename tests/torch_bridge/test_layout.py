@@ -24,7 +24,7 @@ from torch_bridge import (
     infer_layout,
     record_layout,
 )
-from torch_bridge._buckets import pack
+from torch_bridge._hook.buckets import pack
 
 pytestmark = pytest.mark.torch
 

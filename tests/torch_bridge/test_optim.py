@@ -22,7 +22,7 @@ from torch_bridge import (
     params_from_torch,
     params_to_torch,
 )
-from torch_bridge._params import leaves_from_torch
+from torch_bridge._convert.params import leaves_from_torch
 
 pytestmark = pytest.mark.torch
 

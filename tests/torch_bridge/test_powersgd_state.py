@@ -28,7 +28,7 @@ from torch_bridge import (
     powersgd_from_torch,
     powersgd_to_torch,
 )
-from torch_bridge._buckets import pack
+from torch_bridge._hook.buckets import pack
 
 pytestmark = pytest.mark.torch
 
@@ -268,7 +268,9 @@ def test_several_buckets_and_narrow_dtypes_survive(dtype):
     state = powersgd_from_torch(checkpoint, params)
     back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
     for bucket, q in checkpoint.powersgd[0].q_memory_dict.items():
-        assert torch_bridge._torch.to_numpy(back.q_memory_dict[bucket]).tobytes() == q.tobytes()
+        assert (
+            torch_bridge._base.tensors.to_numpy(back.q_memory_dict[bucket]).tobytes() == q.tobytes()
+        )
         assert back.error_dict[bucket].dtype == back.q_memory_dict[bucket].dtype
 
 

@@ -1,0 +1,1 @@
+"""Predicted step times, and whether to compress at all."""

@@ -1,0 +1,287 @@
+"""Fits the cost model's constants on the devices at hand, in less than a minute."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxcomp._adviser.calibration import ASSUMED, Calibration
+from jaxcomp._adviser.model import (
+    Link,
+    Software,
+    allreduces,
+    communication_time,
+    int8_work,
+    powersgd_work,
+)
+from jaxcomp._adviser.shapes import assumed_params, count_values
+from jaxcomp._base.checks import check_int
+from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._bytes.stats import quantized_stats
+from jaxcomp._lowrank.matricize import plan_leaves
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import exchange, gather, reduce_mean
+from jaxcomp._reducers.error_feedback import error_feedback
+from jaxcomp._reducers.powersgd import powersgd
+from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._states.replicas import shard_state, state_specs
+
+_Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+_AXIS = "replicas"
+_COPY_BYTES = {"cpu": 1 << 27}
+_MANY_COPY_BYTES = 1 << 30  # a GPU's caches hold tens of megabytes
+# Trees beyond this are scaled down: compression takes a time per value that it does not change.
+_MAX_VALUES = {"cpu": 20_000_000}
+_MANY_VALUES = 500_000_000
+_PAYLOADS = tuple(1 << k for k in (12, 18, 22, 25))  # bytes
+_REPEATED = 2  # collectives in one program: a step does not wait for Python between them
+_REPEATS = 5  # where several processes wait for each other, and must agree on how often
+_BUDGET = 1.0  # seconds for each thing that is timed, beside its compilation
+
+
+def measure(
+    params: PyTree | int = 10_000_000,
+    *,
+    ranks: Sequence[int] = (1, 4, 16),
+    devices: Sequence[_Device] | None = None,
+) -> Calibration:
+    """Times memory, an all-reduce and compression on the present devices, for `advise`.
+
+    On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
+    is then the network's. Give `advise` no bandwidth, and it uses what was measured here; give it
+    one, and what was measured is taken for the software: the slower of it and the link counts.
+
+    Args:
+      params: The model to compress, arrays or shapes, or a number of parameters. A part of it is
+        taken where it is large.
+      ranks: At which to time `powersgd`; those that leave nothing to compress are passed over.
+      devices: Among which to time the all-reduce; None for all that JAX has.
+
+    Returns:
+      The constants; the median of repeated runs each. With one device the all-reduce is assumed.
+
+    Raises:
+      ValueError: If an argument is unusable.
+
+    Example:
+      >>> import jax, jaxcomp
+      >>> calibration = jaxcomp.measure(100_000, ranks=(1,), devices=jax.devices()[:1])
+      >>> calibration.memory_bandwidth > 0
+      True
+    """
+    ranks = sorted({check_int("ranks", rank, 1) for rank in ranks})
+    if isinstance(params, (int, np.integer)):
+        params, _ = assumed_params(int(params))
+    devices = list(jax.devices() if devices is None else devices)
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    assumed = ASSUMED["cpu" if own.platform == "cpu" else "gpu"]
+    tree = _scaled(params, _MAX_VALUES.get(own.platform, _MANY_VALUES))
+    bandwidth = _memory_bandwidth(own)
+
+    plain = _step_time(optax.identity(), tree, [own])
+    tables: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+    for rank, alternating in itertools.product(ranks, tables):
+        plans = plan_leaves(tree, rank, 2.0)
+        work = powersgd_work(plans, bandwidth, assumed.flops, alternating=alternating)
+        if work:
+            reducer = powersgd(rank, axis_name=_AXIS, start_step=0, alternating=alternating)
+            seconds = _step_time(reducer, tree, [own]) - plain
+            tables[alternating].append((rank, _factor(seconds, work)))
+
+    fitted: dict[str, Any] = {}
+    if len(devices) > 1:
+        fitted = {name: _fit(way, devices) for name, way in _ways(own.platform).items()}
+        fitted["devices"] = len(devices)
+    quantizing = _int8_time(tree, devices, fitted.get("exchange", Software())) - plain
+    return dataclasses.replace(
+        assumed,
+        device=_words(devices),
+        platform=own.platform,
+        memory_bandwidth=bandwidth,
+        powersgd=tuple(tables[False]) or assumed.powersgd,
+        one_sided=tuple(tables[True]) or assumed.one_sided,
+        int8=_factor(quantizing, int8_work(count_values(tree), bandwidth)),
+        **fitted,
+    )
+
+
+def _int8_time(tree: PyTree, devices: Sequence[_Device], software: Software) -> float:
+    """Seconds of a step with int8, less the exchange.
+
+    Among all replicas, because what one of them has to do depends on how many there are.
+    """
+    quantized = error_feedback(quantized_allreduce(axis_name=_AXIS))
+    payload = quantized_stats(tree, replicas=len(devices)).bytes_after
+    traffic = allreduces(payload, len(devices), software)
+    exchanged = communication_time(traffic, Link(len(devices), math.inf, 0.0))
+    return _step_time(quantized, tree, devices) - exchanged
+
+
+def _words(devices: Sequence[_Device]) -> str:
+    processes = len({device.process_index for device in devices})
+    plural = "es" * (processes > 1)
+    text = f"{len(devices)} x {devices[0].device_kind} in {processes} process{plural}"
+    alone = "; the time of a collective is assumed" * (len(devices) == 1)
+    return f"measured: {text}, jax {jax.__version__}{alone}"
+
+
+def _factor(seconds: float, work: float) -> float:
+    # Noise can make a difference of two times as small as it likes; no device is ten times faster
+    # than its memory.
+    return max(seconds / work, 0.1)
+
+
+def _scaled(params: PyTree, most: int) -> PyTree:
+    """Shapes with the same mix as `params` and about `most` values at the most."""
+    leaves = [
+        jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+        for leaf in jax.tree.leaves(params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    if not leaves:
+        raise ValueError("The parameters hold nothing that is floating.")
+    total = sum(leaf.size for leaf in leaves)
+    if total <= most:
+        return leaves
+    kept = []
+    for kind in dict.fromkeys((leaf.shape, leaf.dtype) for leaf in leaves):
+        count = sum((leaf.shape, leaf.dtype) == kind for leaf in leaves)
+        shape, wanted = list(kind[0]), count * most / total  # of this shape
+        if shape and wanted < 1:  # not even one: a shorter one
+            longest = int(np.argmax(shape))
+            shape[longest] = max(1, round(shape[longest] * wanted))
+        leaf = jax.ShapeDtypeStruct(tuple(shape), kind[1])
+        kept += [leaf] * max(1, round(wanted))
+    return kept
+
+
+def _memory_bandwidth(device: _Device) -> float:
+    """Bytes read and written per second by an operation on a large array in place."""
+    size = _COPY_BYTES.get(device.platform, _MANY_COPY_BYTES) // 4
+    x = jax.device_put(np.zeros(size, np.float32), device)
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    return 2 * 4 * size / _median_time(add, x)
+
+
+def _step_time(reducer: Any, tree: PyTree, devices: Sequence[_Device]) -> float:
+    """Seconds of an SGD step on given gradients; with one device nothing goes on the wire.
+
+    The step is around it because XLA fuses a reducer's output with what the optimizer does to it.
+    """
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+    # Repeated, so that a large tree is quickly made: no time depends on the values.
+    noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
+    grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
+    placed = NamedSharding(mesh, jax.P())
+    state = reducer.init(grads)
+    specs = (jax.P(), state_specs(state, _AXIS))
+    state = shard_state(state, mesh, _AXIS)
+
+    def step(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
+        params, state = carry
+        updates, state = reducer.update(grads, state)
+        scaled = [u * jnp.asarray(-1e-3, u.dtype) for u in updates]
+        return [p + u for p, u in zip(params, scaled, strict=True)], state
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, jax.P()), out_specs=specs, check_vma=False
+    )
+    # As in training, the new parameters and state take the place of the old ones.
+    compiled = jax.jit(mapped, donate_argnums=0)
+    params, grads = jax.device_put(grads, placed), jax.device_put(grads, placed)
+    repeats = None if len(devices) == 1 else _REPEATS
+
+    def two_steps(carry: Any) -> Any:  # one-sided steps take turns
+        return compiled(compiled(carry, grads), grads)
+
+    return _median_time(two_steps, (params, state), repeats) / 2
+
+
+class _Way(NamedTuple):
+    """A way to average, as the library does it: packing and rounding included."""
+
+    dtype: Any  # of the values on the device
+    width: int  # bytes of each on the wire
+    function: Callable[[Array], Array]  # from a vector to its average or the like
+
+
+def _ways(platform: str) -> dict[str, _Way]:
+    narrow = jnp.float16 if platform == "cpu" else jnp.bfloat16
+
+    def mean(x: Array, wire: Any) -> Array:
+        return jnp.concatenate(reduce_mean(jnp.split(x, 2), _AXIS, wire).means)
+
+    def swap(x: Array) -> Array:
+        received = exchange(x.reshape(axis_size(_AXIS), -1), _AXIS)
+        return gather(received[0], _AXIS).reshape(x.shape)
+
+    return {
+        "allreduce": _Way(jnp.float32, 4, lambda x: mean(x, jnp.float32)),
+        "allreduce_16": _Way(jnp.float32, 2, lambda x: mean(x, narrow)),
+        "exchange": _Way(jnp.int8, 1, swap),
+    }
+
+
+def _fit(way: _Way, devices: Sequence[_Device]) -> Software:
+    """Seconds per average and bytes sent per second, with the least relative errors."""
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+    # Both halves of a vector, and each replica's share of it, are whole numbers of values.
+    counts = [-(-size // (way.width * 2 * mesh.size)) * 2 * mesh.size for size in _PAYLOADS]
+    sent = [2 * (mesh.size - 1) / mesh.size * way.width * count for count in counts]
+    overhead, seconds_per_byte = fit_line(sent, [_average_time(way, mesh, n) for n in counts])
+    return Software(overhead, 1 / seconds_per_byte)
+
+
+def _average_time(way: _Way, mesh: Mesh, count: int) -> float:
+    """Seconds of one of several averages in a row, of `count` values each."""
+    sharding = NamedSharding(mesh, jax.P(_AXIS))
+    # Made on the devices: with several processes no one of them could hand over the whole array.
+    x = jax.jit(lambda: jnp.ones(mesh.size * count, way.dtype), out_shardings=sharding)()
+
+    def repeated(x: Array) -> Array:
+        return lax.fori_loop(0, _REPEATED, lambda _, x: way.function(x), x)
+
+    spec = jax.P(_AXIS)
+    mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return _median_time(jax.jit(mapped, donate_argnums=0), x, _REPEATS) / _REPEATED
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope, both positive, of the line with the least squared relative errors."""
+    weights = 1 / np.asarray(y)
+    columns = np.stack([np.ones(len(x)), np.asarray(x)], axis=1) * weights[:, None]
+    (intercept, slope), *_ = np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)
+    # Noise may tilt the line beyond the axes; no line is better there than the nearest one inside.
+    intercept = max(float(intercept), 0.01 * min(y))
+    slope = max(float(slope), 0.01 * min(t / b for t, b in zip(y, x, strict=True)))
+    return intercept, slope
+
+
+def _median_time(function: Callable[[Any], Any], carry: Any, repeats: int | None = None) -> float:
+    """The median time of calls that each take the last one's result.
+
+    Args:
+      function: What to time; may donate its argument.
+      carry: The first argument.
+      repeats: How many calls; None for as many as the budget holds.
+    """
+    for _ in range(2):  # compile; fill caches
+        carry = jax.block_until_ready(function(carry))
+    times: list[float] = []
+    while len(times) < (repeats or 5) or (repeats is None and sum(times) < _BUDGET):
+        start = time.perf_counter()
+        carry = jax.block_until_ready(function(carry))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,183 @@
+"""The shapes of a model's parameters: from a file's header, or assumed from their number."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import struct
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp._base.typing import PyTree
+
+# Of safetensors, other than those that NumPy and ml_dtypes read by name.
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
+_SAFETENSORS |= {
+    f"{k}{n}": f"{w}int{n}" for k, w in (("I", ""), ("U", "u")) for n in (8, 16, 32, 64)
+}
+_MAX_HEADER = 100_000_000  # bytes, as in safetensors itself
+_HEAD_WIDTH = 64
+_VOCABULARY = 50_257
+_SMALLEST = 10_000
+
+
+def assumed_params(count: int) -> tuple[PyTree, str]:
+    """A decoder-only transformer of about so many parameters, in the proportions of GPT-2 small.
+
+    One layer for every 64 of width; an embedding, shared with the output, of 50,257 rows, or of a
+    third of the parameters where these are few.
+
+    Returns:
+      The tree of shapes, and a sentence that says what was assumed.
+
+    Raises:
+      ValueError: For a number too small for such a model.
+    """
+    if count < _SMALLEST:
+        raise ValueError(
+            f"{count:,} parameters are too few to guess shapes from. Pass a file with the shapes, "
+            "or 10k parameters and more."
+        )
+
+    def layer_size(width: int) -> int:
+        return 12 * width**2 + 13 * width  # kernels; biases and norms
+
+    def size(width: int) -> float:
+        embedding = min(_VOCABULARY * width, count // 3)
+        return layer_size(width) * max(1, width / _HEAD_WIDTH) + embedding
+
+    step = _HEAD_WIDTH if size(4 * _HEAD_WIDTH) < count else 4
+    width = step
+    while size(width + step) <= count:
+        width += step
+    least = min(_VOCABULARY, count // (3 * width))
+    layers = max(1, (count - least * width) // layer_size(width))
+    rows = min(_VOCABULARY, max(1, (count - layers * layer_size(width)) // width))
+    params = _decoder(layers, width, rows)
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return params, (
+        f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
+        f"{rows:,} x {width:,}, {total:,} parameters in float32; better give a file with yours"
+    )
+
+
+def _decoder(layers: int, width: int, rows: int) -> PyTree:
+    shapes: dict[str, Any] = {"embedding": (rows, width)}
+    for i in range(layers):
+        kernels = {"qkv": (width, 3 * width), "out": (width, width)}
+        kernels |= {"up": (width, 4 * width), "down": (4 * width, width)}
+        layer = {name: {"kernel": k, "bias": k[1:]} for name, k in kernels.items()}
+        norms = {f"norm_{k}": {"scale": (width,), "bias": (width,)} for k in (1, 2)}
+        shapes[f"layer_{i}"] = layer | norms
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def read_params(path: pathlib.Path) -> PyTree:
+    """The shapes in a ``.json``, ``.npz`` or ``.safetensors`` file; no array is read or unpickled.
+
+    JSON: names to shapes, nested as you like; a leaf is ``[64, 256]`` (float32) or
+    ``{"shape": [64, 256], "dtype": "bfloat16"}``. Names with ``/`` or ``.`` in them are nested.
+
+    Raises:
+      ValueError: If the file holds something else; the message says what.
+      OSError: If it cannot be read.
+    """
+    suffix = path.suffix.lower()
+    readers = {".npz": _read_npz, ".safetensors": _read_safetensors, ".json": _read_json}
+    if suffix not in readers:
+        raise ValueError(
+            f"{path} is none of .json, .npz and .safetensors. Give one of these, or a number of "
+            "parameters such as 124M."
+        )
+    try:
+        params = _nested(readers[suffix](path))
+    except (zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError, struct.error) as error:
+        raise ValueError(f"{path} is no {suffix} file: {error}.") from error
+    if not jax.tree.leaves(params):
+        raise ValueError(f"{path} holds no parameters.")
+    return params
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(
+            f'{path} holds no names. Write {{"name": [rows, columns], ...}}, nested as you like.'
+        )
+    return {name: _json_leaf(path, name, value) for name, value in content.items()}
+
+
+def _json_leaf(path: pathlib.Path, name: str, value: Any) -> Any:
+    if isinstance(value, dict) and "shape" not in value:
+        return {key: _json_leaf(path, f"{name}/{key}", x) for key, x in value.items()}
+    entry = value if isinstance(value, dict) else {"shape": value}
+    shape, dtype = entry["shape"], entry.get("dtype", "float32")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{path}: the shape of {name} must be a list of sizes, got {shape!r}.")
+    try:
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(_SAFETENSORS.get(dtype, dtype)))
+    except TypeError as error:
+        raise ValueError(f"{path}: {name} has the unknown dtype {dtype!r}.") from error
+
+
+def _read_safetensors(path: pathlib.Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _MAX_HEADER:
+            raise ValueError(f"{path} is no .safetensors file: its header has {length:,} bytes.")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no .safetensors file: its header has no names.")
+    header.pop("__metadata__", None)
+    return {name: _json_leaf(path, name, entry) for name, entry in header.items()}
+
+
+def _read_npz(path: pathlib.Path) -> dict[str, Any]:
+    leaves = {}
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0
+                if version != (1, 0):
+                    read = np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            # bfloat16 and its kin are stored as raw bytes of their size.
+            dtype = {"V2": jnp.dtype("bfloat16")}.get(dtype.str.lstrip("|<>="), dtype)
+            leaves[name.removesuffix(".npy")] = jax.ShapeDtypeStruct(shape, dtype)
+    return leaves
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Names such as ``layer/kernel`` as nested dicts, so that a leaf's own name is its last key."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves.items():
+        value = _nested(value) if isinstance(value, dict) else value
+        *parents, last = re.split(r"[/.]", name)
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name} lies below {parent}, which is an array itself.")
+        if last in node:
+            raise ValueError(f"{name} is there twice.")
+        node[last] = value
+    return tree
+
+
+def count_values(params: PyTree) -> int:
+    """Number of floating-point values."""
+    leaves = jax.tree.leaves(params)
+    return sum(math.prod(x.shape) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))

@@ -1,0 +1,1 @@
+"""What every other wing stands on: types, trees, dtypes, checks of arguments."""

@@ -1,0 +1,94 @@
+"""Floating dtypes: which is wider, rounding that survives the compiler, and argument checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._base.typing import Array
+
+_WIRE = ("float32", "bfloat16", "float16")
+_FACTORS = (*_WIRE, "int8")
+# A residual may exceed what float16 holds, and would then be infinite for ever.
+_STORAGE = ("float32", "bfloat16")
+
+
+def wider(first: Any, second: Any) -> Any:
+    """The floating dtype with more bits; `first` where both have as many.
+
+    Written out because promotion of mixed dtypes is an error under
+    ``jax_numpy_dtype_promotion='strict'``.
+    """
+    return second if jnp.finfo(second).bits > jnp.finfo(first).bits else jnp.dtype(first)
+
+
+def widest(dtypes: Iterable[Any]) -> Any:
+    """The floating dtype with the most bits among float32 and those given."""
+    return functools.reduce(wider, dtypes, jnp.dtype(jnp.float32))
+
+
+def compute_dtype(dtype: Any) -> Any:
+    """The dtype in which a leaf is compressed: float32, or the leaf's own where that is wider."""
+    return wider(jnp.float32, dtype)
+
+
+def round_to(x: Array, dtype: Any) -> Array:
+    """Rounds to the precision of `dtype` without changing the dtype of `x`.
+
+    `lax.reduce_precision` and not a cast there and back, which XLA may elide on GPU.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def checked_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` of what an all-reduce has on the wire as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is not one of float32, bfloat16 and float16.
+    """
+    if _dtype_name(dtype) == "int8":
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
+            "integers overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
+            f"{name}=jnp.int8."
+        )
+    return _checked(name, dtype, _WIRE)
+
+
+def checked_factor_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` of factors on the wire as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is not one of float32, bfloat16, float16 and int8.
+    """
+    return _checked(name, dtype, _FACTORS)
+
+
+def checked_residual_dtype(dtype: Any) -> Any:
+    """`dtype` of a stored residual as a NumPy dtype, or None.
+
+    Raises:
+      ValueError: If it is neither float32 nor bfloat16.
+    """
+    return _checked("residual_dtype", dtype, _STORAGE)
+
+
+def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
+    if dtype is None:
+        return None
+    if _dtype_name(dtype) not in allowed:
+        raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
+    return jnp.dtype(dtype)
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """NumPy's name; None for what is no dtype."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        return None

@@ -1,0 +1,1 @@
+"""What a step puts on the wire."""

@@ -1,0 +1,1 @@
+"""Local SGD: averages of parameters instead of gradients."""

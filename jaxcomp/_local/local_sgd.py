@@ -1,0 +1,283 @@
+"""Local SGD as an Optax transformation: an inner optimizer on each replica, averages now and then.
+
+`_periods` says when replicas meet, `_outer` what they do then; this file is the step between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.dtypes import wider
+from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._local.fragments import Fragments, make_fragments
+from jaxcomp._local.meeting import AverageInnerState, Meeting, Outer, average, check_outer
+from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
+from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
+from jaxcomp._mesh.axes import as_local, switch
+from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.contract import reducible
+
+
+def local_sgd(
+    inner: optax.GradientTransformation,
+    *,
+    sync_every: SyncEvery,
+    axis_name: AxisName,
+    start_step: int = 0,
+    reducer: optax.GradientTransformation | None = None,
+    outer: optax.GradientTransformation | None = None,
+    average_inner_state: AverageInnerState = False,
+    fragments: int = 1,
+    offset: int | None = None,
+    local_axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps of each replica on its own, and an average of the parameters every `sync_every` steps.
+
+    With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w`
+    of :math:`W` takes :math:`p_w \leftarrow p_w + u_w(g_w)`, and after every :math:`H` =
+    `sync_every` steps
+
+    .. math::
+        p_w &\leftarrow \frac{1}{W} \sum_v p_v && \text{(local SGD, Stich 2019)} \\
+        p_w, a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v)\Big)
+            && \text{(with an outer optimizer: DiLoCo, Algorithm 1)}
+
+    where the anchor :math:`a` is what the replicas last agreed on and :math:`a - p_v` is the
+    pseudo-gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7,
+    momentum=0.9, nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the
+    whole step.
+
+    Parameters differ between replicas until they are averaged: under `jax.pmap` and `jax.vmap`
+    nothing need be done; under `jax.shard_map` give them a leading axis of replicas and
+    ``P(axis_name)``. As an Optax update, an average leaves the parameters within one unit in the
+    last place of the mean, because ``p + (mean - p)`` is rounded. `local_sgd_round` sets them
+    exactly, takes and returns replicated parameters, and is the better choice wherever a whole
+    round can be one call.
+
+    Args:
+      inner: The local optimizer: any Optax transformation.
+      sync_every: Steps between averages; or an Optax schedule: the length of the round that begins
+        after so many steps (rounded, at least 1); or a hierarchy such as ``{"device": 4, ("device",
+        "node"): 16}``, where the widest level that is due is averaged.
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      start_step: Steps before this one average the *gradients*, with `reducer`: post-local SGD.
+      reducer: A jaxcomp reducer, made for the same `axis_name`: applied to the pseudo-gradients,
+        and to the gradients before `start_step`. None averages exactly. Its state begins anew at
+        `start_step`, because gradients and pseudo-gradients have different scales; and its own
+        ``start_step`` counts averages, so give ``start_step=0`` to compress from the first.
+      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's. In a
+        hierarchy it and the reducer act at the widest level; narrower ones average parameters.
+      average_inner_state: What happens to momenta at an average. False: each replica keeps its own,
+        as in torch and DiLoCo. True: averaged too. "reset": begun anew; schedules go on.
+      fragments: Average one such part of the leaves at a time, evenly staggered over `sync_every`
+        (streaming DiLoCo): the same bytes in total, peaks that many times lower.
+      offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come
+        after `start_step`; by default ``offset=start_step``, so that a round precedes the first
+        average. torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
+        ``offset=start_step + 1``. Its ``HierarchicalModelAverager``: ``offset=1``.
+      local_axis_name: Axes along which gradients are averaged in every step also after
+        `start_step`: torch's ``PostLocalSGDState(subgroup=...)``, for a fast network inside a node.
+
+    Returns:
+      A transformation from local gradients to this replica's updates. ``update`` needs `params`.
+      Its state is a `LocalSGDState`.
+
+    Raises:
+      ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a
+        period does not divide the next; in ``init``, if there are more fragments than leaves; at
+        tracing time, if `params` is missing, the axis is not bound, or a gradient was already
+        reduced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name="data")
+      >>> def train(target):  # one replica: four steps on |params - target|^2 / 2
+      ...     params = jnp.zeros(())
+      ...     state = tx.init(params)
+      ...     for _ in range(4):
+      ...         updates, state = tx.update(params - target, state, params)
+      ...         params = optax.apply_updates(params, updates)
+      ...     return params
+      >>> jax.vmap(train, axis_name="data")(jnp.array([0.0, 16.0])).tolist()
+      [7.5, 7.5]
+
+    References:
+      Stich: Local SGD Converges Fast and Communicates Little. ICLR 2019.
+      Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD. ICLR 2020.
+      Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. 2023.
+      Douillard et al.: Streaming DiLoCo with Overlapping Communication. 2025.
+    """
+    periods = check_periods(sync_every, axis_name, start_step, offset, fragments)
+    meeting = check_outer(axis_name, reducer, outer, average_inner_state)
+    if periods.fragments > 1 and average_inner_state is not False:
+        raise ValueError(
+            f"average_inner_state={average_inner_state!r} needs fragments=1: the inner state "
+            "belongs to all parameters, and only a fragment of them is averaged at a time."
+        )
+    if local_axis_name is not None:
+        check_known("local_axis_name", local_axis_name, axis_name)
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
+    run = _LocalSGD(optax.with_extra_args_support(inner), periods, meeting, local_axis_name)
+    return optax.GradientTransformationExtraArgs(run.init, run.update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalSGD:
+    """Checked arguments of `local_sgd`, and its two functions."""
+
+    inner: optax.GradientTransformationExtraArgs
+    periods: Periods
+    meeting: Outer
+    local_axis_name: AxisName | None
+
+    def init(self, params: PyTree) -> LocalSGDState:
+        return init_state(self.meeting, params, self.inner.init(params), self.periods.fragments)
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, LocalSGDState]:
+        if params is None:
+            raise ValueError(
+                "local_sgd averages parameters, so its update needs them: "
+                "tx.update(grads, state, params)."
+            )
+        axis_name = self.meeting.axis_name
+        reducible(updates, axis_name)
+        fragments = make_fragments(params, self.periods.fragments)
+        gradients, reducer = self._gradients(updates, state, fragments)
+        before = as_local(unbox(state.inner), axis_name)
+        step, own = self.inner.update(gradients, before, params, **extra)
+        step, own = as_local((jax.tree.map(_widen, step, params), own), axis_name)
+
+        count = jnp.asarray(optax.safe_increment(state.count))
+        event = self.periods.due(count, state.last_sync)
+        last_sync = jnp.where(
+            (event > 0) | (count <= self.periods.start_step), count, state.last_sync
+        )
+        moved = _Moved(self, fragments, params, step, own, state._replace(reducer=reducer))
+        branches = [moved.stay, *moved.events()]
+        if self.periods.start_step and not self.meeting.plain:
+            branches.append(moved.hand_over)
+            event = jnp.where(count == self.periods.start_step, len(branches) - 1, event)
+        step, state = switch(event, branches)
+        return step, state._replace(count=count, last_sync=last_sync)
+
+    def _gradients(
+        self, updates: PyTree, state: LocalSGDState, fragments: Fragments
+    ) -> tuple[PyTree, PyTree]:
+        """The gradients that the inner optimizer sees, and the reducer's states."""
+
+        def local() -> tuple[PyTree, PyTree]:
+            if self.local_axis_name is None:
+                return updates, state.reducer
+            mean = allreduce(axis_name=self.local_axis_name)
+            return mean.update(updates, optax.EmptyState())[0], state.reducer
+
+        def everywhere() -> tuple[PyTree, PyTree]:
+            reduced, states = updates, []
+            for k, own in enumerate(state.reducer):
+                part, own = self.meeting.reducer.update(fragments.take(updates, k), own)
+                reduced = fragments.put(reduced, part, k)
+                states.append(own)
+            return reduced, tuple(states)
+
+        if not self.periods.start_step:
+            return local()
+        started = state.count >= self.periods.start_step
+        return switch(started.astype(jnp.int32), [everywhere, local])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """A replica after its local step: it stays as it is, or meets the others."""
+
+    run: _LocalSGD
+    fragments: Fragments
+    params: PyTree  # before the step
+    step: PyTree
+    own: PyTree  # inner state after the step
+    state: LocalSGDState  # inner state not yet in it
+
+    def stay(self) -> tuple[PyTree, LocalSGDState]:
+        """No average: the inner optimizer's step, exactly."""
+        return self.step, self.state._replace(inner=box(self.own))
+
+    def events(self) -> list[Any]:
+        """A branch for each event of `Periods.due`, in its order."""
+        levels, count = self.run.periods.levels, self.run.periods.fragments
+        if count > 1:
+            return [lambda k=k: self._meet(k) for k in range(count)]
+        narrow = [lambda axes=level.axes: self._mean(axes) for level in levels[:-1]]
+        return [*narrow, lambda: self._meet(0)]
+
+    def hand_over(self) -> tuple[PyTree, LocalSGDState]:
+        """The end of the shared steps: their result is the anchor, the reducer begins anew.
+
+        Replicas are equal here, in all but what the type checker knows: the average proves it.
+        """
+        meeting, count = self.run.meeting, self.run.periods.fragments
+        anchor = average(optax.apply_updates(self.params, self.step), meeting.axis_name)
+        _, _, reducer = meeting.init(anchor, self.fragments, count)
+        state = self.state._replace(anchor=anchor, reducer=reducer, inner=box(self.own))
+        return self._towards(anchor), state
+
+    def _meet(self, k: int) -> tuple[PyTree, LocalSGDState]:
+        """All replicas, on fragment `k`."""
+        take, state, meeting = self.fragments.take, self.state, self.run.meeting
+        anchor = () if meeting.plain else take(state.anchor, k)
+        met = meeting.meet(anchor, self._local(k), self._fresh)
+        new = self.fragments.put(self.params, met.params, k)
+        if not meeting.plain:
+            state = state._replace(
+                anchor=self.fragments.put(state.anchor, met.params, k),
+                reducer=_with(state.reducer, k, met.reducer),
+                outer=_with(state.outer, k, met.outer) if state.outer else (),
+            )
+        return self._towards(new, k), state._replace(inner=box(met.inner))
+
+    def _mean(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
+        """The replicas along some of the axes."""
+        met = self.run.meeting.mean(self._local(0), axes, self._fresh)
+        new = self.fragments.put(self.params, met.params, 0)
+        return self._towards(new), self.state._replace(inner=box(met.inner))
+
+    def _local(self, k: int) -> Meeting:
+        moved = optax.apply_updates(
+            self.fragments.take(self.params, k), self.fragments.take(self.step, k)
+        )
+        outer = self.state.outer[k] if self.state.outer else ()
+        return Meeting(moved, self.own, outer, self.state.reducer[k])
+
+    def _fresh(self, part: PyTree) -> PyTree:
+        return self.run.inner.init(self.fragments.put(self.params, part, 0))
+
+    def _towards(self, new: PyTree, k: int | None = None) -> PyTree:
+        """The update that leads to `new`; the inner optimizer's for what is not averaged."""
+        step = self.step
+        for j in range(self.run.periods.fragments) if k is None else [k]:
+            here, there = self.fragments.take(self.params, j), self.fragments.take(new, j)
+            step = self.fragments.put(
+                step, jax.tree.map(_difference, self.fragments.take(step, j), here, there), j
+            )
+        return step
+
+
+def _widen(step: Array, param: Array) -> Array:
+    """An update in the wider of its own and its parameter's dtype, as a meeting gives it."""
+    if not jnp.issubdtype(step.dtype, jnp.floating):
+        return step
+    return step.astype(wider(step.dtype, jnp.asarray(param).dtype))
+
+
+def _difference(step: Array, here: Array, there: Array) -> Array:
+    return there.astype(step.dtype) - here.astype(step.dtype)
+
+
+def _with(states: tuple[Any, ...], k: int, state: Any) -> tuple[Any, ...]:
+    return (*states[:k], state, *states[k + 1 :])

@@ -1,0 +1,197 @@
+"""What happens when local runs meet: an average, or a step of an outer optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.dtypes import compute_dtype
+from jaxcomp._base.trees import leaf_dtype, leaf_name
+from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._local.fragments import Fragments
+from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
+from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._reducers.allreduce import allreduce
+
+AverageInnerState: TypeAlias = bool | Literal["reset"]
+InnerInit: TypeAlias = Callable[[PyTree], PyTree]
+
+
+def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> PyTree:
+    r"""The mean of every floating leaf over the replicas; the end of a run of local steps.
+
+    .. math:: \bar x = \frac{1}{W} \sum_{w=1}^{W} x_w
+
+    A run of `local_sgd` that does not end on an average loses nothing with
+    ``params = average(params, axis_name)``. The same function averages what is neither parameter
+    nor optimizer state, such as BatchNorm statistics.
+
+    Args:
+      tree: Any tree of arrays. Averaged in float32 even where stored narrower (one all-reduce for
+        all of it), then back to the stored dtype. Integers, flags and keys stay as they are.
+      axis_name: The mapped axis or axes of the replicas.
+      when: A boolean scalar, the same on every replica: average only if it is true. With
+        ``when=state.synced`` for a `LocalSGDState`, BatchNorm statistics are averaged together with
+        the parameters, and the steps in between still hold no collective.
+
+    Returns:
+      The same tree. Without `when` it is equal on every replica, bit for bit, and replicated under
+      ``shard_map(check_vma=True)``.
+
+    Raises:
+      ValueError: If the axis is not bound, or a leaf is complex.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}  # two replicas
+      >>> jax.vmap(lambda p: jaxcomp.average(p, "data"), axis_name="data")(params)["w"].tolist()
+      [[2.0, 4.0], [2.0, 4.0]]
+    """
+    axis_size(axis_name)  # so that an unbound axis is named even if there is nothing to average
+    if when is not None:
+        return switch(
+            jnp.asarray(when).astype(jnp.int32), [lambda: tree, lambda: average(tree, axis_name)]
+        )
+    leaves, treedef = jax.tree.flatten(tree)
+    positions = []
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(tree)[0]):
+        if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
+            raise ValueError(
+                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating "
+                "leaves are averaged. Average its real and imaginary parts."
+            )
+        if jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
+            positions.append(i)
+    own = [jnp.asarray(leaves[i]) for i in positions]
+    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in own], axis_name)
+    for i, x, mean in zip(positions, own, mean_each(wide, axis_name), strict=True):
+        leaves[i] = mean.astype(x.dtype)
+    return treedef.unflatten(leaves)
+
+
+class Meeting(NamedTuple):
+    """What all replicas know at an average, and each replica's own inner state."""
+
+    params: PyTree  # one fragment
+    inner: PyTree
+    outer: PyTree  # of the fragment
+    reducer: PyTree  # of the fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """The checked arguments that say what is done with the local parameters."""
+
+    axis_name: AxisName
+    reducer: optax.GradientTransformationExtraArgs
+    optimizer: optax.GradientTransformationExtraArgs | None
+    exact: bool  # no reducer was given: pseudo-gradients too go through `average`
+    average_inner: AverageInnerState
+
+    @property
+    def plain(self) -> bool:
+        """Whether the parameters themselves are averaged: neither reducer nor optimizer."""
+        return self.exact and self.optimizer is None
+
+    def init(self, params: PyTree, fragments: Fragments, count: int) -> tuple[Any, Any, Any]:
+        """(anchor, outer states, reducer states), a state for each fragment."""
+        parts = [fragments.take(params, k) for k in range(count)]
+        reducer = tuple(self.reducer.init(part) for part in parts)
+        if self.plain:
+            return (), (), reducer
+        # A copy, because a training step that donates its state must not see one buffer twice.
+        anchor = jax.tree.map(jnp.copy, params)
+        if self.optimizer is None:
+            return anchor, (), reducer
+        return anchor, tuple(self.optimizer.init(part) for part in parts), reducer
+
+    def meet(self, anchor: PyTree, local: Meeting, fresh: InnerInit) -> Meeting:
+        """The average of one fragment over all replicas, or the outer step with its mean.
+
+        Args:
+          anchor: The fragment as it was after the last outer step; unused for a plain average.
+          local: This replica's parameters and states.
+          fresh: (parameters) -> inner state as the inner optimizer would begin with them.
+        """
+        if self.plain:
+            return self.mean(local, self.axis_name, fresh)
+        pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
+        if self.exact:
+            reduced, reducer = average(pseudo, self.axis_name), local.reducer
+        else:
+            reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor)
+        outer = local.outer
+        if self.optimizer is None:
+            updates = jax.tree.map(jnp.negative, reduced)
+        else:
+            updates, outer = self.optimizer.update(reduced, outer, anchor)
+        inner = local.inner
+        if self.average_inner is True:
+            inner = average(inner, self.axis_name)
+        met = Meeting(optax.apply_updates(anchor, updates), inner, outer, reducer)
+        return self._reset(met, fresh)
+
+    def mean(self, local: Meeting, axes: AxisName, fresh: InnerInit) -> Meeting:
+        """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
+        params, inner = local.params, local.inner
+        if self.average_inner is True:
+            params, inner = average((params, inner), axes)
+        else:
+            params = average(params, axes)
+        return self._reset(local._replace(params=params, inner=inner), fresh)
+
+    def _reset(self, met: Meeting, fresh: InnerInit) -> Meeting:
+        if self.average_inner != "reset":
+            return met
+        return met._replace(inner=as_local(reset(met.inner, fresh(met.params)), self.axis_name))
+
+
+def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_state: Any) -> Outer:
+    """Reads the arguments that `local_sgd` and `local_sgd_round` share.
+
+    Raises:
+      ValueError: If one is unusable.
+    """
+    for name, value in (("reducer", reducer), ("outer", outer)):
+        if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
+            raise ValueError(
+                f"`{name}` must be an Optax gradient transformation or None, got {value!r}."
+            )
+    axes = getattr(reducer, "axis_name", axis_name)
+    if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
+        raise ValueError(
+            f"`reducer` averages over {axes!r} and axis_name is {axis_name!r}: parameters would "
+            "differ for ever along the other axes. Make both for the same axes."
+        )
+    if not isinstance(average_inner_state, bool) and average_inner_state != "reset":
+        raise ValueError(
+            f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
+        )
+    return Outer(
+        axis_name,
+        optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
+        None if outer is None else optax.with_extra_args_support(outer),
+        reducer is None,
+        average_inner_state,
+    )
+
+
+def reset(state: PyTree, fresh: PyTree) -> PyTree:
+    """`fresh`, but schedules and injected hyperparameters go on from where `state` has them.
+
+    Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
+    again in every round.
+    """
+    kept = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+
+    def choose(old: Any, new: Any) -> Any:
+        if isinstance(old, optax.InjectStatefulHyperparamsState):
+            return old._replace(inner_state=reset(old.inner_state, new.inner_state))
+        return old if isinstance(old, optax.ScaleByScheduleState) else new
+
+    return jax.tree.map(choose, state, fresh, is_leaf=lambda x: isinstance(x, kept))

@@ -1,0 +1,56 @@
+"""The state that `local_sgd` and `local_sgd_round` share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._local.fragments import make_fragments
+from jaxcomp._local.meeting import Outer
+from jaxcomp._mesh.axes import as_local, is_bound
+
+
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds one, consolidated."""
+
+    # int32 scalar: optimizer steps taken; replicated. Named as in every Optax state, although a
+    # tuple has a method of that name.
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
+    inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
+    anchor: PyTree  # parameters after the last outer step, or (): plain averages; replicated
+    outer: PyTree  # a state of the outer optimizer for each fragment, or (); replicated
+    reducer: PyTree  # a state of the reducer for each fragment; it declares its own fields
+
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("inner",)
+
+    @property
+    def synced(self) -> Array:
+        """Whether the last step ended in an average; boolean scalar, equal on every replica."""
+        return (self.count == self.last_sync) & (self.count > 0)
+
+
+def init_state(meeting: Outer, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
+    """The state before the first step."""
+    # Two arrays: a training step that donates its state must not see one buffer twice.
+    count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+    anchor, outer, reducer = meeting.init(params, make_fragments(params, fragments), fragments)
+    inner = box(jax.tree.map(jnp.asarray, inner))
+    if is_bound(meeting.axis_name):
+        # init() called inside the mapped function: under check_vma a scan can then carry the state.
+        inner = as_local(inner, meeting.axis_name)
+    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer)
+
+
+def box(tree: PyTree) -> PyTree:
+    """Every leaf with a leading axis of length 1: one row for this replica."""
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def unbox(tree: PyTree) -> PyTree:
+    """The inverse of `box`."""
+    return jax.tree.map(lambda x: x[0], tree)

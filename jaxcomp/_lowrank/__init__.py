@@ -1,0 +1,1 @@
+"""Leaves as matrices, products with thin factors, orthonormal bases."""

@@ -1,0 +1,130 @@
+"""Orthonormal bases for thin matrices: Gram-Schmidt for few columns, Householder QR for more.
+
+Whatever comes in (zeros, repeated columns, values near either end of the float range), the columns
+that come out are orthonormal. A column without a direction of its own is replaced by a fixed dense
+one: were it left at zero, the power iteration could never pick that direction up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._base.typing import Array
+
+# torch's hook uses Gram-Schmidt up to rank 2 and QR above. On GPU, where XLA's QR loops over the
+# batch, an unrolled Gram-Schmidt goes further.
+_GRAM_SCHMIDT_RANK = 2
+_GRAM_SCHMIDT_RANK_ACCELERATOR = 8
+# A column of which less than this share is left after projection has no direction of its own.
+_COLLINEAR = 1e-6
+
+
+def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
+    """An orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
+
+    Args:
+      matrix: ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
+      eps: Added to the norm of each column that Gram-Schmidt divides by, as torch's
+        ``orthogonalization_epsilon``; like torch, it has no part in QR.
+
+    Returns:
+      ``(*batch, n, r)`` with ``P^T P = I`` to rounding (for ``eps=0``).
+    """
+    rank = matrix.shape[-1]
+    scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
+    zero = scale == 0
+    # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
+    # squares lies between 1 and n.
+    scaled = matrix / jnp.where(zero, 1, scale)
+    spare = _spare_directions(matrix)
+
+    def gram_schmidt(x: Array) -> Array:
+        plain = isinstance(eps, (int, float)) and eps == 0
+        scaled_eps = None if plain else jnp.asarray(eps, x.dtype) / jnp.where(zero, 1, scale)
+        return _gram_schmidt(x, spare, scaled_eps)
+
+    def qr(x: Array) -> Array:
+        x = jnp.where(zero, spare, x)
+        return lax.platform_dependent(x, cpu=_qr_one_by_one, default=lambda x: jnp.linalg.qr(x)[0])
+
+    if rank <= _GRAM_SCHMIDT_RANK:
+        return gram_schmidt(scaled)
+    if rank <= _GRAM_SCHMIDT_RANK_ACCELERATOR:
+        return lax.platform_dependent(
+            scaled, cpu=qr, default=lambda x: _gram_schmidt(x, spare, None)
+        )
+    return qr(scaled)
+
+
+def _qr_one_by_one(matrix: Array) -> Array:
+    """The Q of each matrix of a batch in turn.
+
+    jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
+    with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2). A
+    single matrix it does on the spot, and one after the other takes no longer.
+    """
+    flat = matrix.reshape(-1, *matrix.shape[-2:])
+    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
+
+
+def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
+    """Applies `function`, which treats leading axes as a batch, once for every shape present.
+
+    A model of 200 equal layers so costs one orthogonalisation to compile and to launch, and only
+    the thin factors are copied to form the batch.
+    """
+    results: dict[int, Array] = {}
+    for kind in dict.fromkeys((array.shape, array.dtype) for array in arrays):
+        chosen = [i for i, array in enumerate(arrays) if (array.shape, array.dtype) == kind]
+        mapped = function(jnp.stack([arrays[i] for i in chosen]))
+        results.update(zip(chosen, mapped, strict=True))
+    return [results[i] for i in range(len(arrays))]
+
+
+def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
+    """Columns one after the other, each projected twice ("twice is enough", Giraud et al. 2005).
+
+    With `eps`, ``(*batch, 1, r)``, it is torch's: one projection, onto columns that are a little
+    shorter than 1, except for a column that takes a spare direction.
+    """
+    columns: list[Array] = []
+    for j in range(matrix.shape[-1]):
+        given = matrix[..., j]
+        column = _project_out(given, columns)
+        left = _norm(column)
+        lost = left <= _COLLINEAR * _norm(given)
+        column = jnp.where(lost, spare[..., j], column)
+        if eps is None:
+            column = _project_out(column, columns)
+            columns.append(column / _norm(column))
+        else:
+            fresh = _project_out(column, columns)
+            shrunk = column / (left + jnp.where(lost, 1, eps[..., 0, j, None]))
+            columns.append(jnp.where(lost, fresh / _norm(fresh), shrunk))
+    return jnp.stack(columns, axis=-1)
+
+
+def _project_out(column: Array, basis: Sequence[Array]) -> Array:
+    for other in basis:
+        column = column - jnp.sum(other * column, axis=-1, keepdims=True) * other
+    return column
+
+
+def _norm(column: Array) -> Array:
+    return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
+
+
+def _spare_directions(matrix: Array) -> Array:
+    """Dense columns without any structure that a gradient would share: hashed positions."""
+    n, rank = matrix.shape[-2:]
+    rows = lax.broadcasted_iota(jnp.uint32, (n, rank), 0)
+    cols = lax.broadcasted_iota(jnp.uint32, (n, rank), 1)
+    # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
+    bits = rows * jnp.uint32(2654435761) + (cols + 1) * jnp.uint32(0x9E3779B9)
+    for multiplier in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
+    uniform = (bits >> 8).astype(matrix.dtype) / (1 << 24) - 0.5
+    return jnp.broadcast_to(uniform, matrix.shape)

@@ -1,0 +1,204 @@
+"""The axes of the mesh: the mapped ones, and those left to the compiler with what lies on them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxcomp._base.trees import leaf_name
+from jaxcomp._base.typing import Array, AxisName, PyTree
+
+T = TypeVar("T")
+
+
+def mapped_mesh_axes() -> tuple[str, ...]:
+    """Mesh axes over which shard_map maps here; those of vmap are no mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def other_axes(kind: AxisType | None = None) -> tuple[str, ...]:
+    """Mesh axes of more than one device that are not mapped here; all, or those of one kind.
+
+    An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
+    flat vector of them all could not keep their shardings: the compiler would gather each first.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, size, found in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and found != AxisType.Manual and kind in (None, found)
+    )
+
+
+def spread(xs: list[Array], thin: int) -> list[Array]:
+    """The first `thin` arrays laid out over the automatic axes, where there are any.
+
+    The compiler would copy a factor to every device that needs it and then let each of them send
+    all of it.
+    """
+    axes = other_axes(AxisType.Auto)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
+
+    def lay_out(x: Array) -> Array:
+        length, axis = max(
+            ((n, i) for i, n in enumerate(x.shape) if n % devices == 0), default=(0, 0)
+        )
+        spec = [axes if i == axis else None for i in range(x.ndim)]
+        return lax.with_sharding_constraint(x, PartitionSpec(*spec)) if length else x
+
+    return [lay_out(x) if i < thin else x for i, x in enumerate(xs)] if axes else xs
+
+
+def gathered(xs: list[Array], thin: int) -> list[Array]:
+    """The first `thin` arrays whole on every device.
+
+    Left in the layout of `spread`, they would move the weights that are made from them into it.
+    """
+    if not other_axes(AxisType.Auto):
+        return xs
+    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:thin]]
+    return [*whole, *xs[thin:]]
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """The mapped axes as a tuple of names."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of replicas along `axis_name`.
+
+    Raises:
+      ValueError: If an axis is not bound where this is called.
+    """
+    try:
+        return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
+    except NameError as error:
+        raise ValueError(
+            f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, "
+            f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that "
+            "you mapped over."
+        ) from error
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether this runs inside a function that is mapped over `axis_name`."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return False
+    return True
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
+def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    axis_size(axis_name)
+    return tuple(name for name in axis_tuple(axis_name) if name in _varying(lax.axis_index(name)))
+
+
+def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks every array as this replica's own value. Costs nothing; values do not change.
+
+    `local_value_and_grad` does this to the parameters. Do it yourself before anything else that
+    differentiates with respect to them, for example flax's ``DynamicScale.value_and_grad``.
+
+    Args:
+      tree: Any tree of arrays.
+      axis_name: The mapped axis or axes of the replicas.
+
+    Returns:
+      The same tree; under ``shard_map(check_vma=True)`` typed as varying over the axes, so that a
+      gradient with respect to it stays local. Elsewhere gradients are local anyway.
+
+    Raises:
+      ValueError: If the axis is not bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> def gradient(w, x):
+      ...     return jax.grad(lambda w: jnp.sum(w * x))(jaxcomp.as_local(w, "data"))
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
+      >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
+      [0.0, 1.0]
+    """
+    axes = frozenset(_checked_axes(axis_name))
+    return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
+
+
+def _marked(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as varying over these axes too."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def typed_as(x: Array, function: Callable[[], Array]) -> Array:
+    """`x`, typed as varying over all axes over which the result of `function` does.
+
+    What a loop carries must have one type before and after, and an argument of the loop's body may
+    vary over axes over which the carried array did not. `function` is traced, and not run.
+    """
+    return _marked(x, _varying(jax.eval_shape(function)))
+
+
+def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
+    """`lax.switch` whose branches may differ in what JAX knows to be local; index 0 is the first.
+
+    A branch that ends in an average has replicated results where one that does not has this
+    replica's own, and under ``check_vma=True`` a conditional wants one type for both.
+    """
+    if len(branches) == 1:
+        return branches[0]()
+    shapes = [jax.eval_shape(branch) for branch in branches]
+    axes = jax.tree.map(lambda *xs: frozenset().union(*map(_varying, xs)), *shapes)
+
+    def marked(branch: Callable[[], T]) -> T:
+        return jax.tree.map(_marked, branch(), axes)
+
+    return lax.switch(index, [functools.partial(marked, branch) for branch in branches])
+
+
+def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
+    """`before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
+    if step == 0:
+        return after()
+    return lax.cond(count < step, before, after)
+
+
+def check_local(gradients: PyTree, axis_name: AxisName) -> None:
+    """Refuses a gradient that was already reduced over the axis.
+
+    Under ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives
+    summed over the axis. Reducing it again would put nothing new on the wire and save nothing.
+
+    Raises:
+      ValueError: Naming the first such leaf, with the fix.
+    """
+    axes = _checked_axes(axis_name)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        if leaf.dtype == jax.dtypes.float0:
+            continue
+        reduced = [name for name in axes if name not in _varying(leaf)]
+        if reduced:
+            raise ValueError(
+                f"The gradient {leaf_name(path)} is the same on every replica along "
+                f"{reduced[0]!r}: it was already summed by jax.grad inside "
+                "shard_map(check_vma=True), so there is nothing left to reduce. Take it with "
+                f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
+            )

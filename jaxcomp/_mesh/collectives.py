@@ -1,0 +1,242 @@
+"""Everything that talks to other replicas, and every shim for a JAX version.
+
+The only file that names `lax.psum` and its relatives. Values that belong together are packed into
+one flat vector by hand: XLA merges separate all-reduces in the HLO, but on CPU over gloo each
+operand still travels on its own, one after the other. Only large arrays on CPU, and all beside mesh
+axes that are left to the compiler, are operands of their own of that one all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._base.dtypes import round_to, wider
+from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._mesh.axes import (
+    _checked_axes,
+    as_local,
+    axis_size,
+    axis_tuple,
+    gathered,
+    mapped_mesh_axes,
+    other_axes,
+    spread,
+)
+
+# On CPU an array of at least so many bytes for every replica is an operand of its own. gloo sends
+# one operand after the other, in pieces of 1/W: a further one costs some 0.2 ms with two replicas,
+# packing and unpacking a megabyte costs more.
+_OWN_OPERAND_BYTES = 1 << 19
+# XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
+_MOST_OPERANDS = 128
+
+
+class Reduced(NamedTuple):
+    """What an all-reduce of several arrays gave."""
+
+    means: list[Array]  # the averages, replicated
+    sent: list[Array]  # this replica's own contributions as sent: what the means are the mean of
+    finite: Array  # bool scalar, replicated: whether every value of the means is finite
+
+
+def reduce_mean(
+    parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, thin: int = 0
+) -> Reduced:
+    """Averages arrays over the replicas in one all-reduce.
+
+    They travel as one flat vector; on CPU large ones beside it, each as an operand of its own,
+    because packing them would take longer and need twice their memory. Beside mesh axes that are
+    left to the compiler each travels in its own shape, so that one sharded over such an axis stays
+    so.
+
+    Args:
+      parts: Arrays of any shapes and floating dtypes; means and sent have the same.
+      axis_name: The mapped axis or axes.
+      wire_dtype: What goes on the wire. Where it is narrower than an array, or float16, the values
+        are divided by the number of replicas before they are rounded: a sum of float16 overflows
+        where their mean does not.
+      thin: How many of the first parts are factors, small beside the weights that they stand for.
+        Beside automatic axes each device sends its share of them, and gathers the means.
+    """
+    parts, size = list(parts), axis_size(axis_name)
+    if not sum(part.size for part in parts):
+        # Constants, which are replicated by their type under check_vma=True.
+        nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
+        return Reduced(nothing, parts, jnp.array(True))
+    reduce = functools.partial(
+        _reduce_groups, axis_name=axis_name, wire_dtype=jnp.dtype(wire_dtype), thin=thin
+    )
+    if other_axes():
+        return reduce(parts, groups=[[i] for i in range(len(parts))])
+    packed = [list(range(len(parts)))]
+    groups = _groups(parts, size * _OWN_OPERAND_BYTES)
+    if groups == packed:
+        return reduce(parts, groups=packed)
+    # On GPU a flat vector: XLA would split the operands over several all-reduces at 30 MB.
+    return lax.platform_dependent(
+        parts,
+        cpu=functools.partial(reduce, groups=groups),
+        default=functools.partial(reduce, groups=packed),
+    )
+
+
+def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
+    """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one."""
+    sizes = [part.size * part.dtype.itemsize for part in parts]
+    own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
+    own = sorted(own[:_MOST_OPERANDS])
+    rest = [i for i in range(len(parts)) if i not in set(own)]
+    return [*([rest] if rest else []), *([i] for i in own)]
+
+
+def _reduce_groups(
+    parts: list[Array], *, groups: list[list[int]], axis_name: AxisName, wire_dtype: Any, thin: int
+) -> Reduced:
+    """`reduce_mean` with one operand of the all-reduce for each of the groups."""
+    size = axis_size(axis_name)
+    dtype = functools.reduce(wider, (part.dtype for part in parts), wire_dtype)
+    if dtype == jnp.float16:
+        dtype = jnp.dtype(jnp.float32)
+    values = [_pack([parts[i].astype(dtype) for i in group]) for group in groups]
+    exact = dtype == wire_dtype
+    if not exact:
+        values = [round_to(value / size, wire_dtype) for value in values]
+    summed = _psum if exact else functools.partial(_psum_narrow, wire_dtype=wire_dtype)
+    totals = summed(spread(values, thin), axis_name)
+    # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
+    # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
+    finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
+
+    def unpacked(values: list[Array]) -> list[Array]:
+        each = {
+            i: x
+            for group, value in zip(groups, values, strict=True)
+            for i, x in zip(group, _unpack(value, [parts[i] for i in group]), strict=True)
+        }
+        return [each[i] for i in range(len(parts))]
+
+    # Divided after they are unpacked: before, XLA writes a flat vector of quotients first.
+    means, sent = unpacked(totals), parts
+    if exact:
+        means = [x / size for x in means]
+    else:
+        sent = [x * size for x in unpacked(values)]
+    means, sent = (
+        [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
+        for xs in (gathered(means, thin), sent)
+    )
+    return Reduced(means, sent, finite)
+
+
+def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
+    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
+    means: dict[int, Array] = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
+        means.update(zip(chosen, reduced.means, strict=True))
+    return [means[i] for i in range(len(leaves))]
+
+
+def replica_index(axis_name: AxisName) -> Array:
+    """This replica's number, from 0; int32 scalar."""
+    return lax.axis_index(axis_name)
+
+
+def _one_call(axis_name: AxisName) -> bool:
+    """Whether one collective takes all the axes. `jax.vmap` has rules for one axis at a time."""
+    axes = axis_tuple(axis_name)
+    return len(axes) == 1 or set(axes) <= set(mapped_mesh_axes())
+
+
+def exchange(x: Array, axis_name: AxisName) -> Array:
+    """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
+    if _one_call(axis_name):
+        return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    axes = axis_tuple(axis_name)
+    rows = x.reshape(*(lax.axis_size(name) for name in axes), *x.shape[1:])
+    for i, name in enumerate(axes):
+        rows = lax.all_to_all(rows, name, split_axis=i, concat_axis=i, tiled=True)
+    return rows.reshape(x.shape)
+
+
+def gather(x: Array, axis_name: AxisName) -> Array:
+    """Every replica's `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
+    if not _one_call(axis_name):
+        rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
+        return rows.reshape(-1, *x.shape)
+    if _checked_axes(axis_name):
+        return lax.all_gather(x, axis_name, to="invarying")
+    return lax.all_gather(x, axis_name)
+
+
+def maximum(x: Array, axis_name: AxisName) -> Array:
+    """The elementwise maximum over the replicas."""
+    return lax.pmax(x, axis_name)
+
+
+def largest(leaf: Array, axis_name: AxisName) -> Array:
+    """The elementwise maximum over the replicas, for values that have no mean."""
+    leaf = as_local(leaf, axis_name)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = maximum(jax.random.key_data(leaf), axis_name)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if leaf.dtype == jnp.bool_:
+        return maximum(leaf.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return maximum(leaf, axis_name)
+
+
+def _pack(parts: Sequence[Array]) -> Array:
+    """One flat vector of several arrays; a single one stays as it is."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate([part.reshape(-1) for part in parts])
+
+
+def _psum(xs: list[Array], axis_name: AxisName) -> list[Array]:
+    """The sums in the dtype of the first; bfloat16 as in `_psum_narrow`."""
+    dtype = xs[0].dtype
+    if dtype != jnp.bfloat16:
+        return lax.psum(xs, axis_name)
+
+    def wide(xs: list[Array]) -> list[Array]:
+        totals = lax.psum([x.astype(jnp.float32) for x in xs], axis_name)
+        return [total.astype(dtype) for total in totals]
+
+    return lax.platform_dependent(xs, cpu=wide, default=lambda xs: lax.psum(xs, axis_name))
+
+
+def _psum_narrow(rounded: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
+    """Sums values that are exact in `wire_dtype`, with that dtype on the wire where there is one.
+
+    XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
+    process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
+    """
+    dtype = rounded[0].dtype
+
+    def narrow(xs: list[Array]) -> list[Array]:
+        totals = lax.psum([x.astype(wire_dtype) for x in xs], axis_name)
+        return [total.astype(dtype) for total in totals]
+
+    def wide(xs: list[Array]) -> list[Array]:
+        return lax.psum(xs, axis_name)
+
+    if jnp.dtype(wire_dtype) != jnp.bfloat16:
+        return narrow(rounded)
+    return lax.platform_dependent(rounded, cpu=wide, default=narrow)
+
+
+def _unpack(packed: Array, like: Sequence[Array]) -> list[Array]:
+    """The inverse of `_pack`, for arrays of these shapes."""
+    if len(like) == 1:
+        return [packed]
+    parts, start = [], 0
+    for part in like:
+        block = lax.slice_in_dim(packed, start, start + part.size)
+        parts.append(block.reshape(part.shape))
+        start += part.size
+    return parts

@@ -1,0 +1,243 @@
+"""A mean in shares: replica ``k`` sums share ``k`` of everything, and sends the mean to everybody.
+
+An all-to-all and an all-gather, which together carry what a ring all-reduce would. In between a
+share is decoded, so that what travels need not be what is summed: 8-bit integers with a scale for
+each block (`BlockLayout`), or values as they are (`ExactLayout`). A sum of int8 values on the wire
+would overflow; here none is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
+
+_LEVELS = 127  # -127 .. 127: symmetric, so that a gradient and its negative are treated alike
+_SCALE_BYTES = 4
+_WORD = 4  # bytes; each array begins on a whole word of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """How an array of `size` values is cut: ``(replicas, blocks, length)``, padded with zeros.
+
+    Each block travels as integers and the float32 scale that they have in common.
+    """
+
+    size: int
+    replicas: int
+    blocks: int
+    length: int
+
+    @classmethod
+    def of(cls, size: int, replicas: int, block_size: int | None) -> BlockLayout:
+        """Blocks of at most `block_size` values, as equal as possible so that little is padded."""
+        share = _quotient_up(size, replicas)
+        blocks = _quotient_up(share, block_size or max(share, 1))
+        return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one share with its scales."""
+        return _whole_words(self.blocks * (self.length + _SCALE_BYTES))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the whole array with its scales, in either of the two stages."""
+        return self.replicas * self.row_bytes
+
+    def cut(self, x: Array) -> Array:
+        """From any shape to blocks."""
+        return _padded(x, self.replicas * self.blocks * self.length).reshape(
+            self.replicas, self.blocks, self.length
+        )
+
+    def join(self, blocks: Array, like: Array) -> Array:
+        """The inverse of `cut`."""
+        return blocks.reshape(-1)[: self.size].reshape(like.shape)
+
+    def encode(self, blocks: Array, key: Array | None) -> Array:
+        """Blocks ``(n, blocks, length)`` as ``(n, row_bytes)`` int8; rounded at random by a key."""
+        integers, scales = _quantize(blocks, key)
+        return _rows([integers, lax.bitcast_convert_type(scales, jnp.int8)], self.row_bytes)
+
+    def decode(self, rows: Array, dtype: Any) -> Array:
+        """The inverse of `encode`, in the floating dtype asked for."""
+        n, count = rows.shape[0], self.blocks * self.length
+        integers = rows[:, :count].reshape(n, self.blocks, self.length)
+        scales = rows[:, count : count + self.blocks * _SCALE_BYTES]
+        scales = lax.bitcast_convert_type(
+            scales.reshape(n, self.blocks, 1, _SCALE_BYTES), jnp.float32
+        )
+        return integers.astype(dtype) * scales.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactLayout:
+    """An array of `size` values in shares ``(replicas, length)`` that travel as their own bits."""
+
+    size: int
+    replicas: int
+    dtype: Any  # on the wire
+
+    @property
+    def length(self) -> int:
+        """Values in a share."""
+        return _quotient_up(self.size, self.replicas)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one share."""
+        return _whole_words(self.length * jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the whole array, in either of the two stages."""
+        return self.replicas * self.row_bytes
+
+    def cut(self, x: Array) -> Array:
+        """From any shape to shares."""
+        return _padded(x, self.replicas * self.length).reshape(self.replicas, self.length)
+
+    def join(self, shares: Array, like: Array) -> Array:
+        """The inverse of `cut`."""
+        return shares.reshape(-1)[: self.size].reshape(like.shape)
+
+    def encode(self, shares: Array, key: Array | None) -> Array:
+        """Shares ``(n, length)`` as ``(n, row_bytes)`` int8."""
+        del key
+        bits = lax.bitcast_convert_type(shares.astype(self.dtype), jnp.int8)
+        return _rows([bits], self.row_bytes)
+
+    def decode(self, rows: Array, dtype: Any) -> Array:
+        """The inverse of `encode`, in the floating dtype asked for."""
+        n, itemsize = rows.shape[0], jnp.dtype(self.dtype).itemsize
+        bits = rows[:, : self.length * itemsize].reshape(n, self.length, itemsize)
+        return lax.bitcast_convert_type(bits, self.dtype).astype(dtype)
+
+
+Layout = BlockLayout | ExactLayout
+
+
+def mean_by_shares(
+    parts: Sequence[Array],
+    layouts: Sequence[Layout],
+    axis_name: AxisName,
+    key: Array | None = None,
+) -> Reduced:
+    """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
+
+    Args:
+      parts: Arrays of any shapes, float32 or wider; means and sent have the same.
+      layouts: How each of them travels.
+      axis_name: The mapped axis or axes.
+      key: Rounds at random; None rounds to nearest.
+
+    Returns:
+      The means, what this replica sent of them, and whether all means are finite. A value that is
+      not finite makes its block NaN on every replica, and never an integer.
+    """
+    replicas, dtypes = axis_size(axis_name), [part.dtype for part in parts]
+    if not sum(part.size for part in parts):
+        # Constants, which are replicated by their type under check_vma=True.
+        nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
+        return Reduced(nothing, list(parts), jnp.array(True))
+    keys = (None, None) if key is None else jax.random.split(key)
+    wire = _encode([lay.cut(x) for lay, x in zip(layouts, parts, strict=True)], layouts, keys[0])
+    received = _decode(exchange(wire, axis_name), layouts, dtypes)
+    means = [_mean_of_rows(x) for x in received]
+    second = _encode(means, layouts, keys[1])
+    outputs = _decode(gather(second[0], axis_name), layouts, dtypes)
+
+    # The second rounding of a share is known only to the replica that summed it. There it counts as
+    # that replica's own, so that the mean of what was sent is the output.
+    owner, sent = replica_index(axis_name), []
+    firsts, seconds = _decode(wire, layouts, dtypes), _decode(second, layouts, dtypes)
+    for first, mean, rounded in zip(firsts, means, seconds, strict=True):
+        own = lax.dynamic_index_in_dim(first, owner, keepdims=True)
+        both = own + replicas * (rounded - mean)
+        # As many times the rounding may be more than the float range has left.
+        both = jnp.where(jnp.isfinite(both), both, own)
+        sent.append(lax.dynamic_update_index_in_dim(first, both, owner, axis=0))
+    finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
+    return Reduced(_joined(outputs, layouts, parts), _joined(sent, layouts, parts), finite)
+
+
+def _encode(values: Sequence[Array], layouts: Sequence[Layout], key: Array | None) -> Array:
+    """The rows of all arrays side by side."""
+    rows = [
+        layout.encode(x, None if key is None else jax.random.fold_in(key, i))
+        for i, (layout, x) in enumerate(zip(layouts, values, strict=True))
+    ]
+    return jnp.concatenate(rows, axis=1)
+
+
+def _decode(rows: Array, layouts: Sequence[Layout], dtypes: Sequence[Any]) -> list[Array]:
+    values, start = [], 0
+    for layout, dtype in zip(layouts, dtypes, strict=True):
+        values.append(layout.decode(rows[:, start : start + layout.row_bytes], dtype))
+        start += layout.row_bytes
+    return values
+
+
+def _joined(
+    values: Sequence[Array], layouts: Sequence[Layout], like: Sequence[Array]
+) -> list[Array]:
+    return [layout.join(x, to) for layout, x, to in zip(layouts, values, like, strict=True)]
+
+
+def _mean_of_rows(x: Array) -> Array:
+    """The mean over the first axis, which stays with length 1.
+
+    Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
+    because XLA's CPU backend takes ten times as long for a sum over the first axis.
+    """
+    weights = jnp.full(x.shape[0], 1 / x.shape[0], x.dtype)
+    return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
+
+
+def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
+    """Integers of the shape of `x`, and a float32 scale for each of its last axes.
+
+    A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
+    that the scale would be subnormal.
+    """
+    top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
+    scale = (top / _LEVELS).astype(jnp.float32)
+    # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
+    # sum does; that of x - x is 0 or NaN.
+    finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
+    usable = scale >= jnp.finfo(jnp.float32).tiny
+    scaled = x / jnp.where(usable, scale, 1).astype(x.dtype)
+    if key is None:
+        rounded = jnp.round(scaled)
+    else:
+        rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
+    integers = jnp.where(usable, jnp.clip(rounded, -_LEVELS, _LEVELS), 0).astype(jnp.int8)
+    return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
+
+
+def _rows(arrays: Sequence[Array], row_bytes: int) -> Array:
+    """int8 arrays ``(n, ...)`` as ``(n, row_bytes)``, one after the other, padded with zeros."""
+    rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
+    return jnp.pad(rows, ((0, 0), (0, row_bytes - rows.shape[1])))
+
+
+def _padded(x: Array, size: int) -> Array:
+    return jnp.pad(x.reshape(-1), (0, size - x.size))
+
+
+def _quotient_up(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _whole_words(count: int) -> int:
+    return _WORD * _quotient_up(count, _WORD)

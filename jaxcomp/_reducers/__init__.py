@@ -1,0 +1,1 @@
+"""Reducers: Optax transformations from local gradients to one average."""

@@ -1,0 +1,86 @@
+"""The plain average, narrowed on the wire if asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxcomp._base.checks import check_axis_name
+from jaxcomp._base.dtypes import checked_dtype
+from jaxcomp._base.trees import replaced
+from jaxcomp._base.typing import AxisName, DType, PyTree
+from jaxcomp._mesh.collectives import mean_each, reduce_mean
+from jaxcomp._reducers.contract import (
+    Reducer,
+    Reduction,
+    all_finite,
+    averaged_first,
+    check_reduce_first,
+    reducible,
+)
+
+
+def allreduce(
+    *,
+    axis_name: AxisName,
+    comm_dtype: DType | None = None,
+    reduce_first: AxisName | None = None,
+) -> Reducer:
+    r"""Averages gradients over the replicas in one all-reduce.
+
+    .. math:: \bar g = \frac{1}{W} \sum_{w=1}^{W} g_w
+
+    torch's default hook, and with `comm_dtype` its ``fp16_compress_hook`` / ``bf16_compress_hook``.
+
+    Args:
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      comm_dtype: What goes on the wire: None for the gradients' own dtype (one all-reduce for each
+        dtype present), or bfloat16, float16, float32.
+      reduce_first: A fast axis (or axes) over which gradients are averaged beforehand in their own
+        dtype, so that `comm_dtype` concerns the slow `axis_name` only.
+
+    Returns:
+      A stateless transformation from local gradients to their mean, in the gradients' dtypes.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
+        is not floating, or was already reduced over the axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.allreduce(axis_name="data")
+      >>> grads = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}  # two replicas
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
+      [[2.0, 3.0], [2.0, 3.0]]
+    """
+    check_axis_name(axis_name)
+    check_reduce_first(reduce_first, axis_name)
+    wire = checked_dtype("comm_dtype", comm_dtype)
+
+    def init(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def reduce(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        updates = averaged_first(updates, reduce_first)
+        leaves, treedef = jax.tree.flatten(updates)
+        positions = reducible(updates, axis_name)
+        sent = [leaves[i] for i in positions]
+        if wire is None:
+            means = mean_each(sent, axis_name)
+        else:
+            reduced = reduce_mean(sent, axis_name, wire)
+            means, sent = reduced.means, reduced.sent
+        return Reduction(
+            treedef.unflatten(replaced(leaves, positions, means)),
+            state,
+            treedef.unflatten(replaced(leaves, positions, sent)),
+            all_finite(means),
+        )
+
+    return Reducer(init, reduce, axis_name)

@@ -1,0 +1,158 @@
+"""A residual for a reducer that does not send all it is given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcomp._base.dtypes import checked_residual_dtype, compute_dtype
+from jaxcomp._base.trees import leaf_dtype, replaced
+from jaxcomp._base.typing import Array, AxisName, DType, PyTree
+from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._reducers.contract import (
+    Reduction,
+    all_finite,
+    averaged_first,
+    check_reduce_first,
+    reduce_function,
+    reducer_if_mapped,
+)
+from jaxcomp._reducers.fit import Field, fitted
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`."""
+
+    # Floating leaf: what was not sent yet, shape of the leaf, (1,) for a scalar; per replica.
+    residual: PyTree
+    inner: PyTree  # the reducer's own state
+
+    per_replica = ("residual",)
+
+
+def error_feedback(
+    reducer: optax.GradientTransformation,
+    *,
+    residual_dtype: DType | None = None,
+    reduce_first: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
+
+    With local gradient :math:`g_w`, residual :math:`e_w` and the reducer :math:`\mathcal{C}`, of
+    whose average :math:`s_w` is this replica's own part as it was sent:
+
+    .. math::
+        m_w = g_w + e_w, \qquad \text{output} = \mathcal{C}(m) = \frac{1}{W} \sum_w s_w, \qquad
+        e_w = m_w - s_w
+
+    So nothing is lost: the mean residual is the mean of :math:`m` minus the output, whatever the
+    wire did to it. The gradients reach the reducer in float32 (or wider, where they are). If an
+    output is not finite, all outputs are NaN and the state stays as it was, bit for bit.
+
+    Args:
+      reducer: A reducer of this package, or a `Reducer` of your own. Of any other transformation
+        it is not known what a replica sent; there the residual is :math:`m_w` minus the output, as
+        in torch's hooks. Its mean is right, but each replica's deviation from the mean is never
+        sent, and grows like the square root of the step count.
+      residual_dtype: How the residual is stored: bfloat16 or float32; None for float32.
+      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand. Give
+        it here and not to the reducer: residuals are then equal along the fast axis, and only the
+        slow axis concerns `state_specs`, `shard_state` and `consolidate`.
+
+    Returns:
+      A reducer. Its state is an `ErrorFeedbackState`.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the state belongs to other leaves.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data"))
+      >>> grads = {"w": jnp.array(2 * [[1.0, 0.003, 2.0, 2.0]])}  # two replicas
+      >>> state = tx.init({"w": jnp.zeros(4)})
+      >>> step = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, 0), axis_name="data")
+      >>> means, state = step(grads, state)
+      >>> [round(float(x), 3) for x in means["w"]]  # 0.003 is below half a level of 1/127
+      [1.0, 0.0, 2.0, 2.0]
+      >>> [round(float(x), 3) for x in state.residual["w"][0]]
+      [0.0, 0.003, 0.0, 0.0]
+
+    References:
+      Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
+      ICML 2019.
+    """
+    dtype = checked_residual_dtype(residual_dtype)
+    axis_name = getattr(reducer, "axis_name", None)
+    check_reduce_first(reduce_first, axis_name or ())
+    inner = reduce_function(reducer)
+
+    def init(params: PyTree) -> ErrorFeedbackState:
+        def zeros(leaf: Any) -> Any:
+            kind = leaf_dtype(leaf)
+            if not jnp.issubdtype(kind, jnp.floating):
+                return optax.MaskedNode()
+            if not np.ndim(leaf):  # shard_map lays the replicas along axis 0
+                leaf = jnp.reshape(leaf, (1,))
+            return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
+
+        residual = jax.tree.map(zeros, params)
+        if axis_name and is_bound(axis_name):
+            # init() called inside the mapped function: a scan can then carry the state.
+            residual = as_local(residual, axis_name)
+        return ErrorFeedbackState(residual, reducer.init(params))
+
+    def reduce(
+        updates: PyTree,
+        state: ErrorFeedbackState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> Reduction:
+        updates = averaged_first(updates, reduce_first)
+        leaves, treedef = jax.tree.flatten(updates)
+        residual = _fitted_residual(updates, state.residual)
+        floating = [i for i, e in enumerate(residual) if not isinstance(e, optax.MaskedNode)]
+        if axis_name:
+            residual = as_local(residual, axis_name)
+
+        added = [_add(leaves[i], residual[i]) for i in floating]
+        result = inner(
+            treedef.unflatten(replaced(leaves, floating, added)), state.inner, params, **extra_args
+        )
+        means, sent = jax.tree.leaves(result.updates), jax.tree.leaves(result.sent)
+        for i in floating:
+            means[i] = means[i].astype(leaves[i].dtype)
+        # A float16 output can overflow where the float32 mean did not.
+        finite = result.finite & all_finite([means[i] for i in floating])
+        for i, total in zip(floating, added, strict=True):
+            lost = (total - sent[i]).astype(residual[i].dtype).reshape(residual[i].shape)
+            residual[i] = jnp.where(finite, lost, residual[i])
+            means[i] = jnp.where(finite, means[i], jnp.nan)
+        own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
+        new_state = ErrorFeedbackState(treedef.unflatten(residual), own)
+        return Reduction(treedef.unflatten(means), new_state, result.sent, finite)
+
+    return reducer_if_mapped(init, reduce, axis_name)
+
+
+def _add(gradient: Array, residual: Array) -> Array:
+    """Their sum in float32, or in the gradient's own dtype where that is wider."""
+    dtype = compute_dtype(gradient.dtype)
+    return gradient.astype(dtype) + residual.astype(dtype).reshape(gradient.shape)
+
+
+def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
+    """The leaves of `residual` beside those of `updates`.
+
+    Raises:
+      ValueError: Listing every leaf that does not fit, with the fix.
+    """
+    shapes: list[tuple[int, ...] | None] = [
+        np.shape(leaf) or (1,) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+        for leaf in jax.tree.leaves(updates)
+    ]
+    field = Field("residual", residual, shapes)
+    return fitted("ErrorFeedbackState", updates, [field], "Otherwise make a new state.")[0]

@@ -1,0 +1,69 @@
+"""PowerSGD's factors as 8-bit integers on the wire, and what rides along with them as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax import lax
+
+from jaxcomp._base.dtypes import compute_dtype
+from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._mesh.axes import axis_size, other_axes
+from jaxcomp._mesh.collectives import Reduced, mean_each
+from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
+from jaxcomp._reducers.contract import all_finite
+
+_BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
+
+
+def factor_layout(shape: tuple[int, ...], replicas: int) -> BlockLayout:
+    """Blocks along the columns of a ``(*batch, n, r)`` factor, which is sent column by column.
+
+    The columns differ in size by orders of magnitude and the integers of a block share their scale.
+    So a column is cut into equal blocks. They stay within it where its blocks can be dealt out
+    evenly to the replicas; where not, a few take the end of one column and the start of the next,
+    which costs less than padding every replica's share to whole blocks.
+    """
+    column = shape[-2]
+    block = math.ceil(column / math.ceil(column / _BLOCK))
+    return BlockLayout.of(math.prod(shape), replicas, block)
+
+
+def reduce_int8(parts: Sequence[Array], axis_name: AxisName, *, thin: int) -> Reduced:
+    """Averages factors as int8 and the other parts exactly, in an all-to-all and an all-gather.
+
+    The counterpart of `reduce_mean`. Beside mesh axes that are left to the compiler, the parts that
+    are no factors keep their shapes and so their shardings, in an all-reduce for each dtype.
+
+    Args:
+      parts: `thin` factors ``(*batch, n, r)``, then arrays of any shapes and floating dtypes.
+      axis_name: The mapped axis or axes.
+      thin: How many of the parts are factors.
+
+    Returns:
+      Means and sent with the parts' shapes and dtypes.
+    """
+    replicas, factors, dense = axis_size(axis_name), parts[:thin], parts[thin:]
+    # The barriers keep XLA from folding the transpose into the product that made the factor, whose
+    # CPU backend is ten times slower at that form, and from decoding the factors anew for every
+    # value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
+    columns = [lax.optimization_barrier(x).mT for x in factors]
+    layouts: list[Layout] = [factor_layout(x.shape, replicas) for x in factors]
+    if other_axes():
+        reduced = mean_by_shares(columns, layouts, axis_name)
+        others = mean_each(dense, axis_name)
+        means, sent = [*reduced.means, *others], [*reduced.sent, *dense]
+        finite = reduced.finite & all_finite(others)
+    else:
+        # In their own dtypes: they have no residual that could keep a rounding.
+        layouts += [ExactLayout(x.size, replicas, x.dtype) for x in dense]
+        values = [x.astype(compute_dtype(x.dtype)) for x in dense]
+        means, sent, finite = mean_by_shares([*columns, *values], layouts, axis_name)
+    dtypes = [x.dtype for x in parts]
+
+    def restored(xs: Sequence[Array]) -> list[Array]:
+        turned = [lax.optimization_barrier(x).mT if i < thin else x for i, x in enumerate(xs)]
+        return [x.astype(dtype) for x, dtype in zip(turned, dtypes, strict=True)]
+
+    return Reduced(restored(means), restored(sent), finite)

@@ -1,0 +1,298 @@
+"""PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
+
+Arguments, state and their checks; the arithmetic of an update is in `_powersgd_step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.checks import (
+    check_axis_name,
+    check_flag,
+    check_function,
+    check_int,
+    check_number,
+    check_static_number,
+)
+from jaxcomp._base.dtypes import checked_factor_dtype, checked_residual_dtype, compute_dtype
+from jaxcomp._base.trees import replaced
+from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
+from jaxcomp._lowrank.matricize import LeafPlan
+from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._reducers.contract import (
+    Reducer,
+    Reduction,
+    averaged_first,
+    check_reduce_first,
+    reducible,
+)
+from jaxcomp._reducers.fit import Field, fitted
+from jaxcomp._reducers.powersgd_step import Memory, Options, Step, random_p, random_q
+
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    # alternating only, else (): compressed leaf: (*batch, rows, r) mean left factor; replicated
+    p: PyTree = ()
+
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("residual",)
+
+
+def powersgd(
+    rank: int | RankFn = 1,
+    *,
+    axis_name: AxisName,
+    start_step: int = 1_000,
+    min_compression_rate: float = 2.0,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+    eps: float = 0.0,
+    seed: int = 0,
+    comm_dtype: DType | None = None,
+    residual_dtype: DType | None = None,
+    matrix_dims: MatrixDimsFn | None = None,
+    error_decay: float | Schedule = 1.0,
+    feedback_every: int = 1,
+    reduce_first: AxisName | None = None,
+    alternating: bool = False,
+) -> Reducer:
+    r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
+
+    For a leaf seen as a ``(rows, cols)`` matrix, with local gradient :math:`G_w`, residual
+    :math:`E_w` and warm-started right factor :math:`Q` on each of :math:`W` replicas:
+
+    .. math::
+        M_w &= G_w + E_w \\
+        P &= \mathrm{orthogonalize}\Big(\sum_w M_w\, \mathrm{orthogonalize}(Q)\Big)
+            && \text{(first all-reduce)} \\
+        Q_w &= M_w^\top P, \qquad Q = \tfrac{1}{W} \sum_w Q_w && \text{(second all-reduce)} \\
+        \text{output} &= P Q^\top, \qquad E_w = M_w - P Q_w^\top
+
+    These are Algorithms 1 and 2 of Vogels et al. (2019), with one change: the residual subtracts
+    the replica's *own* factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean.
+    Outputs depend on the residuals through their mean only, so they equal torch's; but torch's
+    residual grows like the square root of the step count, and this one stays bounded.
+
+    Leaves that are not compressed ride along in the first all-reduce, so a step takes two
+    all-reduces, whatever the number of leaves. With int8 on the wire each of the two becomes an
+    all-to-all and an all-gather, as in `quantized_allreduce`: columns of the factors in blocks of
+    at most 128 integers with a scale, the other leaves unrounded, sums in float32.
+
+    If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
+    stays as it was, bit for bit. Wrap what comes *after* this transformation in
+    `optax.apply_if_finite`; around it, replicas would disagree on whether to communicate.
+
+    With ``alternating=True`` (ACP-SGD) an update is half a power iteration, which the next one
+    completes. With :math:`\hat P, \hat Q` for the orthogonalised factors of the updates before,
+    one of these two takes its turn:
+
+    .. math::
+        P_w &= M_w \hat Q, & P &= \tfrac{1}{W} \sum_w P_w, &
+            \text{output} &= P \hat Q^\top, & E_w &= M_w - P_w \hat Q^\top \\
+        Q_w &= M_w^\top \hat P, & Q &= \tfrac{1}{W} \sum_w Q_w, &
+            \text{output} &= \hat P Q^\top, & E_w &= M_w - \hat P Q_w^\top
+
+    That halves the bytes and the latency of an update. But its basis is the one found in the update
+    before, for other gradients: docs/convergence.md has what that costs. It pays where the latency
+    of a second all-reduce is what hurts.
+
+    Args:
+      rank: Columns of the factors, or a function of (key path, leaf) that returns them; None from
+        the function leaves that leaf uncompressed.
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      start_step: Updates before this one are plain all-reduces. Begin with 10% of the steps.
+      min_compression_rate: A leaf is compressed iff
+        ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
+      error_feedback: Keep what was not sent and add it to the next gradient.
+      warm_start: Start each power iteration from the last right factor. If False, a fresh one is
+        drawn every step, the same on every replica.
+      eps: torch's ``orthogonalization_epsilon``, in Gram-Schmidt (ranks 1 and 2) as in torch. Not
+        needed here: zero columns are safe with 0.
+      seed: Seeds the first (or with ``warm_start=False`` every) right factor.
+      comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
+        where a gradient is). int8 is for the factors only: leaves that are not compressed, which
+        have no residual to keep a rounding, go in their own dtype, and the exact averages before
+        `start_step` as with None. The state is the same for all of them.
+      residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
+      matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
+        shall not be compressed; by default the axes are split into a leading and a trailing block
+        with the fewest rows + columns. Give batch axes to compress stacked layers one by one.
+      error_decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule
+        of the update count.
+      feedback_every: Add the residual back every so many updates only; it accumulates in between.
+      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand, so
+        that only the slow `axis_name` carries compressed traffic. Residuals are then equal along
+        the fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
+      alternating: Send one factor a step, in one all-reduce: left factors in the first compressed
+        update, right ones in the second, and so on. See above.
+
+    Returns:
+      A transformation from local gradients to outputs in the gradients' dtypes, equal on every
+      replica. Its state is a `PowerSGDState`.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
+        is not floating or was already reduced, or the state belongs to other leaves or ranks.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> tx = optax.chain(jaxcomp.powersgd(rank=2, axis_name="data", start_step=0), optax.sgd(0.1))
+      >>> params = {"w": jnp.zeros((32, 16))}
+      >>> grads = {"w": jax.random.normal(jax.random.key(0), (4, 32, 16))}  # four replicas
+      >>> updates, _ = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")(
+      ...     grads, tx.init(params))
+      >>> updates["w"].shape, int(jnp.linalg.matrix_rank(updates["w"][0]))
+      ((4, 32, 16), 2)
+
+    References:
+      Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+      Optimization. NeurIPS 2019.
+
+      Zhang, Li, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed
+      Deep Learning. ICDCS 2023 (ACP-SGD: `alternating`).
+    """
+    check_axis_name(axis_name)
+    check_reduce_first(reduce_first, axis_name)
+    options = Options(
+        rank=rank if callable(rank) else check_int("rank", rank, 1),
+        axis_name=axis_name,
+        start_step=check_int("start_step", start_step, 0),
+        min_compression_rate=check_static_number("min_compression_rate", min_compression_rate, 0),
+        error_feedback=check_flag("error_feedback", error_feedback),
+        warm_start=check_flag("warm_start", warm_start),
+        eps=check_number("eps", eps, 0),
+        seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
+        comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
+        residual_dtype=checked_residual_dtype(residual_dtype),
+        matrix_dims=check_function("matrix_dims", matrix_dims),
+        error_decay=error_decay
+        if callable(error_decay)
+        else check_number("error_decay", error_decay, 0, 1),
+        feedback_every=check_int("feedback_every", feedback_every, 1),
+        reduce_first=reduce_first,
+        alternating=check_flag("alternating", alternating),
+    )
+    if alternating and not warm_start:
+        raise ValueError(
+            "`alternating=True` needs warm_start=True: every step multiplies with the factor of "
+            "the step before."
+        )
+
+    def init(params: PyTree) -> PowerSGDState:
+        return _init(options, params)
+
+    def update(
+        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PowerSGDState]:
+        del params, extra_args
+        result = _reduce(options, updates, state, want_sent=False)
+        return result.updates, result.state
+
+    def reduce(
+        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        return _reduce(options, updates, state, want_sent=True)
+
+    return Reducer(init, reduce, axis_name, update=update)
+
+
+def _init(options: Options, params: PyTree) -> PowerSGDState:
+    leaves, treedef = jax.tree.flatten(params)
+    residual: list[Any] = [optax.MaskedNode()] * len(leaves)
+    q, p = list(residual), list(residual)
+    for i, (leaf, plan) in enumerate(zip(leaves, options.plan(params), strict=True)):
+        if plan.view is None:
+            continue
+        if options.error_feedback:
+            dtype = options.residual_dtype or compute_dtype(plan.dtype)
+            residual[i] = jnp.zeros_like(leaf, dtype=dtype)
+        if options.warm_start:
+            q[i] = random_q(options, plan, i, 0)
+        if options.alternating:
+            p[i] = random_p(options, plan, i)
+    state = _state(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p))
+    if is_bound(options.axis_name):
+        # init() called inside the mapped function: under check_vma a scan can then carry the state.
+        state = state._replace(residual=as_local(state.residual, options.axis_name))
+    return state
+
+
+def _state(options: Options, treedef: Any, count: Array, memory: Memory) -> PowerSGDState:
+    residual, q, p = (treedef.unflatten(field) for field in memory)
+    return PowerSGDState(count, residual, q, p if options.alternating else ())
+
+
+def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: bool) -> Reduction:
+    updates = averaged_first(updates, options.reduce_first)
+    leaves, treedef = jax.tree.flatten(updates)
+    positions = reducible(updates, options.axis_name)
+    plans = options.plan(updates)
+    memory = _fitted_memory(options, plans, updates, state)
+    step = Step(
+        options,
+        [i for i in positions if plans[i].view is not None],
+        [i for i in positions if plans[i].view is None],
+        plans,
+        options.wire_dtype([leaves[i] for i in positions]),
+        want_sent,
+    )
+    result = step.run(leaves, memory, state.count)
+    count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
+    outputs = replaced(leaves, step.chosen + step.dense, result.outputs)
+    sent = replaced(leaves, step.chosen + step.dense, result.sent) if want_sent else leaves
+    return Reduction(
+        treedef.unflatten(outputs),
+        _state(options, treedef, count, result.memory),
+        treedef.unflatten(sent),
+        result.finite,
+    )
+
+
+def _fitted_memory(
+    options: Options, plans: list[LeafPlan], updates: PyTree, state: PowerSGDState
+) -> Memory:
+    """The leaves of the state beside those of the gradients, residuals marked as local.
+
+    Raises:
+      ValueError: Listing every leaf whose state does not fit, with the fix.
+    """
+    if not (hasattr(state, "residual") and hasattr(state, "q")):
+        raise ValueError(
+            f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
+            "optax.chain the chain's update takes the chain's state."
+        )
+    nothing = jax.tree.map(lambda _: optax.MaskedNode(), updates)
+    two_sided = isinstance(state.p, tuple) and not state.p
+    # Both are () for a tree without leaves, which no switch can tell from the other.
+    if jax.tree.leaves(updates) and two_sided == options.alternating:
+        raise ValueError(
+            f"The PowerSGDState was not made with alternating={options.alternating}, as this "
+            "update is. Make it with init() of the same powersgd, or with jaxcomp.adapt_state."
+        )
+    kept = [plan.shape if plan.view and options.error_feedback else None for plan in plans]
+    right = [plan.q_shape if plan.view and options.warm_start else None for plan in plans]
+    left = [plan.p_shape if plan.view and options.alternating else None for plan in plans]
+    residual, q, p = fitted(
+        "PowerSGDState",
+        updates,
+        [
+            Field("residual", state.residual, kept),
+            Field("q", state.q, right),
+            Field("p", state.p if options.alternating else nothing, left),
+        ],
+        "Otherwise use the rank, matrix_dims and switches that the state was made with, or "
+        "jaxcomp.adapt_state.",
+    )
+    return Memory(as_local(residual, options.axis_name), q, p)

@@ -1,0 +1,154 @@
+"""An all-reduce with 8-bit integers on the wire and float32 sums in between.
+
+Every leaf is cut into one share for each replica and every share into blocks with a scale of their
+own; `_shares` has how they are rounded and sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.trees import replaced
+from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import replica_index
+from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
+from jaxcomp._reducers.contract import (
+    Reducer,
+    Reduction,
+    averaged_first,
+    check_reduce_first,
+    reducible,
+)
+
+_ROUNDINGS = ("nearest", "stochastic")
+
+
+class QuantizedState(NamedTuple):
+    """State of `quantized_allreduce`."""
+
+    # int32 scalar: finite updates seen, from which stochastic rounding draws; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    per_replica = ()
+
+
+def quantized_allreduce(
+    *,
+    axis_name: AxisName,
+    bits: int = 8,
+    block_size: int | None = 256,
+    rounding: str = "nearest",
+    seed: int = 0,
+    reduce_first: AxisName | None = None,
+) -> Reducer:
+    r"""Averages gradients with int8 on the wire: a quarter of float32's bytes, in two collectives.
+
+    For a block :math:`x` with scale :math:`s = \max |x| / 127`,
+
+    .. math::
+        \mathcal{Q}(x) = s \cdot \mathrm{round}(x / s), \qquad
+        \bar g = \mathcal{Q}\Big(\frac{1}{W} \sum_{w=1}^{W} \mathcal{Q}(g_w)\Big)
+
+    The inner quantisation goes out in an all-to-all, which gives each replica one share of every
+    leaf to sum in float32; the outer one in an all-gather. The scales travel with the integers.
+
+    With ``rounding="nearest"`` no value is off by more than 1/127 of its block's largest magnitude
+    (averaged over the replicas): half of that from each stage. Rounding to nearest is biased: put
+    `error_feedback` around it for training. ``rounding="stochastic"`` is unbiased, with up to twice
+    the error.
+
+    If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
+    stays as it was.
+
+    torch's ``quantization_pertensor_hook`` (here ``block_size=None``) and its per-channel sister
+    send every replica's whole gradient to every other, ``W / 2`` times as many bytes.
+
+    Args:
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      bits: 8, the integers there are collectives for.
+      block_size: Values that share a scale, at most; None for one scale in each leaf's share of a
+        replica. Blocks never span two leaves. 256 costs 1.6% more bytes for the scales.
+      rounding: "nearest" or "stochastic".
+      seed: Seeds stochastic rounding. Every replica and every update draws its own.
+      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand.
+
+    Returns:
+      A transformation from local gradients to outputs in the gradients' dtypes, equal on every
+      replica. Its state is a `QuantizedState`.
+
+    Raises:
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
+        is not floating, or was already reduced over the axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.quantized_allreduce(axis_name="data")
+      >>> grads = {"w": jnp.array([[1.27, 0.5], [-1.27, 0.104]])}  # two replicas
+      >>> means, _ = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")(
+      ...     grads, tx.init(grads))
+      >>> [round(float(x), 3) for x in means["w"][0]]
+      [0.0, 0.302]
+
+    References:
+      Alistarh et al.: QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding.
+      NeurIPS 2017.
+    """
+    check_axis_name(axis_name)
+    check_reduce_first(reduce_first, axis_name)
+    if check_int("bits", bits, 1) != 8:
+        raise ValueError(
+            f"`bits` must be 8, the only integers on the wire so far, got bits={bits}."
+        )
+    if block_size is not None:
+        block_size = check_int("block_size", block_size, 1)
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"`rounding` must be one of {', '.join(_ROUNDINGS)}, got {rounding!r}.")
+    seed = seed if hasattr(seed, "aval") else check_int("seed", seed, 0)
+
+    def init(params: PyTree) -> QuantizedState:
+        del params
+        return QuantizedState(jnp.zeros([], jnp.int32))
+
+    def reduce(
+        updates: PyTree, state: QuantizedState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        updates = averaged_first(updates, reduce_first)
+        leaves, treedef = jax.tree.flatten(updates)
+        positions = reducible(updates, axis_name)
+        chosen = [leaves[i] for i in positions]
+        key = None
+        if rounding == "stochastic":
+            key = jax.random.fold_in(jax.random.key(seed), state.count)
+            key = jax.random.fold_in(key, replica_index(axis_name))
+        means, sent, finite = _allreduce(chosen, axis_name, block_size, key)
+        count = jnp.where(finite, optax.safe_increment(state.count), state.count)
+        return Reduction(
+            treedef.unflatten(replaced(leaves, positions, means)),
+            QuantizedState(count),
+            treedef.unflatten(replaced(leaves, positions, sent)),
+            finite,
+        )
+
+    return Reducer(init, reduce, axis_name)
+
+
+def _allreduce(
+    leaves: list[Array], axis_name: AxisName, block_size: int | None, key: Array | None
+) -> tuple[list[Array], list[Array], Array]:
+    """Means, this replica's contributions as sent, and whether all of it is finite."""
+    replicas = axis_size(axis_name)
+    layouts = [BlockLayout.of(leaf.size, replicas, block_size) for leaf in leaves]
+    reduced = mean_by_shares([x.astype(jnp.float32) for x in leaves], layouts, axis_name, key)
+    means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
+    like = [leaf.dtype for leaf in leaves]
+    means, sent = (
+        [x.astype(dtype) for x, dtype in zip(xs, like, strict=True)] for xs in (means, reduced.sent)
+    )
+    return means, sent, reduced.finite

@@ -1,0 +1,115 @@
+"""A change from one reducer to another after a number of updates."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.checks import check_int
+from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._mesh.axes import as_local, from_step
+from jaxcomp._mesh.per_replica import mark_local
+from jaxcomp._reducers.contract import (
+    Reducer,
+    Reduction,
+    reduce_function,
+    reducer_if_mapped,
+)
+
+
+class SwitchState(NamedTuple):
+    """State of `switch_at`."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    before: PyTree  # the first reducer's state
+    after: PyTree  # the second reducer's state
+
+    per_replica = ()
+
+
+def switch_at(
+    step: int,
+    before: optax.GradientTransformation,
+    after: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Hands over from one reducer to another after a number of updates.
+
+    The update counted as ``step`` (from 0) is the first of `after`. ``powersgd(start_step=...)`` is
+    the same hand-over from an exact average; use this one to begin with anything else. Only the
+    reducer whose turn it is communicates and changes its state. Updates that are not finite are not
+    counted.
+
+    Args:
+      step: Updates of `before`.
+      before: The first reducer.
+      after: The second one. Its own ``start_step``, if it has one, counts its own updates: pass 0.
+
+    Returns:
+      A reducer. Its state is a `SwitchState`, with the states of both.
+
+    Raises:
+      ValueError: If `step` is not a non-negative integer, or the reducers lie along different axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.switch_at(
+      ...     1,
+      ...     jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
+      ...     jaxcomp.powersgd(rank=1, axis_name="data", start_step=0),
+      ... )
+      >>> grads = {"w": jax.random.normal(jax.random.key(0), (2, 8, 8))}  # two replicas
+      >>> state = tx.init({"w": jnp.zeros((8, 8))})
+      >>> def two_steps(grads, state):
+      ...     first, state = tx.update(grads, state)
+      ...     return first, tx.update(grads, state)[0]
+      >>> first, second = jax.vmap(two_steps, in_axes=(0, None), axis_name="data")(grads, state)
+      >>> [int(jnp.linalg.matrix_rank(x["w"][0])) for x in (first, second)]
+      [8, 1]
+    """
+    step = check_int("step", step, 0)
+    axes = [tx.axis_name for tx in (before, after) if isinstance(tx, Reducer)]
+    if len(set(axes)) > 1:
+        raise ValueError(
+            f"`before` and `after` must have the same axis_name, got {axes[0]!r} and {axes[1]!r}."
+        )
+    axis_name = axes[0] if axes else None
+    first, second = reduce_function(before), reduce_function(after)
+
+    def init(params: PyTree) -> SwitchState:
+        return SwitchState(jnp.zeros([], jnp.int32), before.init(params), after.init(params))
+
+    def reduce(
+        updates: PyTree, state: SwitchState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        if axis_name:
+            state = mark_local(state, axis_name)
+
+        def run(function: Any, own: PyTree, other: PyTree, swapped: bool) -> Reduction:
+            result = function(updates, own, params, **extra_args)
+            states = (other, result.state) if swapped else (result.state, other)
+            # One type for both branches, also where only one of them computes in float32.
+            sent = jax.tree.map(lambda x, g: x.astype(g.dtype), result.sent, updates)
+            sent = as_local(sent, axis_name) if axis_name else sent
+            return result._replace(state=states, sent=sent)
+
+        result = from_step(
+            state.count,
+            step,
+            lambda: run(first, state.before, state.after, swapped=False),
+            lambda: run(second, state.after, state.before, swapped=True),
+        )
+        count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
+        # A reducer without a state poisons only what is not finite; nobody shall take half a step.
+        whole = jax.tree.map(lambda x: _poisoned(x, result.finite), result.updates)
+        return result._replace(updates=whole, state=SwitchState(count, *result.state))
+
+    return reducer_if_mapped(init, reduce, axis_name)
+
+
+def _poisoned(x: Any, finite: Array) -> Any:
+    """NaN in every value of a floating array if the step is not finite."""
+    return jnp.where(finite, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x

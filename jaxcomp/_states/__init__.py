@@ -1,0 +1,1 @@
+"""States across replicas, meshes, checkpoints and ranks."""

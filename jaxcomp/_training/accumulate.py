@@ -1,0 +1,128 @@
+"""Gradient accumulation that communicates once per optimizer step, not once per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp._base.checks import check_flag, check_int
+from jaxcomp._base.typing import Array, DType, PyTree
+from jaxcomp._mesh.axes import switch
+
+
+def accumulate(
+    tx: optax.GradientTransformation,
+    every_k: int | Callable[[Array], Array | int],
+    *,
+    use_grad_mean: bool = True,
+    accumulator_dtype: DType = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    r"""`optax.MultiSteps` that runs `tx`, and so its collectives, on every k-th call only.
+
+    .. math:: \bar g = \frac{1}{k} \sum_{j=1}^{k} g_j, \qquad
+        \text{updates} = \begin{cases} tx(\bar g) & \text{on the k-th call} \\ 0 & \text{else}
+        \end{cases}
+
+    `optax.MultiSteps` calls the transformation in it on *every* micro-batch and multiplies what it
+    does not want by zero: a reducer in it communicates k times as often as needed. It also keeps a
+    NaN for ever, because ``0 * nan`` is ``nan``. Here `tx` stands in a conditional branch, and the
+    accumulator is set to zero, not multiplied by it: micro-batches that are not finite cost the one
+    optimizer step that they belong to. A reducer turns them into NaN on every replica alike; follow
+    it by ``optax.apply_if_finite(optimizer, ...)`` to skip that step.
+
+    Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
+    ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
+    steps. The state is `optax.MultiStepsState`, with the meaning that optax gives it: checkpoints
+    go both ways, and ``state.mini_step == 0`` after an optimizer step. Only the accumulator of a
+    scalar is made with shape ``(1,)``, for `jax.shard_map` to lay the replicas along; one without
+    axes, as optax makes it, is taken too and stays as it is.
+
+    Args:
+      tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
+      every_k: Micro-batches per optimizer step: a number, or a function of the number of optimizer
+        steps taken.
+      use_grad_mean: Average the gradients of the micro-batches; if False, add them up.
+      accumulator_dtype: How the accumulated gradients are stored.
+
+    Returns:
+      A transformation from the local gradients of a micro-batch to updates, zeros but on every k-th
+      call.
+
+    Raises:
+      ValueError: If an argument is unusable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> tx = jaxcomp.accumulate(
+      ...     optax.chain(jaxcomp.allreduce(axis_name="data"), optax.sgd(1.0)), every_k=2)
+      >>> def micro_steps(grads):
+      ...     state = tx.init(grads[0])
+      ...     first, state = tx.update(grads[0], state)
+      ...     second, state = tx.update(grads[1], state)
+      ...     return first, second
+      >>> grads = jnp.array([[1.0, 2.0], [3.0, 6.0]])  # two replicas, two micro-batches
+      >>> [x.tolist() for x in jax.vmap(micro_steps, axis_name="data")(grads)]
+      [[0.0, 0.0], [-3.0, -3.0]]
+    """
+    if not callable(every_k):
+        every_k = check_int("every_k", every_k, 1)
+    check_flag("use_grad_mean", use_grad_mean)
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(f"`tx` must be an Optax gradient transformation, got {tx!r}.")
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> optax.MultiStepsState:
+        # Two arrays: a training step that donates its state must not see one buffer twice.
+        mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        # Like the parameters, so that they are sharded as those are.
+        rows = jax.tree.map(lambda x: x if jnp.ndim(x) else jnp.reshape(x, (1,)), params)
+        zeros = optax.tree.zeros_like(rows, dtype=accumulator_dtype)
+        return optax.MultiStepsState(mini_step, gradient_step, inner.init(params), zeros, ())
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.MultiStepsState]:
+        k = every_k(state.gradient_step) if callable(every_k) else every_k
+        seen = state.mini_step + 1
+
+        def add(total: Array, gradient: Array) -> Array:
+            if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
+                return total
+            gradient = gradient.astype(total.dtype).reshape(total.shape)
+            # As optax does it: the mean so far, which does not overflow where the sum would.
+            share = (gradient - total) / seen.astype(total.dtype) if use_grad_mean else gradient
+            return total + share
+
+        total = jax.tree.map(add, state.acc_grads, updates)
+        mean = jax.tree.map(_cast, total, updates)
+
+        def emit() -> tuple[PyTree, PyTree, PyTree]:
+            result, new = inner.update(mean, state.inner_opt_state, params, **extra_args)
+            return result, new, optax.tree.zeros_like(total)
+
+        def wait() -> tuple[PyTree, PyTree, PyTree]:
+            shapes, _, _ = jax.eval_shape(emit)
+            return optax.tree.zeros_like(shapes), state.inner_opt_state, total
+
+        due = seen >= jnp.asarray(k, seen.dtype)
+        result, new, total = switch(due.astype(jnp.int32), [wait, emit])
+        return result, optax.MultiStepsState(
+            mini_step=jnp.where(due, 0, seen),
+            gradient_step=state.gradient_step + due.astype(jnp.int32),
+            inner_opt_state=new,
+            acc_grads=total,
+            skip_state=state.skip_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _cast(total: Array, gradient: Array) -> Array:
+    """The accumulated gradient in its own dtype and shape again."""
+    if gradient.dtype == jax.dtypes.float0:
+        return gradient
+    return total.astype(gradient.dtype).reshape(gradient.shape)

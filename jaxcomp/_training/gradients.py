@@ -1,0 +1,57 @@
+"""Gradients of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcomp._base.typing import AxisName
+from jaxcomp._mesh.axes import as_local
+
+
+def local_value_and_grad(
+    fun: Callable[..., Any], axis_name: AxisName, **value_and_grad_kwargs: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` that gives the gradient of this replica alone.
+
+    Under ``shard_map(check_vma=True)`` plain `jax.grad` with respect to a replicated parameter
+    returns the *sum* over the axis. That is an uncompressed all-reduce, after which a reducer has
+    nothing left to save. This function marks the differentiated arguments as local first; under
+    `jax.pmap`, `jax.vmap` and ``check_vma=False`` gradients are local anyway and nothing is done.
+
+    Args:
+      fun: The loss of this replica's batch: a scalar, or (scalar, auxiliary) with ``has_aux=True``.
+        It should not average over the axis itself.
+      axis_name: The mapped axis or axes of the replicas.
+      **value_and_grad_kwargs: Passed on to `jax.value_and_grad` (``argnums``, ``has_aux``, ...).
+
+    Returns:
+      A function with the arguments of `fun` that returns ``(value, gradients)``, both this
+      replica's own. Average the value with `jax.lax.pmean` to report it.
+
+    Raises:
+      ValueError: When called, if an axis is not bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> def loss(w, x):
+      ...     return jnp.sum(w * x)
+      >>> def step(w, x):
+      ...     return jaxcomp.local_value_and_grad(loss, "data")(w, x)
+      >>> value, grads = jax.vmap(step, in_axes=(None, 0), axis_name="data")(
+      ...     jnp.ones(2), jnp.arange(4.0).reshape(2, 2))
+      >>> grads.tolist()
+      [[0.0, 1.0], [2.0, 3.0]]
+    """
+    value_and_grad = jax.value_and_grad(fun, **value_and_grad_kwargs)
+    argnums = value_and_grad_kwargs.get("argnums", 0)
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+
+    def local(*args: Any, **kwargs: Any) -> Any:
+        positions = {index % len(args) for index in chosen} if args else set()
+        marked = [as_local(a, axis_name) if i in positions else a for i, a in enumerate(args)]
+        return value_and_grad(*marked, **kwargs)
+
+    return local

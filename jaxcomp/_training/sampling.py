@@ -1,0 +1,71 @@
+"""Which samples each replica reads: the rules of torch's ``DistributedSampler``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxcomp._base.checks import check_flag, check_int
+
+
+def sharded_indices(
+    n: int,
+    num_replicas: int,
+    replica: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    epoch: int = 0,
+    drop_last: bool = False,
+) -> np.ndarray:
+    """Indices of the samples that one replica reads in one epoch: every `num_replicas`-th.
+
+    The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the
+    order included: the permutation is drawn as torch's CPU generator draws it, so a run that moves
+    from torch goes on with the data that it would have seen.
+
+    Args:
+      n: Samples in the data set.
+      num_replicas: Number of replicas.
+      replica: Which of them this is, from 0.
+      shuffle: Permute the samples, in a new way each epoch, the same on every replica.
+      seed: Of the permutation; ``seed + epoch`` is what torch's generator is seeded with.
+      epoch: Number of the epoch.
+      drop_last: If `num_replicas` does not divide `n`, drop the tail; if False, pad with samples
+        from the beginning, so that every replica has as many.
+
+    Returns:
+      int64 array of ``ceil(n / num_replicas)`` indices, or ``floor`` with `drop_last`.
+
+    Raises:
+      ValueError: If a number is out of range.
+
+    Example:
+      >>> import jaxcomp
+      >>> [jaxcomp.sharded_indices(5, 2, replica, shuffle=False).tolist() for replica in range(2)]
+      [[0, 2, 4], [1, 3, 0]]
+    """
+    n = check_int("n", n, 1)
+    num_replicas = check_int("num_replicas", num_replicas, 1)
+    replica = check_int("replica", replica, 0)
+    if replica >= num_replicas:
+        raise ValueError(
+            f"`replica` must be below num_replicas={num_replicas}, got replica={replica}. Replicas "
+            "count from 0."
+        )
+    check_flag("shuffle", shuffle)
+    seed, epoch = check_int("seed", seed, 0), check_int("epoch", epoch, 0)
+    samples = n // num_replicas if check_flag("drop_last", drop_last) else -(-n // num_replicas)
+    order = _torch_permutation(n, seed + epoch) if shuffle else np.arange(n, dtype=np.int64)
+    # Padding repeats the epoch's order, more than once where there are more replicas than samples.
+    return order[np.arange(replica, samples * num_replicas, num_replicas) % n]
+
+
+def _torch_permutation(n: int, seed: int) -> np.ndarray:
+    """``torch.randperm(n)`` with a CPU generator seeded with `seed`."""
+    # Both are the Mersenne twister, seeded by the same rule with the low 32 bits of the seed.
+    generator = np.random.RandomState(seed & 0xFFFFFFFF)
+    draws = generator.randint(0, 2**32, size=n - 1, dtype=np.uint32).astype(np.int64)
+    swaps = draws % np.arange(n, 1, -1)
+    order = list(range(n))
+    for i, step in enumerate(swaps.tolist()):
+        order[i], order[i + step] = order[i + step], order[i]
+    return np.array(order, np.int64)

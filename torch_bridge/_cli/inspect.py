@@ -1,0 +1,221 @@
+"""What a checkpoint holds, as plain data and as tables for a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.entries import matrix_shape
+from torch_bridge._hook.infer import infer_layout, length_misfit, trainable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSummary:
+    """One row of the table.
+
+    Attributes:
+      name: parameter name.
+      shape: its shape.
+      matrix: rows and columns as the hook sees them.
+      rank: columns of its factors; 0 if it is not compressed.
+      bucket: index of its bucket, or None if that is unknown.
+      q_norm: Frobenius norm of Q, or None.
+      error_norm: norm of the mean error over the ranks at hand, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: tuple[int, int]
+    rank: int
+    bucket: int | None = None
+    q_norm: float | None = None
+    error_norm: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What `summarize` found.
+
+    Attributes:
+      facts: title -> value, in order.
+      parameters: one entry per parameter.
+      missing: what a complete conversion needs and the files lack, each as one sentence.
+    """
+
+    facts: dict[str, str]
+    parameters: tuple[ParameterSummary, ...]
+    missing: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Summary:
+    """Describe a checkpoint.
+
+    Args:
+      checkpoint: what `load` read.
+      layout: the bucket layout, if it is known from elsewhere.
+    """
+    record = checkpoint.powersgd[0] if checkpoint.powersgd else None
+    source, problem = "given", None
+    if layout is None:
+        layout, source, problem = _find_layout(checkpoint, record)
+    if layout is not None and record is not None:
+        problem = length_misfit(layout, record)
+        layout = None if problem else layout
+    facts = _facts(checkpoint, record)
+    if record is not None:
+        buckets = len(layout.buckets) if layout else len(record.buckets)
+        facts["layout"] = f"{source}, {buckets} bucket(s)" if layout else "unknown"
+    missing = _missing(checkpoint, record)
+    if problem is not None:
+        missing.append(f"the bucket layout: {problem}")
+    return Summary(facts, tuple(_parameters(checkpoint, record, layout)), tuple(missing))
+
+
+def _find_layout(
+    checkpoint: Checkpoint, record: PowerSGDRecord | None
+) -> tuple[BucketLayout | None, str, str | None]:
+    if checkpoint.layout is not None:
+        return checkpoint.layout, "in the file", None
+    if record is None or not record.buckets:
+        return None, "", None
+    try:
+        return infer_layout(checkpoint), "inferred", None
+    except CheckpointMismatch as error:
+        return None, "", error.message
+
+
+def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
+    values = sum(array.size for array in checkpoint.model.values())
+    facts = {"model": f"{len(checkpoint.model)} tensors, {values:,} values"}
+    if record is not None:
+        world = checkpoint.world_size or "unknown"
+        facts["ranks"] = f"{len(checkpoint.powersgd)} here, world size {world}"
+        facts["iteration"] = f"{record.iter:,}"
+        began = "compressing" if record.iter > record.start_powerSGD_iter else "not compressing yet"
+        facts["phase"] = f"{began} (start_powerSGD_iter = {record.start_powerSGD_iter:,})"
+        for name, value in record.hyperparameters.items():
+            if name != "start_powerSGD_iter":
+                facts[name] = f"{value:g}" if isinstance(value, float) else str(value)
+    if checkpoint.optimizer is not None:
+        groups = checkpoint.optimizer.get("param_groups", ())
+        states = len(checkpoint.optimizer.get("state", ()))
+        facts["optimizer"] = f"{len(groups)} group(s), state of {states} parameters"
+    if checkpoint.extra:
+        facts["beside it"] = ", ".join(checkpoint.extra)
+    return facts
+
+
+def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:
+    missing = []
+    if not checkpoint.model:
+        missing.append("the model (state_dict)")
+    if checkpoint.optimizer is None:
+        missing.append("the optimizer")
+    if record is None:
+        missing.append("the PowerSGD state (comm_hook_state)")
+    elif record.error_dict and checkpoint.missing_ranks:
+        missing.append("the errors of the other ranks (missing_ranks decides what to do about it)")
+    return missing
+
+
+def _parameters(
+    checkpoint: Checkpoint, record: PowerSGDRecord | None, layout: BucketLayout | None
+) -> list[ParameterSummary]:
+    if record is None or layout is None:
+        return [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
+    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
+    slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, rate)}
+    norms = _error_norms(checkpoint, layout)
+    rows = []
+    for index, bucket in enumerate(layout.buckets):
+        for entry in bucket:
+            row = _row(entry.name, entry.shape, record)
+            slot, q = slots.get(entry.name), record.q_memory_dict.get(index)
+            rows.append(
+                dataclasses.replace(
+                    row,
+                    bucket=index,
+                    rank=slot.rank if slot else 0,
+                    q_norm=_norm(slot.q(q)) if slot is not None and q is not None else None,
+                    error_norm=norms.get(entry.name),
+                )
+            )
+    return rows
+
+
+def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> ParameterSummary:
+    rows, cols = matrix_shape(shape)
+    rank = 0
+    if record is not None:
+        rank = min(rows, cols, record.matrix_approximation_rank)
+        if not (rows + cols) * rank * record.min_compression_rate < rows * cols:
+            rank = 0
+    return ParameterSummary(name, tuple(shape), (rows, cols), rank)
+
+
+def _error_norms(checkpoint: Checkpoint, layout: BucketLayout) -> Mapping[str, float]:
+    norms = {}
+    for bucket in checkpoint.powersgd[0].error_dict:
+        mean = checkpoint.powersgd[0].error_dict[bucket].astype(np.float32)
+        for record in checkpoint.powersgd[1:]:
+            mean += record.error_dict[bucket]
+        mean /= len(checkpoint.powersgd)
+        norms |= {name: _norm(part) for name, part in layout.split(bucket, mean).items()}
+    return norms
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))
+
+
+def render(summary: Summary, console: Console) -> None:
+    """Print the tables."""
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    for title, value in summary.facts.items():
+        facts.add_row(f"[bold]{title}[/bold]", value)
+    console.print(facts)
+    table = Table(title="Parameters", title_justify="left")
+    for title in ("name", "shape", "matrix", "rank", "bucket", "|q|", "|error|"):
+        table.add_column(
+            title,
+            justify="left" if title in ("name", "shape") else "right",
+            no_wrap=title != "name",
+            overflow="fold",
+        )
+    for row in summary.parameters:
+        table.add_row(
+            row.name,
+            "x".join(map(str, row.shape)) or "scalar",
+            "x".join(map(str, row.matrix)) if row.rank else "",
+            str(row.rank) if row.rank else "not compressed",
+            "" if row.bucket is None else str(row.bucket),
+            "" if row.q_norm is None else f"{row.q_norm:.4g}",
+            "" if row.error_norm is None else f"{row.error_norm:.4g}",
+        )
+    console.print(table)
+    dense = sum(math.prod(row.shape) for row in summary.parameters)
+    sent = sum(
+        row.rank * sum(row.matrix) if row.rank else math.prod(row.shape)
+        for row in summary.parameters
+    )
+    if sent:
+        console.print(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
+    for line in summary.missing:
+        console.print(f"[yellow]missing:[/yellow] {line}")

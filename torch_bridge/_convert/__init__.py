@@ -1,0 +1,1 @@
+"""Conversions between the frameworks, one for each kind of state and direction."""

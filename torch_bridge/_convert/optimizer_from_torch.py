@@ -1,0 +1,217 @@
+"""Optimizer state from ``torch.optim`` (SGD, Adam, AdamW) to Optax, with equal next updates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._convert.dampened_trace import DampenedTraceState
+from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_entries
+from torch_bridge._convert.params import leaves_from_torch
+from torch_bridge._pairing.leaves import flatten as flatten_tree
+from torch_bridge._pairing.leaves import plain_path
+from torch_bridge._pairing.pair import Model, Rules, named, pair
+from torch_bridge._pairing.pairing import Pairing
+
+Path: TypeAlias = tuple[str, ...]
+ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
+_FROZEN = "frozen"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Leaves that share hyperparameters, step count and number of summed torch parameters."""
+
+    label: str
+    group: int
+    step: int
+    terms: int
+    started: bool
+
+
+def optimizer_from_torch(
+    optimizer: Mapping[str, Any],
+    model: Model,
+    params: Any,
+    rules: Rules = (),
+    *,
+    param_names: ParamNames = None,
+    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    algorithm: str | None = None,
+    step: int | None = None,
+    pairings: Sequence[Pairing] | None = None,
+    **options: Any,
+) -> tuple[optax.GradientTransformation, Any]:
+    """The Optax optimizer, with its state, whose next updates are those of the torch optimizer.
+
+    With one param group the transformation is built, and its state laid out, as `optax.sgd`,
+    `optax.adam` or `optax.adamw` do it (plus `optax.add_decayed_weights` in front for the L2
+    penalty of SGD and Adam), so the state also fits the one of these that you build yourself.
+    Several groups, and parameters that have taken different numbers of steps, become
+    `optax.multi_transform`.
+
+    Args:
+      optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` ``.state_dict()``; tensors or arrays.
+      model: torch state dict of the model.
+      params: Flax parameters that correspond to it, as from `params_from_torch`.
+      rules: as for `params_from_torch`.
+      param_names: parameter names in the order in which the optimizer was given them, flat or one
+        list for each group. Needed if there are several groups, or if the optimizer was given only
+        some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
+      learning_rate: a number or an Optax schedule for all groups, or one for each group; None for
+        the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
+      algorithm: ``'adam'`` or ``'adamw'``, needed for older files that do not say it.
+      step: updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
+      pairings: what `pair` gave, instead of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose`` and ``ignore``, as for `params_from_torch`.
+
+    Returns:
+      The transformation and its state. Leaves that the optimizer does not have are frozen. For an
+      ``nnx.Optimizer`` made with this transformation, ``optimizer.opt_state =
+      jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), jax.tree.leaves(state))``.
+
+    Raises:
+      ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms) or names
+        are needed.
+      CheckpointMismatch: If optimizer, model and parameters do not belong together.
+    """
+    model = named(model)
+    pairings = pair(model, params, rules, **options) if pairings is None else tuple(pairings)
+    entries = read_entries(optimizer, model, param_names)
+    settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
+    rates = _rates(learning_rate, settings)
+    parts = _parts(pairings, entries, settings)
+    used = sorted(set(parts.values()), key=lambda part: part.label)
+
+    def transformation(part: _Part) -> optax.GradientTransformation:
+        hyper = settings[part.group]
+        return hyper.transformation(rates[part.group], part.terms)
+
+    every = flatten_tree(params)
+    if len(used) == 1 and len(parts) == len(every.paths):
+        tx = transformation(used[0])
+    else:
+        labels = every.replace(
+            {path: parts[path].label if path in parts else _FROZEN for path in every.paths}
+        )
+        inner = {part.label: transformation(part) for part in used}
+        tx = optax.multi_transform({**inner, _FROZEN: optax.set_to_zero()}, labels)
+    taken = max([part.step for part in used], default=0) if step is None else step
+    state = _Filler(pairings, entries, settings, used, taken).fill(tx.init(params))
+    return tx, state
+
+
+def _rates(
+    asked: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
+    settings: Sequence[Hyperparameters],
+) -> Sequence[optax.ScalarOrSchedule]:
+    """The learning rate of each group."""
+    if asked is None:
+        return [hyper.learning_rate for hyper in settings]
+    rates = list(asked) if isinstance(asked, Sequence) else [asked] * len(settings)
+    if len(rates) != len(settings):
+        raise ValueError(
+            f"The optimizer has {len(settings)} param groups, and `learning_rate` gives "
+            f"{len(rates)} rates. Give one for all, or one for each group."
+        )
+    return rates
+
+
+def _parts(
+    pairings: Sequence[Pairing],
+    entries: Mapping[str, Entry],
+    settings: Sequence[Hyperparameters],
+) -> dict[Path, _Part]:
+    """The part that each leaf of the optimizer belongs to."""
+    parts: dict[Path, _Part] = {}
+    split: list[str] = []
+    for pairing in pairings:
+        entry = entries.get(pairing.torch_name)
+        if entry is None or pairing.kind == "buffer":
+            continue
+        if pairing.must_be_zero:
+            raise CheckpointMismatch(
+                f"The optimizer moves {pairing.torch_name}, which flax.nnx.GRUCell does not have. "
+                "Use flax.linen.GRUCell."
+            )
+        hyper = settings[entry.group]
+        if pairing.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
+            raise CheckpointMismatch(
+                f"{'/'.join(pairing.path)} is the sum of {pairing.terms} torch biases, whose L2 "
+                "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
+            )
+        started = hyper.has_momentum and entry.state.get("momentum_buffer") is not None
+        label = f"group{entry.group}_step{entry.step}_terms{pairing.terms}_{int(started)}"
+        part = _Part(label, entry.group, entry.step, pairing.terms, started)
+        if parts.setdefault(pairing.path, part) != part:
+            split.append("/".join(pairing.path))
+    if split:
+        raise CheckpointMismatch(
+            "Torch parameters that are one Flax leaf stand in different param groups, or have "
+            "taken different numbers of steps.",
+            ambiguous=split,
+        )
+    # A buffer that is not there yet is a buffer of zeros, except for dampening: merge those parts.
+    return {
+        path: part
+        if settings[part.group].dampening
+        else dataclasses.replace(part, label=part.label[:-2], started=True)
+        for path, part in parts.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filler:
+    """Puts what torch kept into a fresh Optax state."""
+
+    pairings: Sequence[Pairing]
+    entries: Mapping[str, Entry]
+    settings: Sequence[Hyperparameters]
+    parts: Sequence[_Part]
+    taken: int
+
+    def fill(self, node: Any, part: _Part | None = None) -> Any:
+        part = self.parts[0] if part is None and len(self.parts) == 1 else part
+        if isinstance(node, optax.ScaleByAdamState):
+            assert part is not None  # Adam never stands outside a part
+            return node._replace(
+                count=jnp.asarray(part.step, jnp.int32),
+                mu=self._replaced(node.mu, "exp_avg", mean=True),
+                nu=self._replaced(node.nu, "exp_avg_sq", mean=True),
+            )
+        if isinstance(node, optax.TraceState):
+            return node._replace(trace=self._replaced(node.trace, "momentum_buffer"))
+        if isinstance(node, DampenedTraceState):
+            assert part is not None
+            started = jax.tree.map(lambda flag: jnp.full_like(flag, part.started), node.started)
+            return DampenedTraceState(self._replaced(node.trace, "momentum_buffer"), started)
+        if isinstance(node, optax.ScaleByScheduleState):
+            return node._replace(count=jnp.asarray(self.taken, jnp.int32))
+        if isinstance(node, optax.transforms.PartitionState):
+            by_label = {part.label: part for part in self.parts}
+            return node._replace(
+                inner_states={
+                    label: self.fill(inner, by_label.get(str(label)))
+                    for label, inner in node.inner_states.items()
+                }
+            )
+        if isinstance(node, optax.MaskedState):
+            return node._replace(inner_state=self.fill(node.inner_state, part))
+        return tuple(self.fill(child, part) for child in node) if type(node) is tuple else node
+
+    def _replaced(self, tree: Any, key: str, *, mean: bool = False) -> Any:
+        tensors = {
+            name: entry.state[key]
+            for name, entry in self.entries.items()
+            if entry.state.get(key) is not None
+        }
+        wanted = [pairing for pairing in self.pairings if pairing.torch_name in tensors]
+        leaves = leaves_from_torch(wanted, tensors, mean=mean)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        return treedef.unflatten([jnp.asarray(leaves.get(plain_path(p), v)) for p, v in flat])

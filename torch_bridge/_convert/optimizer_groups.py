@@ -1,0 +1,236 @@
+"""A torch optimizer's state dict, read: which parameter has which hyperparameters and state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optax
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
+from torch_bridge._convert.dampened_trace import dampened_trace
+from torch_bridge._pairing.units import clean_names
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """What one param group says, for one of the three algorithms.
+
+    Attributes:
+      algorithm: ``sgd``, ``adam`` or ``adamw``.
+      learning_rate: a number.
+      weight_decay: added to the gradient (sgd, adam) or to the update (adamw).
+      maximize: whether the gradient is negated first.
+      momentum, dampening, nesterov: of sgd.
+      betas, eps: of adam and adamw.
+    """
+
+    algorithm: str
+    learning_rate: float
+    weight_decay: float = 0.0
+    maximize: bool = False
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    @classmethod
+    def read(cls, group: Mapping[str, Any], algorithm: str | None) -> Hyperparameters:
+        """Reads one entry of ``param_groups``.
+
+        Raises:
+          ValueError: If the algorithm is none of the three, or uses ``amsgrad``.
+        """
+        found = _algorithm(group, algorithm)
+        common = {
+            "learning_rate": _number(group["lr"]),
+            "weight_decay": _number(group.get("weight_decay", 0.0)),
+            "maximize": bool(group.get("maximize", False)),
+        }
+        if found == "sgd":
+            return cls(
+                found,
+                **common,
+                momentum=_number(group["momentum"]),
+                dampening=_number(group["dampening"]),
+                nesterov=bool(group["nesterov"]),
+            )
+        if group.get("amsgrad"):
+            raise ValueError(
+                "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
+                "second moment, torch that of the uncorrected one. Turn it off in torch first."
+            )
+        first, second = (_number(beta) for beta in group["betas"])
+        return cls(found, **common, betas=(first, second), eps=_number(group["eps"]))
+
+    def transformation(
+        self, learning_rate: optax.ScalarOrSchedule, terms: int = 1
+    ) -> optax.GradientTransformation:
+        """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
+
+        Args:
+          learning_rate: a number or a schedule in place of the group's own.
+          terms: torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
+            what its own gradient says, so their sum moves `terms` times as fast.
+        """
+        parts = [optax.scale(-1.0)] if self.maximize else []
+        several = [optax.scale(float(terms))] if terms > 1 else []
+        decay = [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
+        if self.algorithm == "sgd":
+            parts += several + decay + [self._momentum()]
+        else:
+            adam = [optax.scale_by_adam(*self.betas, eps=self.eps), *several]
+            late = [optax.add_decayed_weights(self.weight_decay)]
+            parts += decay + adam if self.algorithm == "adam" else adam + late
+        return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+    def _momentum(self) -> optax.GradientTransformation:
+        if not self.momentum:
+            return optax.identity()
+        if self.dampening:
+            return dampened_trace(self.momentum, self.dampening)
+        return optax.trace(self.momentum, self.nesterov)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether there is a momentum buffer."""
+        return self.algorithm == "sgd" and self.momentum != 0
+
+
+def _number(value: Any) -> float:
+    return float(to_numpy(value)) if shape_of(value) or hasattr(value, "shape") else float(value)
+
+
+def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
+    if {"momentum", "dampening", "nesterov"} <= group.keys():
+        found = "sgd"
+    elif {"betas", "eps", "amsgrad"} <= group.keys():
+        decoupled = group.get("decoupled_weight_decay")
+        if decoupled is None and asked is None and group.get("weight_decay"):
+            raise ValueError(
+                "This state dict is that of Adam or of AdamW, and does not say of which; pass "
+                "algorithm='adam' or algorithm='adamw'."
+            )
+        found = asked if decoupled is None and asked else "adamw" if decoupled else "adam"
+    else:
+        raise ValueError(
+            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this param group has the "
+            f"entries {sorted(group)}. Start the optimizer anew and convert the parameters alone."
+        )
+    if asked is not None and asked != found:
+        raise ValueError(
+            f"algorithm={asked!r} does not agree with the state dict, which is {found!r}."
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One parameter of the optimizer: its index, its group and what is kept for it."""
+
+    index: int
+    group: int
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Updates that Adam has counted for this parameter."""
+        return int(_number(self.state["step"])) if "step" in self.state else 0
+
+
+def read_entries(
+    optimizer: Mapping[str, Any],
+    model: Mapping[str, Any],
+    param_names: Sequence[str] | Sequence[Sequence[str]] | None,
+) -> dict[str, Entry]:
+    """Names the parameters of an optimizer state dict.
+
+    Args:
+      optimizer: ``torch.optim.Optimizer.state_dict()``.
+      model: torch state dict of the model.
+      param_names: names in the order in which the optimizer was given the parameters, flat or one
+        list for each group. None: as the optimizer recorded them, else the order of `model`.
+
+    Returns:
+      Parameter name, as in `model`, -> entry.
+
+    Raises:
+      ValueError: If names are needed and not there.
+      CheckpointMismatch: With every unknown name and every state of another shape.
+    """
+    if not _is_optimizer(optimizer):
+        raise CheckpointMismatch(
+            "This is no optimizer state: {'state': {index: ...}, 'param_groups': [...]} was "
+            "expected. With several optimizers pass the state_dict() of one."
+        )
+    groups = optimizer["param_groups"]
+    indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
+    names = _names(groups, model, param_names)
+    if len(names) != len(indices):
+        raise ValueError(
+            f"The optimizer has {len(indices)} parameters and there are {len(names)} names. Pass "
+            "`param_names`: [name for name, p in model.named_parameters()] of those it was given."
+        )
+    cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
+    wanted = clean_names(names)
+    known = {name: cleaned.get(wanted[name], name) for name in names}
+    unknown = [name for name in names if known[name] not in model]
+    entries = {
+        known[name]: Entry(index, group, optimizer["state"].get(index, {}))
+        for name, (index, group) in zip(names, indices, strict=True)
+        if known[name] in model
+    }
+    mis_shaped = [
+        f"{name} {shape_of(model[name])} has {key} {shape_of(value)}"
+        for name, entry in entries.items()
+        for key, value in entry.state.items()
+        if shape_of(value) and shape_of(value) != shape_of(model[name])
+    ]
+    if unknown or mis_shaped:
+        raise CheckpointMismatch(
+            "The optimizer does not belong to this model. Pass `param_names` in the order in which "
+            "the optimizer was given its parameters.",
+            unexpected=unknown,
+            mis_shaped=mis_shaped,
+        )
+    return entries
+
+
+def _is_optimizer(value: Any) -> bool:
+    state, groups = (value.get(name) for name in ("state", "param_groups"))
+    return (
+        isinstance(state, Mapping)
+        and all(isinstance(entry, Mapping) for entry in state.values())
+        and isinstance(groups, list | tuple)
+        and all(isinstance(group, Mapping) and "lr" in group for group in groups)
+        and all(isinstance(group.get("params"), list | tuple) for group in groups)
+    )
+
+
+def _names(
+    groups: Sequence[Mapping[str, Any]],
+    model: Mapping[str, Any],
+    param_names: Sequence[str] | Sequence[Sequence[str]] | None,
+) -> list[str]:
+    if param_names is None and all("param_names" in group for group in groups):
+        param_names = [group["param_names"] for group in groups]
+    if param_names is not None:
+        nested = [[entry] if isinstance(entry, str) else list(entry) for entry in param_names]
+        return [name for names in nested for name in names]
+    if len(groups) > 1:
+        raise ValueError(
+            "An optimizer with several param groups numbers its parameters group by group. Pass "
+            "`param_names`: one list of names for each group, in the order given to the optimizer."
+        )
+    names, seen = [], set()
+    for name, value in model.items():
+        key = storage_key(value)
+        if not name.endswith(_BUFFERS) and (key is None or key not in seen):
+            names.append(name)  # Module.parameters() gives a tied tensor once
+            seen.add(key)
+    return names

@@ -1,0 +1,146 @@
+"""Optimizer state from Optax to ``torch.optim`` (SGD, Adam, AdamW)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import to_tensor
+from torch_bridge._convert.dampened_trace import DampenedTraceState
+from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
+from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
+from torch_bridge._convert.params import tensors_from_flax
+from torch_bridge._pairing.leaves import plain_path
+from torch_bridge._pairing.pair import Model, Rules, named, pair
+from torch_bridge._pairing.pairing import Pairing
+
+
+def optimizer_to_torch(
+    state: Any,
+    params: Any,
+    like: Mapping[str, Any],
+    model: Model,
+    rules: Rules = (),
+    *,
+    param_names: ParamNames = None,
+    algorithm: str | None = None,
+    pairings: Sequence[Pairing] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A torch optimizer state dict with the momenta and counts of an Optax state.
+
+    The Optax state may be that of any chain in which `optax.trace` or `optax.scale_by_adam` (so
+    `optax.sgd`, `adam`, `adamw`) stands once for each parameter, inside `optax.multi_transform` or
+    after a reducer included.
+
+    Args:
+      state: the Optax state.
+      params: the Flax parameters that it belongs to.
+      like: ``state_dict()`` of the torch optimizer to be filled, also a fresh one: it says the
+        param groups, whose hyperparameters are kept as they are.
+      model: torch state dict of the model; only names and shapes are used.
+      rules: as for `params_to_torch`.
+      param_names: as for `optimizer_from_torch`.
+      algorithm: as for `optimizer_from_torch`.
+      pairings: what `pair` gave, instead of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose`` and ``ignore``, as for `params_to_torch`.
+
+    Returns:
+      A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.
+
+    Raises:
+      ValueError: As for `optimizer_from_torch`.
+      CheckpointMismatch: If the state has no moments for a parameter of the optimizer.
+    """
+    model = named(model)
+    pairings = pair(model, params, rules, **options) if pairings is None else tuple(pairings)
+    entries = read_entries(like, model, param_names)
+    settings = [Hyperparameters.read(group, algorithm) for group in like["param_groups"]]
+    found = _Moments.of(state)
+    filled: dict[int, dict[str, Any]] = {}
+    missing: list[str] = []
+    for name, entry in entries.items():
+        mine = [p for p in pairings if p.torch_name == name and p.kind != "buffer"]
+        moments = _for_one(mine, found, settings[entry.group])
+        if moments is None:
+            missing.append(name)
+        elif moments:
+            filled[entry.index] = moments
+    if missing:
+        raise CheckpointMismatch(
+            "The Optax state has no momentum (or Adam moments) for parameters of the torch "
+            "optimizer. Is it the state of another optimizer?",
+            missing=missing,
+        )
+    return {**like, "state": filled}
+
+
+@dataclasses.dataclass
+class _Moments:
+    """What the momentum states of an Optax state hold, by leaf path."""
+
+    trace: dict[Path, Any] = dataclasses.field(default_factory=dict)
+    mu: dict[Path, Any] = dataclasses.field(default_factory=dict)
+    nu: dict[Path, Any] = dataclasses.field(default_factory=dict)
+    count: dict[Path, int] = dataclasses.field(default_factory=dict)
+    idle: set[Path] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, state: Any) -> _Moments:
+        kinds = (optax.ScaleByAdamState, optax.TraceState, DampenedTraceState)
+        found = cls()
+        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
+            if isinstance(node, optax.ScaleByAdamState):
+                found.mu.update(_by_path(node.mu))
+                found.nu.update(_by_path(node.nu))
+                (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer puts it in a variable
+                found.count.update((path, int(count)) for path, _ in _by_path(node.mu))
+            elif isinstance(node, optax.TraceState | DampenedTraceState):
+                found.trace.update(_by_path(node.trace))
+                if isinstance(node, DampenedTraceState):
+                    found.idle.update(path for path, on in _by_path(node.started) if not on)
+        return found
+
+
+def _by_path(tree: Any) -> Iterator[tuple[Path, Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return ((plain_path(path), value) for path, value in flat)
+
+
+def _for_one(
+    pairings: Sequence[Pairing], found: _Moments, hyper: Hyperparameters
+) -> dict[str, Any] | None:
+    """The state of one torch parameter; None if the Optax state lacks it, {} if there is none."""
+    if hyper.algorithm == "sgd" and not hyper.has_momentum:
+        return {}
+    tables = [found.trace] if hyper.has_momentum else [found.mu, found.nu]
+    if not pairings or any(p.path not in table for p in pairings for table in tables):
+        return None
+    if hyper.has_momentum:
+        if any(p.path in found.idle for p in pairings):
+            return {}
+        return {"momentum_buffer": _tensor(pairings, found.trace, summed=True)}
+    steps = {found.count[p.path] for p in pairings}
+    if len(steps) > 1:
+        return None
+    step = np.asarray(steps.pop(), np.float32)
+    moments = {"exp_avg": found.mu, "exp_avg_sq": found.nu}
+    return {
+        "step": to_tensor(step),
+        **{key: _tensor(pairings, table) for key, table in moments.items()},
+    }
+
+
+def _tensor(
+    pairings: Sequence[Pairing], leaves: Mapping[Path, Any], *, summed: bool = False
+) -> Any:
+    """One torch tensor; of a leaf that is a sum of several, its share if the moments add up too."""
+    array = tensors_from_flax(pairings, leaves, mean=True)[pairings[0].torch_name]
+    terms = pairings[0].terms if summed else 1
+    return to_tensor(array if terms == 1 else array / np.asarray(terms, array.dtype))

@@ -1,0 +1,199 @@
+"""Parameters and running statistics between a torch state dict and a Flax tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import is_tensor, shape_of, to_tensor
+from torch_bridge._pairing.leaves import flatten as flatten_tree
+from torch_bridge._pairing.pair import Flatten, Model, Rules, named, pair
+from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.units import clean_names
+
+
+def leaves_from_torch(
+    pairings: Sequence[Pairing], tensors: Mapping[str, Any], *, mean: bool = False
+) -> dict[tuple[str, ...], np.ndarray]:
+    """The Flax leaves that a set of torch tensors gives, by path.
+
+    Args:
+      pairings: as `pair` found them.
+      tensors: name -> tensor, of the shapes of the pairings.
+      mean: where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
+        right for gradients and what is made of them, instead of their sum.
+
+    Raises:
+      CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
+    """
+    missing = sorted({p.torch_name for p in pairings} - tensors.keys())
+    if missing:
+        raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    for pairing in pairings:
+        part = pairing.to_flax(tensors[pairing.torch_name])
+        if pairing.must_be_zero and not mean and np.any(part):
+            raise CheckpointMismatch(
+                f"{pairing.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
+                "does not have. Use flax.linen.GRUCell, or set these values to zero in torch."
+            )
+        if mean and pairing.terms > 1:
+            part = part / np.asarray(pairing.terms, part.dtype)
+        if pairing.slot is None and pairing.terms == 1:
+            leaves[pairing.path] = part
+            continue
+        leaf = leaves.setdefault(pairing.path, np.zeros(pairing.shape, part.dtype))
+        leaf[(..., slice(*pairing.slot)) if pairing.slot else ...] += part
+    return leaves
+
+
+def tensors_from_flax(
+    pairings: Sequence[Pairing], leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
+) -> dict[str, np.ndarray]:
+    """The torch tensors that a set of Flax leaves gives, by name, aliases included.
+
+    Args:
+      pairings: as `pair` found them.
+      leaves: path -> leaf.
+      mean: every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
+        ``mean=True``. Without it the first one gets the values and the others get zeros.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for pairing in pairings:
+        part = pairing.to_torch(pairing.take(leaves[pairing.path]))
+        if not (pairing.carries or mean):
+            part = np.zeros_like(part)
+        if pairing.rows is None:
+            tensors[pairing.torch_name] = part
+        else:
+            whole = tensors.get(pairing.torch_name)
+            if whole is None:
+                whole = tensors[pairing.torch_name] = np.zeros(pairing.torch_shape, part.dtype)
+            whole[slice(*pairing.rows)] = part
+    for pairing in pairings:
+        for alias in pairing.aliases:
+            tensors[alias] = tensors[pairing.torch_name]
+    return tensors
+
+
+def params_from_torch(
+    model: Model,
+    like: Any,
+    rules: Rules = (),
+    *,
+    flatten: Flatten | None = None,
+    conv_transpose: str | None = None,
+    ignore: str | None = None,
+) -> Any:
+    r"""A Flax tree with the parameters, and where it has a place the running statistics, of torch.
+
+    Two biases that torch only ever adds (LSTM, RNN, two gates of a GRU) become their sum where Flax
+    has one. The output is the same; in training the sum moves half as fast as the two together.
+
+    Args:
+      model: torch state dict (or module): name -> tensor or array.
+      like: the tree to fill: linen parameters, linen variables
+        ``{'params': ..., 'batch_stats': ...}``, an ``nnx.State`` or an nnx module. Only its
+        structure and shapes are used, so ``jax.eval_shape`` is enough.
+      rules: regular expression -> path; see `pair`, as for the further arguments.
+      flatten: module name of a Linear -> channels-first shape that its input was flattened from.
+      conv_transpose: module names of ConvTranspose layers with as many inputs as outputs.
+      ignore: tensor names to leave out.
+
+    Returns:
+      A tree of the structure of `like` with NumPy arrays in the dtype of `model` (bfloat16
+      included). Leaves that no torch model has (random-number state, caches) are those of `like`.
+
+    Raises:
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+
+    Example:
+        >>> import numpy as np
+        >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
+        >>> like = {"fc": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
+        >>> params_from_torch(model, like)["fc"]["kernel"].shape
+        (2, 3)
+    """
+    model = named(model)
+    options: dict[str, Any] = {
+        "flatten": flatten,
+        "conv_transpose": conv_transpose,
+        "ignore": ignore,
+    }
+    pairings = pair(model, like, rules, **options)
+    tree = flatten_tree(like)
+    homeless = [] if tree.has_statistics else _statistics(model, ignore)
+    if homeless:
+        raise CheckpointMismatch(
+            "The Flax tree has no place for running statistics. Pass linen variables with "
+            "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
+            unexpected=homeless,
+        )
+    return tree.replace(leaves_from_torch(pairings, model))
+
+
+def _statistics(model: Mapping[str, Any], ignore: str | None) -> list[str]:
+    return [
+        f"{name} {shape_of(model[name])}"
+        for name, clean in clean_names(list(model)).items()
+        if clean.endswith(("running_mean", "running_var"))
+        and not (ignore and re.fullmatch(ignore, clean))
+    ]
+
+
+def params_to_torch(
+    params: Any,
+    like: Model,
+    rules: Rules = (),
+    *,
+    flatten: Flatten | None = None,
+    conv_transpose: str | None = None,
+    ignore: str | None = None,
+) -> dict[str, Any]:
+    """A torch state dict with the parameters of a Flax tree, ready for ``load_state_dict``.
+
+    Where torch has two biases for one of Flax, one of them gets the values and the other zeros.
+
+    Args:
+      params: linen parameters or variables, ``nnx.State`` or nnx module.
+      like: torch state dict (or module) that says which names and shapes there are.
+      rules: regular expression (of torch names) -> Flax path; see `pair`, as for the others.
+      flatten: module name of a Linear -> channels-first shape that its input was flattened from.
+      conv_transpose: module names of ConvTranspose layers with as many inputs as outputs.
+      ignore: tensor names to leave as they are in `like`.
+
+    Returns:
+      name -> value, in the order of `like` and the dtype of `params`: tensors where `like` has
+      tensors, else NumPy arrays. What Flax does not have (``num_batches_tracked``, running
+      statistics that `params` has no place for, ignored tensors) is that of `like`.
+
+    Raises:
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+    """
+    like = named(like)
+    options: dict[str, Any] = {
+        "flatten": flatten,
+        "conv_transpose": conv_transpose,
+        "ignore": ignore,
+    }
+    pairings = pair(like, params, rules, **options)
+    tree = flatten_tree(params)
+    leaves = dict(zip(tree.paths, tree.values, strict=True))
+    arrays = tensors_from_flax(pairings, leaves)
+    converted: dict[int, Any] = {}
+    state = {}
+    for name, value in like.items():
+        array = arrays.get(name)
+        if array is None:
+            state[name] = value
+        elif not is_tensor(value):
+            state[name] = array
+        else:  # tied tensors stay one tensor
+            if id(array) not in converted:
+                converted[id(array)] = to_tensor(array, copy=False)
+            state[name] = converted[id(array)]
+    return state

@@ -1,0 +1,1 @@
+"""torch's hook state in NumPy: buckets, checkpoints, layouts."""

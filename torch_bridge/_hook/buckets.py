@@ -1,0 +1,258 @@
+"""Bucket layout: which parameter lies where in the flat buffers of torch's hook state.
+
+DDP concatenates gradients into buckets and the hook keeps one error, one P and one Q buffer per
+bucket. Neither the order of the parameters nor their strides are in the file, so a layout has to
+come with it (`record_layout`) or be inferred (``_infer.py``).
+
+References: ``torch/csrc/distributed/c10d/reducer.cpp`` for the buckets, ``powerSGD_hook.py`` for P
+and Q.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._hook.entries import (
+    BucketEntry,
+    FactorSlot,
+    contiguous_strides,
+    dense_strides,
+    matrix_shape,
+    unwrapped,
+)
+
+_FORMAT = "torch_bridge.BucketLayout"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of each bucket, in order; the position of a bucket is its index in torch.
+
+    Names go without the prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`.
+
+    Example:
+      >>> import numpy as np
+      >>> model = {"w": np.zeros((8, 4)), "b": np.zeros(8)}
+      >>> layout = BucketLayout.from_order([["b", "w"]], model)
+      >>> layout.buckets[0][1]
+      BucketEntry(name='w', shape=(8, 4), strides=(4, 1))
+      >>> BucketLayout.from_json(layout.to_json()) == layout
+      True
+    """
+
+    buckets: tuple[tuple[BucketEntry, ...], ...]
+
+    def __post_init__(self) -> None:
+        names = unwrapped(self.names)
+        if names and names[0] != self.names[0]:
+            fresh = iter(names)
+            buckets = tuple(
+                tuple(dataclasses.replace(entry, name=next(fresh)) for entry in bucket)
+                for bucket in self.buckets
+            )
+            object.__setattr__(self, "buckets", buckets)
+        counts = collections.Counter(self.names)
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            raise CheckpointMismatch(
+                f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
+                f"parameter goes by its first name only."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters, bucket after bucket."""
+        return tuple(entry.name for bucket in self.buckets for entry in bucket)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements per bucket."""
+        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
+
+    @property
+    def entries(self) -> dict[str, BucketEntry]:
+        """Parameter name -> its entry, bucket after bucket."""
+        return {entry.name: entry for bucket in self.buckets for entry in bucket}
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Parameter name -> shape, in place of a model whose values are not at hand."""
+        return {
+            name: jax.ShapeDtypeStruct(entry.shape, np.float32)
+            for name, entry in self.entries.items()
+        }
+
+    @classmethod
+    def from_order(cls, order: Sequence[Sequence[str]], model: Mapping[str, Any]) -> BucketLayout:
+        """A layout from the names per bucket.
+
+        Args:
+          order: a list of parameter names per bucket.
+          model: name -> array or tensor, for the shapes and strides.
+
+        Raises:
+          CheckpointMismatch: a name is not in `model`; all such names are listed.
+        """
+        missing = [name for bucket in order for name in bucket if name not in model]
+        if missing:
+            raise CheckpointMismatch(
+                "The order names parameters that the model does not have. Use the names of "
+                "model.named_parameters().",
+                missing=missing,
+            )
+        return cls(
+            tuple(
+                tuple(
+                    BucketEntry(
+                        name, tuple(map(int, model[name].shape)), dense_strides(model[name])
+                    )
+                    for name in bucket
+                )
+                for bucket in order
+            )
+        )
+
+    @classmethod
+    def from_manifest(cls, manifest: Sequence[Sequence[Any]]) -> BucketLayout:
+        """A layout from plain entries.
+
+        Args:
+          manifest: per bucket a list of ``(name, shape)``, ``(name, shape, strides)`` or mappings
+            with these keys; without strides a parameter is contiguous.
+
+        Raises:
+          CheckpointMismatch: an entry has another form.
+        """
+        if not isinstance(manifest, list | tuple) or not all(
+            isinstance(bucket, list | tuple) for bucket in manifest
+        ):
+            raise CheckpointMismatch("A layout manifest must be a list of buckets, each a list.")
+        return cls(tuple(tuple(map(_entry, bucket)) for bucket in manifest))
+
+    def to_json(self) -> str:
+        """The layout as JSON text."""
+        buckets = [[dataclasses.asdict(entry) for entry in bucket] for bucket in self.buckets]
+        return json.dumps({"format": _FORMAT, "version": _VERSION, "buckets": buckets})
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketLayout:
+        """The inverse of `to_json`.
+
+        Raises:
+          CheckpointMismatch: the text is no layout, or of a later version.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointMismatch(
+                "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
+            ) from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise CheckpointMismatch(
+                f'A bucket layout must be a JSON object with "format": "{_FORMAT}".'
+            )
+        if document.get("version") != _VERSION:
+            raise CheckpointMismatch(
+                f"This bucket layout has version {document.get('version')!r:.20}; this release "
+                f"reads version {_VERSION}. Upgrade it."
+            )
+        return cls.from_manifest(document.get("buckets", ()))
+
+    def split(self, bucket: int, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Cut a bucket's error buffer into named parameters (views of `flat`)."""
+        pieces, start = {}, 0
+        for entry in self.buckets[bucket]:
+            pieces[entry.name] = entry.unflatten(flat[start : start + entry.size])
+            start += entry.size
+        return pieces
+
+    def factor_slots(self, rank: int, min_compression_rate: float) -> Iterator[FactorSlot]:
+        """Where the factors of the compressed parameters lie, bucket after bucket.
+
+        The hook cuts P and Q by groups of equal matrix shape in first-seen order, not in bucket
+        order.
+
+        Args:
+          rank: torch's ``matrix_approximation_rank``.
+          min_compression_rate: torch's argument of this name.
+        """
+        for index, bucket in enumerate(self.buckets):
+            groups: dict[tuple[int, int], list[tuple[BucketEntry, int]]] = {}
+            for entry in bucket:
+                shape = matrix_shape(entry.shape)
+                used = min(*shape, rank)
+                if sum(shape) * used * min_compression_rate < math.prod(shape):
+                    groups.setdefault(shape, []).append((entry, used))
+            p_start = q_start = 0
+            for (rows, cols), members in groups.items():
+                for entry, used in members:
+                    yield FactorSlot(entry, index, rows, cols, used, p_start, q_start)
+                    p_start += rows * used
+                    q_start += cols * used
+
+
+def pack(
+    layout: BucketLayout,
+    rank: int,
+    min_compression_rate: float,
+    errors: Mapping[str, np.ndarray],
+    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Flat error, P and Q buffers per bucket from named arrays: the inverse of cutting them.
+
+    Args:
+      layout: where everything goes.
+      rank: torch's ``matrix_approximation_rank``.
+      min_compression_rate: torch's argument of this name.
+      errors: parameter name -> array of its shape; a bucket without any gets no buffer.
+      factors: name of a compressed parameter -> (P, Q), in the hook's order of rows and columns.
+
+    Returns:
+      The three dictionaries, bucket index -> flat array.
+    """
+    flats: dict[int, np.ndarray] = {}
+    for bucket, entries in enumerate(layout.buckets):
+        if entries and all(entry.name in errors for entry in entries):
+            flats[bucket] = np.concatenate([e.flatten(errors[e.name]) for e in entries])
+    ps: dict[int, list[np.ndarray]] = {}
+    qs: dict[int, list[np.ndarray]] = {}
+    for slot in layout.factor_slots(rank, min_compression_rate):
+        if slot.entry.name in factors:
+            p, q = factors[slot.entry.name]
+            ps.setdefault(slot.bucket, []).append(p.reshape(-1))
+            qs.setdefault(slot.bucket, []).append(q.reshape(-1))
+    return (
+        flats,
+        {bucket: np.concatenate(parts) for bucket, parts in ps.items()},
+        {bucket: np.concatenate(parts) for bucket, parts in qs.items()},
+    )
+
+
+def _entry(item: Any) -> BucketEntry:
+    if isinstance(item, BucketEntry):
+        return item
+    try:
+        if isinstance(item, Mapping):
+            name, shape, strides = item["name"], item["shape"], item.get("strides")
+        else:
+            name, shape, *rest = item
+            strides = rest[0] if rest else None
+        shape = tuple(shape)
+        strides = contiguous_strides(shape) if strides is None else tuple(strides)
+        counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))
+        if isinstance(name, str) and counts and len(shape) == len(strides):
+            return BucketEntry(name, shape, strides)
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise CheckpointMismatch(
+        f"A layout entry must be (name, shape) or (name, shape, strides), got {item!r:.80}."
+    )

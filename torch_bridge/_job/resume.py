@@ -1,0 +1,125 @@
+"""Back inside the PyTorch job: a real hook state, and compression that goes on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import COUNTERS, PowerSGDRecord
+from torch_bridge._base.tensors import to_numpy, to_tensor
+from torch_bridge._hook.buckets import BucketLayout, pack
+from torch_bridge._job.save import record_layout
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+    from torch.nn.parallel import DistributedDataParallel
+
+_BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
+    """A real ``PowerSGDState`` with the contents of `record`.
+
+    It is safe to resume: DDP's first two iterations run on buckets that are cut in another order,
+    so a state that already holds buffers gets ``start_powerSGD_iter = iter + 2`` at least.
+
+    Args:
+      record: what the state shall hold.
+      process_group: the group, or None for the default group.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    values = record.hyperparameters
+    if record.error_dict or record.q_memory_dict or record.iter >= record.start_powerSGD_iter:
+        values["start_powerSGD_iter"] = max(record.start_powerSGD_iter, record.iter + 2)
+    state = PowerSGDState(process_group, **values)  # pyright: ignore[reportArgumentType]
+    for name in COUNTERS:
+        setattr(state, name, getattr(record, name))
+    for name in _BUFFERS:
+        arrays = getattr(record, name)
+        setattr(state, name, {bucket: to_tensor(array) for bucket, array in arrays.items()})
+    if record.rng is not None:
+        state.rng = record.rng.rebuild()
+    return state
+
+
+def resume_powersgd(
+    ddp_model: DistributedDataParallel,
+    state: PowerSGDState,
+    layout: BucketLayout,
+    backward: Callable[[], object],
+) -> None:
+    """Register the hook such that compression goes on at the very next step.
+
+    torch's own way of resuming compresses on buckets that are not rebuilt yet, and a state that is
+    merely safe runs two uncompressed steps first. This makes DDP rebuild its buckets beforehand:
+    it runs `backward` twice without compression, puts back what that changed (buffers, gradients,
+    random number generators), brings the state into DDP's present order of parameters if it is
+    another than `layout`, and arms it. Every rank must call it.
+
+    Args:
+      ddp_model: a fresh ``DistributedDataParallel`` model, without a hook.
+      state: what `powersgd_to_torch` returned.
+      layout: the layout that `state` was made with.
+      backward: runs one forward and backward pass on `ddp_model`, all of its parameters included.
+
+    Raises:
+      CheckpointMismatch: DDP's buckets hold other parameters than `layout`.
+    """
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
+    start = state.start_powerSGD_iter
+    state.start_powerSGD_iter = max(start, count + 3)
+    ddp_model.register_comm_hook(state, powerSGD_hook)
+    buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
+    with torch.random.fork_rng():
+        for _ in range(2):
+            backward()
+    for buffer, saved in zip(ddp_model.module.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
+    for parameter in ddp_model.module.parameters():
+        parameter.grad = None
+    present = record_layout(ddp_model)
+    if present != layout:
+        _reorder(state, layout, present)
+    state.iter = count
+    state.start_powerSGD_iter = count if begun else start
+
+
+def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None:
+    """Move the buffers of `state` from one layout to another of the same parameters."""
+    if sorted(old.names) != sorted(new.names):
+        raise CheckpointMismatch(
+            "DDP's buckets hold other parameters than the layout. Use the layout that the state "
+            "was made with, on the same model.",
+            missing=sorted(set(old.names) - set(new.names)),
+            unexpected=sorted(set(new.names) - set(old.names)),
+        )
+    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
+    tensors = {name: getattr(state, name) for name in _BUFFERS}
+    like = next((t for buffers in tensors.values() for t in buffers.values()), None)
+    if like is None:
+        return
+    arrays = {
+        name: {bucket: to_numpy(t) for bucket, t in buffers.items()}
+        for name, buffers in tensors.items()
+    }
+    errors: dict[str, np.ndarray] = {}
+    for bucket, flat in arrays["error_dict"].items():
+        errors |= old.split(bucket, flat)
+    factors = {
+        slot.entry.name: (
+            slot.p(arrays["p_memory_dict"][slot.bucket]),
+            slot.q(arrays["q_memory_dict"][slot.bucket]),
+        )
+        for slot in old.factor_slots(rank, rate)
+        if slot.bucket in arrays["q_memory_dict"]
+    }
+    for name, buffers in zip(_BUFFERS, pack(new, rank, rate, errors, factors), strict=True):
+        moved = {bucket: to_tensor(flat).to(like.device) for bucket, flat in buffers.items()}
+        setattr(state, name, moved)

@@ -1,0 +1,288 @@
+"""What runs inside the PyTorch job: record the layout, save everything, and go on exactly.
+
+With ``_torch.py`` this is the only file that imports torch, and it does so inside functions, so
+that ``import torch_bridge`` works without it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import COUNTERS, HYPERPARAMETERS, PowerSGDRecord, RandomStateRecord
+from torch_bridge._base.tensors import to_tensor
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import FORMAT, VERSION
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+    from torch.nn.parallel import DistributedDataParallel
+
+_FIRST_BUCKET_BYTES = 1 << 20
+
+
+def record_layout(
+    ddp_model: DistributedDataParallel, state: PowerSGDState | None = None
+) -> BucketLayout:
+    """The bucket layout that DDP uses now. Call it on any rank, any time after compression began.
+
+    Args:
+      ddp_model: the ``DistributedDataParallel`` model.
+      state: its ``PowerSGDState``; the layout is checked against the state's buffers.
+
+    Returns:
+      The layout, by the names of ``ddp_model.module.named_parameters()``.
+
+    Raises:
+      CheckpointMismatch: DDP does not say how it cut its buckets, or the state was made for others.
+    """
+    module = ddp_model.module
+    ignored = getattr(ddp_model, "parameters_to_ignore", ())
+    # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
+    parameters = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    # DDP logs before it rebuilds, in the same forward pass: bring the log up to date.
+    ddp_model.logger.set_runtime_stats_and_log()  # pyright: ignore[reportOptionalMemberAccess]
+    facts = ddp_model._get_ddp_logging_data()
+    rebuilt = facts.get("rebuilt_per_bucket_param_indices")
+    if rebuilt:
+        order = [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")]
+    elif facts.get("has_rebuilt_buckets"):
+        raise CheckpointMismatch(
+            "DDP rebuilt its buckets but did not log how. Call record_layout during the first ten "
+            "iterations, or raise the rate with reducer._set_ddp_runtime_logging_sample_rate."
+        )
+    else:
+        order = _initial_order([parameter for _, parameter in parameters], facts)
+    layout = BucketLayout.from_order(
+        [[parameters[index][0] for index in bucket] for bucket in order], dict(parameters)
+    )
+    if state is not None:
+        _check_state(layout, state)
+    return layout
+
+
+def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> list[list[int]]:
+    """The buckets before the first rebuild: definition order, cut by size, last bucket first."""
+    from torch._C import _distributed_c10d as c10d
+
+    wanted = [int(size) for size in str(facts.get("bucket_sizes", "")).split(",") if size.strip()]
+    cap = int(facts.get("bucket_cap_bytes", 25 << 20))
+    for limits in ([sys.maxsize], [_FIRST_BUCKET_BYTES, cap], [cap]):
+        indices, _ = c10d._compute_bucket_assignment_by_size(
+            parameters, limits, [False] * len(parameters)
+        )
+        order = [list(bucket) for bucket in reversed(indices)]
+        sizes = [
+            sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
+            for bucket in order
+        ]
+        if not wanted or sizes == wanted:
+            return order
+    raise CheckpointMismatch(
+        f"DDP's buckets of {wanted} bytes are not cut in a way that torch documents. Give the "
+        f"order yourself: BucketLayout.from_order(order, dict(model.named_parameters()))."
+    )
+
+
+def _check_state(layout: BucketLayout, state: PowerSGDState) -> None:
+    held = {bucket: error.numel() for bucket, error in state.error_dict.items()}
+    expected = dict(enumerate(layout.sizes))
+    wrong = [
+        f"bucket {bucket}: {size} values in the state, {expected.get(bucket, 'none')} in DDP"
+        for bucket, size in held.items()
+        if expected.get(bucket) != size
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            "The hook state was made for other buckets than DDP uses now. Call record_layout in "
+            "the run that made the state, after compression began.",
+            mis_shaped=wrong,
+        )
+
+
+def gradient_order(model: torch.nn.Module, backward: Callable[[], object]) -> list[str]:
+    """The order in which the gradients of `model` become ready: DDP's order of parameters.
+
+    For a checkpoint whose layout was not recorded. Gradients are left as they were.
+
+    Args:
+      model: the model, not wrapped in DDP.
+      backward: runs one forward and backward pass on it.
+
+    Returns:
+      Parameter names, for ``infer_layout(..., orders={"ready": ...})``.
+    """
+    ready: list[str] = []
+    saved = [parameter.grad for parameter in model.parameters()]
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: None if name in ready else ready.append(name)
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, grad in zip(model.parameters(), saved, strict=True):
+            parameter.grad = grad
+    return ready
+
+
+# --- saving ---------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    ddp_model: DistributedDataParallel,
+    state: PowerSGDState | None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
+
+    Every rank must call it. Rank 0 receives the errors one by one (its memory grows by one model
+    per rank, on the CPU) and writes a single file: under another name first, so that a crash
+    leaves the previous checkpoint whole. The file holds tensors and plain values only, so
+    ``torch.load(path, weights_only=True)`` reads it as well as `load`.
+
+    Args:
+      path: the file; an existing one is replaced.
+      ddp_model: the ``DistributedDataParallel`` model.
+      state: its ``PowerSGDState``, or None if it has none.
+      optimizer: the optimizer, whose ``state_dict()`` is saved.
+      extra: further plain values, such as ``{"epoch": 3}``.
+
+    Raises:
+      CheckpointMismatch: the state was made for other buckets; on every rank.
+      RuntimeError: rank 0 could not write the file; on every rank, with the reason.
+    """
+    import torch.distributed as dist
+
+    group: Any = getattr(state, "process_group", None) or ddp_model.process_group
+    begun = state is not None and bool(state.error_dict or state.q_memory_dict)
+    layout = record_layout(ddp_model, state) if begun else None
+    errors = [] if state is None else _gather_errors(state, group)
+    problem: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            document = make_document(
+                model=dict(ddp_model.module.state_dict()),
+                hook=None if state is None else _plain_state(state),
+                errors=errors,
+                optimizer=None if optimizer is None else optimizer.state_dict(),
+                layout=layout,
+                world_size=dist.get_world_size(group),
+                extra=extra,
+            )
+            write_atomically(pathlib.Path(path), document)
+        except (OSError, RuntimeError) as error:
+            problem = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
+    if problem[0] is not None:
+        raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
+
+
+def make_document(
+    *,
+    model: Mapping[str, Any],
+    hook: Mapping[str, Any] | None,
+    errors: Sequence[Mapping[int, Any]],
+    optimizer: Mapping[str, Any] | None = None,
+    layout: BucketLayout | None = None,
+    world_size: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a file of `save_checkpoint` holds: dictionaries of tensors and plain values."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": world_size,
+        "state_dict": model,
+        "optimizer": optimizer,
+        "powersgd": hook,
+        "errors": list(errors),
+        "layout": None if layout is None else layout.to_json(),
+        "extra": dict(extra or {}),
+    }
+
+
+def plain_record(record: PowerSGDRecord) -> dict[str, Any]:
+    """A record without its errors, as tensors and plain values: `make_document`'s ``hook``."""
+    slots: dict[str, Any] = {name: getattr(record, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
+    for name in ("p_memory_dict", "q_memory_dict"):
+        slots[name] = {bucket: to_tensor(flat) for bucket, flat in getattr(record, name).items()}
+    slots["rng"] = None if record.rng is None else _plain_rng(record.rng)
+    return slots
+
+
+def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
+    """Every rank's error on rank 0, in rank order; an empty list elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    own = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
+    rank, root = dist.get_rank(group), dist.get_global_rank(group, 0)
+    if rank != 0:
+        for error in own.values():
+            dist.send(error.contiguous(), dst=root, group=group)
+        return []
+    gathered = [{bucket: error.cpu() for bucket, error in own.items()}]
+    for other in range(1, dist.get_world_size(group)):
+        received = {}
+        for bucket, error in own.items():
+            buffer = torch.empty_like(error, memory_format=torch.contiguous_format)
+            dist.recv(buffer, src=dist.get_global_rank(group, other), group=group)
+            received[bucket] = buffer.cpu()
+        gathered.append(received)
+    return gathered
+
+
+def _plain_state(state: PowerSGDState) -> dict[str, Any]:
+    """The hook state without its errors, as tensors and plain values."""
+    slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
+    for name in ("p_memory_dict", "q_memory_dict"):
+        slots[name] = {bucket: t.detach().cpu() for bucket, t in getattr(state, name).items()}
+    slots["rng"] = _plain_rng(RandomStateRecord.of(state.rng))
+    return slots
+
+
+def _plain_rng(record: RandomStateRecord) -> dict[str, Any]:
+    return {
+        # int64: torch.load(weights_only=True) of older releases has no uint32.
+        "key": to_tensor(record.key.astype(np.int64)),
+        "pos": record.pos,
+        "has_gauss": record.has_gauss,
+        "cached_gaussian": record.cached_gaussian,
+    }
+
+
+def write_atomically(path: pathlib.Path, document: Any) -> None:
+    """``torch.save`` to a temporary file beside `path`, then rename it."""
+    import torch
+
+    # Not tempfile: that would make the checkpoint readable by its owner only.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""Which torch tensor is which Flax leaf."""

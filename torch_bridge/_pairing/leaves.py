@@ -1,0 +1,113 @@
+"""The leaves of a Flax tree: linen dicts, ``nnx.State`` and nnx modules through one door.
+
+JAX's own key paths name the leaves, so no Flax import is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torch_bridge._base.tensors import shape_of
+
+# The collections of linen variables that hold what a torch state dict holds.
+COLLECTIONS = ("params", "batch_stats")
+# Decoding caches of attention: floating point, but not parameters.
+_CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
+
+
+def key_name(key: Any) -> str:
+    """One entry of a JAX key path as a plain string."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A JAX key path as strings, without the entry under which nnx keeps a variable's array."""
+    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey):
+        is_variable = path[-1].name in ("value", "raw_value")
+        path = path[:-1] if is_variable else path
+    return tuple(key_name(key) for key in path)
+
+
+def natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
+    """Sorts ``Dense_10`` after ``Dense_9``."""
+    split = (re.split(r"(\d+)", word) for word in words)
+    return tuple(tuple((int(p), "") if p.isdigit() else (-1, p) for p in word) for word in split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A flattened Flax tree.
+
+    Attributes:
+      shapes: path -> shape of every leaf that corresponds to a torch parameter or buffer, in
+        natural order.
+      has_statistics: whether running statistics have a place in the tree.
+      values: every leaf, those included that correspond to nothing in torch.
+      paths: their paths.
+      treedef: their structure.
+    """
+
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]]
+    has_statistics: bool
+    values: tuple[Any, ...]
+    paths: tuple[tuple[str, ...], ...]
+    treedef: Any
+
+    def module(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """The path of the module that owns a leaf, without the collection."""
+        return path[1:-1] if self._in_collections else path[:-1]
+
+    @property
+    def _in_collections(self) -> bool:
+        return in_collections(self.paths)
+
+    def replace(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
+        """The tree with the given leaves exchanged and all others as they are."""
+        pairs = zip(self.paths, self.values, strict=True)
+        return self.treedef.unflatten([leaves.get(path, value) for path, value in pairs])
+
+
+def in_collections(paths: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether the paths are those of linen variables, ``{'params': ..., ...}``."""
+    heads = {path[0] for path in paths if path}
+    return "params" in heads and all(len(path) > 1 for path in paths if path[:1] == ("params",))
+
+
+def flatten(tree: Any) -> Tree:
+    """Flattens a Flax tree.
+
+    Args:
+      tree: a linen parameter dict, linen variables ``{'params': ..., 'batch_stats': ...}``, an
+        ``nnx.State`` or an nnx module; arrays or anything with ``shape`` and ``dtype``.
+
+    Returns:
+      The flattened tree. Random-number state, caches and other collections are kept in `values`
+      and have no shape in `shapes`.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = tuple(plain_path(path) for path, _ in leaves)
+    values = tuple(value for _, value in leaves)
+    collections = in_collections(paths)
+    shapes = {
+        path: shape_of(value)
+        for path, value in zip(paths, values, strict=True)
+        if _is_parameter(path, value) and (not collections or path[0] in COLLECTIONS)
+    }
+    ordered = {path: shapes[path] for path in sorted(shapes, key=natural_key)}
+    statistics = any(path[-1:] in (("mean",), ("var",)) for path in ordered)
+    return Tree(ordered, statistics, values, paths, treedef)
+
+
+def _is_parameter(path: tuple[str, ...], value: Any) -> bool:
+    dtype = getattr(value, "dtype", None) or np.result_type(value)
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and not _CACHES.intersection(path)

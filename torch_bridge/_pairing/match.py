@@ -1,0 +1,293 @@
+"""Which torch layer is which Flax layer: by rule, by name, by structure, or not at all.
+
+Evidence, in this order. A user's rule. The same name (``layers.0.conv1`` and ``layers_0/conv1``,
+whatever the case). The same structure: layers of equal shapes whose names differ only in their
+numbers form a group, and a group goes to the one group of the other side that has as many layers of
+such shapes, numbered alike. Where several groups qualify, modules of the same name and modules
+already matched decide; where these do not decide either, the match is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+from torch_bridge._pairing.layers import Built, Hints, build, orientation
+from torch_bridge._pairing.units import FlaxUnit, TorchUnit, clean_names
+
+TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
+_UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
+_EMBEDDING_WORDS = frozenset(
+    {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
+)
+Index = tuple[int, ...]
+Couple = tuple[TorchUnit, FlaxUnit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The user's own word on what names and shapes do not tell; see `pair`."""
+
+    rules: tuple[tuple[str, str], ...] = ()
+    flatten: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    conv_transpose: str | None = None
+
+
+@dataclasses.dataclass
+class Matcher:
+    """Matches the units of two models; `couples` holds what is settled so far."""
+
+    torch: list[TorchUnit]
+    flax: list[FlaxUnit]
+    options: Options
+    couples: dict[TorchUnit, FlaxUnit] = dataclasses.field(default_factory=dict)
+    ambiguous: list[str] = dataclasses.field(default_factory=list)
+    undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
+    known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> list[Built]:
+        """Matches, builds the pairings of every couple and fills `ambiguous`."""
+        self._by_rule()
+        self._by_name(lambda unit: unit.stem.exact, forced=True)
+        self._by_name(lambda unit: unit.stem.words, forced=False)
+        while self._by_structure():
+            pass
+        self._explain_leftovers()
+        return [self._build(*couple) for couple in self.couples.items()]
+
+    @property
+    def open_torch(self) -> list[TorchUnit]:
+        """The torch units without a partner."""
+        return [unit for unit in self.torch if unit not in self.couples]
+
+    @property
+    def open_flax(self) -> list[FlaxUnit]:
+        """The Flax units without a partner."""
+        taken = set(self.couples.values())
+        return [unit for unit in self.flax if unit not in taken]
+
+    def _by_rule(self) -> None:
+        leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
+        modules = {unit.path: unit for unit in self.flax}
+        for unit in tuple(self.torch):
+            names = (*(self._cleaned[name] for name in unit.names()), unit.name)
+            for pattern, template in self.options.rules:
+                found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
+                if found is None:
+                    continue
+                paths = [tuple(p.strip("/").split("/")) for p in found.expand(template).split("|")]
+                parts = [unit]
+                if len(paths) > 1 and unit in self.torch:
+                    count = len(paths)
+                    parts = [dataclasses.replace(unit, part=(k, count)) for k in range(count)]
+                    self.torch[self.torch.index(unit) : self.torch.index(unit) + 1] = parts
+                for part, path in zip(parts, paths, strict=False):
+                    self._follow_rule(part, pattern, path, leaves, modules)
+
+    def _follow_rule(
+        self,
+        unit: TorchUnit,
+        pattern: str,
+        path: tuple[str, ...],
+        leaves: Mapping[tuple[str, ...], FlaxUnit],
+        modules: Mapping[tuple[str, ...], FlaxUnit],
+    ) -> None:
+        target = leaves.get(path) or leaves.get(("params", *path)) or modules.get(path)
+        if target is None:
+            self.ambiguous.append(
+                f"the rule {pattern!r} sends {unit.name} to {'/'.join(path)}, "
+                "which is neither a leaf nor a module of the Flax tree"
+            )
+        elif self.couples.get(unit, target) is not target:
+            pass  # an earlier rule has decided
+        elif target in self.couples.values() and unit not in self.couples:
+            self.ambiguous.append(
+                f"the rule {pattern!r} sends {unit.name} to {target.name}, where an earlier rule "
+                "sends another layer"
+            )
+        else:
+            self.couples[unit] = target
+
+    def _by_name(self, words: Callable[[TorchUnit | FlaxUnit], Hashable], *, forced: bool) -> None:
+        """Couples units of the same family whose names agree but for the numbers.
+
+        Args:
+          words: the part of the name that has to agree.
+          forced: couple them even if their shapes differ, so that the difference is reported.
+        """
+        theirs = _grouped(self.open_flax, lambda unit: (words(unit), unit.family))
+        for key, group in _grouped(self.open_torch, lambda u: (words(u), u.family)).items():
+            couples = _aligned(group, theirs.get(key, []), same_words=True)
+            if couples is None and forced:
+                by_number = {unit.stem.numbers: unit for unit in theirs.get(key, [])}
+                numbers = [unit.stem.numbers for unit in group]
+                couples = [
+                    (u, by_number[n]) for u, n in zip(group, numbers, strict=True) if n in by_number
+                ]
+            if couples and (forced or all(self._fits(*couple) for couple in couples)):
+                self.couples.update(couples)
+
+    def _by_structure(self) -> bool:
+        """One round over the groups; whether anything was coupled."""
+        options = self._candidates()
+        settled = [
+            couples
+            for (mine, theirs), couples in options.items()
+            if self._best(options, 0, mine) == self._best(options, 1, theirs) == (mine, theirs)
+        ]
+        for couples in settled:
+            self.couples.update(couples)
+        return bool(settled)
+
+    def _candidates(self) -> dict[tuple[Hashable, Hashable], list[Couple]]:
+        mine = _grouped(self.open_torch, lambda unit: (unit.stem.words, _signature(unit)))
+        theirs = _grouped(self.open_flax, lambda unit: (unit.stem.words, _signature(unit)))
+        found = {}
+        for key, group in mine.items():
+            for other, targets in theirs.items():
+                if group[0].family == targets[0].family and self._fits(group[0], targets[0]):
+                    couples = _aligned(group, targets, same_words=False)
+                    if couples is not None:
+                        found[key, other] = couples
+        return found
+
+    def _best(
+        self,
+        options: Mapping[tuple[Hashable, Hashable], list[Couple]],
+        side: int,
+        group: Hashable,
+    ) -> tuple[Hashable, Hashable] | None:
+        """The one candidate of a group that has more evidence than all others."""
+        ranked = sorted(
+            (
+                (self._evidence(couples), key)
+                for key, couples in options.items()
+                if key[side] == group
+            ),
+            key=lambda item: item[0],
+        )
+        if len(ranked) > 1 and ranked[-1][0] == ranked[-2][0]:
+            return None
+        return ranked[-1][1]
+
+    def _evidence(self, couples: Sequence[Couple]) -> tuple[int, int, int]:
+        mine, theirs = couples[0]
+        embedding = "embedding" in theirs.entries
+        embeds = bool(_EMBEDDING_WORDS.intersection(mine.stem.words)) == embedding
+        shared = len(mine.stem.segments & theirs.stem.segments)
+        known = {_parent(unit.name.split(".")): set() for unit in self.couples}
+        for unit, target in self.couples.items():
+            known[_parent(unit.name.split("."))].add(_parent(target.path))
+        neighbours = sum(
+            _parent(target.path) in known.get(_parent(unit.name.split(".")), ())
+            for unit, target in couples
+        )
+        return (int(embeds), shared, neighbours)
+
+    def _explain_leftovers(self) -> None:
+        """Says of every leftover that fits somewhere where it could go."""
+        targets = self.open_flax
+        for unit in self.open_torch:
+            fitting = [t for t in targets if t.family == unit.family and self._fits(unit, t)]
+            if fitting:
+                self.undecided |= {unit, *fitting}
+                names = [target.name or "(root)" for target in fitting]
+                shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
+                shapes = ", ".join(str(shape) for _, shape in unit.entries.values())
+                self.ambiguous.append(f"{unit.name or '(root)'} {shapes} could be {shown}")
+
+    @functools.cached_property
+    def _cleaned(self) -> dict[str, str]:
+        return clean_names([name for unit in self.torch for name in unit.names()])
+
+    @functools.cached_property
+    def _clearly_transposed(self) -> frozenset[tuple[str, ...]]:
+        """Torch stems that hold a kernel which only a ConvTranspose can have."""
+        return frozenset(
+            unit.stem.words
+            for unit, target in self.couples.items()
+            if _form(unit, target) == "transposed"
+        )
+
+    def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
+        flattened = None
+        for pattern, shape in self.options.flatten:
+            if re.fullmatch(pattern, unit.name):
+                flattened = shape
+        words = set(unit.stem.words) | set(target.stem.words)
+        transposed = bool(words & TRANSPOSED_WORDS)
+        if self.options.conv_transpose is not None:
+            transposed = re.fullmatch(self.options.conv_transpose, unit.name) is not None
+        elif _form(unit, target) == "both" and not transposed:
+            transposed = unit.stem.words in self._clearly_transposed
+            if not transposed and words & _UPWARD_WORDS:
+                self.ambiguous.append(
+                    f"{unit.name} has as many inputs as outputs, so it may be a Conv or a "
+                    "ConvTranspose: say which with conv_transpose=<regular expression>"
+                )
+        return build(unit, target, Hints(flattened, transposed))
+
+    def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
+        key = (_signature(unit), _signature(target))  # a large model has few different ones
+        if key not in self.known_fits:
+            self.known_fits[key] = build(unit, target, Hints()).fits
+        return self.known_fits[key]
+
+
+def _parent(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple(path[:-1])
+
+
+def _form(unit: TorchUnit, target: FlaxUnit) -> str:
+    if "weight" not in unit.entries or "kernel" not in target.entries:
+        return "none"
+    shape = unit.entries["weight"][1]
+    return orientation(shape, target.entries["kernel"][1]) if len(shape) > 2 else "none"
+
+
+def _signature(unit: TorchUnit | FlaxUnit) -> Hashable:
+    return (unit.family, frozenset((key, shape) for key, (_, shape) in unit.entries.items()))
+
+
+def _grouped(units: Iterable, key: Callable[..., Hashable]) -> dict[Hashable, list]:
+    groups: dict[Hashable, list] = {}
+    for unit in units:
+        groups.setdefault(key(unit), []).append(unit)
+    return groups
+
+
+def _aligned(
+    mine: Sequence[TorchUnit], theirs: Sequence[FlaxUnit], *, same_words: bool
+) -> list[Couple] | None:
+    """The units side by side in the order of their numbers, if these are nested alike.
+
+    Numbers need not be equal: ``0, 2, 4`` in a Sequential with activations between is ``Dense_0``,
+    ``Dense_1``, ``Dense_2``. None if the two sides cannot be put in correspondence.
+    """
+    if len(mine) != len(theirs) or not mine:
+        return None
+    left = sorted(mine, key=lambda unit: unit.stem.numbers)
+    right = sorted(theirs, key=lambda unit: unit.stem.numbers)
+    ours, others = (_nesting([u.stem.numbers for u in side]) for side in (left, right))
+    flat = not same_words and (len(ours[0]) == 1 or len(others[0]) == 1)
+    distinct = all(len(set(side)) == len(side) for side in (ours, others))
+    if distinct and (ours == others or flat):
+        return list(zip(left, right, strict=True))
+    return None
+
+
+def _nesting(numbers: Sequence[Index]) -> list[Index]:
+    """Sorted numbers as ranks within their parent, without the positions that never vary."""
+    width = len(numbers[0])
+    varying = [k for k in range(width) if len({index[k] for index in numbers}) > 1]
+    kept = [tuple(index[k] for k in varying) for index in numbers]
+    ranked = []
+    for index in kept:
+        rank = []
+        for depth in range(len(index)):
+            siblings = sorted({o[depth] for o in kept if o[:depth] == index[:depth]})
+            rank.append(siblings.index(index[depth]))
+        ranked.append(tuple(rank))
+    return ranked

@@ -1,0 +1,210 @@
+"""One torch tensor and its Flax leaf: the exact map between them, in both directions.
+
+A `Pairing` is data: which rows of the tensor, seen in which shape, with which axes moved and
+which reversed, fill which part of the leaf. Everything else follows from it: the values, their
+inverse, and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)``
+appear in the leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import to_numpy
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairing:
+    """How one torch tensor (or some of its rows) becomes one Flax leaf (or a part of it).
+
+    Most tensors have one pairing. A packed tensor (the ``in_proj_weight`` of attention, the gates
+    of an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is
+    the sum of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
+
+    Attributes:
+      torch_name: name in the torch state dict, as given.
+      torch_shape: shape of the whole torch tensor.
+      path: path of the Flax leaf, as strings, collection included.
+      shape: shape of the whole Flax leaf.
+      kind: for example ``linear.weight``, ``conv.weight``, ``conv_transpose.weight``,
+        ``embedding``, ``vector``, ``mha.in_proj``, ``lstm.weight_ih``, ``array``.
+      split: the shape in which the selected rows are seen before the axes move.
+      row_axes: how many leading axes of `split` come from torch's first axis.
+      axes: the order of the axes of `split` in the leaf.
+      flip: axes, after the move, that are reversed (ConvTranspose).
+      rows: the range of torch's first axis that goes to this leaf; None for all of it.
+      slot: the range of the leaf's last axis that is filled; None for all of it.
+      terms: how many torch tensors are summed in this part of the leaf.
+      carries: on the way to torch, the tensor that gets the leaf's values; the other terms of a sum
+        get zeros.
+      must_be_zero: the leaf cannot hold these values: they have to be zero.
+      aliases: further torch names of the same (tied) tensor.
+    """
+
+    torch_name: str
+    torch_shape: tuple[int, ...]
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    kind: str
+    split: tuple[int, ...]
+    axes: tuple[int, ...]
+    row_axes: int = 1
+    flip: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
+    slot: tuple[int, int] | None = None
+    terms: int = 1
+    carries: bool = True
+    must_be_zero: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether one whole tensor is one whole leaf, so that optimizer state maps one to one."""
+        return self.rows is None and self.slot is None and self.terms == 1
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """The range of torch's first axis that this pairing covers."""
+        if self.rows is not None:
+            return self.rows
+        return (0, self.torch_shape[0] if self.torch_shape else 1)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the leaf that this pairing fills."""
+        if self.slot is None:
+            return self.shape
+        return (*self.shape[:-1], self.slot[1] - self.slot[0])
+
+    def to_flax(self, array: Any) -> np.ndarray:
+        """The part of the leaf, of shape `part_shape`, that the whole torch tensor gives.
+
+        Args:
+          array: the torch tensor or a NumPy array of shape `torch_shape`.
+
+        Returns:
+          An array of the same dtype. It owns its memory: torch changes tensors in place.
+
+        Raises:
+          CheckpointMismatch: If the shape is not `torch_shape`.
+        """
+        values = self._checked(to_numpy(array), self.torch_shape)
+        if self.rows is not None:
+            values = values[self.rows[0] : self.rows[1]]
+        moved = np.flip(values.reshape(self.split).transpose(self.axes), self.flip)
+        return np.array(moved, order="C").reshape(self.part_shape)
+
+    def to_torch(self, array: Any) -> np.ndarray:
+        """The inverse of `to_flax`: the rows `row_range` of the torch tensor.
+
+        Args:
+          array: the part of the leaf, of shape `part_shape`.
+
+        Returns:
+          An array of the same dtype and shape ``(rows, *torch_shape[1:])``.
+
+        Raises:
+          CheckpointMismatch: If the shape is not `part_shape`.
+        """
+        values = self._checked(to_numpy(array), self.part_shape)
+        moved = values.reshape([self.split[axis] for axis in self.axes])
+        back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
+        start, stop = self.row_range
+        shape = (stop - start, *self.torch_shape[1:]) if self.torch_shape else ()
+        return np.array(back, order="C").reshape(shape)
+
+    def take(self, leaf: Any) -> np.ndarray:
+        """The part of the whole Flax leaf that belongs to this pairing."""
+        values = self._checked(to_numpy(leaf), self.shape)
+        return values if self.slot is None else values[..., self.slot[0] : self.slot[1]]
+
+    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leaf axes that torch's first axis becomes (the rows) and the others (the columns).
+
+        Raises:
+          CheckpointMismatch: If one axis of the leaf mixes torch rows and columns.
+        """
+        sizes = [self.split[axis] for axis in self.axes]
+        part, position = self.part_shape, 0
+        rows: list[int] = []
+        cols: list[int] = []
+        for axis, size in enumerate(part):
+            start, product = position, 1
+            while position < len(sizes) and (
+                product < size
+                or (sizes[position] == 1 and len(sizes) - position > len(part) - axis - 1)
+            ):
+                product *= sizes[position]
+                position += 1
+            taken = range(start, position)
+            roles = {self.axes[k] < self.row_axes for k in taken if sizes[k] > 1}
+            roles = roles or {self.axes[k] < self.row_axes for k in taken}
+            if len(roles) > 1:
+                raise CheckpointMismatch(
+                    f"Axis {axis} of {'/'.join(self.path)} holds rows and columns of "
+                    f"{self.torch_name}, so it has no matrix in common with torch."
+                )
+            (rows if roles == {True} else cols).append(axis)
+        return tuple(rows), tuple(cols)
+
+    def matrix_order(
+        self, rows: Sequence[int] | None = None, cols: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row and column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
+
+        With ``row, col = matrix_order()`` and ``torch_matrix = tensor.view(shape[0], -1)``, the
+        matrix of the leaf (of the part that this pairing fills) is ``torch_matrix[row][:, col]``.
+        So a torch Q of shape ``(columns, r)`` becomes ``Q[col]`` and a P of shape ``(rows, r)``
+        becomes ``P[row]``; the way back is ``Q_torch[col] = Q_flax``.
+
+        Args:
+          rows: leaf axes that form the rows, as in ``MatrixDims``; None for `matrix_axes`.
+          cols: likewise for the columns.
+
+        Returns:
+          Two integer arrays: row indices in ``range(*row_range)`` and column indices.
+
+        Raises:
+          CheckpointMismatch: If `rows` and `cols` are not torch's own cut of this leaf.
+        """
+        own_rows, own_cols = self.matrix_axes()
+        rows = own_rows if rows is None else tuple(rows)
+        cols = own_cols if cols is None else tuple(cols)
+        part = self.part_shape
+        wide = {axis for axis, size in enumerate(part) if size > 1}
+        if wide & set(rows) != wide & set(own_rows) or wide & set(cols) != wide & set(own_cols):
+            raise CheckpointMismatch(
+                f"The matrix of {'/'.join(self.path)} with rows {rows} and columns {cols} is not "
+                f"torch's view(shape[0], -1) of {self.torch_name}, which has rows {own_rows} and "
+                f"columns {own_cols}. Use matrix_dims=torch_bridge.torch_matrix_dims."
+            )
+        start, stop = self.row_range
+        row_sizes = (*self.split[: self.row_axes], *[1] * (len(self.split) - self.row_axes))
+        col_sizes = (*[1] * self.row_axes, *self.split[self.row_axes :])
+        row_index = self._move(np.arange(start, stop), row_sizes, own_cols, rows)
+        col_index = self._move(
+            np.arange(math.prod(self.torch_shape[1:])), col_sizes, own_rows, cols
+        )
+        return row_index, col_index
+
+    def _move(
+        self, index: np.ndarray, sizes: tuple[int, ...], others: Sequence[int], order: Sequence[int]
+    ) -> np.ndarray:
+        moved = np.flip(index.reshape(sizes).transpose(self.axes), self.flip)
+        part = [1 if axis in others else size for axis, size in enumerate(self.part_shape)]
+        rest = [axis for axis in range(len(part)) if axis not in order]
+        return moved.reshape(part).transpose(*order, *rest).ravel()
+
+    def _checked(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        if values.shape != shape:
+            raise CheckpointMismatch(
+                f"{self.torch_name} <-> {'/'.join(self.path)} ({self.kind}) takes an array of "
+                f"shape {shape}, got {values.shape}. Pass the tensor that the pairing was made for."
+            )
+        return values

@@ -1,0 +1,410 @@
+"""The allow-list: what each global that torch, NumPy and Python write into a checkpoint means here.
+
+Every constructor below takes what the file passes and checks it, because the file chooses the
+arguments too: a tensor's sizes, strides and offset must stay inside its storage, and the arrays
+of one file together stay below a budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from torch_bridge._base.schema import RandomStateRecord
+from torch_bridge._read.unpickle import Forbidden, Global, Malformed, Pending, brief, plain_key
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
+
+DTYPES: dict[str, np.dtype] = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "complex64": np.dtype(np.complex64),
+    "complex128": np.dtype(np.complex128),
+    "int64": np.dtype(np.int64),
+    "int32": np.dtype(np.int32),
+    "int16": np.dtype(np.int16),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64),
+    "bool": np.dtype(np.bool_),
+}
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+UNTYPED = np.dtype(np.uint8)
+# torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
+STORAGES: dict[str, np.dtype] = {
+    f"torch.{place}{kind}Storage": DTYPES[name]
+    for kind, name in _STORAGE_DTYPES.items()
+    for place in ("", "cuda.")
+} | {"torch.storage.UntypedStorage": UNTYPED, "torch.UntypedStorage": UNTYPED}
+
+_MAX_PATH = 4096
+_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
+
+# Values that a checkpoint may mention; nothing here is ever called.
+_NAMED_VALUES = {
+    f"{_HOOKS}.{hook}"
+    for hook in (
+        "powerSGD_hook.powerSGD_hook",
+        "powerSGD_hook.batched_powerSGD_hook",
+        "default_hooks.allreduce_hook",
+        "default_hooks.fp16_compress_hook",
+        "default_hooks.bf16_compress_hook",
+        "post_localSGD_hook.post_localSGD_hook",
+        "quantization_hooks.quantization_pertensor_hook",
+        "quantization_hooks.quantization_perchannel_hook",
+        "debugging_hooks.noop_hook",
+    )
+} | {
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.strided",
+    "torch.contiguous_format",
+    "torch.channels_last",
+    "numpy.ndarray",
+    "numpy.random._mt19937.MT19937",
+    "numpy.random.bit_generator.SeedSequence",
+    "builtins.int",
+    "builtins.float",
+    "builtins.bool",
+    "builtins.str",
+    "builtins.list",
+    "builtins.dict",
+}
+
+
+@dataclasses.dataclass
+class Budget:
+    """Counts down the bytes that a file's arrays may take.
+
+    Attributes:
+      limit: bytes allowed.
+      used: bytes claimed so far.
+    """
+
+    limit: int
+    used: int = 0
+
+    def claim(self, nbytes: int) -> None:
+        """Count `nbytes`, or raise Malformed when the limit is passed."""
+        self.used += nbytes
+        if self.used > self.limit:
+            raise Malformed(
+                f"contents that unpack to more than {self.limit} bytes, the limit for this file; "
+                f"if you trust it, pass a larger `max_bytes`"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """A run of bytes that tensors are views of.
+
+    Attributes:
+      raw: uint8, shape (nbytes,).
+      dtype: element type, or `UNTYPED` when each tensor says its own.
+    """
+
+    raw: np.ndarray
+    dtype: np.dtype
+
+
+def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., Any]]]:
+    """The globals that may appear, and the constructors of those that may be called.
+
+    Args:
+      budget: what the arrays of this file are charged to.
+
+    Returns:
+      All names allowed, and name -> constructor.
+    """
+    rebuild = _tensor_constructors(budget)
+
+    def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+        # A tensor with Python attributes: the inner rebuild, without the attributes.
+        if not isinstance(function, Global) or not isinstance(args, tuple):
+            raise Malformed("a tensor without a function that makes it, or without arguments")
+        if function.name not in rebuild:
+            raise Forbidden(f"{function.name} (called)")
+        return rebuild[function.name](*args)
+
+    constructors = {
+        **rebuild,
+        "torch._tensor._rebuild_from_type_v2": from_type,
+        **_PLAIN,
+        **_numpy_constructors(budget),
+    }
+    values = {f"torch.{name}" for name in DTYPES} | set(STORAGES) | _NAMED_VALUES
+    return frozenset(values | set(constructors)), constructors
+
+
+# --- tensors --------------------------------------------------------------------------------
+
+
+def _tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
+    def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
+        _refuse_lazy_views(rest[2:])
+        return view(storage, storage.dtype, offset, size, stride, budget)
+
+    def tensor_v3(
+        storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest
+    ) -> np.ndarray:
+        _refuse_lazy_views(rest)
+        return view(storage, torch_dtype(dtype), offset, size, stride, budget)
+
+    def parameter(data: Any, *_: Any) -> np.ndarray:
+        if not isinstance(data, np.ndarray):
+            raise Malformed(f"a parameter made of a {type(data).__name__}")
+        return data
+
+    return {
+        "torch._utils._rebuild_tensor": tensor,
+        "torch._utils._rebuild_tensor_v2": tensor,
+        "torch._utils._rebuild_tensor_v3": tensor_v3,
+        "torch._utils._rebuild_parameter": parameter,
+        "torch._utils._rebuild_parameter_with_state": parameter,
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": parameter,
+        "torch._utils._rebuild_device_tensor_from_numpy": parameter,
+    }
+
+
+def torch_dtype(token: Any) -> np.dtype:
+    """The NumPy dtype of a ``torch.<dtype>`` token."""
+    name = token.name.removeprefix("torch.") if isinstance(token, Global) else ""
+    if name not in DTYPES:
+        raise Malformed(f"{name or brief(token):.60} where a dtype belongs")
+    return DTYPES[name]
+
+
+def view(
+    storage: Any, dtype: np.dtype, offset: Any, size: Any, stride: Any, budget: Budget
+) -> np.ndarray:
+    """A tensor as a NumPy view of its storage, checked to lie inside it.
+
+    Args:
+      storage: a `Storage`.
+      dtype: element type.
+      offset: first element, counted in elements.
+      size: length per axis.
+      stride: distance per axis, counted in elements.
+      budget: charged the tensor's full size, which strides of 0 can make larger than the file.
+
+    Returns:
+      An array of shape `size` that shares the storage's memory.
+
+    Raises:
+      Malformed: an entry is no count, or an element lies outside the storage.
+    """
+    if not isinstance(storage, Storage):
+        raise Malformed(f"a tensor made of a {type(storage).__name__}")
+    counts = (offset, *size, *stride)
+    if any(type(count) is not int or not 0 <= count < 2**62 for count in counts):
+        raise Malformed("a tensor whose offset, sizes or strides are no counts")
+    if len(size) != len(stride) or len(size) > 64:
+        raise Malformed("a tensor whose sizes and strides differ in number")
+    numel = math.prod(size)
+    if numel:
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if (last + 1) * dtype.itemsize > storage.raw.size:
+            raise Malformed("a tensor that reaches outside its storage")
+        budget.claim(numel * dtype.itemsize)
+    else:
+        return np.empty(tuple(size), dtype)
+    return np.ndarray(
+        tuple(size),
+        dtype,
+        buffer=storage.raw.data,
+        offset=offset * dtype.itemsize,
+        strides=tuple(step * dtype.itemsize for step in stride),
+    )
+
+
+def _refuse_lazy_views(metadata: tuple[Any, ...]) -> None:
+    for entry in metadata:
+        if isinstance(entry, dict) and any(value is True for value in entry.values()):
+            raise Malformed("a lazily conjugated or negated tensor; save it after resolve_conj()")
+
+
+# --- plain Python values --------------------------------------------------------------------
+
+
+def _mapping(items: Any = ()) -> dict:
+    pairs = items.items() if isinstance(items, dict) else items
+    return {plain_key(key): value for key, value in pairs}
+
+
+def _default_dict(factory: Any = None, items: Any = ()) -> dict:
+    return _mapping(items)
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise Malformed("bytes in an encoding that pickle does not use")
+    return text.encode(encoding)
+
+
+def _bytes(value: Any = b"", encoding: Any = None) -> bytes:
+    if encoding is not None:
+        return _encode(value, encoding)
+    if not isinstance(value, bytes):  # bytes(10**12) would allocate
+        raise Malformed("bytes made of something else")
+    return value
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    name = _text(kind)
+    return f"{name:.32}" if index is None else f"{name:.32}:{int(index)}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{brief(value)} where text belongs")
+    return value
+
+
+def _path(*parts: Any) -> str:
+    if sum(len(_text(part)) for part in parts) > _MAX_PATH:  # joined paths can be joined again
+        raise Malformed(f"a path of more than {_MAX_PATH} characters")
+    return "/".join(parts).replace("//", "/")
+
+
+def _size(values: Any) -> tuple:
+    return tuple(values)
+
+
+def _hook_state(*args: Any) -> Pending:
+    return Pending("PowerSGDState", _slots, value={})
+
+
+def _slots(state: Any) -> dict:
+    # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
+    if isinstance(state, tuple) and len(state) == 2:
+        state = {**(state[0] or {}), **(state[1] or {})}
+    if not isinstance(state, dict):
+        raise Malformed("a PowerSGDState without its slots")
+    return state
+
+
+def _namespace(*args: Any) -> Pending:
+    return Pending("argparse.Namespace", _slots, value={})
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _mapping,
+    "collections.Counter": _mapping,
+    "collections.defaultdict": _default_dict,
+    "_codecs.encode": _encode,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "builtins.set": lambda items=(): set(map(plain_key, items)),
+    "builtins.frozenset": lambda items=(): frozenset(map(plain_key, items)),
+    "builtins.complex": lambda real, imag=0.0: complex(float(real), float(imag)),
+    "pathlib.PosixPath": _path,
+    "pathlib._local.PosixPath": _path,
+    "argparse.Namespace": _namespace,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _text,
+    POWERSGD_STATE: _hook_state,
+}
+
+
+# --- NumPy ----------------------------------------------------------------------------------
+
+
+def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
+    def array_from(raw: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
+        if not isinstance(raw, bytes) or not isinstance(dtype, np.dtype):
+            raise Malformed("a NumPy array of Python objects, or one without data")
+        budget.claim(len(raw))
+        flat = np.frombuffer(raw, dtype)
+        return flat.reshape(shape, order="F" if fortran else "C").copy()
+
+    def unbuilt_array(kind: Any, shape: Any, code: Any) -> Pending:
+        def build(state: Any) -> np.ndarray:
+            _version, shape, dtype, fortran, raw = state
+            return array_from(raw, dtype, shape, bool(fortran))
+
+        return Pending("numpy.ndarray", build)
+
+    def from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+        return array_from(raw, dtype, shape, order == "F")
+
+    def scalar(dtype: Any, raw: Any) -> Any:
+        return array_from(raw, dtype, (), False)[()]
+
+    return {
+        "numpy._core.multiarray._reconstruct": unbuilt_array,
+        "numpy._core.multiarray.scalar": scalar,
+        "numpy._core.numeric._frombuffer": from_buffer,
+        "numpy.dtype": _numpy_dtype,
+        "numpy.random._pickle.__randomstate_ctor": _random_state,
+        "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
+        "numpy.random.__RandomState_ctor": _random_state,
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _bit_generator,
+    }
+
+
+def _numpy_dtype(code: Any, *_: Any) -> Pending:
+    if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
+        raise Malformed(f"the NumPy dtype {brief(code)!r}; numbers and booleans are read")
+    dtype = np.dtype(code)
+
+    def build(state: Any) -> np.dtype:
+        if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
+            raise Malformed("a structured NumPy dtype")
+        order = state[1]
+        if order not in ("<", ">", "|", "="):
+            raise Malformed("a NumPy dtype without a byte order")
+        return dtype.newbyteorder(order)
+
+    return Pending("numpy.dtype", build, dtype)
+
+
+def _bit_generator(*_: Any) -> Pending:
+    # Its own state is repeated in the RandomState that wraps it, and its seed was used up.
+    return Pending("numpy bit generator", lambda state: None)
+
+
+def _random_state(*_: Any) -> Pending:
+    return Pending("numpy.random.RandomState", _random_state_record)
+
+
+def _random_state_record(state: Any) -> RandomStateRecord:
+    try:
+        if isinstance(state, dict):
+            kind, words = state["bit_generator"], state["state"]
+            fields = (words["key"], words["pos"], state["has_gauss"], state["gauss"])
+        else:
+            kind, *fields = state
+        if kind != "MT19937":
+            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
+        return RandomStateRecord(*fields)
+    except (TypeError, ValueError, LookupError) as error:
+        raise Malformed("a numpy RandomState with an unreadable state") from error
