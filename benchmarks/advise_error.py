@@ -31,9 +31,9 @@ from cluster_models import FULL, MLP, TINY
 from cluster_net import Network, NetworkUnavailable, check_available
 from cluster_plan import UNLIMITED, Strategy, parse_rate, parse_strategy
 from cluster_report import Case, figures_of
-from jaxcomp._adviser.advice import Prediction
 from tables import markdown
 
+from jaxcomp._adviser.advice import Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure

@@ -1,5 +1,6 @@
 """Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
 
+from jaxcomp import extend
 from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
@@ -63,6 +64,7 @@ __all__ = [
     "compression_stats",
     "consolidate",
     "error_feedback",
+    "extend",
     "local_sgd",
     "local_sgd_round",
     "local_sgd_stats",

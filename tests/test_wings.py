@@ -8,9 +8,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 # In reading order. A module beside the wings (`__main__`) may import from all of them.
 WINGS = {
-    "jaxcomp": ["_base", "_mesh", "_lowrank", "_reducers", "_states"]
-    + ["_training", "_local", "_bytes", "_adviser"],
-    "torch_bridge": ["_base", "_read", "_pairing", "_hook", "_job", "_convert", "_cli"],
+    "jaxcomp": (
+        *("_base", "_mesh", "_lowrank", "_reducers", "_states", "_training"),
+        *("_local", "_bytes", "_adviser"),
+    ),
+    "torch_bridge": ("_base", "_read", "_pairing", "_hook", "_job", "_convert", "_cli"),
 }
 
 

@@ -1,0 +1,29 @@
+"""Building blocks for those who write a reducer of their own.
+
+What the reducers of this package are made of: which leaves are compressed and how they become
+matrices, orthonormal bases, means of several arrays in one collective, and the opening and closing
+that every reducer's step has in common. Names here are public, as those of `jaxcomp` itself are.
+"""
+
+from jaxcomp._base.dtypes import round_to
+from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
+from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
+from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
+
+__all__ = [
+    "BlockLayout",
+    "ExactLayout",
+    "LeafPlan",
+    "MatrixView",
+    "Reduced",
+    "axis_size",
+    "map_by_shape",
+    "mean_by_shares",
+    "mean_each",
+    "orthogonalize",
+    "plan_leaves",
+    "reduce_mean",
+    "round_to",
+]
