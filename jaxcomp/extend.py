@@ -6,7 +6,7 @@ that every reducer's step has in common. Names here are public, as those of `jax
 """
 
 from jaxcomp._base.dtypes import round_to
-from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
+from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, is_compressed, plan_leaves
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
@@ -19,6 +19,7 @@ __all__ = [
     "MatrixView",
     "Reduced",
     "axis_size",
+    "is_compressed",
     "map_by_shape",
     "mean_by_shares",
     "mean_each",

@@ -16,7 +16,7 @@ from jaxcomp._base.dtypes import checked_factor_dtype
 from jaxcomp._base.trees import leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.stats import wire_bytes
-from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
+from jaxcomp._lowrank.matricize import LeafPlan, is_compressed, plan_leaves
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12
@@ -152,7 +152,7 @@ class _Costs:
         rows, cols = plan.view.n_rows, plan.view.n_cols
         column, more = self.of(plan), rank + 1
         rate = self.min_compression_rate
-        if more < min(rows, cols) and (rows + cols) * more * rate < rows * cols:
+        if more < min(rows, cols) and is_compressed(rows, cols, more, rate):
             return column, True  # of rank 1: one column for each matrix of the batch
         return self.of(dataclasses.replace(plan, view=None, rank=0)) - column * rank, False
 

@@ -150,6 +150,17 @@ def plan_leaves(
     return [_plan(path, leaf, rank, min_compression_rate, matrix_dims) for path, leaf in leaves]
 
 
+def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
+    """Whether two factors of a ``(rows, cols)`` matrix are small enough beside it, as in torch.
+
+    Example:
+      >>> from jaxcomp import extend
+      >>> extend.is_compressed(64, 64, 16, 2.0), extend.is_compressed(64, 64, 15, 2.0)
+      (False, True)
+    """
+    return (rows + cols) * rank * min_compression_rate < rows * cols
+
+
 def _plan(
     path: KeyPath,
     leaf: Any,
@@ -174,7 +185,7 @@ def _plan(
     view = MatrixView(shape, _checked_dims(dims, shape, name))
     rows, cols = view.n_rows, view.n_cols
     r = min(rows, cols, asked)
-    if not (rows + cols) * r * min_compression_rate < rows * cols or 0 in view.batch:
+    if not is_compressed(rows, cols, r, min_compression_rate) or 0 in view.batch:
         return plain
     return LeafPlan(name, shape, dtype, view, r)
 
