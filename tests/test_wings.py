@@ -1,11 +1,10 @@
 """Every wing imports only from itself and from those above it."""
 
 import ast
-import pathlib
 
 import pytest
+from paths import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 # In reading order. A module beside the wings (`__main__`) may import from all of them.
 WINGS = {
     "jaxcomp": (

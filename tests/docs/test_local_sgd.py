@@ -1,12 +1,12 @@
 """The Python of docs/local_sgd.md runs, from top to bottom."""
 
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
+from paths import DOCS
 
-PAGE = Path(__file__).parents[1] / "docs" / "local_sgd.md"
+PAGE = DOCS / "local_sgd.md"
 
 
 def test_the_page_runs():

@@ -4,14 +4,10 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from overhead_trees import TREES, torch_layout  # noqa: E402
+from overhead_trees import TREES, torch_layout
+from paths import BENCHMARKS
 
 
 def run(*arguments):

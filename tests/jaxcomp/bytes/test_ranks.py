@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import DOCS
 from runners import AXIS, random_grads, simulate
 
 import jaxcomp
@@ -154,7 +154,7 @@ def test_powersgd_takes_them():
 
 
 def test_the_page_on_convergence_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "convergence.md").read_text()
+    page = (DOCS / "convergence.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
     with jax.numpy_dtype_promotion("standard"):  # what a user has

@@ -1,24 +1,20 @@
 """The convergence study: what it counts and reports, its own reducers, and a tiny run of it."""
 
 import json
-import sys
-from pathlib import Path
 
+import convergence
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import AXIS, random_grads, simulate
-
-import jaxcomp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import convergence
 from convergence_int4 import average_int4, int4_bytes
 from convergence_reducers import difference, low_rank, low_rank_bytes, whitened
 from convergence_report import append_run, markdown, read_runs, summarise
 from convergence_strategies import CURVES, STRATEGIES
 from convergence_training import Config
+from runners import AXIS, random_grads, simulate
+
+import jaxcomp
 
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,)}
 TINY = ["--steps", "4", "--eval-every", "2", "--width", "32", "--layers", "1", "--heads", "2"]

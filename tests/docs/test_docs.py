@@ -14,11 +14,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import train_lm
+from paths import ROOT
 from runners import mesh_of
 
 import jaxcomp
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def blocks(page, language="python"):

@@ -4,17 +4,17 @@ import importlib
 import inspect
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paths import DOCS
 
 import jaxcomp
 
-TEXT = (Path(__file__).parents[1] / "docs" / "hooks.md").read_text()
+TEXT = (DOCS / "hooks.md").read_text()
 LINES = [line for line in TEXT.splitlines() if line.startswith("| ")]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 CALLS = {row[0]: row[-1].strip("`") for row in ROWS if row[0] != "torch"}

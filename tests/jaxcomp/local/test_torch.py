@@ -4,20 +4,20 @@ import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paths import SUPPORT
 
 import jaxcomp
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-SCRIPT = Path(__file__).parents[1] / "support" / "torch_local_sgd.py"
+SCRIPT = SUPPORT / "torch_local_sgd.py"
 STEPS, BATCH, TIMEOUT = 40, 4, 120
 NAMES = ("w1", "b1", "w2", "b2")
 SHAPES = ((6, 8), (8,), (8, 3), (3,))

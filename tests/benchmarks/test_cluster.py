@@ -11,11 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import cluster
+import pytest
 from cluster_models import FULL, MLP, make_batches
 from cluster_net import Network, NetworkUnavailable, check_available
 from cluster_plan import counts_as_sample, parse_rate, parse_strategy, ring_factor, sample_count

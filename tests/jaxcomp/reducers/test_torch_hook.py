@@ -1,19 +1,19 @@
 """Step for step against torch's own powerSGD_hook, run over gloo by three real processes."""
 
-import pathlib
 import subprocess
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paths import SUPPORT
 from runners import AXIS, simulate
 
 import jaxcomp
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "torch_hook.py"
+SCRIPT = SUPPORT / "torch_hook.py"
 REPLICAS, START, STEPS = 3, 2, 12  # ten compressed steps
 RANKS = (1, 2, 4)
 TORCH_SHAPES = {

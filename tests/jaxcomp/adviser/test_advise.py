@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import pathlib
 import re
 import shlex
 import struct
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paths import DOCS
 
 import jaxcomp
 from jaxcomp.__main__ import main
@@ -425,7 +425,7 @@ def test_as_a_user_runs_it():
 
 
 def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
-    page = pathlib.Path(__file__).parents[2] / "docs" / "performance.md"
+    page = DOCS / "performance.md"
     blocks = re.findall(r"```console\n\$ python -m jaxcomp (.*?)```", page.read_text(), re.DOTALL)
     assert len(blocks) >= 2
     assert "Do not compress." in page.read_text()
@@ -436,7 +436,7 @@ def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
 
 
 def test_the_programs_in_the_documentation_run():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "performance.md"
+    page = DOCS / "performance.md"
     programs = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert programs
     with jax.numpy_dtype_promotion("standard"):  # what a user has

@@ -5,14 +5,10 @@ import re
 import socket
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import train_multihost
 from faults import MODEL, SAID, SURVIVOR_CODES, Job, complete, free_port, held_out, run_resized
 

@@ -9,27 +9,23 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
+import hybrid_mesh
 import jax
 import jax.numpy as jnp
+import lm
+import lm_strategies
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import train_lm
+from data_parallel import ShardMap, new_state
+from paths import EXAMPLES
+from replica_groups import replica_groups
+from runners import collectives
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import hybrid_mesh  # noqa: E402
-import lm  # noqa: E402
-import lm_strategies  # noqa: E402
-import train_lm  # noqa: E402
-from data_parallel import ShardMap, new_state  # noqa: E402
-from replica_groups import replica_groups  # noqa: E402
-from runners import collectives  # noqa: E402
-
-import jaxcomp  # noqa: E402
+import jaxcomp
 
 STEPS, STOP = 12, 6
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]

@@ -11,8 +11,9 @@ import pytest
 from runners import AXIS, MAPPINGS, mesh_of, random_grads, simulate
 
 import jaxcomp
-from jaxcomp import _collectives, _factors
+from jaxcomp._lowrank import products
 from jaxcomp._lowrank.matricize import default_matrix_dims
+from jaxcomp._mesh import collectives
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
 SHAPES = {"kernel": (26, 40), "conv": (3, 3, 4, 14), "embedding": (50, 12), "bias": (16,)}
@@ -86,7 +87,7 @@ def test_large_leaves_are_operands_of_the_one_all_reduce(start_step):
 
 
 def test_more_large_leaves_than_xla_merges_are_one_all_reduce(monkeypatch):
-    monkeypatch.setattr(_collectives, "_OWN_OPERAND_BYTES", 16)
+    monkeypatch.setattr(collectives, "_OWN_OPERAND_BYTES", 16)
     shapes = {f"layer_{i:03}": (2 + i % 3, 8) for i in range(300)}
     tx = jaxcomp.allreduce(axis_name=AXIS)
     text = compiled(tx, shapes).as_text()
@@ -126,8 +127,8 @@ def test_operands_of_their_own_change_no_value(mapping, wire, atol, monkeypatch)
     plain = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=wire))
     compressed = jaxcomp.powersgd(2, axis_name=AXIS, start_step=1, comm_dtype=wire)
     found = []
-    for large in (_collectives._OWN_OPERAND_BYTES, 600):
-        monkeypatch.setattr(_collectives, "_OWN_OPERAND_BYTES", large // 3)
+    for large in (collectives._OWN_OPERAND_BYTES, 600):
+        monkeypatch.setattr(collectives, "_OWN_OPERAND_BYTES", large // 3)
         found.append([simulate(mapping, x, grads, x.init(zeros)) for x in (plain, compressed)])
     jax.tree.map(lambda a, b: close(a, b, 0), found[0][0], found[1][0])
     # XLA fuses, and so rounds, the factors in two ways, and the residual carries that on.
@@ -153,7 +154,7 @@ def test_residuals_in_blocks_are_those_of_whole_products(mapping, bad, options, 
         grads["kernel"] = grads["kernel"].at[1, 2, 0, 0].set(jnp.nan)
     results = []
     for block in (1 << 20, 200):  # of 200 bytes: 20, 10, 12 and 67 blocks, most with a rest
-        monkeypatch.setattr(_factors, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(products, "_BLOCK_BYTES", block)
         tx = jaxcomp.powersgd(
             9,
             axis_name=AXIS,

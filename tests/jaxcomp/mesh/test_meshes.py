@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from paths import EXAMPLES
 from replica_groups import replica_groups
 from runners import random_grads
 
@@ -284,7 +284,7 @@ def test_bfloat16_gradients_beside_automatic_axes(wire):
 
 
 def test_the_example_trains():
-    script = Path(__file__).parents[2] / "examples" / "hybrid_mesh.py"
+    script = EXAMPLES / "hybrid_mesh.py"
     arguments = ["--mode", "replicated", "--width", "32", "--steps", "10", "--rank", "2"]
     result = subprocess.run(
         [sys.executable, script, *arguments],
