@@ -1,13 +1,13 @@
-"""How far the adviser's predictions are from what `cluster.py` measured.
+"""How far the adviser's predictions are from what `benchmarks.cluster` measured.
 
-    sudo python benchmarks/advise_error.py calibrate
-    python benchmarks/advise_error.py compare benchmarks/results/cluster.json
+    sudo python -m benchmarks.advise_error calibrate
+    python -m benchmarks.advise_error compare benchmarks/results/cluster.json
 
 `calibrate` measures what the model has to know of a machine: memory, compression, and an all-reduce
-over links that are not limited, by processes that run as those of `cluster.py` do (a network
-namespace, one core and the same allocator each). It needs root and iproute2, as `cluster.py` does.
-`compare` predicts each case of JAX from that and from the step without communication in the same
-run; a link's bandwidth is its rate less the headers. Nothing is fitted to the cases predicted.
+over links that are not limited, by processes that run as those of `benchmarks.cluster` do (a
+network namespace, one core and the same allocator each). It needs root and iproute2, as the other
+does. `compare` predicts each case of JAX from that and from the step without communication in the
+same run; a link's bandwidth is its rate less the headers. Nothing is fitted to the cases predicted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cluster_job import ENVIRONMENT
-from cluster_models import FULL, MLP, TINY
-from cluster_net import Network, NetworkUnavailable, check_available
-from cluster_plan import UNLIMITED, Strategy, parse_rate, parse_strategy
-from cluster_report import Case, figures_of
-from tables import markdown
 
+from benchmarks.cluster.job import ENVIRONMENT
+from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
+from benchmarks.cluster.plan import UNLIMITED, Strategy, parse_rate, parse_strategy
+from benchmarks.cluster.report import Case, figures_of
+from benchmarks.common.models import FULL, MLP, TINY
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.tables import markdown
 from jaxcomp._adviser.advice import Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
 
-RESULTS = Path(__file__).parent / "results"
 _RANKS = (1, 2, 4)
 _PORT = 29_510
 _SECONDS = 600
@@ -50,7 +50,7 @@ _NET_OF_HEADERS = (9_000 - 52) / (9_000 + 14)
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="advise_error.py",
+        prog="python -m benchmarks.advise_error",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return calibrate(options) if options.command == "calibrate" else compare(options)
     except (NetworkUnavailable, OSError, ValueError) as error:
-        print(f"advise_error.py: {error}", file=sys.stderr)
+        print(f"advise_error: {error}", file=sys.stderr)
         return 1
 
 
@@ -98,13 +98,24 @@ def _calibration(model: str, processes: int, tiny: bool) -> str:
         started = []
         try:
             for i in range(processes):
-                own = [sys.executable, __file__, "process", str(i), str(processes)]
+                own = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.advise_error",
+                    "process",
+                    str(i),
+                    str(processes),
+                ]
                 own += [network.addresses[0], model, str(int(tiny)), str(result)]
                 command = network.command(i, cores[i % len(cores)], own)
                 with log.open("ab") as said:  # gloo and XLA print what they like
                     started.append(
                         subprocess.Popen(
-                            command, stdout=said, stderr=said, env={**os.environ, **ENVIRONMENT}
+                            command,
+                            stdout=said,
+                            stderr=said,
+                            cwd=ROOT,
+                            env={**os.environ, **ENVIRONMENT},
                         )
                     )
             started[0].wait(_SECONDS)
@@ -130,8 +141,8 @@ def process(index: str, processes: str, address: str, model: str, tiny: str, res
 
 
 def parameters(model: str, *, tiny: bool) -> Any:
-    """The shapes of one of `cluster.py`'s models."""
-    from cluster_jax import FlaxMLP, FlaxTransformer
+    """The shapes of one of `benchmarks.cluster`'s models."""
+    from benchmarks.cluster.jax_trainer import FlaxMLP, FlaxTransformer
 
     sizes = (TINY if tiny else FULL)[model]
     if isinstance(sizes, MLP):
@@ -148,7 +159,7 @@ def compare(options: argparse.Namespace) -> int:
         stored = json.loads(options.calibration.read_text())
     except FileNotFoundError:
         raise ValueError(
-            f"{options.calibration} is missing: make it with advise_error.py calibrate."
+            f"{options.calibration} is missing: make it with `benchmarks.advise_error calibrate`."
         ) from None
     calibrations = {name: Calibration.from_json(json.dumps(x)) for name, x in stored.items()}
     rows = errors(run, calibrations)

@@ -1,6 +1,6 @@
 """Peak memory of converting a large PyTorch checkpoint, torch -> Flax -> torch.
 
-    python benchmarks/bridge_memory.py --megabytes 1024
+    python -m benchmarks.bridge_memory --megabytes 1024
 
 Writes a checkpoint of that size (parameters, momentum and one rank's PowerSGD errors), converts it
 with the command line in a process of its own and prints the peak resident memory beside the size.

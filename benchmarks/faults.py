@@ -1,7 +1,7 @@
 """Kills processes of a running training job at random, starts it again, and compares how it ends.
 
-    python benchmarks/faults.py kills --kills 20
-    python benchmarks/faults.py resize
+    python -m benchmarks.faults kills --kills 20
+    python -m benchmarks.faults resize
 
 `kills` trains once without a fault and once with one process after the other killed (SIGKILL), each
 time started again with the same command. The process is a random one; the moment is random in the
@@ -31,7 +31,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_multihost.py"
+from benchmarks.common.paths import EXAMPLES
+
+SCRIPT = EXAMPLES / "train_multihost.py"
 # Small enough for four processes on two cores, large enough for every matrix to be compressed.
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--rank", "2"]
 MODEL += ["--batch-size", "24", "--start-step", "5", "--eval-sequences", "240"]

@@ -1,4 +1,4 @@
-"""benchmarks/cluster.py: arithmetic, refusals, and a small run where the machine allows it."""
+"""benchmarks.cluster: arithmetic, refusals, and a small run where the machine allows it."""
 
 import contextlib
 import itertools
@@ -11,21 +11,35 @@ import sys
 import time
 from pathlib import Path
 
-import cluster
 import pytest
-from cluster_models import FULL, MLP, make_batches
-from cluster_net import Network, NetworkUnavailable, check_available
-from cluster_plan import counts_as_sample, parse_rate, parse_strategy, ring_factor, sample_count
-from cluster_report import Case, all_figures, compare, conditions, figures_of, table
+from paths import ROOT
+
+import benchmarks.cluster.__main__ as cluster
+from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
+from benchmarks.cluster.plan import (
+    counts_as_sample,
+    parse_rate,
+    parse_strategy,
+    ring_factor,
+    sample_count,
+)
+from benchmarks.cluster.report import Case, all_figures, compare, conditions, figures_of, table
+from benchmarks.common.models import FULL, MLP, make_batches
 
 
 def command(*arguments):
-    return [sys.executable, cluster.__file__, *map(str, arguments)]
+    return [sys.executable, "-m", "benchmarks.cluster", *map(str, arguments)]
 
 
 def run(*arguments, **options):
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=240, check=False, **options
+        command(*arguments),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        **options,
     )
 
 
@@ -218,7 +232,7 @@ def test_without_iproute2_it_says_so(monkeypatch, capsys, tmp_path):
 
 def test_help_has_an_example_and_the_limits():
     said = run("--help").stdout
-    assert "sudo python benchmarks/cluster.py --rates 1gbit" in said
+    assert "sudo python -m benchmarks.cluster --rates 1gbit" in said
     assert "no added delay" in said
 
 
@@ -247,7 +261,7 @@ def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
     done = run(*TINY, "--steps", 20, "--out", tmp_path)
     if not networks_work_here():
         assert done.returncode == cluster.EXIT_UNAVAILABLE
-        assert "cluster.py" in done.stderr
+        assert "benchmarks.cluster" in done.stderr
         assert "Traceback" not in done.stderr
         return
     assert done.returncode == 0, done.stderr
@@ -296,7 +310,7 @@ def kill_a_process_of(run):
 def test_a_run_that_ends_early_leaves_nothing_behind(tmp_path, end, code, message):
     log = tmp_path / "log"
     with log.open("w") as file:
-        run = subprocess.Popen(command(*TINY, "--out", tmp_path / "out"), stderr=file)
+        run = subprocess.Popen(command(*TINY, "--out", tmp_path / "out"), cwd=ROOT, stderr=file)
     if networks_work_here():
         wait_for(lambda: processes_of(run))
         end(run)

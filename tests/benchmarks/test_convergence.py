@@ -2,19 +2,19 @@
 
 import json
 
-import convergence
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convergence_int4 import average_int4, int4_bytes
-from convergence_reducers import difference, low_rank, low_rank_bytes, whitened
-from convergence_report import append_run, markdown, read_runs, summarise
-from convergence_strategies import CURVES, STRATEGIES
-from convergence_training import Config
 from runners import AXIS, random_grads, simulate
 
+import benchmarks.convergence.__main__ as convergence
 import jaxcomp
+from benchmarks.convergence.int4 import average_int4, int4_bytes
+from benchmarks.convergence.reducers import difference, low_rank, low_rank_bytes, whitened
+from benchmarks.convergence.report import append_run, markdown, read_runs, summarise
+from benchmarks.convergence.strategies import CURVES, STRATEGIES
+from benchmarks.convergence.training import Config
 
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,)}
 TINY = ["--steps", "4", "--eval-every", "2", "--width", "32", "--layers", "1", "--heads", "2"]

@@ -1,4 +1,4 @@
-"""benchmarks/overhead.py: the trees are those of the models, the command runs and refuses."""
+"""benchmarks.overhead: the trees are those of the models, the command runs and refuses."""
 
 import json
 import math
@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from overhead_trees import TREES, torch_layout
-from paths import BENCHMARKS
+from paths import ROOT
+
+from benchmarks.overhead.trees import TREES, torch_layout
 
 
 def run(*arguments):
-    command = [sys.executable, BENCHMARKS / "overhead.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.overhead", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -3,5 +3,5 @@
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-BENCHMARKS, DOCS, EXAMPLES = (ROOT / name for name in ("benchmarks", "docs", "examples"))
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 SUPPORT = ROOT / "tests" / "support"

@@ -345,7 +345,7 @@ print("used", peak() - before)
 
 
 def test_a_conversion_stays_below_three_times_the_size(tmp_path):
-    # 64 MB; benchmarks/bridge_memory.py does the same with 1 GB.
+    # 64 MB; benchmarks.bridge_memory does the same with 1 GB.
     layers, width = 8, 1024
     model = {f"fc{i}.weight": torch.randn(width, width) for i in range(layers)}
     layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)

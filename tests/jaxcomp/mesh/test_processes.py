@@ -10,9 +10,18 @@ import jax
 import numpy as np
 import pytest
 import train_multihost
-from faults import MODEL, SAID, SURVIVOR_CODES, Job, complete, free_port, held_out, run_resized
 
 import jaxcomp
+from benchmarks.faults import (
+    MODEL,
+    SAID,
+    SURVIVOR_CODES,
+    Job,
+    complete,
+    free_port,
+    held_out,
+    run_resized,
+)
 
 STEPS = 24
 ARGUMENTS = [*MODEL, "--eval-every", "8"]

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from convergence_plots import plot_curves, plot_frontier
-from convergence_rows import REFERENCE, Row
+from benchmarks.convergence.plots import plot_curves, plot_frontier
+from benchmarks.convergence.rows import REFERENCE, Row
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The JAX side of `cluster.py`: jaxcomp under `shard_map`, one CPU device per process, gloo."""
+"""The JAX side of the cluster benchmark: jaxcomp under `shard_map`, one CPU device each, gloo."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster_models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
-from cluster_plan import Strategy
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from benchmarks.cluster.plan import Strategy
+from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
 
 AXIS = "data"
 _PORT = 29_500
@@ -27,7 +27,7 @@ _WARM_UP = 8
 
 
 class FlaxMLP(nn.Module):
-    """See `cluster_models.MLP`."""
+    """See `common.models.MLP`."""
 
     sizes: MLP
 
@@ -40,7 +40,7 @@ class FlaxMLP(nn.Module):
 
 
 class FlaxTransformer(nn.Module):
-    """See `cluster_models.Transformer`."""
+    """See `common.models.Transformer`."""
 
     sizes: Transformer
 
@@ -76,7 +76,7 @@ class Program:
 
 
 class JaxTrainer:
-    """One process of a `jax.distributed` job; see `cluster_process.Trainer`."""
+    """One process of a `jax.distributed` job; see `process.Trainer`."""
 
     def __init__(self, model: str, index: int, processes: int, address: str, *, tiny: bool):
         """Joins the other processes and makes the model and its data."""
@@ -103,7 +103,7 @@ class JaxTrainer:
         self._losses: Any = None
 
     def prepare(self, strategy: Strategy) -> float | None:
-        """See `cluster_process.Trainer`."""
+        """See `process.Trainer`."""
         self._state = ((), ())  # gives its memory back before there is a second one
         if strategy not in self._programs:
             self._programs[strategy] = make_program(strategy, self._task)
@@ -115,14 +115,14 @@ class JaxTrainer:
         return payload(strategy, self._task.params, self._task.mesh.size)
 
     def sample(self) -> None:
-        """See `cluster_process.Trainer`."""
+        """See `process.Trainer`."""
         for _ in range(self._program.calls):
             params, opt_state, self._losses = self._program.step(*self._state, next(self._feed))
             self._state = params, opt_state
             jax.block_until_ready((self._state, self._losses))
 
     def loss(self) -> float:
-        """See `cluster_process.Trainer`."""
+        """See `process.Trainer`."""
         return float(np.mean(self._losses.addressable_shards[0].data))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from convergence_rows import GOAL_GAP, GOAL_RATIO, REFERENCE, Row
 from matplotlib.ticker import FixedLocator
+
+from benchmarks.convergence.rows import GOAL_GAP, GOAL_RATIO, REFERENCE, Row
 
 matplotlib.use("Agg")
 

@@ -1,4 +1,4 @@
-"""The figures of a run of `cluster.py`: medians, ratios within the run, the table."""
+"""The figures of a run of `benchmarks.cluster`: medians, ratios within the run, the table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from cluster_plan import ring_factor
-from tables import markdown
+
+from benchmarks.cluster.plan import ring_factor
+from benchmarks.common.tables import markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Case:
     model: str
     rate: str
     strategy: str
-    steps_per_sample: int  # see `cluster_plan.Strategy`
+    steps_per_sample: int  # see `plan.Strategy`
     seconds: list[list[float]]  # of each process, each sample
     tx_bytes: list[int]  # of each process, over all samples
     rx_bytes: list[int]

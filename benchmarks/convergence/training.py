@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,8 +19,9 @@ import numpy as np
 import optax
 
 import jaxcomp
+from benchmarks.common.paths import EXAMPLES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(EXAMPLES))
 from lm import (
     Corpus,
     ModelConfig,

@@ -1,4 +1,4 @@
-"""The measuring of `cluster.py`: who runs when, at which rate, for how many steps."""
+"""The measuring of `benchmarks.cluster`: who runs when, at which rate, for how many steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from cluster_job import Job, JobFailed
-from cluster_net import Network
-from cluster_plan import UNLIMITED, Rate, Strategy, counts_as_sample, sample_count
-from cluster_report import Case
+from benchmarks.cluster.job import Job, JobFailed
+from benchmarks.cluster.net import Network
+from benchmarks.cluster.plan import UNLIMITED, Rate, Strategy, counts_as_sample, sample_count
+from benchmarks.cluster.report import Case
 
 # A sample that takes this many times longer than expected is taken for a hang.
 _PATIENCE = 10

@@ -1,4 +1,4 @@
-"""Times torch's `powerSGD_hook` alone with world size 1; a worker of `overhead.py`.
+"""Times torch's `powerSGD_hook` alone with world size 1; a worker of `benchmarks.overhead`.
 
 Reads a job as JSON from standard input and prints one JSON line for every rank.
 """

@@ -25,11 +25,10 @@ ALLOCATOR = {
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def describe(packages: Iterable[str]) -> dict[str, Any]:
-    """How, where, when and with which versions this program runs."""
-    program = Path(sys.argv[0]).name
+def describe(program: str, packages: Iterable[str]) -> dict[str, Any]:
+    """How, where, when and with which versions a program runs, as ``benchmarks.cluster``."""
     return {
-        "command": shlex.join(["python", f"benchmarks/{program}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": {
             "cpu": _cpu(),

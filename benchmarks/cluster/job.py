@@ -1,4 +1,4 @@
-"""The processes of one framework and model, as `cluster.py` starts them and talks to them."""
+"""The processes of one framework and model: how they are started and talked to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import IO, Any, Self
 
-from cluster_net import Network
-from machine import ALLOCATOR, ONE_THREAD
+from benchmarks.cluster.net import Network
+from benchmarks.common.machine import ALLOCATOR, ONE_THREAD
+from benchmarks.common.paths import ROOT
 
-PROCESS = Path(__file__).with_name("cluster_process.py")
 ENVIRONMENT = {
     **ALLOCATOR,
     **ONE_THREAD,
@@ -61,15 +61,22 @@ class Job:
         cores = sorted(os.sched_getaffinity(0))
         try:
             for i, log in enumerate(self._logs):
-                own = [sys.executable, "-u", str(PROCESS), str(i), *self._arguments]
+                own = [
+                    sys.executable,
+                    "-um",
+                    "benchmarks.cluster.process",
+                    str(i),
+                    *self._arguments,
+                ]
                 with log.open("wb") as stderr:
                     process = subprocess.Popen(
                         self._network.command(i, cores[i % len(cores)], own),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stderr,
+                        cwd=ROOT,
                         env={**os.environ, **ENVIRONMENT},
-                        # A Ctrl-C is for cluster.py, which then ends them.
+                        # A Ctrl-C is for the parent, which then ends them.
                         start_new_session=True,
                     )
                 assert process.stdin is not None  # both are pipes
@@ -90,7 +97,7 @@ class Job:
 
         Args:
           seconds: How long to wait for the last of them.
-          **request: See `cluster_process.py`.
+          **request: See `cluster.process`.
 
         Returns:
           Their answers, in the order of the hosts.

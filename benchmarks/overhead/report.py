@@ -1,4 +1,4 @@
-"""The table and the picture of a run of `overhead.py`."""
+"""The table and the picture of a run of `benchmarks.overhead`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
-from tables import markdown
+
+from benchmarks.common.tables import markdown
 
 _HEADER = [
     "gradients of",

@@ -6,7 +6,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def mlp() -> Shapes:
-    """Ten million parameters: the perceptron of `cluster.py`, without its biases."""
+    """Ten million parameters: the perceptron of `benchmarks.cluster`, without its biases."""
     return {f"layer_{i}/kernel": (1000, 1000) for i in range(10)}
 
 

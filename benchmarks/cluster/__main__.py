@@ -1,7 +1,7 @@
 """Step times and bytes of data-parallel training over slow links: jaxcomp beside PyTorch's DDP.
 
-    sudo python benchmarks/cluster.py
-    sudo python benchmarks/cluster.py --rates 1gbit --models mlp --strategies none,powersgd-4
+    sudo python -m benchmarks.cluster
+    sudo python -m benchmarks.cluster --rates 1gbit --models mlp --strategies none,powersgd-4
 
 Starts several processes on this machine, each in its own network namespace and on one core, joins
 them by links of a given rate, and trains the same models with the same strategies in JAX and in
@@ -28,11 +28,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from arguments import at_least, listed, one_of
-from cluster_job import ENVIRONMENT, JobFailed
-from cluster_measure import Plan, measure
-from cluster_net import NetworkUnavailable, check_available
-from cluster_plan import (
+from benchmarks.cluster.job import ENVIRONMENT, JobFailed
+from benchmarks.cluster.measure import Plan, measure
+from benchmarks.cluster.net import NetworkUnavailable, check_available
+from benchmarks.cluster.plan import (
     DEFAULT_RATES,
     DEFAULT_STRATEGIES,
     FRAMEWORKS,
@@ -40,12 +39,14 @@ from cluster_plan import (
     parse_rate,
     parse_strategy,
 )
-from cluster_report import BUSY, Case, all_figures, conditions, figures_of, table
-from machine import describe
+from benchmarks.cluster.report import BUSY, Case, all_figures, conditions, figures_of, table
+from benchmarks.common.arguments import at_least, listed, one_of
+from benchmarks.common.machine import describe
+from benchmarks.common.paths import RESULTS
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
-RESULTS, TRIAL = Path("benchmarks/results"), Path("out/cluster")
+TRIAL = Path("out/cluster")
 _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, _interrupt)
         run = {**settings(plan), "complete": False, "cases": []}
         if run["machine"]["busy_cores_at_start"] > BUSY:
-            print("cluster.py: other programs are running; the times will be off.", file=sys.stderr)
+            print("cluster: other programs are running; the times will be off.", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
         try:
             with contextlib.closing(measure(plan)) as cases:
@@ -72,10 +73,10 @@ def main(argv: list[str] | None = None) -> int:
             if run["cases"]:
                 report(run, out)
     except (NetworkUnavailable, JobFailed) as error:
-        print(f"cluster.py: {error}", file=sys.stderr)
+        print(f"cluster: {error}", file=sys.stderr)
         return EXIT_UNAVAILABLE if isinstance(error, NetworkUnavailable) else EXIT_FAILED
     except KeyboardInterrupt:
-        print("cluster.py: interrupted; processes and namespaces are gone.", file=sys.stderr)
+        print("cluster: interrupted; processes and namespaces are gone.", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
 
@@ -83,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> tuple[Plan, Path]:
     """Arguments as a plan, and where the results go."""
     parser = argparse.ArgumentParser(
-        prog="cluster.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     shown = " (default: %(default)s)"
     add = parser.add_argument
@@ -96,7 +99,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
     add("--seconds-per-case", type=float, default=3.0, metavar="S",
         help="a case whose steps take longer gets by on fewer, at least 2" + shown)  # fmt: skip
     add("--tiny", action="store_true", help="small models, to see whether it works here")
-    add("--out", type=Path, help=f"folder for the results (default: {RESULTS}; {TRIAL} if --tiny)")
+    add("--out", type=Path, help=f"folder (default: benchmarks/results; {TRIAL} if --tiny)")
     given = parser.parse_args(argv)
     try:
         plan = Plan(
@@ -124,7 +127,7 @@ def check_packages(plan: Plan) -> None:
     missing = [p for p in [*wanted, "matplotlib"] if importlib.util.find_spec(p) is None]
     if missing:
         raise NetworkUnavailable(
-            f"cluster.py needs {', '.join(missing)}: pip install -e '.[test]' brings everything."
+            f"benchmarks.cluster needs {', '.join(missing)}: pip install -e '.[test]' brings all."
         )
 
 
@@ -132,7 +135,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     """Where, how and with what this run is made."""
     packages = [package for name in plan.frameworks for package in _PACKAGES[name]]
     how = {**dataclasses.asdict(plan), "environment": ENVIRONMENT}
-    return {**describe(packages), "settings": how}
+    return {**describe("benchmarks.cluster", packages), "settings": how}
 
 
 def _line(case: Case) -> str:
@@ -146,7 +149,7 @@ def _line(case: Case) -> str:
 
 def report(run: dict[str, Any], out: Path) -> None:
     """Writes everything, the table and the picture."""
-    from cluster_plot import plot  # matplotlib, which a refusal does not need
+    from benchmarks.cluster.plot import plot  # matplotlib, which a refusal does not need
 
     (out / "cluster.json").write_text(json.dumps(run, indent=1) + "\n")
     figures = all_figures(Case(**case) for case in run["cases"])

@@ -1,8 +1,8 @@
 """Held-out loss of the language model against steps and bytes, for every way to send gradients.
 
-    python benchmarks/convergence.py                          # what is missing, then the report
-    python benchmarks/convergence.py --only 'difference*' --seeds 1 --report
-    python benchmarks/convergence.py --runs 0 --report        # the report of what is there
+    python -m benchmarks.convergence                          # what is missing, then the report
+    python -m benchmarks.convergence --only 'difference*' --seeds 1 --report
+    python -m benchmarks.convergence --runs 0 --report        # the report of what is there
 
 Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
 and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
@@ -19,18 +19,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from convergence_report import append_run, read_runs, summarise, write_report
-from convergence_strategies import CURVES, STRATEGIES
-from convergence_training import Config, Trainer, corpus
-from machine import describe
+from benchmarks.common.machine import describe
+from benchmarks.common.paths import RESULTS
+from benchmarks.convergence.report import append_run, read_runs, summarise, write_report
+from benchmarks.convergence.strategies import CURVES, STRATEGIES
+from benchmarks.convergence.training import Config, Trainer, corpus
 
 PACKAGES = ("jax", "flax", "optax")
-OUT = Path(__file__).resolve().parent / "results" / "convergence"
+OUT = RESULTS / "convergence"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
         description=__doc__,
         epilog="strategies:\n"
         + "".join(f"  {name:28} {s.summary}\n" for name, s in STRATEGIES.items()),
@@ -85,7 +87,7 @@ def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, 
                 "curve": [(step, sent(step), loss) for step, loss in curve],
                 "seconds": round(seconds, 1),
                 "config": setting,
-                "about": describe(PACKAGES),
+                "about": describe("benchmarks.convergence", PACKAGES),
             }
             append_run(path, run)
             made += 1
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = chosen_strategies(args.only)
         config.check()
     except ValueError as error:
-        print(f"convergence.py: error: {error}", file=sys.stderr)
+        print(f"convergence: error: {error}", file=sys.stderr)
         return 2
     path = args.out.with_suffix(".jsonl")
     limit = sys.maxsize if args.runs is None else args.runs
@@ -109,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.report:
         rows = [row for row in summarise(read_runs(path), asdict(config)) if row.strategy in names]
         if not rows:
-            print("convergence.py: error: no finished runs of this setting", file=sys.stderr)
+            print("convergence: error: no finished runs of this setting", file=sys.stderr)
             return 2
-        about = describe(PACKAGES) | {"setting": asdict(config)}
+        about = describe("benchmarks.convergence", PACKAGES) | {"setting": asdict(config)}
         for written in write_report(rows, stem=args.out, about=about, curves=CURVES):
             print(written)
     return 0

@@ -1,4 +1,4 @@
-"""The torch side of `cluster.py`: DistributedDataParallel and its communication hooks over gloo."""
+"""The torch side of the cluster benchmark: DistributedDataParallel and its hooks over gloo."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster_models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
-from cluster_plan import Strategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -22,6 +20,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.cluster.plan import Strategy
+from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
+
 _PORT = 29_501
 # One bucket: with several, powerSGD_hook hangs over gloo.
 _BUCKET_MEGABYTES = 1_000
@@ -31,7 +32,7 @@ _WARM_UP = _START_ITERATION + 8
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; see `cluster_models.Transformer`."""
+    """A pre-norm transformer block; see `common.models.Transformer`."""
 
     def __init__(self, sizes: Transformer):
         super().__init__()
@@ -52,7 +53,7 @@ class Block(nn.Module):
 
 
 class TorchTransformer(nn.Module):
-    """See `cluster_models.Transformer`."""
+    """See `common.models.Transformer`."""
 
     def __init__(self, sizes: Transformer):
         super().__init__()
@@ -80,7 +81,7 @@ def make_model(sizes: MLP | Transformer) -> nn.Module:
 
 
 class TorchTrainer:
-    """One process of a torch job; see `cluster_process.Trainer`."""
+    """One process of a torch job; see `process.Trainer`."""
 
     def __init__(self, model: str, index: int, processes: int, address: str, *, tiny: bool):
         """Joins the other processes and makes the data."""
@@ -105,7 +106,7 @@ class TorchTrainer:
         self._loss = torch.zeros(())
 
     def prepare(self, strategy: Strategy) -> float | None:
-        """See `cluster_process.Trainer`; torch says nothing of its payload."""
+        """See `process.Trainer`; torch says nothing of its payload."""
         self._model, self._optimizer = nn.Identity(), None
         model = make_model(self._sizes)
         if strategy.kind != "none":
@@ -137,7 +138,7 @@ class TorchTrainer:
             model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
     def sample(self) -> None:
-        """See `cluster_process.Trainer`."""
+        """See `process.Trainer`."""
         for _ in range(self._steps):
             x, y = next(self._feed)
             self._optimizer.zero_grad()
@@ -147,5 +148,5 @@ class TorchTrainer:
             self._optimizer.step()
 
     def loss(self) -> float:
-        """See `cluster_process.Trainer`."""
+        """See `process.Trainer`."""
         return self._loss.item()

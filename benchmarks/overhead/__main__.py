@@ -1,8 +1,8 @@
 """What compression costs by itself: compress, decompress and keep the residual, on one device.
 
-    python benchmarks/overhead.py
-    python benchmarks/overhead.py --trees gpt2-small --ranks 4 --steps 20
-    python benchmarks/overhead.py --device gpu --ranks 4,32
+    python -m benchmarks.overhead
+    python -m benchmarks.overhead --trees gpt2-small --ranks 4 --steps 20
+    python -m benchmarks.overhead --device gpu --ranks 4,32
 
 Times one update of `jaxcomp.powersgd` and one step of torch's `powerSGD_hook` with world size 1, on
 gradients with the shapes of well-known models, in one run: nothing travels, so that all of it is
@@ -29,12 +29,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import at_least, listed, one_of, positive_int
-from machine import ALLOCATOR, ONE_THREAD, describe
-from overhead_report import plot, table
-from overhead_trees import TREES, torch_layout
-
-RESULTS = Path("benchmarks/results")
+from benchmarks.common.arguments import at_least, listed, one_of, positive_int
+from benchmarks.common.machine import ALLOCATOR, ONE_THREAD, describe
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.overhead.report import plot, table
+from benchmarks.overhead.trees import TREES, torch_layout
 
 
 class WorkerFailed(RuntimeError):
@@ -44,7 +43,7 @@ class WorkerFailed(RuntimeError):
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     parser = argparse.ArgumentParser(
-        prog="overhead.py",
+        prog="python -m benchmarks.overhead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,7 +57,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--frameworks", default="jax,torch", help=shown.strip())
     add("--residual-dtype", choices=["float32", "bfloat16"], default="float32", help=shown.strip())
     add("--alternating", action="store_true", help="time jaxcomp's one-sided steps")
-    add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
+    add(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder for the results (default: benchmarks/results)",
+    )
     given = parser.parse_args(argv)
     try:
         given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
@@ -92,9 +96,9 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
     }
     settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
     settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}
-    worker = Path(__file__).with_name(f"overhead_{framework}.py")
     done = subprocess.run(
-        [sys.executable, str(worker)],
+        [sys.executable, "-m", f"benchmarks.overhead.{framework}_worker"],
+        cwd=ROOT,
         input=json.dumps(job),
         stdout=subprocess.PIPE,
         text=True,
@@ -130,7 +134,7 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    run = describe(["numpy"])
+    run = describe("benchmarks.overhead", ["numpy"])
     if given.device == "cpu":
         # The workers inherit both. Threads of one program that share a core wake each other; with
         # the default policy each such hand-over can cost a time slice.
@@ -147,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             run["cases"] += cases
             (given.out / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
     except WorkerFailed as error:
-        print(f"overhead.py: {error}", file=sys.stderr)
+        print(f"overhead: {error}", file=sys.stderr)
         return 1
     text = table(run)
     (given.out / f"{name}.md").write_text(text)

@@ -1,6 +1,6 @@
-"""One process of a run of `cluster.py`, which starts it: answers requests, a JSON line each.
+"""One process of a run of `benchmarks.cluster`: answers requests, a JSON line each.
 
-    cluster_process.py INDEX FRAMEWORK MODEL PROCESSES ADDRESS [tiny]
+    python -m benchmarks.cluster.process INDEX FRAMEWORK MODEL PROCESSES ADDRESS [tiny]
 
 It reads requests from its standard input until that ends:
 
@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster_net import INTERFACE
-from cluster_plan import Strategy, parse_strategy
+from benchmarks.cluster.net import INTERFACE
+from benchmarks.cluster.plan import Strategy, parse_strategy
 
 _COUNTERS = Path("/sys/class/net") / INTERFACE / "statistics"
 
@@ -50,10 +50,10 @@ def connect(
     """Joins the other processes."""
     # Only one of the frameworks is ever loaded: their thread pools would share the core.
     if framework == "jax":
-        from cluster_jax import JaxTrainer
+        from benchmarks.cluster.jax_trainer import JaxTrainer
 
         return JaxTrainer(model, index, processes, address, tiny=tiny)
-    from cluster_torch import TorchTrainer
+    from benchmarks.cluster.torch_trainer import TorchTrainer
 
     return TorchTrainer(model, index, processes, address, tiny=tiny)
 

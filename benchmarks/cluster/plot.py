@@ -1,4 +1,4 @@
-"""The picture of a run of `cluster.py`: step time against the rate of the links."""
+"""The picture of a run of `benchmarks.cluster`: step time against the rate of the links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
-from cluster_report import Figures, Key
+
+from benchmarks.cluster.report import Figures, Key
 
 
 def plot(figures: Mapping[Key, Figures], path: Path) -> None:

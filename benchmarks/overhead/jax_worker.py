@@ -1,4 +1,4 @@
-"""Times jaxcomp's update alone on one device; a worker of `overhead.py`.
+"""Times jaxcomp's update alone on one device; a worker of `benchmarks.overhead`.
 
 Reads a job as JSON from standard input and prints one JSON line for the copy bandwidth and one for
 every rank.

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from convergence_int4 import average_int4, int4_bytes
 
 import jaxcomp
+from benchmarks.convergence.int4 import average_int4, int4_bytes
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import as_local

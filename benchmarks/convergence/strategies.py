@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import optax
-from convergence_reducers import difference, low_rank, low_rank_bytes, whitened
-from convergence_training import AXIS, Config, adamw, early_momentum
 
 import jaxcomp
+from benchmarks.convergence.reducers import difference, low_rank, low_rank_bytes, whitened
+from benchmarks.convergence.training import AXIS, Config, adamw, early_momentum
 
 Tree = Any
 Make = Callable[[Config], jaxcomp.Reducer | optax.GradientTransformation]
@@ -141,7 +141,7 @@ def _low_rank(
     momentum: float = 0.9,
     **options: Any,
 ) -> Strategy:
-    """`convergence_reducers.low_rank` in a wrapper that gives it a residual."""
+    """`reducers.low_rank` in a wrapper that gives it a residual."""
     return _every_step(
         family,
         summary,
@@ -155,7 +155,7 @@ def _low_rank(
 
 
 def _difference(summary: str, rank: int, *, rate: float = 1.0, **options: Any) -> Strategy:
-    """`convergence_reducers.difference` in front of Adam without a momentum of its own."""
+    """`reducers.difference` in front of Adam without a momentum of its own."""
     wrap = lambda reducer: difference(reducer)  # noqa: E731
     return _low_rank(
         summary, rank, family="difference", wrap=wrap, rate=rate, momentum=0.0, **options

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cluster_plan import Rate
+from benchmarks.cluster.plan import Rate
 
 INTERFACE = "eth0"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
@@ -41,15 +41,15 @@ def check_available() -> None:
     """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         raise NetworkUnavailable(
-            "cluster.py makes network namespaces and shapes links, which needs root on Linux: run "
+            "benchmarks.cluster makes namespaces and shapes links, which needs root on Linux: run "
             "it with sudo, or in a container with --cap-add=NET_ADMIN,SYS_ADMIN."
         )
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
         raise NetworkUnavailable(
-            f"cluster.py needs the commands {', '.join(missing)}: install the packages {packages} "
-            f"(apt-get install {packages})."
+            f"benchmarks.cluster needs the commands {', '.join(missing)}: install the packages "
+            f"{packages} (apt-get install {packages})."
         )
 
 

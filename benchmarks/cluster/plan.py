@@ -1,4 +1,4 @@
-"""What `cluster.py` measures: rates, strategies, and the arithmetic that needs no network."""
+"""What the cluster benchmark measures: rates, strategies, and arithmetic without a network."""
 
 from __future__ import annotations
 

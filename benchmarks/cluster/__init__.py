@@ -1,0 +1,1 @@
+"""Step times and bytes over shaped links, jaxcomp beside PyTorch's DDP."""

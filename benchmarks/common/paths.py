@@ -1,0 +1,10 @@
+"""Where the repository is, and where results go in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Child processes start here, so that they find `benchmarks` as their parent did.
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLES = ROOT / "examples"

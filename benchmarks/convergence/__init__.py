@@ -1,0 +1,1 @@
+"""Held-out loss against steps and bytes."""

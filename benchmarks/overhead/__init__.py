@@ -1,0 +1,1 @@
+"""What compression costs by itself on one device."""
