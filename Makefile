@@ -26,7 +26,7 @@ $(VENV)/.test: $(BIN)/python pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.examples
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/language_model/demo.py
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile

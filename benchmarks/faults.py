@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.common.paths import EXAMPLES
+from benchmarks.common.paths import LANGUAGE_MODEL
 
-SCRIPT = EXAMPLES / "train_multihost.py"
+SCRIPT = LANGUAGE_MODEL / "train_multihost.py"
 # Small enough for four processes on two cores, large enough for every matrix to be compressed.
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--rank", "2"]
 MODEL += ["--batch-size", "24", "--start-step", "5", "--eval-sequences", "240"]
@@ -71,7 +71,7 @@ class Job:
           processes: How many.
           directory: For their output and, where the environment names no other, the compilation
             cache.
-          *arguments: Of examples/train_multihost.py, the same for all.
+          *arguments: Of examples/language_model/train_multihost.py, the same for all.
           each: Further arguments of each process.
           scheduler: The variables by which a scheduler tells each process who the others are; empty
             to tell it by flags.

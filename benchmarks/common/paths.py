@@ -7,4 +7,4 @@ from pathlib import Path
 # Child processes start here, so that they find `benchmarks` as their parent did.
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-EXAMPLES = ROOT / "examples"
+LANGUAGE_MODEL = ROOT / "examples" / "language_model"

@@ -19,9 +19,9 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks.common.paths import EXAMPLES
+from benchmarks.common.paths import LANGUAGE_MODEL
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(LANGUAGE_MODEL))
 from lm import (
     Corpus,
     ModelConfig,

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import train_lm
+import train
 from paths import ROOT
 from runners import mesh_of
 
@@ -130,8 +130,8 @@ def test_the_commands_about_checkpoints_are_understood():
     assert len(commands) == 5
     for command in commands:
         python, script, *arguments = shlex.split(command, comments=True)
-        assert (python, script) == ("python", "examples/train_lm.py")
-        train_lm.parser().parse_args(arguments)
+        assert (python, script) == ("python", "examples/language_model/train.py")
+        train.parser().parse_args(arguments)
 
 
 def test_every_file_that_the_documents_link_to_exists():

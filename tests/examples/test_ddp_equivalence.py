@@ -1,4 +1,4 @@
-"""examples/ddp_equivalence.py: the three ways end with the same weights. And local_sgd.py runs."""
+"""ddp_equivalence.py: the three ways end with the same weights. And local_sgd.py runs."""
 
 import ddp_equivalence
 import jax

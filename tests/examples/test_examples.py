@@ -14,14 +14,14 @@ import hybrid_mesh
 import jax
 import jax.numpy as jnp
 import lm
-import lm_strategies
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import train_lm
+import strategies
+import train
 from data_parallel import ShardMap, new_state
-from paths import EXAMPLES
+from paths import LANGUAGE_MODEL
 from replica_groups import replica_groups
 from runners import collectives
 
@@ -52,7 +52,7 @@ def script(tmp_path_factory):
     }
 
     def run(name, *arguments):
-        program = [name] if name == "-c" else [str(EXAMPLES / name)]
+        program = [name] if name == "-c" else [str(LANGUAGE_MODEL / name)]
         return subprocess.run(
             [sys.executable, *program, *map(str, arguments)],
             env=environment,
@@ -67,11 +67,11 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(script, tmp_path_factory):
-    """Trains with `train_lm.py` and returns (steps, losses, held-out losses, bytes sent)."""
+    """Trains with `train.py` and returns (steps, losses, held-out losses, bytes sent)."""
     directory = tmp_path_factory.mktemp("logs")
 
     def train(log, *arguments):
-        result = script("train_lm.py", *TINY, "--log", directory / log, *arguments)
+        result = script("train.py", *TINY, "--log", directory / log, *arguments)
         assert result.returncode == 0, result.stderr
         return curve(directory / log), result.stdout
 
@@ -135,12 +135,12 @@ def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupte
         np.testing.assert_array_equal(resumed[step], values)
 
 
-# Runs train_lm.py, which dies at the very moment in which orbax would complete a certain step.
+# Runs train.py, which dies at the very moment in which orbax would complete a certain step.
 KILLED = """
 import os, signal, sys
 
 sys.path.insert(0, sys.argv.pop(1))
-import train_lm
+import train
 
 rename = os.rename
 
@@ -150,7 +150,7 @@ def rename_or_die(source, target, **options):
     rename(source, target, **options)
 
 os.rename = rename_or_die
-sys.exit(train_lm.main())
+sys.exit(train.main())
 """
 
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(
 ):
     directory, died = copied(interrupted, tmp_path), STOP + 2
     arguments = [*TINY, "--devices", 4, "--checkpoint-dir", directory, "--resume"]
-    killed = script("-c", KILLED.format(step=died), EXAMPLES, *arguments)
+    killed = script("-c", KILLED.format(step=died), LANGUAGE_MODEL, *arguments)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = directory.glob(f"{died}.*")  # orbax's temporary directory, not renamed
     # All of it was written by then; a moment earlier not all of it would have been.
@@ -220,8 +220,8 @@ def test_switching_compression_off_and_on_again(trained, uninterrupted, interrup
 
 def test_int8s_bytes_are_those_of_the_compiled_program(devices):
     config, replicas = lm.ModelConfig(layers=1, width=32, heads=2, context=16), 4
-    model, options = lm.Transformer(config), lm_strategies.Options()
-    params, int8 = lm.init_params(model, 0), lm_strategies.STRATEGIES["int8"]
+    model, options = lm.Transformer(config), strategies.Options()
+    params, int8 = lm.init_params(model, 0), strategies.STRATEGIES["int8"]
     tx = int8.transformation(options, optax.sgd(0.1), "data")
     mapped = ShardMap(partial(lm.loss_fn, model), devices[:replicas])
     with jax.numpy_dtype_promotion("standard"):
@@ -239,10 +239,10 @@ def test_int8s_bytes_are_those_of_the_compiled_program(devices):
 
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrupted):
     arguments = [*TINY, "--width", "64", "--checkpoint-dir", interrupted, "--resume"]
-    result = script("train_lm.py", *arguments, "--devices", 4)
+    result = script("train.py", *arguments, "--devices", 4)
     assert result.returncode == 2
     assert result.stderr.strip().splitlines() == [
-        "train_lm.py: error: cannot resume: the checkpoint is of a run with --width 32, not 64"
+        "train.py: error: cannot resume: the checkpoint is of a run with --width 32, not 64"
     ]
 
 
@@ -270,12 +270,12 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(script, interrup
 def test_wrong_input_gives_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
     arguments = [a.format(tmp=tmp_path) for a in arguments]
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, *arguments])
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
     with pytest.raises(SystemExit) as exit_:
-        train_lm.main()
+        train.main()
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("train_lm.py: error: ")
+    assert line.startswith("train.py: error: ")
     assert message in line
 
 
@@ -291,17 +291,17 @@ def test_a_checkpoint_of_another_program_is_refused(items, message, monkeypatch,
     with ocp.CheckpointManager(tmp_path / "run", item_names=items) as manager:
         manager.save(2, args=ocp.args.Composite(**{name: content[name] for name in items}))
     arguments = [*TINY, "--checkpoint-dir", str(tmp_path / "run"), "--resume", "--devices", "4"]
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as exit_, jax.numpy_dtype_promotion("standard"):
-        train_lm.main()
+        train.main()
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("train_lm.py: error: cannot resume: the checkpoint ")
+    assert line.startswith("train.py: error: cannot resume: the checkpoint ")
     assert message in line
 
 
 def test_checkpoints_are_not_overwritten_by_a_new_run(script, interrupted):
-    result = script("train_lm.py", *TINY, "--checkpoint-dir", interrupted, "--devices", 4)
+    result = script("train.py", *TINY, "--checkpoint-dir", interrupted, "--devices", 4)
     assert result.returncode == 2
     assert "already holds checkpoints: add --resume" in result.stderr
     assert "Traceback" not in result.stderr
@@ -352,12 +352,12 @@ def test_replica_groups_in_an_unknown_form_are_not_counted_as_none(groups):
 
 
 @pytest.mark.parametrize(
-    "name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train_lm.py", "train_multihost.py"]
+    "name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train.py", "train_multihost.py"]
 )
 def test_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        runpy.run_path(str(LANGUAGE_MODEL / name), run_name="__main__")
     assert exit_.value.code == 0
     printed = capsys.readouterr()
     assert "--steps" in printed.out

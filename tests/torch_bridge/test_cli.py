@@ -128,7 +128,7 @@ def test_to_flax_restores_as_a_train_state(call, torch_file, tmp_path):
     tx = optax.chain(jaxcomp.powersgd(2, axis_name="data"), optax.sgd(0.1, momentum=0.9))
     like = TrainState.create(apply_fn=None, params=cli_model.params(), tx=tx)
     like = like.replace(step=jnp.zeros((), jnp.int32))
-    # As examples/lm_checkpoints.py restores.
+    # As examples/language_model/checkpoints.py restores.
     with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "config")) as manager:
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(jax.device_get(like)), config=ocp.args.JsonRestore()

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "migrate_from_torch.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "migrate" / "from_torch.py"
 
 
 def test_a_run_that_moves_has_the_losses_of_one_that_stays(tmp_path):

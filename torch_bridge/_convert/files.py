@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 
-# As examples/lm_checkpoints.py names them.
+# As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from paths import EXAMPLES
+from paths import LANGUAGE_MODEL
 from replica_groups import replica_groups
 from runners import random_grads
 
@@ -284,7 +284,7 @@ def test_bfloat16_gradients_beside_automatic_axes(wire):
 
 
 def test_the_example_trains():
-    script = EXAMPLES / "hybrid_mesh.py"
+    script = LANGUAGE_MODEL / "hybrid_mesh.py"
     arguments = ["--mode", "replicated", "--width", "32", "--steps", "10", "--rank", "2"]
     result = subprocess.run(
         [sys.executable, script, *arguments],

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_parallel import MAPPINGS, local_devices
-from lm_strategies import COMM_DTYPES, STRATEGIES
-from lm_training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from strategies import COMM_DTYPES, STRATEGIES
+from training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError
 
 EXAMPLES = """
 examples:
-  python examples/train_lm.py --strategy allreduce
-  python examples/train_lm.py --strategy powersgd --rank 16 --mapping shard_map
-  python examples/train_lm.py --strategy powersgd --rank 16 --comm-dtype int8
-  python examples/train_lm.py --checkpoint-dir checkpoints/run1            # and, after a crash,
-  python examples/train_lm.py --checkpoint-dir checkpoints/run1 --resume
+  python examples/language_model/train.py --strategy allreduce
+  python examples/language_model/train.py --strategy powersgd --rank 16 --mapping shard_map
+  python examples/language_model/train.py --strategy powersgd --rank 16 --comm-dtype int8
+  python examples/language_model/train.py --checkpoint-dir runs/1         # and, after a crash,
+  python examples/language_model/train.py --checkpoint-dir runs/1 --resume
 
 The curve of a resumed run is that of an uninterrupted one, on any number of devices. The parts a
 training script of your own needs are in data_parallel.py.

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import ModelConfig, Transformer, init_params, load_corpus, loss_fn, training_batch
 from replica_groups import replica_groups
-from train_lm import Parser
+from train import Parser
 
 import jaxcomp
 

@@ -1,4 +1,4 @@
-"""What `migrate_from_torch.py` runs: the cases and when they move. Imports no framework."""
+"""What `from_torch.py` runs: the cases and when they move. Imports no framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of `migrate_from_torch.py` and their data: each once in torch and once in Flax.
+"""The models of `from_torch.py` and their data: each once in torch and once in Flax.
 
 The names agree (``block_0.qkv.weight`` and ``block_0/qkv/kernel``), so that no rule is needed to
 find the counterpart of a tensor. Attention's query, key and value are one kernel in both. GELU

@@ -1,6 +1,6 @@
 """Local SGD and DiLoCo against data parallel: held-out loss, and the bytes that it took.
 
-The language model of train_lm.py, small enough for a CPU, trained six times on the same data. What
+The language model of train.py, small enough for a CPU, trained six times on the same data. What
 a training script of your own needs is in `local_step`, an ordinary training step for one device,
 and in `STRATEGIES`, which says how replicas meet.
 """
@@ -33,8 +33,8 @@ from lm import (
     loss_fn,
     training_batch,
 )
-from lm_strategies import adamw, dense_bytes
-from train_lm import Parser
+from strategies import adamw, dense_bytes
+from train import Parser
 
 import jaxcomp
 

@@ -1,6 +1,6 @@
 """Move a training run from PyTorch DDP to JAX and back, and compare it with one that never moved.
 
-    python examples/migrate_from_torch.py --out out/migration
+    python examples/migrate/from_torch.py --out out/migration
 
 Each run trains in PyTorch DDP with powerSGD_hook (2 processes over gloo), is saved, goes on in JAX
 on 2 devices, is saved, and goes on in PyTorch. Beside it the same run stays in PyTorch throughout.
@@ -21,21 +21,23 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from data_parallel import ShardMap, local_devices, new_state
-from migrate_models import FLAX_MODELS, flax_batch, flax_loss
-from migrate_plan import CASES, MOVES, STEPS, WORLD, Case
+from models import FLAX_MODELS, flax_batch, flax_loss
+from plan import CASES, MOVES, STEPS, WORLD, Case
 from rich.console import Console
 from rich.table import Table
 
 import jaxcomp
 import torch_bridge
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "language_model"))
+from data_parallel import ShardMap, local_devices, new_state
+
 TOLERANCE = 1e-4
 
 
 def torch_job(phase: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Run both ranks of the torch half; the mean loss per step of every case."""
-    job = pathlib.Path(__file__).with_name("migrate_torch_job.py")
+    job = pathlib.Path(__file__).with_name("torch_job.py")
     ranks = [
         subprocess.Popen([sys.executable, str(job), phase, str(rank), str(folder)])
         for rank in range(WORLD)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from data_parallel import Device, local_devices
 from demo_plot import plot
-from lm_training import Run, RunConfig, UsageError
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from train_lm import Parser, readable
+from train import Parser, readable
+from training import Run, RunConfig, UsageError
 
 # Small enough for two CPU cores. The first 2.5% of the steps are the exact average, because the
 # gradients of a fresh model change too fast to follow. More would help the loss, but cost bytes:

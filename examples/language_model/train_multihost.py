@@ -1,4 +1,4 @@
-"""Trains the language model of train_lm.py on many hosts: one process each, started by a scheduler.
+"""Trains the language model of train.py on many hosts: one process each, started by a scheduler.
 
 Every process runs this same command. Under SLURM, Open MPI or Kubernetes, JAX finds out by itself
 who the others are; elsewhere say so with --coordinator, --processes and --process-id.
@@ -30,8 +30,8 @@ from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm_training import CheckpointError, Run, RunConfig, UsageError
-from train_lm import Log, Parser, open_checkpoints, parser, readable
+from train import Log, Parser, open_checkpoints, parser, readable
+from training import CheckpointError, Run, RunConfig, UsageError
 
 import jaxcomp
 
@@ -107,7 +107,7 @@ class Processes(ShardMap):
 
 
 def command_line() -> Parser:
-    """That of train_lm.py, with what a scheduler would otherwise say."""
+    """That of train.py, with what a scheduler would otherwise say."""
     p = parser(local=False)
     p.description, p.epilog = __doc__, None
     shown = " (default: %(default)s)"

@@ -1,6 +1,6 @@
-"""The PyTorch half of `migrate_from_torch.py`: one rank of a DDP job over gloo.
+"""The PyTorch half of `from_torch.py`: one rank of a DDP job over gloo.
 
-    python examples/migrate_torch_job.py FIRST|LAST RANK FOLDER
+    python examples/migrate/torch_job.py FIRST|LAST RANK FOLDER
 
 FIRST trains every case without a break, and writes a checkpoint at the first move on the way. LAST
 goes on from the checkpoints that came back from JAX. Losses go to FOLDER, one file per rank.
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from migrate_models import TORCH_MODELS, batch, torch_loss
-from migrate_plan import CASES, MOVES, START, STEPS, WORLD, Case
+from models import TORCH_MODELS, batch, torch_loss
+from plan import CASES, MOVES, START, STEPS, WORLD, Case
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,6 +1,6 @@
 """One training run of the language model, as an iterator over its steps.
 
-`train_lm.py` gives it a command line and `demo.py` runs several beside each other.
+`train.py` gives it a command line and `demo.py` runs several beside each other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from checkpoints import CheckpointError, Checkpoints
 from data_parallel import MAPPINGS, Device, new_state
 from flax.training.train_state import TrainState
 from lm import (
@@ -27,8 +28,7 @@ from lm import (
     loss_fn,
     training_batch,
 )
-from lm_checkpoints import CheckpointError, Checkpoints
-from lm_strategies import COMM_DTYPES, STRATEGIES, Options, adamw
+from strategies import COMM_DTYPES, STRATEGIES, Options, adamw
 
 import jaxcomp
 
@@ -42,7 +42,7 @@ class RunConfig:
     """Everything that determines a run. Two runs with equal configurations have the same curve.
 
     Attributes:
-      strategy: A key of `lm_strategies.STRATEGIES`.
+      strategy: A key of `strategies.STRATEGIES`.
       rank: Rank of the compressed gradients.
       start_step: Steps before compression begins.
       comm_dtype: How the factors of compressed gradients travel; a key of `COMM_DTYPES`.
