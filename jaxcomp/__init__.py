@@ -5,16 +5,11 @@ from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
+from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.local_stats import LevelStats, LocalSGDStats, local_sgd_stats
 from jaxcomp._bytes.ranks import ranks_by_spectrum
-from jaxcomp._bytes.stats import (
-    CompressionStats,
-    LeafStats,
-    batched_stats,
-    compression_stats,
-    quantized_stats,
-)
+from jaxcomp._bytes.stats import batched_stats, compression_stats, quantized_stats
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.meeting import average
 from jaxcomp._local.round import LocalSGDRound, local_sgd_round

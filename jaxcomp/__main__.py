@@ -16,6 +16,7 @@ from jaxcomp._adviser.calibration import ASSUMED, Calibration
 from jaxcomp._adviser.measure import measure
 from jaxcomp._adviser.shapes import assumed_params, read_params
 from jaxcomp._adviser.units import parse_bandwidth, parse_count
+from jaxcomp._base.checks import ParameterError
 from jaxcomp._base.typing import PyTree
 from jaxcomp._bytes.stats import compression_stats
 
@@ -56,9 +57,6 @@ example:
 
 It sees the devices of this process. On several hosts call jaxcomp.measure in your own script.
 """
-# Messages name Python's arguments; these are the same on the command line.
-_AS_OPTIONS = ("step_time", "backward_overlap", "sync_every", "min_compression_rate", "comm_dtype")
-_AS_OPTIONS += ("replicas", "bandwidth", "latency", "workers", "ranks", "rank", "device")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,11 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"advise": _advise, "stats": _stats, "measure": _measure}
     try:
         print(commands[options.command](options))
+    except ParameterError as error:
+        option = f"--{error.parameter.replace('_', '-')}"
+        print(f"error: {option} {error.problem}", file=sys.stderr)
+        return USAGE
     except ValueError as error:
-        text = str(error)
-        for name in _AS_OPTIONS:
-            text = text.replace(f"`{name}`", f"--{name.replace('_', '-')}")
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return USAGE
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror or error}.", file=sys.stderr)
@@ -170,7 +169,7 @@ def _advise(options: argparse.Namespace) -> str:
     elif options.calibration:
         calibration = Calibration.from_json(options.calibration.read_text())
     if options.device_bandwidth:
-        memory = parse_bandwidth("--device-bandwidth", options.device_bandwidth)
+        memory = parse_bandwidth("device_bandwidth", options.device_bandwidth)
         said = f"{calibration.device}; memory at {memory / 1e9:g} GB/s as given"
         calibration = dataclasses.replace(calibration, memory_bandwidth=memory, device=said)
     advice = advise(

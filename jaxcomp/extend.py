@@ -5,26 +5,31 @@ matrices, orthonormal bases, means of several arrays in one collective, and the 
 that every reducer's step has in common. Names here are public, as those of `jaxcomp` itself are.
 """
 
-from jaxcomp._base.dtypes import round_to
+from jaxcomp._base.leaves import round_to
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, is_compressed, plan_leaves
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
+from jaxcomp._reducers.contract import reduction_of
+from jaxcomp._reducers.opening import OpenStep, open_step
 
 __all__ = [
     "BlockLayout",
     "ExactLayout",
     "LeafPlan",
     "MatrixView",
+    "OpenStep",
     "Reduced",
     "axis_size",
     "is_compressed",
     "map_by_shape",
     "mean_by_shares",
     "mean_each",
+    "open_step",
     "orthogonalize",
     "plan_leaves",
     "reduce_mean",
+    "reduction_of",
     "round_to",
 ]

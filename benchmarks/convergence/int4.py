@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.dtypes import round_to
+from jaxcomp._base.leaves import round_to
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import exchange, gather, replica_index
 from jaxcomp._mesh.shares import BlockLayout

@@ -15,8 +15,8 @@ from jaxcomp._adviser.model import step_time as modelled_step_time
 from jaxcomp._adviser.shapes import assumed_params, count_values
 from jaxcomp._adviser.strategies import LOCAL_SGD, ONE_SIDED, Strategies
 from jaxcomp._adviser.units import format_time, parse_bandwidth, parse_time
-from jaxcomp._base.checks import check_int, check_number
-from jaxcomp._base.dtypes import checked_factor_dtype
+from jaxcomp._base.checks import ParameterError, check_int, check_number
+from jaxcomp._base.leaves import checked_factor_dtype
 from jaxcomp._base.typing import DType, PyTree
 
 # A gain below this is within the error of the model, and not worth what compression costs in loss.
@@ -88,7 +88,7 @@ def advise(
       False
     """
     workers = check_int("workers", workers, 1)
-    compute = parse_time("`step_time`", step_time, positive=True)
+    compute = parse_time("step_time", step_time, positive=True)
     overlap = check_number("backward_overlap", backward_overlap, 0, 1)
     sync_every = check_int("sync_every", sync_every, 1)
     constants = _constants(device, calibration)
@@ -125,7 +125,7 @@ def advise(
 
 def _constants(device: str, calibration: Calibration | None) -> Calibration:
     if device not in ASSUMED:
-        raise ValueError(f"`device` must be one of {', '.join(ASSUMED)}, got {device!r}.")
+        raise ParameterError("device", f"must be one of {', '.join(ASSUMED)}, got {device!r}.")
     return calibration or ASSUMED[device]
 
 
@@ -133,21 +133,20 @@ def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) ->
     if bandwidth is not None:
         return Link(
             workers,
-            parse_bandwidth("`bandwidth`", bandwidth),
-            parse_time("`latency`", 50e-6 if latency is None else latency),
+            parse_bandwidth("bandwidth", bandwidth),
+            parse_time("latency", 50e-6 if latency is None else latency),
         )
     if constants.devices == 1:
-        raise ValueError(
-            "`bandwidth` is missing, and no all-reduce was measured. Give it (10Gbit), or measure "
-            "where JAX sees several devices."
+        raise ParameterError(
+            "bandwidth",
+            "is missing, and no all-reduce was measured. Give it (10Gbit), or measure where JAX "
+            "sees several devices.",
         )
     # What was measured holds the link. More workers than were measured take more of a ring's steps.
     hop = constants.allreduce.overhead / (2 * (constants.devices - 1))
     steps = 2 * (workers - 1) - 2 * (constants.devices - 1)
     measured = max(0.0, steps * hop / (2 * (workers - 1))) if workers > 1 else 0.0
-    return Link(
-        workers, math.inf, measured if latency is None else parse_time("`latency`", latency)
-    )
+    return Link(workers, math.inf, measured if latency is None else parse_time("latency", latency))
 
 
 def _predict(

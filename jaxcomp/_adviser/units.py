@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from jaxcomp._base.checks import ParameterError
+
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -22,7 +24,7 @@ def parse_bandwidth(name: str, value: str | float) -> float:
     """Bytes per second, from a text such as ``10Gbit``, ``1Gbit/s``, ``100Mbps`` or ``12.5GB/s``.
 
     Args:
-      name: What to call the value in an error.
+      name: Of the argument, for an error.
       value: The text, or a number of bytes per second.
 
     Raises:
@@ -33,7 +35,7 @@ def parse_bandwidth(name: str, value: str | float) -> float:
         return _checked(name, value, float(value), hint, positive=True)
     match = _BANDWIDTH.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"{name} is no bandwidth: {value!r}. {hint}")
+        raise ParameterError(name, f"is no bandwidth: {value!r}. {hint}")
     number, prefix, binary, unit = match.groups()
     scale = (_BINARY if binary else _PREFIXES)[prefix.lower()]
     bits = unit == "b" or unit.lower().startswith("bit")
@@ -44,7 +46,7 @@ def parse_time(name: str, value: str | float, *, positive: bool = False) -> floa
     """Seconds, from a text such as ``50us``, ``1ms`` or ``0.12s``.
 
     Args:
-      name: What to call the value in an error.
+      name: Of the argument, for an error.
       value: The text, or a number of seconds.
       positive: Whether zero is refused.
 
@@ -56,7 +58,7 @@ def parse_time(name: str, value: str | float, *, positive: bool = False) -> floa
         return _checked(name, value, float(value), hint, positive)
     match = _TIME.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"{name} is no time: {value!r}. {hint}")
+        raise ParameterError(name, f"is no time: {value!r}. {hint}")
     return _checked(name, value, _float(match[1]) * _TIMES[match[2]], hint, positive)
 
 
@@ -102,5 +104,5 @@ def _float(digits: str) -> float:
 def _checked(name: str, given: object, value: float, hint: str, positive: bool) -> float:
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         kind = "positive and finite" if positive else "finite and not negative"
-        raise ValueError(f"{name} must be {kind}, got {given!r}. {hint}")
+        raise ParameterError(name, f"must be {kind}, got {given!r}. {hint}")
     return value

@@ -11,6 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 
 
+class ParameterError(ValueError):
+    """An argument that cannot be used.
+
+    Attributes:
+      parameter: Its name in Python. The command line shows its own.
+      problem: What is wrong with it and what to do, to follow the name.
+    """
+
+    def __init__(self, parameter: str, problem: str) -> None:
+        super().__init__(parameter, problem)
+        self.parameter, self.problem = parameter, problem
+
+    def __str__(self) -> str:
+        return f"`{self.parameter}` {self.problem}"
+
+
 def check_axis_name(axis_name: Any) -> None:
     """Refuses anything but a string or a non-empty tuple of distinct strings.
 
@@ -23,9 +39,10 @@ def check_axis_name(axis_name: Any) -> None:
         or not all(isinstance(n, str) and n for n in names)
         or len(set(names)) < len(names)
     ):
-        raise ValueError(
-            f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
-            "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
+        raise ParameterError(
+            "axis_name",
+            f"must be a string or a tuple of distinct strings, got {axis_name!r}. Pass the "
+            "axis_name of your pmap or vmap, or the mesh axis of your shard_map.",
         )
 
 
@@ -37,9 +54,9 @@ def check_int(name: str, value: Any, minimum: int) -> int:
     """
     kind = {0: "a non-negative integer", 1: "a positive integer"}[minimum]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"`{name}` must be {kind}, got {value!r}.{_static_hint(name, value)}")
+        raise ParameterError(name, f"must be {kind}, got {value!r}.{_static_hint(name, value)}")
     if value < minimum:
-        raise ValueError(f"`{name}` must be {kind}, got {name}={value}.")
+        raise ParameterError(name, f"must be {kind}, got {name}={value}.")
     return int(value)
 
 
@@ -50,7 +67,7 @@ def check_function(name: str, value: Any) -> Any:
       ValueError: Otherwise.
     """
     if value is not None and not callable(value):
-        raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
+        raise ParameterError(name, f"must be a function of (path, leaf) or None, got {value!r}.")
     return value
 
 
@@ -61,9 +78,8 @@ def check_flag(name: str, value: Any) -> bool:
       ValueError: Otherwise, also for a traced value.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(
-            f"`{name}` must be True or False, got {value!r}.{_static_hint(name, value)}"
-        )
+        hint = _static_hint(name, value)
+        raise ParameterError(name, f"must be True or False, got {value!r}.{hint}")
     return bool(value)
 
 
@@ -82,7 +98,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
     if not (number or array) or not minimum <= float(value) <= maximum or math.isinf(value):
         bounds = f"at least {minimum:g}" + (f" and at most {maximum:g}" * (maximum < math.inf))
-        raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
+        raise ParameterError(name, f"must be a finite number, {bounds}, got {value!r}.")
     return value if array else float(value)
 
 
@@ -93,7 +109,7 @@ def check_static_number(name: str, value: Any, minimum: float) -> float:
       ValueError: For a traced value and for anything else than a finite number in range.
     """
     if _is_array(value):
-        raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
+        raise ParameterError(name, f"must be a Python number.{_static_hint(name, value)}")
     return float(check_number(name, value, minimum))
 
 

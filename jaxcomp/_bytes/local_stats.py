@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxcomp._base.dtypes import compute_dtype
-from jaxcomp._base.trees import leaf_dtype
+from jaxcomp._base.stats import dense_leaves
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._bytes.stats import CompressionStats
-from jaxcomp._local.fragments import make_fragments
 from jaxcomp._local.periods import check_periods
+from jaxcomp._local.sent import Sent
 from jaxcomp._mesh.axes import axis_tuple
 
 
@@ -85,32 +80,23 @@ def local_sgd_stats(
     if isinstance(sync_every, Mapping):
         axes = tuple(dict.fromkeys(name for key in sync_every for name in axis_tuple(key)))
     periods = check_periods(sync_every, axes, 0, None, fragments)
-    split = make_fragments(params, fragments)
-    exact = _exact_bytes(params) + _exact_bytes(inner_state)
-    if reduced is None:
-        parts = [_exact_bytes(split.take(params, k)) for k in range(fragments)]
-        parts[-1] += _exact_bytes(inner_state)
-    else:
-        parts = [reduced(split.take(params, k)).bytes_after for k in range(fragments)]
-        parts[-1] += _exact_bytes(inner_state)
-
-    levels = []
-    for level, wider in zip(periods.levels, [*periods.levels[1:], None], strict=True):
-        payload = exact if wider else sum(parts)
+    given = reduced  # of a part, whatever came before
+    sent = Sent(
+        periods,
+        None if given is None else lambda part, nth: given(part),
+        inner_state is not None,
+        lambda params: inner_state,
+    )
+    hierarchy = periods.levels if isinstance(sync_every, Mapping) else ()
+    levels, peaks = [], []
+    for number, level in enumerate(periods.levels, start=1):
+        wider = periods.levels[number] if number < len(periods.levels) else None
+        numbers = [number] if fragments == 1 else range(1, fragments + 1)
+        payloads = [sent.payload(params, event, None).bytes_after for event in numbers]
         share = 1 / level.period - (1 / wider.period if wider else 0)
-        names = level.axes if isinstance(sync_every, Mapping) else ()
-        levels.append(LevelStats(names, level.period, payload, payload * share))
-    narrow = [level.bytes_per_sync for level in levels[:-1] if level.bytes_per_step]
-    before = sum(x.size * x.dtype.itemsize for x in _floats(params))
+        axes = level.axes if hierarchy else ()
+        levels.append(LevelStats(axes, level.period, sum(payloads), sum(payloads) * share))
+        peaks += payloads if share else []
+    before = CompressionStats.of(dense_leaves(params)).bytes_before
     per_step = sum(level.bytes_per_step for level in levels)
-    return LocalSGDStats(tuple(levels), before, per_step, max([*parts, *narrow]))
-
-
-def _floats(tree: PyTree) -> list[jax.ShapeDtypeStruct]:
-    leaves = [jax.ShapeDtypeStruct(np.shape(x), leaf_dtype(x)) for x in jax.tree.leaves(tree)]
-    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-
-def _exact_bytes(tree: PyTree) -> int:
-    """Of `average`: float32, or the leaf's own dtype where that is wider."""
-    return sum(x.size * jnp.dtype(compute_dtype(x.dtype)).itemsize for x in _floats(tree))
+    return LocalSGDStats(tuple(levels), before, per_step, max(peaks))

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
-from jaxcomp._base.dtypes import checked_factor_dtype
-from jaxcomp._base.trees import leaf_name
+from jaxcomp._base.leaves import checked_factor_dtype, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._bytes.stats import wire_bytes
 from jaxcomp._lowrank.matricize import LeafPlan, is_compressed, plan_leaves
+from jaxcomp._reducers.factor_bytes import leaf_bytes
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12
@@ -87,7 +86,7 @@ def ranks_by_spectrum(
     spectra = _spectra(gradients, {plan.path for plan in plans if plan.view}, plans)
 
     def cost(plan: LeafPlan) -> int:
-        return plan.wire_size if wire is None else wire_bytes(plan, wire, 1)
+        return plan.wire_size if wire is None else sum(leaf_bytes(plan, wire, 1))
 
     widths = [1 if wire is None else jnp.dtype(plan.dtype).itemsize for plan in plans]
     budget = sum(n * plan.size for n, plan in zip(widths, plans, strict=True)) / ratio

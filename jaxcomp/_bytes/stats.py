@@ -1,66 +1,14 @@
-"""What a step puts on the wire: bytes before and after compression, leaf by leaf."""
+"""What a step puts on the wire, without making a reducer first: faces of `Reducer.bytes`."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from jaxcomp._base.checks import check_flag, check_function, check_int, check_static_number
-from jaxcomp._base.dtypes import checked_dtype, checked_factor_dtype, widest
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import DType, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
-from jaxcomp._mesh.shares import BlockLayout, ExactLayout
-from jaxcomp._reducers.batched import square_side
-from jaxcomp._reducers.int8_factors import factor_layout
+from jaxcomp._reducers.batched import batched_powersgd
+from jaxcomp._reducers.powersgd import powersgd
+from jaxcomp._reducers.quantized import quantized_allreduce
 
-
-@dataclasses.dataclass(frozen=True)
-class LeafStats:
-    """Bytes of one leaf in one step."""
-
-    path: str
-    shape: tuple[int, ...]
-    rank: int  # 0 for a leaf that is not compressed
-    bytes_before: int  # plain all-reduce in the leaf's own dtype
-    bytes_after: int  # payload of the all-reduces after compression
-
-    @property
-    def compressed(self) -> bool:
-        """Whether the leaf is sent as two factors."""
-        return self.rank > 0
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes; 1.0 for an empty leaf."""
-        return _ratio(self.bytes_before, self.bytes_after)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressionStats:
-    """Payload of the all-reduces of one step, as each replica passes it to the collective."""
-
-    leaves: tuple[LeafStats, ...]
-    bytes_before: int
-    bytes_after: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes in total."""
-        return _ratio(self.bytes_before, self.bytes_after)
-
-    def __str__(self) -> str:
-        width = max([len(leaf.path) for leaf in self.leaves] + [5])
-        lines = [f"{'leaf':<{width}}  {'shape':>18}  rank  {'before':>13}  {'after':>13}   ratio"]
-        lines += [
-            f"{leaf.path:<{width}}  {leaf.shape!s:>18}  {leaf.rank or '-':>4}  "
-            f"{leaf.bytes_before:>13,}  {leaf.bytes_after:>13,}  {leaf.ratio:>6.1f}"
-            for leaf in self.leaves
-        ]
-        total = f"{self.bytes_before:>13,}  {self.bytes_after:>13,}  {self.ratio:>6.1f}"
-        return "\n".join([*lines, f"{'total':<{width}}  {'':>18}        {total}"])
+_AXIS = "replicas"  # bytes are counted without any
 
 
 def compression_stats(
@@ -105,26 +53,15 @@ def compression_stats(
       >>> int8.bytes_after
       4192
     """
-    if not callable(rank):
-        check_int("rank", rank, 1)
-    check_static_number("min_compression_rate", min_compression_rate, 0)
-    check_function("matrix_dims", matrix_dims)
-    wire = checked_factor_dtype("comm_dtype", comm_dtype)
-    if replicas is not None:
-        replicas = check_int("replicas", replicas, 1)
-    plans = plan_leaves(params, rank, min_compression_rate, matrix_dims)
-    plans = [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
-    factors = 1 if check_flag("alternating", alternating) else 2
-    if wire is None:
-        wire = widest(plan.dtype for plan in plans)
-    if wire == jnp.int8 and replicas is None:
-        raise ValueError(
-            "`replicas` is missing: with int8 on the wire arrays are cut into one share for each "
-            "replica. Pass how many there are."
-        )
-    leaves = [_leaf_stats(plan, wire_bytes(plan, wire, replicas or 1), factors) for plan in plans]
-    before = sum(leaf.bytes_before for leaf in leaves)
-    return CompressionStats(tuple(leaves), before, sum(leaf.bytes_after for leaf in leaves))
+    reducer = powersgd(
+        rank,
+        axis_name=_AXIS,
+        min_compression_rate=min_compression_rate,
+        comm_dtype=comm_dtype,
+        matrix_dims=matrix_dims,
+        alternating=alternating,
+    )
+    return reducer.bytes(params, replicas=replicas)
 
 
 def quantized_stats(
@@ -151,17 +88,8 @@ def quantized_stats(
       >>> stats.bytes_before, stats.bytes_after
       (524288, 133120)
     """
-    replicas = check_int("replicas", replicas, 1)
-    if block_size is not None:
-        block_size = check_int("block_size", block_size, 1)
-    plans = [p for p in plan_leaves(params, 1, 0) if jnp.issubdtype(p.dtype, jnp.floating)]
-    leaves = []
-    for plan in plans:
-        before = plan.size * jnp.dtype(plan.dtype).itemsize
-        after = BlockLayout.of(plan.size, replicas, block_size).wire_bytes
-        leaves.append(LeafStats(plan.path, plan.shape, 0, before, after))
-    before = sum(leaf.bytes_before for leaf in leaves)
-    return CompressionStats(tuple(leaves), before, sum(leaf.bytes_after for leaf in leaves))
+    reducer = quantized_allreduce(axis_name=_AXIS, block_size=block_size)
+    return reducer.bytes(params, replicas=replicas)
 
 
 def batched_stats(
@@ -186,33 +114,4 @@ def batched_stats(
       >>> stats.leaves[0].shape, stats.bytes_before, stats.bytes_after
       ((101, 101), 40080, 3232)
     """
-    rank = check_int("rank", rank, 1)
-    plans = [p for p in plan_leaves(params, 1, 0) if jnp.issubdtype(p.dtype, jnp.floating)]
-    wire = checked_dtype("comm_dtype", comm_dtype) or widest(plan.dtype for plan in plans)
-    before = sum(plan.size * jnp.dtype(plan.dtype).itemsize for plan in plans)
-    side = square_side([jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans])
-    rank = min(rank, side)
-    after = 2 * side * rank * wire.itemsize
-    leaf = LeafStats("(all leaves)", (side, side), rank, before, after)
-    return CompressionStats((leaf,), before, after)
-
-
-def wire_bytes(plan: LeafPlan, wire: Any, replicas: int) -> int:
-    """Bytes of both factors of a leaf, or of one that is sent as it is."""
-    if wire != jnp.int8:
-        return plan.wire_size * wire.itemsize
-    if plan.view is None:
-        return ExactLayout(plan.size, replicas, plan.dtype).wire_bytes
-    return sum(factor_layout(x, replicas).wire_bytes for x in (plan.p_shape, plan.q_shape))
-
-
-def _leaf_stats(plan: LeafPlan, after: int, factors: int) -> LeafStats:
-    """From the bytes of both factors, of which a step sends so many."""
-    before = plan.size * jnp.dtype(plan.dtype).itemsize
-    if plan.view is not None:
-        after = after * factors // 2  # both are an even number of bytes
-    return LeafStats(plan.path, plan.shape, plan.rank, before, after)
-
-
-def _ratio(before: int, after: int) -> float:
-    return before / after if after else 1.0
+    return batched_powersgd(rank, axis_name=_AXIS, comm_dtype=comm_dtype).bytes(params)

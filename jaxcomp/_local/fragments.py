@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.trees import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import PyTree
 
 

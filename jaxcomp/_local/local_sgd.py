@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.dtypes import wider
+from jaxcomp._base.leaves import wider
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, make_fragments
-from jaxcomp._local.meeting import AverageInnerState, Meeting, Outer, average, check_outer
+from jaxcomp._local.meeting import AverageInnerState, Meeting, Part, average, check_meeting
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
 from jaxcomp._mesh.axes import as_local, switch
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.contract import reducible
+from jaxcomp._reducers.contract import Transformation, call_text, reducible
 
 
 def local_sgd(
@@ -35,7 +36,7 @@ def local_sgd(
     fragments: int = 1,
     offset: int | None = None,
     local_axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     r"""Steps of each replica on its own, and an average of the parameters every `sync_every` steps.
 
     With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w`
@@ -112,8 +113,9 @@ def local_sgd(
       Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. 2023.
       Douillard et al.: Streaming DiLoCo with Overlapping Communication. 2025.
     """
+    made_by = call_text("local_sgd", locals())
     periods = check_periods(sync_every, axis_name, start_step, offset, fragments)
-    meeting = check_outer(axis_name, reducer, outer, average_inner_state)
+    meeting = check_meeting(axis_name, reducer, outer, average_inner_state)
     if periods.fragments > 1 and average_inner_state is not False:
         raise ValueError(
             f"average_inner_state={average_inner_state!r} needs fragments=1: the inner state "
@@ -124,7 +126,7 @@ def local_sgd(
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, meeting, local_axis_name)
-    return optax.GradientTransformationExtraArgs(run.init, run.update)
+    return Transformation(run.init, run.update, made_by=made_by, count_bytes=run.count_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +135,18 @@ class _LocalSGD:
 
     inner: optax.GradientTransformationExtraArgs
     periods: Periods
-    meeting: Outer
+    meeting: Meeting
     local_axis_name: AxisName | None
 
     def init(self, params: PyTree) -> LocalSGDState:
         return init_state(self.meeting, params, self.inner.init(params), self.periods.fragments)
+
+    def count_bytes(
+        self, params: PyTree, replicas: int | None, step: int | None
+    ) -> CompressionStats:
+        """What a replica sends in a step, `local_axis_name` left out; see ``bytes``."""
+        sent = self.meeting.sent(self.periods, self.inner.init, replicas)
+        return sent.count_bytes(params, step)
 
     def update(
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
@@ -152,18 +161,18 @@ class _LocalSGD:
         fragments = make_fragments(params, self.periods.fragments)
         gradients, reducer = self._gradients(updates, state, fragments)
         before = as_local(unbox(state.inner), axis_name)
-        step, own = self.inner.update(gradients, before, params, **extra)
-        step, own = as_local((jax.tree.map(_widen, step, params), own), axis_name)
+        step, inner = self.inner.update(gradients, before, params, **extra)
+        step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
 
         count = jnp.asarray(optax.safe_increment(state.count))
         event = self.periods.due(count, state.last_sync)
         last_sync = jnp.where(
             (event > 0) | (count <= self.periods.start_step), count, state.last_sync
         )
-        moved = _Moved(self, fragments, params, step, own, state._replace(reducer=reducer))
-        branches = [moved.stay, *moved.events()]
+        after = _AfterStep(self, fragments, params, step, inner, state._replace(reducer=reducer))
+        branches = [after.stay, *after.events()]
         if self.periods.start_step and not self.meeting.plain:
-            branches.append(moved.hand_over)
+            branches.append(after.share)
             event = jnp.where(count == self.periods.start_step, len(branches) - 1, event)
         step, state = switch(event, branches)
         return step, state._replace(count=count, last_sync=last_sync)
@@ -181,10 +190,10 @@ class _LocalSGD:
 
         def everywhere() -> tuple[PyTree, PyTree]:
             reduced, states = updates, []
-            for k, own in enumerate(state.reducer):
-                part, own = self.meeting.reducer.update(fragments.take(updates, k), own)
+            for k, old in enumerate(state.reducer):
+                part, new = self.meeting.reducer.update(fragments.take(updates, k), old)
                 reduced = fragments.put(reduced, part, k)
-                states.append(own)
+                states.append(new)
             return reduced, tuple(states)
 
         if not self.periods.start_step:
@@ -194,19 +203,19 @@ class _LocalSGD:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moved:
+class _AfterStep:
     """A replica after its local step: it stays as it is, or meets the others."""
 
     run: _LocalSGD
     fragments: Fragments
     params: PyTree  # before the step
     step: PyTree
-    own: PyTree  # inner state after the step
+    inner: PyTree  # inner state after the step
     state: LocalSGDState  # inner state not yet in it
 
     def stay(self) -> tuple[PyTree, LocalSGDState]:
         """No average: the inner optimizer's step, exactly."""
-        return self.step, self.state._replace(inner=box(self.own))
+        return self.step, self.state._replace(inner=box(self.inner))
 
     def events(self) -> list[Any]:
         """A branch for each event of `Periods.due`, in its order."""
@@ -216,7 +225,7 @@ class _Moved:
         narrow = [lambda axes=level.axes: self._mean(axes) for level in levels[:-1]]
         return [*narrow, lambda: self._meet(0)]
 
-    def hand_over(self) -> tuple[PyTree, LocalSGDState]:
+    def share(self) -> tuple[PyTree, LocalSGDState]:
         """The end of the shared steps: their result is the anchor, the reducer begins anew.
 
         Replicas are equal here, in all but what the type checker knows: the average proves it.
@@ -224,37 +233,37 @@ class _Moved:
         meeting, count = self.run.meeting, self.run.periods.fragments
         anchor = average(optax.apply_updates(self.params, self.step), meeting.axis_name)
         _, _, reducer = meeting.init(anchor, self.fragments, count)
-        state = self.state._replace(anchor=anchor, reducer=reducer, inner=box(self.own))
+        state = self.state._replace(anchor=anchor, reducer=reducer, inner=box(self.inner))
         return self._towards(anchor), state
 
     def _meet(self, k: int) -> tuple[PyTree, LocalSGDState]:
         """All replicas, on fragment `k`."""
         take, state, meeting = self.fragments.take, self.state, self.run.meeting
         anchor = () if meeting.plain else take(state.anchor, k)
-        met = meeting.meet(anchor, self._local(k), self._fresh)
-        new = self.fragments.put(self.params, met.params, k)
+        averaged = meeting.meet(anchor, self._local(k), self._begin)
+        new = self.fragments.put(self.params, averaged.params, k)
         if not meeting.plain:
             state = state._replace(
-                anchor=self.fragments.put(state.anchor, met.params, k),
-                reducer=_with(state.reducer, k, met.reducer),
-                outer=_with(state.outer, k, met.outer) if state.outer else (),
+                anchor=self.fragments.put(state.anchor, averaged.params, k),
+                reducer=_with(state.reducer, k, averaged.reducer),
+                outer=_with(state.outer, k, averaged.outer) if state.outer else (),
             )
-        return self._towards(new, k), state._replace(inner=box(met.inner))
+        return self._towards(new, k), state._replace(inner=box(averaged.inner))
 
     def _mean(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
         """The replicas along some of the axes."""
-        met = self.run.meeting.mean(self._local(0), axes, self._fresh)
-        new = self.fragments.put(self.params, met.params, 0)
-        return self._towards(new), self.state._replace(inner=box(met.inner))
+        averaged = self.run.meeting.mean(self._local(0), axes, self._begin)
+        new = self.fragments.put(self.params, averaged.params, 0)
+        return self._towards(new), self.state._replace(inner=box(averaged.inner))
 
-    def _local(self, k: int) -> Meeting:
-        moved = optax.apply_updates(
+    def _local(self, k: int) -> Part:
+        params = optax.apply_updates(
             self.fragments.take(self.params, k), self.fragments.take(self.step, k)
         )
         outer = self.state.outer[k] if self.state.outer else ()
-        return Meeting(moved, self.own, outer, self.state.reducer[k])
+        return Part(params, self.inner, outer, self.state.reducer[k])
 
-    def _fresh(self, part: PyTree) -> PyTree:
+    def _begin(self, part: PyTree) -> PyTree:
         return self.run.inner.init(self.fragments.put(self.params, part, 0))
 
     def _towards(self, new: PyTree, k: int | None = None) -> PyTree:

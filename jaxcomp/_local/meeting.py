@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.dtypes import compute_dtype
-from jaxcomp._base.trees import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments
+from jaxcomp._local.periods import Periods
+from jaxcomp._local.sent import Sent
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.contract import bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -67,15 +70,15 @@ def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> 
             )
         if jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
             positions.append(i)
-    own = [jnp.asarray(leaves[i]) for i in positions]
-    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in own], axis_name)
-    for i, x, mean in zip(positions, own, mean_each(wide, axis_name), strict=True):
+    local = [jnp.asarray(leaves[i]) for i in positions]
+    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in local], axis_name)
+    for i, x, mean in zip(positions, local, mean_each(wide, axis_name), strict=True):
         leaves[i] = mean.astype(x.dtype)
     return treedef.unflatten(leaves)
 
 
-class Meeting(NamedTuple):
-    """What all replicas know at an average, and each replica's own inner state."""
+class Part(NamedTuple):
+    """What takes part in an average: parameters, and the states that belong to them."""
 
     params: PyTree  # one fragment
     inner: PyTree
@@ -84,11 +87,11 @@ class Meeting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outer:
-    """The checked arguments that say what is done with the local parameters."""
+class Meeting:
+    """The checked arguments that say what replicas do when they meet."""
 
     axis_name: AxisName
-    reducer: optax.GradientTransformationExtraArgs
+    reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
     optimizer: optax.GradientTransformationExtraArgs | None
     exact: bool  # no reducer was given: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
@@ -97,6 +100,20 @@ class Outer:
     def plain(self) -> bool:
         """Whether the parameters themselves are averaged: neither reducer nor optimizer."""
         return self.exact and self.optimizer is None
+
+    def sent(self, periods: Periods, inner_init: InnerInit | None, replicas: int | None) -> Sent:
+        """The bytes of averages at these times."""
+
+        def reduced(part: PyTree, nth: int | None) -> CompressionStats:
+            return bytes_of(self.reducer, part, replicas, nth)
+
+        return Sent(
+            periods,
+            None if self.exact else reduced,
+            self.average_inner is True,
+            inner_init,
+            shares_start=not self.plain,
+        )
 
     def init(self, params: PyTree, fragments: Fragments, count: int) -> tuple[Any, Any, Any]:
         """(anchor, outer states, reducer states), a state for each fragment."""
@@ -110,16 +127,16 @@ class Outer:
             return anchor, (), reducer
         return anchor, tuple(self.optimizer.init(part) for part in parts), reducer
 
-    def meet(self, anchor: PyTree, local: Meeting, fresh: InnerInit) -> Meeting:
+    def meet(self, anchor: PyTree, local: Part, begin: InnerInit) -> Part:
         """The average of one fragment over all replicas, or the outer step with its mean.
 
         Args:
           anchor: The fragment as it was after the last outer step; unused for a plain average.
           local: This replica's parameters and states.
-          fresh: (parameters) -> inner state as the inner optimizer would begin with them.
+          begin: (parameters) -> inner state as the inner optimizer would begin with them.
         """
         if self.plain:
-            return self.mean(local, self.axis_name, fresh)
+            return self.mean(local, self.axis_name, begin)
         pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
         if self.exact:
             reduced, reducer = average(pseudo, self.axis_name), local.reducer
@@ -133,25 +150,28 @@ class Outer:
         inner = local.inner
         if self.average_inner is True:
             inner = average(inner, self.axis_name)
-        met = Meeting(optax.apply_updates(anchor, updates), inner, outer, reducer)
-        return self._reset(met, fresh)
+        averaged = Part(optax.apply_updates(anchor, updates), inner, outer, reducer)
+        return self._reset(averaged, begin)
 
-    def mean(self, local: Meeting, axes: AxisName, fresh: InnerInit) -> Meeting:
+    def mean(self, local: Part, axes: AxisName, begin: InnerInit) -> Part:
         """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
         params, inner = local.params, local.inner
         if self.average_inner is True:
             params, inner = average((params, inner), axes)
         else:
             params = average(params, axes)
-        return self._reset(local._replace(params=params, inner=inner), fresh)
+        return self._reset(local._replace(params=params, inner=inner), begin)
 
-    def _reset(self, met: Meeting, fresh: InnerInit) -> Meeting:
+    def _reset(self, averaged: Part, begin: InnerInit) -> Part:
         if self.average_inner != "reset":
-            return met
-        return met._replace(inner=as_local(reset(met.inner, fresh(met.params)), self.axis_name))
+            return averaged
+        state = reset(averaged.inner, begin(averaged.params))
+        return averaged._replace(inner=as_local(state, self.axis_name))
 
 
-def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_state: Any) -> Outer:
+def check_meeting(
+    axis_name: AxisName, reducer: Any, outer: Any, average_inner_state: Any
+) -> Meeting:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share.
 
     Raises:
@@ -172,7 +192,7 @@ def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_sta
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
-    return Outer(
+    return Meeting(
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
         None if outer is None else optax.with_extra_args_support(outer),
@@ -181,8 +201,8 @@ def check_outer(axis_name: AxisName, reducer: Any, outer: Any, average_inner_sta
     )
 
 
-def reset(state: PyTree, fresh: PyTree) -> PyTree:
-    """`fresh`, but schedules and injected hyperparameters go on from where `state` has them.
+def reset(state: PyTree, initial: PyTree) -> PyTree:
+    """`initial`, but schedules and injected hyperparameters go on from where `state` has them.
 
     Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
     again in every round.
@@ -194,4 +214,4 @@ def reset(state: PyTree, fresh: PyTree) -> PyTree:
             return old._replace(inner_state=reset(old.inner_state, new.inner_state))
         return old if isinstance(old, optax.ScaleByScheduleState) else new
 
-    return jax.tree.map(choose, state, fresh, is_leaf=lambda x: isinstance(x, kept))
+    return jax.tree.map(choose, state, initial, is_leaf=lambda x: isinstance(x, kept))

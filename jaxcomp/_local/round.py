@@ -13,12 +13,14 @@ import optax
 from jax import lax
 
 from jaxcomp._base.checks import check_axis_name, check_int
-from jaxcomp._base.trees import leaf_name
+from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._local.fragments import make_fragments
-from jaxcomp._local.meeting import AverageInnerState, InnerInit, Meeting, Outer, check_outer
+from jaxcomp._local.meeting import AverageInnerState, InnerInit, Meeting, Part, check_meeting
+from jaxcomp._local.periods import Level, Periods
 from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
-from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.axes import as_local, axis_tuple
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -30,7 +32,7 @@ class LocalSGDRound:
 
     step_fn: StepFn
     sync_every: int
-    meeting: Outer
+    meeting: Meeting
     inner_init: InnerInit | None
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
@@ -91,25 +93,48 @@ class LocalSGDRound:
             return (_local_floats(params, axis_name), as_local(inner, axis_name)), auxiliary
 
         start = (_local_floats(params, axis_name), as_local(unbox(state.inner), axis_name))
-        (moved, inner), auxiliary = lax.scan(step, start, batches, length=self.sync_every)
+        (local_params, inner), auxiliary = lax.scan(step, start, batches, length=self.sync_every)
 
         fragments = make_fragments(params, 1)
         outer = state.outer[0] if state.outer else ()
-        local = Meeting(fragments.take(moved, 0), inner, outer, state.reducer[0])
+        local = Part(fragments.take(local_params, 0), inner, outer, state.reducer[0])
 
-        def fresh(part: PyTree) -> PyTree:
-            return self.inner_init(fragments.put(moved, part, 0)) if self.inner_init else inner
+        def begin(part: PyTree) -> PyTree:
+            return (
+                self.inner_init(fragments.put(local_params, part, 0)) if self.inner_init else inner
+            )
 
-        met = self.meeting.meet(fragments.take(params, 0), local, fresh)
+        averaged = self.meeting.meet(fragments.take(params, 0), local, begin)
         count = state.count + self.sync_every
         state = state._replace(
             count=count,
             last_sync=count,
-            inner=as_local(box(met.inner), axis_name),
-            outer=(met.outer,) if state.outer else (),
-            reducer=(met.reducer,),
+            inner=as_local(box(averaged.inner), axis_name),
+            outer=(averaged.outer,) if state.outer else (),
+            reducer=(averaged.reducer,),
         )
-        return fragments.put(moved, met.params, 0), state, auxiliary
+        return fragments.put(local_params, averaged.params, 0), state, auxiliary
+
+    def bytes(
+        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
+    ) -> CompressionStats:
+        """What each replica sends in a local step, as `Reducer.bytes`: a round ends in an average.
+
+        Args:
+          params: Parameters: arrays, or anything with ``shape`` and ``dtype``.
+          replicas: Number of replicas, where the reducer needs it.
+          step: Which local step, counted from 0 over all rounds; None for the mean over a round.
+
+        Returns:
+          The payload per replica in bytes.
+
+        Raises:
+          ValueError: If the reducer does not know what it sends.
+        """
+        axes = axis_tuple(self.meeting.axis_name)
+        periods = Periods((Level(axes, self.sync_every),), None, 0, 0, 1)
+        sent = self.meeting.sent(periods, self.inner_init, replicas)
+        return sent.count_bytes(params, step)
 
     def _check_batches(self, batches: Any) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(batches)[0]:
@@ -185,7 +210,7 @@ def local_sgd_round(
     """
     check_axis_name(axis_name)
     length = check_int("sync_every", sync_every, 1)
-    meeting = check_outer(axis_name, reducer, outer, average_inner_state)
+    meeting = check_meeting(axis_name, reducer, outer, average_inner_state)
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
     if inner_init is not None and not callable(inner_init):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._local.fragments import make_fragments
-from jaxcomp._local.meeting import Outer
+from jaxcomp._local.meeting import Meeting
 from jaxcomp._mesh.axes import as_local, is_bound
 
 
@@ -34,7 +34,7 @@ class LocalSGDState(NamedTuple):
         return (self.count == self.last_sync) & (self.count > 0)
 
 
-def init_state(meeting: Outer, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
+def init_state(meeting: Meeting, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
     """The state before the first step."""
     # Two arrays: a training step that donates its state must not see one buffer twice.
     count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)

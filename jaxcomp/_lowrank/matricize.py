@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.trees import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.trees import leaf_name
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.dtypes import round_to, wider
+from jaxcomp._base.leaves import round_to, wider
 from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.axes import (
     _checked_axes,

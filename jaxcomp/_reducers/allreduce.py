@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import optax
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.dtypes import checked_dtype
-from jaxcomp._base.trees import replaced
+from jaxcomp._base.leaves import checked_dtype
+from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import mean_each, reduce_mean
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
     all_finite,
-    averaged_first,
-    check_reduce_first,
-    reducible,
+    call_text,
 )
+from jaxcomp._reducers.opening import check_reduce_first, open_step
 
 
 def allreduce(
@@ -55,6 +53,7 @@ def allreduce(
       >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
       [[2.0, 3.0], [2.0, 3.0]]
     """
+    made_by = call_text("allreduce", locals())
     check_axis_name(axis_name)
     check_reduce_first(reduce_first, axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
@@ -67,20 +66,17 @@ def allreduce(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        updates = averaged_first(updates, reduce_first)
-        leaves, treedef = jax.tree.flatten(updates)
-        positions = reducible(updates, axis_name)
-        sent = [leaves[i] for i in positions]
+        step = open_step(updates, axis_name, reduce_first)
+        means, sent = step.arrays, step.arrays
         if wire is None:
-            means = mean_each(sent, axis_name)
+            means = mean_each(means, axis_name)
         else:
-            reduced = reduce_mean(sent, axis_name, wire)
-            means, sent = reduced.means, reduced.sent
-        return Reduction(
-            treedef.unflatten(replaced(leaves, positions, means)),
-            state,
-            treedef.unflatten(replaced(leaves, positions, sent)),
-            all_finite(means),
-        )
+            means, sent, _ = reduce_mean(means, axis_name, wire)
+        # There is no state to protect, and what is finite stays so, as with any all-reduce.
+        return step.close(means, state, all_finite(means), sent=sent)
 
-    return Reducer(init, reduce, axis_name)
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+        del replicas, step
+        return CompressionStats.of(dense_leaves(params, wire))
+
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)

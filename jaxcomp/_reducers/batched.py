@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.dtypes import checked_dtype, widest
-from jaxcomp._base.trees import leaf_dtype, replaced
+from jaxcomp._base.leaves import checked_dtype, leaf_dtype, widest
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree, Schedule
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
-    averaged_first,
-    check_reduce_first,
-    reducible,
+    call_text,
 )
+from jaxcomp._reducers.opening import check_reduce_first, open_step
 from jaxcomp._reducers.powersgd import powersgd
+
+_ALL = "(all leaves)"
 
 
 def batched_powersgd(
@@ -88,6 +89,7 @@ def batched_powersgd(
       >>> bool(jnp.allclose(means["w"], 1, atol=1e-5))  # ones everywhere: rank 1
       True
     """
+    made_by = call_text("batched_powersgd", locals())
     check_reduce_first(reduce_first, axis_name)
     square = powersgd(
         check_int("rank", rank, 1),
@@ -110,34 +112,31 @@ def batched_powersgd(
         side = square_side(leaves)
         return square.init(jnp.zeros((side, side), _common_dtype(leaves)))
 
-    def squared(updates: PyTree) -> tuple[Array, Callable[[Array], PyTree]]:
-        updates = averaged_first(updates, reduce_first)
-        leaves, treedef = jax.tree.flatten(updates)
-        positions = reducible(updates, axis_name)
-        chosen = [leaves[i] for i in positions]
-
-        def restored(matrix: Array) -> PyTree:
-            return treedef.unflatten(replaced(leaves, positions, _from_square(matrix, chosen)))
-
-        return _to_square(chosen), restored
-
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del params, extra_args
-        matrix, restored = squared(updates)
-        mean, state = square.update(matrix, state)
-        return restored(jnp.asarray(mean)), state
+        step = open_step(updates, axis_name, reduce_first)
+        mean, state = square.update(_to_square(step.arrays), state)
+        return step.tree(_from_square(jnp.asarray(mean), step.arrays)), state
 
     def reduce(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        matrix, restored = squared(updates)
-        result = square.reduce(matrix, state)
-        return result._replace(updates=restored(result.updates), sent=restored(result.sent))
+        step = open_step(updates, axis_name, reduce_first)
+        result = square.reduce(_to_square(step.arrays), state)
+        means, sent = (_from_square(x, step.arrays) for x in (result.updates, result.sent))
+        return step.close(means, result.state, result.finite, sent=sent)
 
-    return Reducer(init, reduce, axis_name, update=update)
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+        leaves = [x for x in jax.tree.leaves(params) if _is_floating(x)]
+        side = square_side(leaves)
+        matrix = jax.ShapeDtypeStruct((side, side), _common_dtype(leaves))
+        (leaf,) = square.bytes(matrix, replicas=replicas, step=step).leaves
+        return CompressionStats.of([dataclasses.replace(leaf, path=_ALL)]).instead_of(params)
+
+    return Reducer(init, reduce, axis_name, update=update, made_by=made_by, count_bytes=count_bytes)
 
 
 def square_side(leaves: list[Any]) -> int:

@@ -1,52 +1,122 @@
-"""What one reducer tells another: besides the average, this replica's own part in it."""
+"""What a reducer is: a transformation that knows what it sends and how it was made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.trees import leaf_name, replaced
-from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple, check_local
-from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._reducers.opening import Reduction, all_finite, reducible
+
+# (parameters, replicas or None, step or None) -> what one replica hands to the collectives
+CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
-class Reduction(NamedTuple):
-    """One update of a `Reducer`, with what `error_feedback` and `switch_at` need to know of it."""
+class Transformation(optax.GradientTransformationExtraArgs):
+    """An Optax transformation that shows how it was made and says what it sends.
 
-    updates: PyTree  # the average, equal on every replica
-    state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
-    sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
-    finite: Array  # bool scalar, equal on every replica: whether all updates are finite
+    To `optax.chain` and the like it is an ordinary one, a pair of ``init`` and ``update``.
+    """
+
+    made_by: str
+    count_bytes: CountBytes | None
+
+    def __new__(
+        cls,
+        init: Callable[..., PyTree],
+        update: Callable[..., Any],
+        *,
+        made_by: str = "",
+        count_bytes: CountBytes | None = None,
+    ) -> Self:
+        """A pair of functions, as Optax wants it, with two attributes beside."""
+        self = super().__new__(cls, init, update)
+        self.made_by, self.count_bytes = made_by, count_bytes
+        return self
+
+    def bytes(
+        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
+    ) -> CompressionStats:
+        """Counts what each replica sends in one step; exact, no device needed.
+
+        Args:
+          params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
+          replicas: Number of replicas. Needed where arrays are cut into as many shares: with int8
+            on the wire.
+          step: Which update, counted from 0: before ``start_step`` gradients go as they are,
+            one-sided steps take turns, local steps send nothing. None for the mean over the steps
+            after all exact ones, rounded to a byte.
+
+        Returns:
+          The payload per replica in bytes, per leaf and in total, of the collectives over
+          ``axis_name``. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as
+          much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
+          sends bfloat16 as float32; the figure is of backends that have it on the wire.
+
+        Raises:
+          ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
+            transformation does not know what it sends.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxcomp
+          >>> params = {"w": jnp.zeros((512, 256)), "b": jnp.zeros(256)}
+          >>> tx = jaxcomp.powersgd(rank=4, axis_name="data", start_step=100)
+          >>> [tx.bytes(params, step=step).bytes_after for step in (0, 100)]
+          [525312, 13312]
+        """
+        if replicas is not None:
+            replicas = check_int("replicas", replicas, 1)
+        if step is not None:
+            step = check_int("step", step, 0)
+        if self.count_bytes is None:
+            raise ValueError(
+                f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
+                "(params, replicas, step) that returns jaxcomp.CompressionStats."
+            )
+        return self.count_bytes(params, replicas, step)
+
+    def __repr__(self) -> str:
+        return self.made_by or f"{type(self).__name__}(...)"
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `copy` and `pickle` build the copy from."""
+        arguments = {"made_by": self.made_by, "count_bytes": self.count_bytes}
+        return (self.init, self.update), arguments
 
 
-class Reducer(optax.GradientTransformationExtraArgs):
+class Reducer(Transformation):
     """An Optax transformation that also says what this replica contributed to the average.
 
-    Every reducer of this package is one. To `optax.chain` and the like it is an ordinary
-    transformation, a pair of ``init`` and ``update``. `error_feedback` calls `reduce` instead, and
-    keeps what was not sent.
+    Every reducer of this package is one. `error_feedback` calls `reduce` instead of ``update``, and
+    keeps what was not sent. Gradients that no reducer can take (complex, or already reduced over
+    the axis) are refused before `reduce` sees them.
 
     Args:
       init: From parameters to a consolidated state.
       reduce: A function of (local gradients, state, parameters or None, **extra arguments) that
-        returns a `Reduction`.
+        returns a `Reduction`. `jaxcomp.extend.open_step` opens and closes it.
       axis_name: The mapped axis or axes of the replicas.
       update: Optax's update function; by default made of `reduce`.
+      made_by: What ``repr`` shows.
+      count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
+        `CompressionStats`: the answer of ``bytes``.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
 
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
       >>> def reduce(updates, state, params=None, **extra_args):
-      ...     sent = jax.tree.map(jnp.sign, updates)
-      ...     mean = jax.lax.pmean(sent, "data")
-      ...     return jaxcomp.Reduction(mean, state, sent, jnp.isfinite(mean["w"]).all())
+      ...     step = jaxcomp.extend.open_step(updates, "data")
+      ...     signs = [jnp.sign(g) for g in step.arrays]
+      ...     reduced = jaxcomp.extend.reduce_mean(signs, "data", jnp.float32)
+      ...     return step.close(reduced.means, state, reduced.finite, sent=signs, old=state)
       >>> signs = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, "data")
       >>> tx = jaxcomp.error_feedback(signs)
       >>> grads = {"w": jnp.array([[3.0, -1.0], [0.5, -1.0]])}  # two replicas
@@ -66,30 +136,55 @@ class Reducer(optax.GradientTransformationExtraArgs):
         axis_name: AxisName,
         *,
         update: Callable[..., Any] | None = None,
-    ) -> Reducer:
-        """A pair of functions, as Optax wants it, with two attributes beside."""
+        made_by: str = "",
+        count_bytes: CountBytes | None = None,
+    ) -> Self:
+        """`update` and the checks around `reduce`."""
         check_axis_name(axis_name)
+
+        def checked(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        ) -> Reduction:
+            reducible(updates, axis_name)
+            return reduce(updates, state, params, **extra_args)
 
         def derived(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> tuple[PyTree, PyTree]:
-            result = reduce(updates, state, params, **extra_args)
+            result = checked(updates, state, params, **extra_args)
             return result.updates, result.state
 
-        self = super().__new__(cls, init, update or derived)
-        self.reduce, self.axis_name = reduce, axis_name
+        made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
+        self = super().__new__(
+            cls, init, update or derived, made_by=made_by, count_bytes=count_bytes
+        )
+        self.reduce, self.axis_name = checked, axis_name
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `copy` and `pickle` build the copy from."""
-        return (self.init, self.reduce, self.axis_name), {"update": self.update}
+        _, arguments = super().__getnewargs_ex__()
+        return (self.init, self.reduce, self.axis_name), arguments | {"update": self.update}
 
 
-def reduce_function(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
+def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
     """The `reduce` of a reducer, or a stand-in for it made from a plain transformation.
 
     Nothing is known of what a plain transformation sends. The stand-in takes the average for every
     replica's contribution, as torch's hooks do: residuals then have the right mean.
+
+    Args:
+      tx: A `Reducer`, or any Optax transformation from local gradients to averages.
+
+    Returns:
+      A function of (updates, state, params, **extra arguments) that returns a `Reduction`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxcomp import extend
+      >>> result = extend.reduction_of(optax.identity())(jnp.ones(2), optax.EmptyState())
+      >>> result.sent.tolist(), bool(result.finite)
+      ([1.0, 1.0], True)
     """
     if isinstance(tx, Reducer):
         return tx.reduce
@@ -106,76 +201,41 @@ def reduce_function(tx: optax.GradientTransformation) -> Callable[..., Reduction
     return reduce
 
 
-def all_finite(leaves: list[Array]) -> Array:
-    """Bool scalar: whether every floating value is finite."""
-    flags = [jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.stack(flags).all() if flags else jnp.array(True)
-
-
-def check_reduce_first(reduce_first: Any, axis_name: AxisName) -> None:
-    """Refuses an axis that is reduced twice.
+def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+    """What a transformation inside of another one sends.
 
     Raises:
-      ValueError: With what to pass instead.
+      ValueError: If it is none that knows.
     """
-    if reduce_first is None:
-        return
-    check_axis_name(reduce_first)
-    if set(axis_tuple(reduce_first)) & set(axis_tuple(axis_name)):
+    if not isinstance(tx, Transformation):
         raise ValueError(
-            f"`reduce_first` and `axis_name` must name different axes, got {reduce_first!r} and "
-            f"{axis_name!r}. Give the fast axis to reduce_first and the slow one to axis_name."
+            f"What {shown(tx)} sends is not known: it is no reducer. Ask the reducer that is in it."
         )
+    return tx.bytes(params, replicas=replicas, step=step)
 
 
-def averaged_first(updates: PyTree, reduce_first: AxisName | None) -> PyTree:
-    """The exact mean over the fast axes, in the gradients' own dtypes; unchanged for None.
-
-    Raises:
-      ValueError: If a gradient was already reduced over a fast axis, or the axis is not bound.
-    """
-    if reduce_first is None:
-        return updates
-    leaves, treedef = jax.tree.flatten(updates)
-    positions = reducible(updates, reduce_first)
-    means = mean_each([leaves[i] for i in positions], reduce_first)
-    return treedef.unflatten(replaced(leaves, positions, means))
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as one would write it: ``powersgd(rank=4, axis_name='data', ...)``."""
+    return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
 
 
-def reducible(updates: PyTree, axis_name: AxisName) -> list[int]:
-    """Positions (in flattening order) of the leaves that a reducer averages.
-
-    ``float0`` leaves, the gradients of integer parameters, carry nothing and are left out.
-
-    Raises:
-      ValueError: If a leaf is neither floating nor ``float0``, if a gradient was already reduced
-        over the axis, or if the axis is not bound. The message names the leaf.
-    """
-    positions, wrong = [], []
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-            positions.append(i)
-        elif dtype is None:
-            wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
-        elif dtype != jax.dtypes.float0:
-            wrong.append(f"{leaf_name(path)} has dtype {dtype}")
-    if wrong:
-        raise ValueError(
-            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
-            "not trained out with optax.masked; wrap the chain in "
-            "optax.contrib.split_real_and_imaginary for complex ones."
-        )
-    check_local(updates, axis_name)
-    return positions
+def shown(value: Any) -> str:
+    """An argument as one would write it; functions and dtypes by their names."""
+    if isinstance(value, optax.GradientTransformation) and not isinstance(value, Transformation):
+        return "optax.GradientTransformation(...)"
+    if isinstance(value, np.dtype):
+        return repr(value.name)
+    if callable(value) and not isinstance(value, Transformation):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
 
 
 def reducer_if_mapped(
-    init: Any, reduce: Any, axis_name: AxisName | None
-) -> optax.GradientTransformationExtraArgs:
+    init: Any, reduce: Any, axis_name: AxisName | None, made_by: str, count_bytes: CountBytes
+) -> Transformation:
     """A `Reducer`, or a plain transformation where nothing but plain ones went in."""
     if axis_name:
-        return Reducer(init, reduce, axis_name)
+        return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -183,4 +243,4 @@ def reducer_if_mapped(
         result = reduce(updates, state, params, **extra_args)
         return result.updates, result.state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)

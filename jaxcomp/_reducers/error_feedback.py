@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.dtypes import checked_residual_dtype, compute_dtype
-from jaxcomp._base.trees import leaf_dtype, replaced
+from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dtype
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._reducers.contract import (
     Reduction,
     all_finite,
-    averaged_first,
-    check_reduce_first,
-    reduce_function,
+    bytes_of,
+    call_text,
     reducer_if_mapped,
+    reduction_of,
 )
-from jaxcomp._reducers.fit import Field, fitted
+from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -85,10 +85,11 @@ def error_feedback(
       Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
       ICML 2019.
     """
+    made_by = call_text("error_feedback", locals())
     dtype = checked_residual_dtype(residual_dtype)
     axis_name = getattr(reducer, "axis_name", None)
     check_reduce_first(reduce_first, axis_name or ())
-    inner = reduce_function(reducer)
+    inner = reduction_of(reducer)
 
     def init(params: PyTree) -> ErrorFeedbackState:
         def zeros(leaf: Any) -> Any:
@@ -111,31 +112,38 @@ def error_feedback(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> Reduction:
-        updates = averaged_first(updates, reduce_first)
-        leaves, treedef = jax.tree.flatten(updates)
-        residual = _fitted_residual(updates, state.residual)
-        floating = [i for i, e in enumerate(residual) if not isinstance(e, optax.MaskedNode)]
+        step = open_step(updates, axis_name, reduce_first)
+        residual = _fitted_residual(step.tree(step.arrays), state.residual)
         if axis_name:
             residual = as_local(residual, axis_name)
+        kept = [residual[i] for i in step.positions]
+        totals = [_add(g, e) for g, e in zip(step.arrays, kept, strict=True)]
+        result = inner(step.tree(totals), state.inner, params, **extra_args)
 
-        added = [_add(leaves[i], residual[i]) for i in floating]
-        result = inner(
-            treedef.unflatten(replaced(leaves, floating, added)), state.inner, params, **extra_args
-        )
-        means, sent = jax.tree.leaves(result.updates), jax.tree.leaves(result.sent)
-        for i in floating:
-            means[i] = means[i].astype(leaves[i].dtype)
+        zipped = zip(step.beside(result.updates), step.arrays, strict=True)
+        means = [mean.astype(gradient.dtype) for mean, gradient in zipped]
         # A float16 output can overflow where the float32 mean did not.
-        finite = result.finite & all_finite([means[i] for i in floating])
-        for i, total in zip(floating, added, strict=True):
-            lost = (total - sent[i]).astype(residual[i].dtype).reshape(residual[i].shape)
-            residual[i] = jnp.where(finite, lost, residual[i])
-            means[i] = jnp.where(finite, means[i], jnp.nan)
-        own = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
-        new_state = ErrorFeedbackState(treedef.unflatten(residual), own)
-        return Reduction(treedef.unflatten(means), new_state, result.sent, finite)
+        finite = result.finite & all_finite(means)
+        sent = step.beside(result.sent)
+        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner)
+        for i, e, total, own in zip(step.positions, kept, totals, sent, strict=True):
+            residual[i] = (total - own).astype(e.dtype).reshape(e.shape)
+        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state)
+        return step.close(means, new, finite, sent=sent, old=old)
 
-    return reducer_if_mapped(init, reduce, axis_name)
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+        # The inner reducer gets float32, whatever the gradients are.
+        wide = jax.tree.map(_widened, params)
+        counted = bytes_of(reducer, wide, replicas, step)
+        return counted.instead_of(params)
+
+    return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
+
+
+def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf_dtype(leaf)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(np.shape(leaf), compute_dtype(dtype) if floating else dtype)
 
 
 def _add(gradient: Array, residual: Array) -> Array:

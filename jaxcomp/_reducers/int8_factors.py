@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax import lax
 
-from jaxcomp._base.dtypes import compute_dtype
+from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.axes import axis_size, other_axes
 from jaxcomp._mesh.collectives import Reduced, mean_each

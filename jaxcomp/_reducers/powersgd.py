@@ -5,6 +5,7 @@ Arguments, state and their checks; the arithmetic of an update is in `_powersgd_
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,19 +20,21 @@ from jaxcomp._base.checks import (
     check_number,
     check_static_number,
 )
-from jaxcomp._base.dtypes import checked_factor_dtype, checked_residual_dtype, compute_dtype
-from jaxcomp._base.trees import replaced
+from jaxcomp._base.leaves import (
+    checked_factor_dtype,
+    checked_residual_dtype,
+    compute_dtype,
+)
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
 from jaxcomp._lowrank.matricize import LeafPlan
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
-    averaged_first,
-    check_reduce_first,
-    reducible,
+    call_text,
 )
-from jaxcomp._reducers.fit import Field, fitted
+from jaxcomp._reducers.factor_bytes import count_bytes
+from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
 from jaxcomp._reducers.powersgd_step import Memory, Options, Step, random_p, random_q
 
 
@@ -162,6 +165,7 @@ def powersgd(
       Zhang, Li, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed
       Deep Learning. ICDCS 2023 (ACP-SGD: `alternating`).
     """
+    made_by = call_text("powersgd", locals())
     check_axis_name(axis_name)
     check_reduce_first(reduce_first, axis_name)
     options = Options(
@@ -205,7 +209,8 @@ def powersgd(
         del params, extra_args
         return _reduce(options, updates, state, want_sent=True)
 
-    return Reducer(init, reduce, axis_name, update=update)
+    counted = functools.partial(count_bytes, options)
+    return Reducer(init, reduce, axis_name, update=update, made_by=made_by, count_bytes=counted)
 
 
 def _init(options: Options, params: PyTree) -> PowerSGDState:
@@ -235,29 +240,22 @@ def _state(options: Options, treedef: Any, count: Array, memory: Memory) -> Powe
 
 
 def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: bool) -> Reduction:
-    updates = averaged_first(updates, options.reduce_first)
-    leaves, treedef = jax.tree.flatten(updates)
-    positions = reducible(updates, options.axis_name)
-    plans = options.plan(updates)
-    memory = _fitted_memory(options, plans, updates, state)
+    opened = open_step(updates, options.axis_name, options.reduce_first)
+    gradients = opened.tree(opened.arrays)
+    plans = options.plan(gradients)
+    memory = _fitted_memory(options, plans, gradients, state)
     step = Step(
         options,
-        [i for i in positions if plans[i].view is not None],
-        [i for i in positions if plans[i].view is None],
+        [i for i in opened.positions if plans[i].view is not None],
+        [i for i in opened.positions if plans[i].view is None],
         plans,
-        options.wire_dtype([leaves[i] for i in positions]),
+        options.wire_dtype(x.dtype for x in opened.arrays),
         want_sent,
     )
-    result = step.run(leaves, memory, state.count)
+    result = step.run(opened.leaves, memory, state.count)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
-    outputs = replaced(leaves, step.chosen + step.dense, result.outputs)
-    sent = replaced(leaves, step.chosen + step.dense, result.sent) if want_sent else leaves
-    return Reduction(
-        treedef.unflatten(outputs),
-        _state(options, treedef, count, result.memory),
-        treedef.unflatten(sent),
-        result.finite,
-    )
+    new = _state(options, opened.treedef, count, result.memory)
+    return opened.close(result.outputs, new, result.finite, sent=result.sent if want_sent else None)
 
 
 def _fitted_memory(

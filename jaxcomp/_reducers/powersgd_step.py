@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.dtypes import compute_dtype, widest
+from jaxcomp._base.leaves import compute_dtype, widest
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
@@ -24,6 +24,7 @@ from jaxcomp._mesh.axes import as_local, axis_size, from_step
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._reducers.contract import all_finite
 from jaxcomp._reducers.int8_factors import reduce_int8
+from jaxcomp._reducers.opening import nan_unless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Options:
         """Whether factors travel as integers; the rest then goes as without a `comm_dtype`."""
         return self.comm_dtype == jnp.dtype(jnp.int8)
 
-    def wire_dtype(self, leaves: list[Array]) -> Any:
+    def wire_dtype(self, dtypes: Iterable[Any]) -> Any:
         """What goes on the wire for gradients of these dtypes, in an all-reduce."""
         if self.comm_dtype is None or self.int8_factors:
-            return widest(leaf.dtype for leaf in leaves)
+            return widest(dtypes)
         return self.comm_dtype
 
 
@@ -73,7 +74,7 @@ class Memory(NamedTuple):
 class Result(NamedTuple):
     """One update of the leaves that are averaged."""
 
-    outputs: list[Array]  # of the compressed leaves, then of the others
+    outputs: list[Array]  # of the leaves that are averaged, in their order
     memory: Memory
     finite: Array  # bool scalar
     sent: list[Array]  # like outputs: this replica's own part of them; empty unless wanted
@@ -160,7 +161,7 @@ class Step:
             zipped = zip(self.chosen, self._views(), *agreed.own, totals, strict=True)
             for i, view, p, q, total in zipped:
                 new.residual[i] = replace_by_product(view, p, q, total, memory.residual[i], unsent)
-        return Result(outputs, new, finite, sent)
+        return Result(self._in_order(outputs), new, finite, self._in_order(sent))
 
     def _two_sided(
         self, totals: list[Array], dense: list[Array], memory: Memory, count: Array
@@ -223,18 +224,18 @@ class Step:
         if not half:
             # One NaN in a row of a factor is NaN in the whole row of the product: no second look
             # at what is as large as the gradients.
-            means = means._replace(p=_nan_unless(finite, means.p))
+            means = means._replace(p=nan_unless(finite, means.p))
         products = zip(self._products(means), dtypes, strict=True)
         outputs = [x.astype(dtype) for x, dtype in products]
         if half:
             # A float16 output can overflow where its factors did not.
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
-            outputs = _nan_unless(finite, outputs)
+            outputs = nan_unless(finite, outputs)
         sent = []
         if self.want_sent:
             products = zip(self._products(agreed.own), dtypes, strict=True)
             sent = [*(x.astype(dtype) for x, dtype in products), *agreed.dense_sent]
-        return _Rebuilt([*outputs, *_nan_unless(finite, agreed.dense)], sent, finite)
+        return _Rebuilt([*outputs, *nan_unless(finite, agreed.dense)], sent, finite)
 
     def _plain(self, totals: list[Array], dense: list[Array]) -> _Rebuilt:
         """Exact averages, in one all-reduce. Before `start_step` the sums are the gradients."""
@@ -243,7 +244,7 @@ class Step:
         ]
         reduced = reduce_mean([*gradients, *dense], self.options.axis_name, self.wire)
         sent = reduced.sent if self.want_sent else []
-        return _Rebuilt(_nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
+        return _Rebuilt(nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
 
     def _totals(
         self, leaves: list[Array], residual: list[Any], count: Array, started: Array | None
@@ -285,6 +286,11 @@ class Step:
         """``P Q^T`` in the leaf's shape, of every compressed leaf."""
         return [outer(v, p, q) for v, p, q in zip(self._views(), *factors, strict=True)]
 
+    def _in_order(self, values: Sequence[Array]) -> list[Array]:
+        """From the compressed leaves and then the others to the order of the leaves."""
+        pairs = zip(self.chosen + self.dense, values, strict=True) if values else ()
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
     def _views(self) -> list[MatrixView]:
         return [view for i in self.chosen if (view := self.plans[i].view) is not None]
 
@@ -311,7 +317,3 @@ def _random(
 
 def _replaced_if(flag: Array, old: Array, new: Array) -> Array:
     return jnp.where(flag, new.astype(old.dtype), old)
-
-
-def _nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
-    return [jnp.where(finite, x, jnp.nan) for x in values]

@@ -6,6 +6,7 @@ own; `_shares` has how they are rounded and sent.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_axis_name, check_int
-from jaxcomp._base.trees import replaced
+from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import replica_index
@@ -21,10 +22,9 @@ from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
-    averaged_first,
-    check_reduce_first,
-    reducible,
+    call_text,
 )
+from jaxcomp._reducers.opening import check_reduce_first, open_step
 
 _ROUNDINGS = ("nearest", "stochastic")
 
@@ -99,6 +99,7 @@ def quantized_allreduce(
       Alistarh et al.: QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding.
       NeurIPS 2017.
     """
+    made_by = call_text("quantized_allreduce", locals())
     check_axis_name(axis_name)
     check_reduce_first(reduce_first, axis_name)
     if check_int("bits", bits, 1) != 8:
@@ -119,36 +120,25 @@ def quantized_allreduce(
         updates: PyTree, state: QuantizedState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        updates = averaged_first(updates, reduce_first)
-        leaves, treedef = jax.tree.flatten(updates)
-        positions = reducible(updates, axis_name)
-        chosen = [leaves[i] for i in positions]
+        step = open_step(updates, axis_name, reduce_first)
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(seed), state.count)
             key = jax.random.fold_in(key, replica_index(axis_name))
-        means, sent, finite = _allreduce(chosen, axis_name, block_size, key)
-        count = jnp.where(finite, optax.safe_increment(state.count), state.count)
-        return Reduction(
-            treedef.unflatten(replaced(leaves, positions, means)),
-            QuantizedState(count),
-            treedef.unflatten(replaced(leaves, positions, sent)),
-            finite,
+        arrays = [x.astype(jnp.float32) for x in step.arrays]
+        layouts = [BlockLayout.of(x.size, axis_size(axis_name), block_size) for x in arrays]
+        means, sent, finite = mean_by_shares(arrays, layouts, axis_name, key)
+        new = QuantizedState(jnp.asarray(optax.safe_increment(state.count)))
+        return step.close(means, new, finite, sent=sent, old=state)
+
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+        del step
+        needed = needed_replicas(replicas)
+        return CompressionStats.of(
+            dataclasses.replace(
+                leaf, bytes_after=BlockLayout.of(leaf.size, needed, block_size).wire_bytes
+            )
+            for leaf in dense_leaves(params)
         )
 
-    return Reducer(init, reduce, axis_name)
-
-
-def _allreduce(
-    leaves: list[Array], axis_name: AxisName, block_size: int | None, key: Array | None
-) -> tuple[list[Array], list[Array], Array]:
-    """Means, this replica's contributions as sent, and whether all of it is finite."""
-    replicas = axis_size(axis_name)
-    layouts = [BlockLayout.of(leaf.size, replicas, block_size) for leaf in leaves]
-    reduced = mean_by_shares([x.astype(jnp.float32) for x in leaves], layouts, axis_name, key)
-    means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
-    like = [leaf.dtype for leaf in leaves]
-    means, sent = (
-        [x.astype(dtype) for x, dtype in zip(xs, like, strict=True)] for xs in (means, reduced.sent)
-    )
-    return means, sent, reduced.finite
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.axes import as_local, from_step
 from jaxcomp._mesh.per_replica import mark_local
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
-    reduce_function,
+    bytes_of,
+    call_text,
     reducer_if_mapped,
+    reduction_of,
 )
 
 
@@ -70,6 +73,7 @@ def switch_at(
       >>> [int(jnp.linalg.matrix_rank(x["w"][0])) for x in (first, second)]
       [8, 1]
     """
+    made_by = call_text("switch_at", locals())
     step = check_int("step", step, 0)
     axes = [tx.axis_name for tx in (before, after) if isinstance(tx, Reducer)]
     if len(set(axes)) > 1:
@@ -77,7 +81,7 @@ def switch_at(
             f"`before` and `after` must have the same axis_name, got {axes[0]!r} and {axes[1]!r}."
         )
     axis_name = axes[0] if axes else None
-    first, second = reduce_function(before), reduce_function(after)
+    first, second = reduction_of(before), reduction_of(after)
 
     def init(params: PyTree) -> SwitchState:
         return SwitchState(jnp.zeros([], jnp.int32), before.init(params), after.init(params))
@@ -107,7 +111,12 @@ def switch_at(
         whole = jax.tree.map(lambda x: _poisoned(x, result.finite), result.updates)
         return result._replace(updates=whole, state=SwitchState(count, *result.state))
 
-    return reducer_if_mapped(init, reduce, axis_name)
+    def count_bytes(params: PyTree, replicas: int | None, at: int | None) -> CompressionStats:
+        if at is not None and at < step:
+            return bytes_of(before, params, replicas, at)
+        return bytes_of(after, params, replicas, None if at is None else at - step)
+
+    return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
 
 
 def _poisoned(x: Any, finite: Array) -> Any:

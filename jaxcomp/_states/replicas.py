@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.dtypes import compute_dtype
-from jaxcomp._base.trees import leaf_name
+from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_tuple
 from jaxcomp._mesh.collectives import largest, mean_each

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_flag, check_int
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
+from jaxcomp._reducers.contract import Transformation, bytes_of, call_text
 
 
 def accumulate(
@@ -20,7 +22,7 @@ def accumulate(
     *,
     use_grad_mean: bool = True,
     accumulator_dtype: DType = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     r"""`optax.MultiSteps` that runs `tx`, and so its collectives, on every k-th call only.
 
     .. math:: \bar g = \frac{1}{k} \sum_{j=1}^{k} g_j, \qquad
@@ -68,6 +70,7 @@ def accumulate(
       >>> [x.tolist() for x in jax.vmap(micro_steps, axis_name="data")(grads)]
       [[0.0, 0.0], [-3.0, -3.0]]
     """
+    made_by = call_text("accumulate", locals())
     if not callable(every_k):
         every_k = check_int("every_k", every_k, 1)
     check_flag("use_grad_mean", use_grad_mean)
@@ -118,7 +121,15 @@ def accumulate(
             skip_state=state.skip_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
+        if callable(every_k):
+            raise ValueError(
+                "`every_k` is a function, so the steps that communicate are not known. Ask `tx`."
+            )
+        counted = bytes_of(tx, params, replicas, None if step is None else step // every_k)
+        return counted.scaled(1 / every_k if step is None else (step + 1) % every_k == 0)
+
+    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)
 
 
 def _cast(total: Array, gradient: Array) -> Array:

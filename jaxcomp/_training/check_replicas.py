@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.checks import check_axis_name, check_int
-from jaxcomp._base.trees import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, switch
 from jaxcomp._mesh.collectives import maximum, replica_index

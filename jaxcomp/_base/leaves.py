@@ -1,4 +1,4 @@
-"""Floating dtypes: which is wider, rounding that survives the compiler, and argument checks."""
+"""What a leaf of a tree is: its name and dtype, which dtype is wider, and rounding to one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.typing import Array
+from jaxcomp._base.checks import ParameterError
+from jaxcomp._base.typing import Array, KeyPath
 
 _WIRE = ("float32", "bfloat16", "float16")
 _FACTORS = (*_WIRE, "int8")
 # A residual may exceed what float16 holds, and would then be infinite for ever.
 _STORAGE = ("float32", "bfloat16")
+
+
+def leaf_name(path: KeyPath) -> str:
+    """A key path as users write it: ``['layer']['kernel']``, or ``(root)`` for a bare array."""
+    return jax.tree_util.keystr(path) or "(root)"
+
+
+def leaf_dtype(leaf: Any) -> Any:
+    """The dtype of an array, a shape struct or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def wider(first: Any, second: Any) -> Any:
@@ -52,10 +64,11 @@ def checked_dtype(name: str, dtype: Any) -> Any:
       ValueError: If it is not one of float32, bfloat16 and float16.
     """
     if _dtype_name(dtype) == "int8":
-        raise ValueError(
-            f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
-            "integers overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
-            f"{name}=jnp.int8."
+        raise ParameterError(
+            name,
+            f"must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit integers "
+            "overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
+            f"{name}=jnp.int8.",
         )
     return _checked(name, dtype, _WIRE)
 
@@ -82,7 +95,7 @@ def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
     if dtype is None:
         return None
     if _dtype_name(dtype) not in allowed:
-        raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
+        raise ParameterError(name, f"must be one of {', '.join(allowed)} or None, got {dtype!r}.")
     return jnp.dtype(dtype)
 
 

@@ -1,0 +1,122 @@
+"""Bytes of a step before and after compression, leaf by leaf: what `Reducer.bytes` answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp._base.checks import ParameterError
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafStats:
+    """Bytes of one leaf in one step."""
+
+    path: str
+    shape: tuple[int, ...]
+    rank: int  # 0 for a leaf that is not compressed
+    bytes_before: int  # plain all-reduce in the leaf's own dtype
+    bytes_after: int  # payload of the collectives after compression
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the leaf is sent as two factors."""
+        return self.rank > 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes; 1.0 for an empty leaf."""
+        return _ratio(self.bytes_before, self.bytes_after)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionStats:
+    """Payload of the collectives of one step, as each replica passes it to them."""
+
+    leaves: tuple[LeafStats, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @classmethod
+    def of(cls, leaves: Iterable[LeafStats]) -> CompressionStats:
+        """With the sums of the leaves as totals."""
+        leaves = tuple(leaves)
+        before = sum(leaf.bytes_before for leaf in leaves)
+        return cls(leaves, before, sum(leaf.bytes_after for leaf in leaves))
+
+    def scaled(self, share: float) -> CompressionStats:
+        """The same if only this share of the steps sends it; rounded to a byte."""
+        leaves = tuple(
+            dataclasses.replace(leaf, bytes_after=round(leaf.bytes_after * share))
+            for leaf in self.leaves
+        )
+        return CompressionStats(leaves, self.bytes_before, round(self.bytes_after * share))
+
+    def instead_of(self, tree: PyTree) -> CompressionStats:
+        """The same payload beside that of an all-reduce of another tree of these leaves."""
+        before = {leaf.path: leaf.bytes_before for leaf in dense_leaves(tree)}
+        total = sum(before.values())
+        leaves = tuple(
+            dataclasses.replace(leaf, bytes_before=before.get(leaf.path, total))
+            for leaf in self.leaves
+        )
+        return CompressionStats(leaves, total, self.bytes_after)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes in total."""
+        return _ratio(self.bytes_before, self.bytes_after)
+
+    def __str__(self) -> str:
+        width = max([len(leaf.path) for leaf in self.leaves] + [5])
+        lines = [f"{'leaf':<{width}}  {'shape':>18}  rank  {'before':>13}  {'after':>13}   ratio"]
+        lines += [
+            f"{leaf.path:<{width}}  {leaf.shape!s:>18}  {leaf.rank or '-':>4}  "
+            f"{leaf.bytes_before:>13,}  {leaf.bytes_after:>13,}  {leaf.ratio:>6.1f}"
+            for leaf in self.leaves
+        ]
+        total = f"{self.bytes_before:>13,}  {self.bytes_after:>13,}  {self.ratio:>6.1f}"
+        return "\n".join([*lines, f"{'total':<{width}}  {'':>18}        {total}"])
+
+
+def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
+    """Every floating leaf as it is, in its own dtype on the wire or in `wire`."""
+    leaves = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        own, shape = jnp.dtype(leaf_dtype(leaf)), tuple(np.shape(leaf))
+        if jnp.issubdtype(own, jnp.floating):
+            before, after = (math.prod(shape) * x.itemsize for x in (own, wire or own))
+            leaves.append(LeafStats(leaf_name(path), shape, 0, before, after))
+    return leaves
+
+
+def needed_replicas(replicas: int | None) -> int:
+    """The number of replicas, where arrays are cut into as many shares.
+
+    Raises:
+      ValueError: If it was not given.
+    """
+    if replicas is None:
+        raise ParameterError(
+            "replicas",
+            "is missing: with int8 on the wire arrays are cut into one share for each replica. "
+            "Pass how many there are.",
+        )
+    return replicas
+
+
+def _ratio(before: int, after: int) -> float:
+    return before / after if after else 1.0
