@@ -27,17 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxcomp
 from benchmarks.cluster.job import ENVIRONMENT
 from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import UNLIMITED, Strategy, parse_rate, parse_strategy
 from benchmarks.cluster.report import Case, figures_of
+from benchmarks.common.arguments import listed, one_of
 from benchmarks.common.models import FULL, MLP, TINY
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import markdown
-from jaxcomp._adviser.advice import Prediction
-from jaxcomp._adviser.advise import advise
-from jaxcomp._adviser.calibration import Calibration
-from jaxcomp._adviser.measure import measure
 
 _RANKS = (1, 2, 4)
 _PORT = 29_510
@@ -79,9 +77,7 @@ def calibrate(options: argparse.Namespace) -> int:
     """One calibration for each model, written as JSON."""
     check_available()
     found = {}
-    for model in options.models.split(","):
-        if model not in FULL:
-            raise ValueError(f"`--models` has no {model!r}; there are {', '.join(FULL)}.")
+    for model in listed("--models", options.models, one_of("--models", FULL)):
         found[model] = json.loads(_calibration(model, options.processes, options.tiny))
         print(f"{model}: {json.dumps(found[model])}", flush=True)
     options.calibration.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +130,7 @@ def process(index: str, processes: str, address: str, model: str, tiny: str, res
     """One of the processes that `calibrate` starts; the first one writes what was measured."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"{address}:{_PORT}", int(processes), int(index))
-    found = measure(parameters(model, tiny=bool(int(tiny))), ranks=_RANKS)
+    found = jaxcomp.measure(parameters(model, tiny=bool(int(tiny))), ranks=_RANKS)
     if index == "0":
         Path(result).write_text(found.to_json())
     return 0
@@ -161,7 +157,9 @@ def compare(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{options.calibration} is missing: make it with `benchmarks.advise_error calibrate`."
         ) from None
-    calibrations = {name: Calibration.from_json(json.dumps(x)) for name, x in stored.items()}
+    calibrations = {
+        name: jaxcomp.Calibration.from_json(json.dumps(x)) for name, x in stored.items()
+    }
     rows = errors(run, calibrations)
     if not rows:
         raise ValueError(f"{options.cluster} holds no cases of JAX that can be predicted.")
@@ -184,7 +182,9 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def errors(run: dict[str, Any], calibrations: dict[str, Calibration]) -> list[dict[str, Any]]:
+def errors(
+    run: dict[str, Any], calibrations: dict[str, jaxcomp.Calibration]
+) -> list[dict[str, Any]]:
     """Measured and predicted seconds per step, and the relative error, of every case of JAX."""
     cases = [Case(**case) for case in run["cases"] if case["framework"] == "jax"]
     figures = {(c.model, c.rate, c.strategy): figures_of(c).median for c in cases}
@@ -205,8 +205,13 @@ def errors(run: dict[str, Any], calibrations: dict[str, Calibration]) -> list[di
 
 
 def predict(
-    tree: Any, processes: int, rate: str, strategy: Strategy, alone: float, constants: Calibration
-) -> Prediction:
+    tree: Any,
+    processes: int,
+    rate: str,
+    strategy: Strategy,
+    alone: float,
+    constants: jaxcomp.Calibration,
+) -> jaxcomp.Prediction:
     """What the adviser says of a case.
 
     Args:
@@ -221,7 +226,7 @@ def predict(
     # Without a rate, the link is the one that was measured.
     bandwidth = None if bits is None else bits / 8 * _NET_OF_HEADERS
     local = strategy.kind == "local-sgd"
-    advice = advise(
+    advice = jaxcomp.advise(
         tree,
         workers=processes,
         step_time=alone,

@@ -52,7 +52,10 @@ _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    plan, out = parse(argv)
+    plan, out, anew = parse(argv)
+    if anew:
+        report(json.loads((out / "cluster.json").read_text()), out)
+        return 0
     try:
         check_available()
         check_packages(plan)
@@ -81,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parse(argv: list[str] | None) -> tuple[Plan, Path]:
-    """Arguments as a plan, and where the results go."""
+def parse(argv: list[str] | None) -> tuple[Plan, Path, bool]:
+    """Arguments as a plan, where the results go, and whether only the report is made."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster",
         description=__doc__,
@@ -100,6 +103,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
         help="a case whose steps take longer gets by on fewer, at least 2" + shown)  # fmt: skip
     add("--tiny", action="store_true", help="small models, to see whether it works here")
     add("--out", type=Path, help=f"folder (default: benchmarks/results; {TRIAL} if --tiny)")
+    add("--report", action="store_true", help="only write table and picture of a cluster.json anew")
     given = parser.parse_args(argv)
     try:
         plan = Plan(
@@ -114,7 +118,10 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path]:
         )
     except ValueError as error:
         parser.error(str(error))
-    return plan, given.out or (TRIAL if plan.tiny else RESULTS)
+    out = given.out or (TRIAL if plan.tiny else RESULTS)
+    if given.report and not (out / "cluster.json").exists():
+        parser.error(f"--report needs {out / 'cluster.json'}, which a run without it writes.")
+    return plan, out, given.report
 
 
 def check_packages(plan: Plan) -> None:

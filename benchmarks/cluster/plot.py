@@ -5,46 +5,69 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-
-import matplotlib.pyplot as plt
-
 from benchmarks.cluster.report import Figures, Key
+from benchmarks.common.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    name_points,
+    panels,
+    save,
+)
+
+Line = tuple[str, str]  # strategy, framework
+# What a reader decides between; the table has the others.
+_LINES: dict[Line, tuple[str, str]] = {
+    ("none", "jax"): ("no communication", MUTED),
+    ("allreduce", "jax"): ("all-reduce", INK),
+    ("local-sgd-8", "jax"): ("local SGD, every 8 steps", GREEN),
+    ("powersgd-4", "torch"): ("rank 4, torch", ORANGE),
+    ("powersgd-4", "jax"): ("rank 4, jaxcomp", BLUE),
+    ("powersgd-4-int8", "jax"): ("rank 4 int8, jaxcomp", PURPLE),
+}
+_MOST = len(_LINES)
 
 
 def plot(figures: Mapping[Key, Figures], path: Path) -> None:
-    """Writes a PNG: a panel for each model, a colour for each strategy, dashes for torch."""
+    """Writes a PNG: a panel for each model, a line for each of a few strategies."""
     models = list(dict.fromkeys(key[0] for key in figures))
     rates = list(dict.fromkeys(key[1] for key in figures))
-    strategies = list(dict.fromkeys(key[2] for key in figures))
-    palette = [plt.get_cmap("tab20")(i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
-    colours = dict(zip(strategies, palette, strict=False))
-    shape = (6.4 * len(models), 5.2)
-    picture, panels = plt.subplots(1, len(models), figsize=shape, squeeze=False, sharey=True)
-    for panel, model in zip(panels[0], models, strict=True):
-        for strategy in strategies:
-            for framework, style in (("jax", "o-"), ("torch", "s--")):
-                found = [figures.get((model, rate, strategy, framework)) for rate in rates]
-                points = [(i, f) for i, f in enumerate(found) if f]
-                if not points:
-                    continue
-                at, medians = [i for i, _ in points], [f.median * 1e3 for _, f in points]
-                spread = [
-                    [(f.median - f.low) * 1e3 for _, f in points],
-                    [(f.high - f.median) * 1e3 for _, f in points],
-                ]
-                panel.errorbar(
-                    at, medians, spread, fmt=style, color=colours[strategy], markersize=4,
-                    linewidth=1.2, capsize=2, label=f"{strategy}, {framework}",
-                )  # fmt: skip
-        panel.set_yscale("log")
-        panel.set_xticks(range(len(rates)), rates)
-        panel.set_xlabel("rate of every link")
-        panel.set_title(model)
-        panel.grid(alpha=0.3, which="both")
-    panels[0][0].set_ylabel("step time, ms (median, 10% to 90%)")
-    panels[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    picture.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(picture)
+    figure, axes = panels(len(models), 5.6 * len(models), 4.4)
+    lines = chosen_lines(figures)
+    for axis, model in zip(axes, models, strict=True):
+        ends = []
+        for (strategy, framework), (name, colour) in lines.items():
+            found = [figures.get((model, rate, strategy, framework)) for rate in rates]
+            points = [(i, f) for i, f in enumerate(found) if f]
+            if not points:
+                continue
+            at, medians = [i for i, _ in points], [f.median * 1e3 for _, f in points]
+            spread = [
+                [(f.median - f.low) * 1e3 for _, f in points],
+                [(f.high - f.median) * 1e3 for _, f in points],
+            ]
+            axis.errorbar(
+                at, medians, spread, fmt="o-", color=colour, markersize=4, linewidth=1.6, capsize=2
+            )
+            ends.append((at[-1], medians[-1], name, colour))
+        axis.set(yscale="log", title=model, xlabel="rate of every link")
+        axis.set_xticks(range(len(rates)), rates)
+        axis.set_xlim(-0.2, len(rates) + 0.45)  # room for the names
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+        name_points(axis, ends)
+    axes[0].set_ylabel("step time, ms (median, 10% to 90%)")
+    save(figure, path)
+
+
+def chosen_lines(figures: Mapping[Key, Figures]) -> dict[Line, tuple[str, str]]:
+    """Name and colour of what is shown: the usual lines, or the first of a run without them."""
+    there = dict.fromkeys(key[2:] for key in figures)
+    usual = {line: style for line, style in _LINES.items() if line in there}
+    colours = [colour for line, (_, colour) in _LINES.items() if line not in usual]
+    others = [line for line in there if line not in usual and len(there) <= _MOST]
+    return usual | {
+        line: (", ".join(line), colour) for line, colour in zip(others, colours, strict=False)
+    }

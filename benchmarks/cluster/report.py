@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.plan import ring_factor
+from benchmarks.common.machine import sentence
 from benchmarks.common.tables import markdown
 
 
@@ -174,12 +175,11 @@ def _number(value: float | None, digits: int = 2) -> str:
 def conditions(run: Mapping[str, Any]) -> str:
     """Markdown: how, where and when it was measured."""
     machine, settings = run["machine"], run["settings"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     busy = machine["busy_cores_at_start"]
     lines = [
         f"Measured {run['date']} with `{run['command']}`: {settings['processes']} processes, each "
         "in a network namespace of its own, on one core, over gloo.",
-        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; {versions}.",
+        sentence(machine),
         f"Other programs kept {busy:.2f} cores busy at the start"
         + (": **these are no results.**" if busy > BUSY else "."),
     ]

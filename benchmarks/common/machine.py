@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,17 @@ def busy_cores(seconds: float = 0.5) -> float:
     return (os.cpu_count() or 1) * (1 - (idle_later - idle) / max(1, later - total))
 
 
+def sentence(machine: Mapping[str, Any]) -> str:
+    """What `describe` found, for the text beside a figure; none stands without its processor."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; {versions}."
+
+
 def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    """Make and model. Virtual machines hide the name ("AMD EPYC"), but not the numbers."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
+    if "model name" not in fields:
+        return platform.machine()
+    numbers = [f"{x} {fields[x]}" for x in ("cpu family", "model", "stepping") if x in fields]
+    return f"{fields['model name']} ({', '.join(numbers)})"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, read_runs, summarise, write_report
+from benchmarks.convergence.report import append_run, provenance, read_runs, summarise, write_report
 from benchmarks.convergence.strategies import CURVES, STRATEGIES
 from benchmarks.convergence.training import Config, Trainer, corpus
 
@@ -109,11 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit = sys.maxsize if args.runs is None else args.runs
     train_missing(names, args.seeds, config, path, limit)
     if args.report:
-        rows = [row for row in summarise(read_runs(path), asdict(config)) if row.strategy in names]
+        runs = read_runs(path)
+        rows = [row for row in summarise(runs, asdict(config)) if row.strategy in names]
         if not rows:
             print("convergence: error: no finished runs of this setting", file=sys.stderr)
             return 2
-        about = describe("benchmarks.convergence", PACKAGES) | {"setting": asdict(config)}
+        about = provenance(runs, asdict(config))
         for written in write_report(rows, stem=args.out, about=about, curves=CURVES):
             print(written)
     return 0

@@ -17,11 +17,17 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
-from benchmarks.convergence.int4 import average_int4, int4_bytes
-from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
-from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
-from jaxcomp._mesh.axes import as_local
-from jaxcomp._mesh.collectives import reduce_mean
+from benchmarks.convergence.int4 import Int4Layout
+from jaxcomp.extend import (
+    LeafPlan,
+    MatrixView,
+    axis_size,
+    map_by_shape,
+    mean_by_shares,
+    orthogonalize,
+    plan_leaves,
+    reduce_mean,
+)
 
 Tree = Any
 Array = jax.Array
@@ -116,7 +122,7 @@ def low_rank_bytes(
         if plan.view is not None:
             shapes = [plan.p_shape, plan.q_shape] * iterations
         for size in map(math.prod, shapes):
-            total += int4_bytes(size, replicas) if wire == "int4" else 4 * size
+            total += Int4Layout.of(size, replicas).wire_bytes if wire == "int4" else 4 * size
     return total
 
 
@@ -130,7 +136,10 @@ def _average(
     """
     turned = [x.mT if i < factors else x for i, x in enumerate(parts)]
     if wire == "int4":
-        means, sent, finite = average_int4(as_local(turned, axis_name), axis_name)
+        layouts = [Int4Layout.of(x.size, axis_size(axis_name)) for x in turned]
+        means, sent, finite = mean_by_shares(
+            jaxcomp.as_local(turned, axis_name), layouts, axis_name
+        )
     else:
         means, sent, finite = reduce_mean(turned, axis_name, jnp.float32)
     back = lambda xs: [x.mT if i < factors else x for i, x in enumerate(xs)]  # noqa: E731

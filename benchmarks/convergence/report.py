@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.plots import plot_curves, plot_frontier
+from benchmarks.common import tables
+from benchmarks.convergence.plot import plot_curves, plot_frontier
 from benchmarks.convergence.rows import REFERENCE, Row
 
 
@@ -98,23 +99,22 @@ def _spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
+_HEADER = (
+    "strategy", "times fewer bytes", "above uncompressed", "final loss", "seeds", "frontier",
+)  # fmt: skip
+
+
 def markdown(rows: Sequence[Row], setting: str) -> str:
     """The table, with the setting above it."""
-    lines = [
-        f"{setting}\n",
-        "| strategy | times fewer bytes | above uncompressed | final loss | seeds | frontier |",
-        "|---|--:|--:|--:|--:|:-:|",
-    ]
+    cells = []
     for row in rows:
         several = row.seeds > 1
         loss = f"{row.loss:.3f}" + f" ± {row.spread:.3f}" * several
         gap = f"{row.gap:+.2f}%" + f" ± {row.gap_spread:.2f}" * several
         gap = "" if row.strategy == REFERENCE else gap
         star = "*" * row.on_frontier
-        lines.append(
-            f"| {row.strategy} | {row.ratio:.1f} | {gap} | {loss} | {row.seeds} | {star} |"
-        )
-    return "\n".join(lines) + "\n"
+        cells.append((row.strategy, f"{row.ratio:.1f}", gap, loss, str(row.seeds), star))
+    return f"{setting}\n\n{tables.markdown(_HEADER, cells)}\n"
 
 
 def write_report(
@@ -125,7 +125,7 @@ def write_report(
     Args:
       rows: As `summarise` gives them.
       stem: Path without a suffix; its directory is made.
-      about: Machine, versions, date and settings.
+      about: Machine, versions, dates and settings, as `provenance` gives them.
       curves: The strategies of the plot over steps. Of them, those with as many seeds as the
         reference are shown: means over other seeds would not compare.
 
@@ -145,8 +145,29 @@ def write_report(
     return [summary, table, over_steps, frontier]
 
 
+def provenance(runs: Iterable[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
+    """Where, when and with what the runs of a setting were made."""
+    own = [run["about"] for run in runs if run["config"] == config]
+    dates = sorted(about["date"][:10] for about in own)
+    found: dict[str, dict[str, None]] = {}
+    for about in own:
+        machine = about["machine"]
+        for name, said in {"cpu": machine["cpu"], **machine["versions"]}.items():
+            found.setdefault(name, {})[said] = None
+    several = {name: " or ".join(said) for name, said in found.items()}
+    return {
+        "runs": len(own),
+        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        "cpu": several.pop("cpu"),
+        "versions": several,
+        "setting": config,
+    }
+
+
 def _sentence(about: dict[str, Any]) -> str:
-    parts = []
-    for key, value in about.items():
-        parts.append(_sentence(value) if isinstance(value, dict) else f"{key} {value}")
-    return ", ".join(parts)
+    versions, setting = (
+        ", ".join(f"{name} {value}" for name, value in about[part].items())
+        for part in ("versions", "setting")
+    )
+    made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
+    return f"{made} Setting: {setting}."

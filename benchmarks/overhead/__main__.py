@@ -63,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=RESULTS,
         help="folder for the results (default: benchmarks/results)",
     )
+    add("--report", action="store_true", help="only write table and picture of a run anew")
     given = parser.parse_args(argv)
     try:
         given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
@@ -134,6 +135,10 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
+    stem = given.out / f"overhead-{given.device}{'-one-sided' if given.alternating else ''}"
+    if given.report:
+        report(json.loads(stem.with_suffix(".json").read_text()), stem)
+        return 0
     run = describe("benchmarks.overhead", ["numpy"])
     if given.device == "cpu":
         # The workers inherit both. Threads of one program that share a core wake each other; with
@@ -142,22 +147,26 @@ def main(argv: list[str] | None = None) -> int:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
     given.out.mkdir(parents=True, exist_ok=True)
-    name = f"overhead-{given.device}{'-one-sided' if given.alternating else ''}"
     try:
         for tree in given.trees:
             print(f"{tree}:", file=sys.stderr)
             cases, versions = cases_of(given, tree)
             run["machine"]["versions"] |= versions
             run["cases"] += cases
-            (given.out / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
+            stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     except WorkerFailed as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    text = table(run)
-    (given.out / f"{name}.md").write_text(text)
-    plot(run, given.out / f"{name}.png")
-    print(text)
+    report(run, stem)
     return 0
+
+
+def report(run: dict[str, Any], stem: Path) -> None:
+    """Writes the table and the picture, and prints the table."""
+    text = table(run)
+    stem.with_suffix(".md").write_text(text)
+    plot(run, stem.with_suffix(".png"))
+    print(text)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-
-import matplotlib.pyplot as plt
-
+from benchmarks.common.machine import sentence
+from benchmarks.common.style import BLUE, MUTED, ORANGE, name_points, panels, save
 from benchmarks.common.tables import markdown
 
 _HEADER = [
@@ -29,13 +25,13 @@ _HEADER = [
 
 def table(run: Mapping[str, Any]) -> str:
     """Medians and ratios as Markdown, with where and how they were measured."""
-    machine = run["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     lines = [
         "## Compress, decompress and keep the residual, on one device",
         "",
-        f"`{run['command']}`, {run['date']}; {machine['cpu']}; {versions}. Medians; the floor is 7",
-        "words for every gradient value at the copy bandwidth measured in the same run.",
+        f"`{run['command']}`, {run['date']}. {sentence(run['machine'])}",
+        "",
+        "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured in "
+        "the same run.",
         "",
         markdown(_HEADER, [_row(case) for case in run["cases"]]),
     ]
@@ -63,26 +59,27 @@ def _ratio(a: float | None, b: float | None, unit: str) -> str:
 def plot(run: Mapping[str, Any], path: Path) -> None:
     """Writes a PNG: for every tree, the medians as multiples of the floor against the rank."""
     trees = list(dict.fromkeys(case["tree"] for case in run["cases"]))
-    picture, panels = plt.subplots(
-        1, len(trees), figsize=(4.2 * len(trees), 4), squeeze=False, sharey=True
-    )
-    for panel, tree in zip(panels[0], trees, strict=True):
+    figure, axes = panels(len(trees), 3.8 * len(trees), 3.8)
+    names = []
+    for axis, tree in zip(axes, trees, strict=True):
         cases = [case for case in run["cases"] if case["tree"] == tree and "floor" in case]
-        for framework, name, style in (("jax", "jaxcomp", "o-"), ("torch", "torch's hook", "s--")):
+        ends = [(max(0, len(cases) - 1), 1.0, "floor", MUTED)]
+        for framework, name, colour in (("jax", "jaxcomp", BLUE), ("torch", "torch", ORANGE)):
             points = [
                 (i, case[framework]["median"] / case["floor"])
                 for i, case in enumerate(cases)
                 if framework in case
             ]
             if points:
-                panel.plot(*zip(*points, strict=True), style, label=name)
-        panel.axhline(1, color="gray", linewidth=1, label="floor: 7 words a value")
-        panel.set_xticks(range(len(cases)), [str(case["rank"]) for case in cases])
-        panel.set_xlabel("rank")
-        panel.set_title(tree)
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("time / floor")
-    panels[0][0].set_ylim(bottom=0)
-    panels[0][0].legend(fontsize=8)
-    picture.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(picture)
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1.6)
+                ends.append((*points[-1], name, colour))
+        axis.axhline(1, color=MUTED, linewidth=1)
+        axis.set_xticks(range(len(cases)), [str(case["rank"]) for case in cases])
+        axis.set_xlim(-0.2, len(cases) - 0.2)  # room for the names
+        axis.set(xlabel="rank", title=tree)
+        names.append(ends)
+    axes[0].set_ylabel("time / floor of 7 words a value")
+    axes[0].set_ylim(bottom=0)  # of all panels, once they all have their lines
+    for axis, ends in zip(axes, names, strict=True):
+        name_points(axis, ends)
+    save(figure, path)

@@ -10,11 +10,12 @@ from runners import AXIS, random_grads, simulate
 
 import benchmarks.convergence.__main__ as convergence
 import jaxcomp
-from benchmarks.convergence.int4 import average_int4, int4_bytes
+from benchmarks.convergence.int4 import Int4Layout
 from benchmarks.convergence.reducers import difference, low_rank, low_rank_bytes, whitened
 from benchmarks.convergence.report import append_run, markdown, read_runs, summarise
 from benchmarks.convergence.strategies import CURVES, STRATEGIES
 from benchmarks.convergence.training import Config
+from jaxcomp.extend import mean_by_shares
 
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,)}
 TINY = ["--steps", "4", "--eval-every", "2", "--width", "32", "--layers", "1", "--heads", "2"]
@@ -92,7 +93,9 @@ def test_bytes_of_low_rank_are_those_of_compression_stats():
     assert low_rank_bytes(tree, 2, replicas=4) == stats.bytes_after
     twice = low_rank_bytes(tree, 2, replicas=4, iterations=2)
     assert twice == 2 * stats.bytes_after - 16 * 4
-    assert int4_bytes(1024, 4) == 1024 // 2 + 2 * 8  # 8 blocks of 128 with their scales
+    assert (
+        Int4Layout.of(1024, 4).wire_bytes == 1024 // 2 + 2 * 8
+    )  # 8 blocks of 128 with their scales
 
 
 def test_low_rank_with_a_residual_is_powersgd():
@@ -121,7 +124,8 @@ def test_nothing_is_lost_with_4_bit_factors():
 
 def test_int4_is_off_by_no_more_than_half_a_level_in_each_stage():
     x = jax.random.normal(jax.random.key(0), (4, 37, 10))
-    average = jax.vmap(lambda x: average_int4([x], AXIS), axis_name=AXIS)
+    layout = Int4Layout.of(370, 4)
+    average = jax.vmap(lambda x: mean_by_shares([x], [layout], AXIS), axis_name=AXIS)
     (means,), (sent,), finite = average(x)
     assert finite.all()
     assert np.abs(means[0] - x.mean(0)).max() <= np.abs(x).max() / 7 * 1.01
