@@ -52,6 +52,12 @@ def round_to(x: Array, dtype: Any) -> Array:
     """Rounds to the precision of `dtype` without changing the dtype of `x`.
 
     `lax.reduce_precision` and not a cast there and back, which XLA may elide on GPU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> extend.round_to(jnp.float32(1 / 3), jnp.bfloat16)
+      Array(0.33398438, dtype=float32)
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)

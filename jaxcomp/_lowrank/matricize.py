@@ -145,6 +145,14 @@ def plan_leaves(
 
     Raises:
       ValueError: If `rank` or `matrix_dims` returns something unusable; the message names the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> params = {"bias": jnp.zeros(64), "kernel": jnp.zeros((3, 3, 32, 64))}
+      >>> bias, kernel = extend.plan_leaves(params, rank=4, min_compression_rate=2.0)
+      >>> bias.view is None, kernel.p_shape, kernel.q_shape
+      (True, (64, 4), (288, 4))
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [_plan(path, leaf, rank, min_compression_rate, matrix_dims) for path, leaf in leaves]

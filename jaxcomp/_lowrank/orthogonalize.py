@@ -32,6 +32,14 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
 
     Returns:
       ``(*batch, n, r)`` with ``P^T P = I`` to rounding (for ``eps=0``).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> columns = jnp.array([[3.0, 3.0, 0.0], [4.0, 4.0, 0.0], [0.0, 5.0, 0.0]])  # one is zero
+      >>> basis = extend.orthogonalize(columns)
+      >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(3), atol=1e-5))
+      True
     """
     rank = matrix.shape[-1]
     scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
@@ -75,6 +83,14 @@ def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) ->
 
     A model of 200 equal layers so costs one orthogonalisation to compile and to launch, and only
     the thin factors are copied to form the batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def total(stack):  # called for the two of shape (2,), then for the one of shape (3,)
+      ...     return stack.sum(-1)
+      >>> [int(x) for x in extend.map_by_shape(total, [jnp.ones(2), jnp.ones(3), 5 * jnp.ones(2)])]
+      [2, 3, 10]
     """
     results: dict[int, Array] = {}
     for kind in dict.fromkeys((array.shape, array.dtype) for array in arrays):

@@ -63,6 +63,15 @@ def reduce_mean(
         where their mean does not.
       thin: How many of the first parts are factors, small beside the weights that they stand for.
         Beside automatic axes each device sends its share of them, and gathers the means.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def mean(x):
+      ...     reduced = extend.reduce_mean([x, 2 * x], "data", jnp.float32)  # one all-reduce
+      ...     return *reduced.means, reduced.finite
+      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
+      [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
     parts, size = list(parts), axis_size(axis_name)
     if not sum(part.size for part in parts):
@@ -135,7 +144,16 @@ def _reduce_groups(
 
 
 def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
-    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
+    """Averages each array in its own dtype: one all-reduce for every dtype among them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def mean(x):
+      ...     return extend.mean_each([x, x.astype(jnp.bfloat16)], "data")
+      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
+      [[2.0, 2.0], [2.0, 2.0]]
+    """
     means: dict[int, Array] = {}
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]

@@ -144,6 +144,15 @@ def mean_by_shares(
     Returns:
       The means, what this replica sent of them, and whether all means are finite. A value that is
       not finite makes its block NaN on every replica, and never an integer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def mean(x):
+      ...     layout = extend.BlockLayout.of(x.size, extend.axis_size("data"), block_size=128)
+      ...     return extend.mean_by_shares([x], [layout], "data").means[0]
+      >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, -2.0], [3.0, -2.0]]))[0].tolist()
+      [2.0, -2.0]
     """
     replicas, dtypes = axis_size(axis_name), [part.dtype for part in parts]
     if not sum(part.size for part in parts):

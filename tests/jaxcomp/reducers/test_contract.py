@@ -1,0 +1,114 @@
+"""A reducer of the user's own: what it is made of, what it refuses, how short its way is."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runners import AXIS, mesh_of
+
+import jaxcomp
+from jaxcomp import extend
+
+
+def halves(check=True):
+    """Sends gradients in float16, with the building blocks or bare."""
+
+    def reduce(updates, state, params=None, **extra_args):
+        if not check:
+            mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
+            return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
+        step = extend.open_step(updates, AXIS)
+        reduced = extend.reduce_mean(step.arrays, AXIS, jnp.float16)
+        return step.close(reduced.means, state + 1, reduced.finite, sent=reduced.sent, old=state)
+
+    return jaxcomp.Reducer(lambda params: jnp.zeros([], jnp.int32), reduce, AXIS)
+
+
+def run(tx, grads):
+    step = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
+    return step(grads, tx.init(grads))
+
+
+def test_opening_and_closing_average_what_can_be_averaged():
+    labels = np.zeros((2, 3), jax.dtypes.float0)
+    grads = {"half": jnp.ones((2, 4), jnp.bfloat16), "w": jnp.array([[1.0], [3.0]])}
+
+    def update(grads):
+        tx = halves()
+        means, state = tx.update(grads | {"label": labels[0]}, tx.init(grads))
+        assert means["label"] is labels[0] or means["label"].dtype == jax.dtypes.float0
+        return {name: means[name] for name in grads}, state
+
+    means, state = jax.vmap(update, axis_name=AXIS)(grads)
+    assert means["half"].dtype == jnp.bfloat16
+    assert means["w"].tolist() == [[2.0], [2.0]]
+    assert state.tolist() == [1, 1]
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace():
+    means, state = run(halves(), {"b": jnp.ones((2, 1)), "w": jnp.array([[1.0], [jnp.inf]])})
+    assert state.tolist() == [0, 0]
+    assert all(jnp.isnan(x).all() for x in jax.tree.leaves(means))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({"w": jnp.ones((2, 3), jnp.complex64)}, r"\['w'\] has dtype complex64"),
+        ({"w": jnp.ones((2, 3), jnp.int32)}, r"\['w'\] has dtype int32"),
+    ],
+)
+def test_a_users_reducer_refuses_what_ours_refuse(check, grads, message):
+    """Also one that does not use the building blocks."""
+    with pytest.raises(ValueError, match=message):
+        run(halves(check), grads)
+    with pytest.raises(ValueError, match=message):
+        run(jaxcomp.error_feedback(halves(check)), grads)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_users_reducer_refuses_gradients_that_were_reduced(check):
+    tx = halves(check)
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.sum(w * x))(w)  # summed by JAX, as `w` is replicated
+        return tx.update(grads, tx.init(w))[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
+    )
+    with pytest.raises(ValueError, match=r"already summed by jax\.grad"):
+        mapped(jnp.ones(2), jnp.ones(4))
+
+
+def test_a_plain_transformation_counts_as_sending_its_average():
+    grads = {"w": jnp.array([[1.0], [3.0]])}
+    plain = optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), g))
+    reduced = jax.vmap(lambda g: extend.reduction_of(plain)(g, plain.init(g)), axis_name=AXIS)(
+        grads
+    )
+    assert reduced.sent["w"].tolist() == reduced.updates["w"].tolist() == [[2.0], [2.0]]
+
+
+def test_one_update_is_read_in_nine_files():
+    """Those of jaxcomp in which anything runs while an update is traced."""
+    files = set()
+
+    def look(frame, event, argument):
+        files.add(frame.f_code.co_filename)
+
+    tx = jaxcomp.powersgd(4, axis_name=AXIS, start_step=0)
+    params = {"b": jnp.ones(8), "w": jnp.ones((64, 32))}
+    state = tx.init(params)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    sys.setprofile(look)
+    try:
+        jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)(stacked, state)
+    finally:
+        sys.setprofile(None)
+    package = jaxcomp.__file__.removesuffix("__init__.py")
+    assert len([file for file in files if file.startswith(package)]) <= 9
