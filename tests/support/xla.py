@@ -1,0 +1,41 @@
+"""How XLA compiles the tests: quickly, except where the assertion is about the optimised program.
+
+Compilation is nearly all of the suite's time, and most of it goes into optimising code that runs
+for a millisecond. What is asserted about values holds for any correct compiler; what is asserted
+about the program itself, its collectives and memory, uses `users_program`, and `optimised` what is
+asserted about bits and numbers that are none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+# Passes over the program as a whole, which decide about collectives, stay as they are. The emitters
+# of fusions take two thirds of the time and 130 MB; jaxlib 0.12 knows no others.
+_QUICK: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+_USERS_PROGRAM: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True}
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 12):
+    del _QUICK["xla_cpu_use_fusion_emitters"], _USERS_PROGRAM["xla_cpu_use_fusion_emitters"]
+_OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+def compile_quickly() -> None:
+    """To be called before JAX starts; processes that the tests start inherit it."""
+    flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+
+def users_program(lowered: Any) -> Any:
+    """The program that a user gets, in text and memory; its machine code is not optimised."""
+    return lowered.compile(compiler_options=_USERS_PROGRAM)
+
+
+def optimised(lowered: Any) -> Any:
+    """The executable that a user gets."""
+    return lowered.compile(compiler_options=_USERS_PROGRAM | _OPTIMISED)
