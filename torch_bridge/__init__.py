@@ -8,12 +8,14 @@ from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.powersgd_to_torch import powersgd_to_torch
-from torch_bridge._convert.run import save_for_torch
 from torch_bridge._convert.state_dict import load_state_dict, state_dict
+from torch_bridge._convert.to_flax import FlaxRun, to_flax
+from torch_bridge._convert.to_torch import save_for_torch, to_torch
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint, load
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout
-from torch_bridge._job.resume import resume_powersgd, state_from_record
+from torch_bridge._hook.load import load
+from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting_hook
 from torch_bridge._job.save import gradient_order, record_layout, save_checkpoint
 from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
 from torch_bridge._pairing.pair import pair
@@ -24,6 +26,7 @@ __all__ = [
     "BucketLayout",
     "Checkpoint",
     "CheckpointMismatch",
+    "FlaxRun",
     "Pairing",
     "PowerSGDRecord",
     "RandomStateRecord",
@@ -48,5 +51,8 @@ __all__ = [
     "save_for_torch",
     "state_dict",
     "state_from_record",
+    "to_flax",
+    "to_torch",
     "torch_matrix_dims",
+    "waiting_hook",
 ]

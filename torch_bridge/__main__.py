@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._hook.checkpoint import Checkpoint, load
+from torch_bridge._cli.terminal import printable
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.load import load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,17 +67,8 @@ torch_bridge.load and torch_bridge.resume_powersgd bring the hook back without a
 """
 
 
-# Messages name Python's arguments; these are the same on the command line.
-_AS_OPTIONS = {
-    "missing_ranks=": "--missing-ranks ",
-    "`max_bytes`": "`--max-bytes`",
-    "pass layout=BucketLayout.from_order(...)": "pass it with --layout",
-    "pass layout=": "pass it with --layout",
-    "`rules` (": "`--rule` (",
-    "`ignore`": "`--ignore`",
-    "ignore=": "--ignore ",
-    "matrix_dims=torch_bridge.torch_matrix_dims here": "--torch-dims here",
-}
+# The options of arguments that are spelled otherwise on the command line.
+_AS_OPTIONS: dict[str, str] = {"rules": "--rule", "matrix_dims": "--torch-dims"}
 
 
 class _Usage(Exception):
@@ -110,18 +103,22 @@ def parser() -> argparse.ArgumentParser:
     for command in (to_flax, to_torch):
         command.add_argument("--params", required=True, metavar="MODULE:NAME")
         command.add_argument("--out", required=True, type=pathlib.Path)
+        command.add_argument("--force", action="store_true", help="overwrite --out")
         command.add_argument(
             "--rule", action="append", default=[], metavar="REGEX=PATH",
             help="which torch names belong to which Flax path; may be repeated",
         )  # fmt: skip
         command.add_argument(
             "--flatten", action="append", default=[], metavar="REGEX=C,H,W",
-            help="the shape from which the input of this Linear was flattened; may be repeated",
+            help="the shape from which the input of this Linear was flattened, or none",
         )  # fmt: skip
         command.add_argument(
             "--conv-transpose", metavar="REGEX",
             help="ConvTranspose layers with as many inputs as outputs",
         )  # fmt: skip
+        command.add_argument(
+            "--conv1d", metavar="REGEX", help="layers that keep their weight (in, out)"
+        )
         command.add_argument("--ignore", metavar="REGEX", help="torch tensors to leave out")
         command.add_argument(
             "--torch-dims", action="store_true",
@@ -181,18 +178,19 @@ def _return_freed_memory() -> None:
 
 
 def _fail(error: object, code: int) -> int:
-    text = str(error)
-    for argument, option in _AS_OPTIONS.items():
-        text = text.replace(argument, option)
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {printable(str(error))}", file=sys.stderr)
+    names: tuple[str, ...] = getattr(error, "parameters", ())
+    options = [_AS_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in names]
+    if options:
+        print(f"  on the command line: {', '.join(options)}", file=sys.stderr)
     return code
 
 
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from torch_bridge._cli.choices import read_layout
     from torch_bridge._cli.inspect import render, summarize
-    from torch_bridge._convert.choices import read_layout
 
     layout = read_layout(options.layout) if options.layout else None
     summary = summarize(_load(options.files, options), layout)
@@ -205,15 +203,15 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _to_flax(options: argparse.Namespace) -> None:
-    from torch_bridge._convert.files import write_flax
-    from torch_bridge._convert.run import config_of, train_state
+    from torch_bridge._cli.convert import config_of, train_state
+    from torch_bridge._cli.files import write_flax
 
     choices = _choices(options, options.missing_ranks)
     checkpoint = _load(options.files, options)
     with _stages(options) as notify:
         notify("converting")
         config = config_of(checkpoint)
-        state = train_state(checkpoint, choices, consume=True)
+        state = train_state(checkpoint, choices)
         notify(f"writing {options.out}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_flax(options.out, state, config)
@@ -221,8 +219,8 @@ def _to_flax(options: argparse.Namespace) -> None:
 
 
 def _to_torch(options: argparse.Namespace) -> None:
-    from torch_bridge._convert.run import torch_document
-    from torch_bridge._job.save import write_atomically
+    from torch_bridge._cli.convert import torch_document
+    from torch_bridge._job.save import write_document
 
     choices = _choices(options)
     if not options.checkpoint.exists():
@@ -232,18 +230,22 @@ def _to_torch(options: argparse.Namespace) -> None:
         document = torch_document(options.checkpoint, like, choices, notify)
         notify(f"writing {options.out}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out, document)
+        write_document(options.out, document)
     print(f"{options.out}: {len(document['state_dict'])} tensors")
 
 
 def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
-    from torch_bridge._convert.choices import Choices, import_object, parse_pairing, read_layout
+    from torch_bridge._cli.choices import Choices, import_object, parse_pairing, read_layout
 
     try:
         return Choices(
             params=import_object(options.params),
             pairing=parse_pairing(
-                options.rule, options.flatten, options.conv_transpose, options.ignore
+                options.rule,
+                options.flatten,
+                options.conv_transpose,
+                options.conv1d,
+                options.ignore,
             ),
             torch_dims=options.torch_dims,
             missing_ranks=missing_ranks,

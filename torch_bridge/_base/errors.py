@@ -11,14 +11,23 @@ class CheckpointMismatch(ValueError):
     Every difference is collected first and reported in this one error.
 
     Args:
-      message: what was being matched, as one sentence that ends with the way out.
-      missing: leaves that are wanted and that the source does not have.
-      unexpected: leaves of the source that have no place in the target.
-      mis_shaped: leaves that correspond but whose shapes differ, each a line of text.
-      ambiguous: leaves with more than one candidate, each a line of text.
+      message: What was being matched, as one sentence that ends with the way out.
+      missing: Leaves that are wanted and that the source does not have.
+      unexpected: Leaves of the source that have no place in the target.
+      mis_shaped: Leaves that correspond but whose shapes differ, each a line of text.
+      ambiguous: Leaves with more than one candidate, each a line of text.
+      parameters: Names of the arguments with which the caller can decide otherwise; the command
+        line shows its options of these names.
 
     Attributes:
-      missing: as given, as a tuple; likewise ``unexpected``, ``mis_shaped`` and ``ambiguous``.
+      missing: As given, as a tuple; likewise ``unexpected``, ``mis_shaped``, ``ambiguous`` and
+        ``parameters``.
+
+    Example:
+      >>> print(CheckpointMismatch("Names differ.", missing=["fc/kernel"]))
+      Names differ.
+        missing (1):
+          fc/kernel
     """
 
     def __init__(
@@ -29,12 +38,14 @@ class CheckpointMismatch(ValueError):
         unexpected: Sequence[str] = (),
         mis_shaped: Sequence[str] = (),
         ambiguous: Sequence[str] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         self.message = message
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mis_shaped = tuple(mis_shaped)
         self.ambiguous = tuple(ambiguous)
+        self.parameters = tuple(parameters)
         lines = [message]
         for title, entries in (
             ("missing", self.missing),
@@ -55,6 +66,7 @@ class CheckpointMismatch(ValueError):
             "unexpected": self.unexpected,
             "mis_shaped": self.mis_shaped,
             "ambiguous": self.ambiguous,
+            "parameters": self.parameters,
         }
         return _rebuild_mismatch, (state,)
 
@@ -67,4 +79,8 @@ class UnsafeCheckpoint(ValueError):
     """A file asks for a global that is not on the allow-list; nothing of it was executed.
 
     The message names the first such global.
+
+    Example:
+      >>> isinstance(UnsafeCheckpoint("run.pt asks for os.system"), ValueError)
+      True
     """

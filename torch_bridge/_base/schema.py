@@ -15,6 +15,7 @@ import numpy as np
 _MT_WORDS = 624
 _MAX_NUMBER = 2**62
 _MAX_STEPS = 2**31  # jaxcomp counts in int32
+_RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")
 
 
 class SchemaError(ValueError):
@@ -26,10 +27,15 @@ class RandomStateRecord:
     """A ``numpy.random.RandomState`` as plain numbers; `rebuild` makes the generator.
 
     Attributes:
-      key: the Mersenne Twister's words, shape (624,), uint32.
-      pos: position in `key`, 0 to 624.
+      key: The Mersenne Twister's words, shape (624,), uint32.
+      pos: Position in `key`, 0 to 624.
       has_gauss: 1 when one normal sample is kept back.
-      cached_gaussian: that sample.
+      cached_gaussian: That sample.
+
+    Example:
+      >>> record = RandomStateRecord.of(np.random.RandomState(3))
+      >>> record.rebuild().randint(1000) == np.random.RandomState(3).randint(1000)
+      True
     """
 
     key: np.ndarray
@@ -58,6 +64,25 @@ class RandomStateRecord:
         state: Any = generator.get_state(legacy=True)
         return cls(*state[1:])
 
+    @classmethod
+    def from_plain(cls, value: Any) -> RandomStateRecord:
+        """The inverse of `plain`.
+
+        Raises:
+          SchemaError: `value` is no such dictionary.
+        """
+        try:
+            return cls(*(value[name] for name in _RNG_FIELDS))
+        except SchemaError:
+            raise
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise SchemaError(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
+
+    def plain(self) -> dict[str, Any]:
+        """The same as an array and numbers, for a file."""
+        # int64: torch.load(weights_only=True) of older releases has no uint32.
+        return dataclasses.asdict(self) | {"key": self.key.astype(np.int64)}
+
     def rebuild(self) -> np.random.RandomState:
         """A generator that goes on where the recorded one stopped."""
         generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
@@ -70,14 +95,19 @@ class PowerSGDRecord:
     """One rank's ``PowerSGDState``, with arrays in place of tensors.
 
     Attributes:
-      matrix_approximation_rank: rank asked for; a leaf has ``min(rows, cols, rank)``.
-      iter: calls of the hook so far.
-      error_dict: bucket index -> this rank's error, flat, in bucket parameter order; each
+      matrix_approximation_rank: Rank asked for; a leaf has ``min(rows, cols, rank)``.
+      iter: Calls of the hook so far.
+      error_dict: Bucket index -> this rank's error, flat, in bucket parameter order; each
         parameter in memory order; compressed and uncompressed ones together.
-      p_memory_dict: bucket index -> flat (rows, r) blocks of the compressed parameters, cut by
+      p_memory_dict: Bucket index -> flat (rows, r) blocks of the compressed parameters, cut by
         groups of equal matrix shape in first-seen order.
-      q_memory_dict: bucket index -> flat (cols, r) blocks, cut likewise.
-      rng: the generator that seeds the first Q, or None if the file has none.
+      q_memory_dict: Bucket index -> flat (cols, r) blocks, cut likewise.
+      rng: The generator that seeds the first Q, or None if the file has none.
+
+    Example:
+      >>> record = PowerSGDRecord(2, 100, {0: np.zeros(20)}, {0: np.zeros(8)}, {0: np.zeros(8)})
+      >>> record.buckets, record.min_compression_rate
+      ((0,), 2.0)
     """
 
     matrix_approximation_rank: int
@@ -103,6 +133,11 @@ class PowerSGDRecord:
         return tuple(sorted({*self.error_dict, *self.p_memory_dict, *self.q_memory_dict}))
 
     @property
+    def error_sizes(self) -> dict[int, int]:
+        """Bucket index -> length of its error."""
+        return {bucket: error.size for bucket, error in self.error_dict.items()}
+
+    @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
         """What the user chose, by torch's argument names."""
         return {name: getattr(self, name) for name in HYPERPARAMETERS}
@@ -124,9 +159,9 @@ COUNTERS = (
     "total_numel_after_compression",
     "next_stats_report",
 )
-_BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
+BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 # Present since the hook exists; later torch releases added the others, which have defaults.
-REQUIRED = ("matrix_approximation_rank", "iter", *_BUFFERS)
+REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 _FLOATS = ("min_compression_rate", "orthogonalization_epsilon")
 _FLAGS = ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape")
 
@@ -140,13 +175,13 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     """Build a record from the slot dictionary of a ``PowerSGDState``.
 
     Args:
-      slots: slot name -> value, arrays as NumPy; ``process_group`` and unknown slots are ignored.
+      slots: Slot name -> value, arrays as NumPy; ``process_group`` and unknown slots are ignored.
 
     Returns:
       The record; slots that older torch releases lack take torch's defaults.
 
     Raises:
-      SchemaError: a required slot is missing, or a slot has the wrong kind of value.
+      SchemaError: A required slot is missing, or a slot has the wrong kind of value.
     """
     missing = [name for name in REQUIRED if name not in slots]
     if missing:
@@ -155,7 +190,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     for name in (*HYPERPARAMETERS, *COUNTERS):
         if name in slots:
             values[name] = _number(name, slots[name])
-    for name in _BUFFERS:
+    for name in BUFFERS:
         values[name] = bucket_arrays(name, slots[name])
     rng = slots.get("rng")
     if rng is not None and not isinstance(rng, RandomStateRecord):

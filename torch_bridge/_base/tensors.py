@@ -45,8 +45,8 @@ def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
     """A contiguous torch tensor with the values and dtype of `array`.
 
     Args:
-      array: the values.
-      copy: if False, a writable contiguous array shares its memory with the tensor.
+      array: The values.
+      copy: If False, a writable contiguous array shares its memory with the tensor.
     """
     import torch
 

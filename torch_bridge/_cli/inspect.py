@@ -25,13 +25,13 @@ class ParameterSummary:
     """One row of the table.
 
     Attributes:
-      name: parameter name.
-      shape: its shape.
-      matrix: rows and columns as the hook sees them.
-      rank: columns of its factors; 0 if it is not compressed.
-      bucket: index of its bucket, or None if that is unknown.
+      name: Parameter name.
+      shape: Its shape.
+      matrix: Rows and columns as the hook sees them.
+      rank: Columns of its factors; 0 if it is not compressed.
+      bucket: Index of its bucket, or None if that is unknown.
       q_norm: Frobenius norm of Q, or None.
-      error_norm: norm of the mean error over the ranks at hand, or None.
+      error_norm: Norm of the mean error over the ranks at hand, or None.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Summary:
     """What `summarize` found.
 
     Attributes:
-      facts: title -> value, in order.
-      parameters: one entry per parameter.
-      missing: what a complete conversion needs and the files lack, each as one sentence.
+      facts: Title -> value, in order.
+      parameters: One entry per parameter.
+      missing: What a complete conversion needs and the files lack, each as one sentence.
     """
 
     facts: dict[str, str]
@@ -66,8 +66,8 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Sum
     """Describe a checkpoint.
 
     Args:
-      checkpoint: what `load` read.
-      layout: the bucket layout, if it is known from elsewhere.
+      checkpoint: What `load` read.
+      layout: The bucket layout, if it is known from elsewhere.
     """
     record = checkpoint.powersgd[0] if checkpoint.powersgd else None
     source, problem = "given", None

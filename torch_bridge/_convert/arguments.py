@@ -7,9 +7,7 @@ paste it, so each of them is understood here, or refused with what to use instea
 from __future__ import annotations
 
 import difflib
-import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
+from torch_bridge._hook.registered import unwrapped_hook
 
-_NARROW = {"fp16": jnp.float16, "bf16": jnp.bfloat16}
 # torch's argument -> jaxcomp's; None where jaxcomp needs no such argument.
 _RENAMED: dict[str, str | None] = {
     "process_group": None,
@@ -35,16 +33,27 @@ _RENAMED: dict[str, str | None] = {
 _POSITIONS = tuple(_RENAMED)
 _INTEGERS = frozenset({"rank", "start_step", "seed", "feedback_every"})
 _FLAGS = frozenset({"error_feedback", "warm_start"})
+# Neither torch's nor a reducer's, with what to do instead.
+_REFUSED = {
+    "lr_scheduler": "put the schedule in the optimizer, as in "
+    "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))",
+    "warm_up_beta_factor": "before start_step gradients are averaged exactly, so that there is no "
+    "residual that it could scale; to damp the residual later, pass error_decay=schedule",
+    "update_state": "update() returns the new state; nothing is updated in place. To leave a state "
+    "as it is, as in an evaluation, keep the old one",
+    "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
+    "(Accelerate's LocalSGD(enabled=False) is the inner optimizer alone)",
+}
 # What the tutorial has and torch has not.
 _INVENTED = (
     "error_feedback",
     "bytes_per_weight",
     "feedback_every_n_iters",
-    "warm_up_beta_factor",
     "error_decay",
-    "lr_scheduler",
     "comm_device",
+    *_REFUSED,
 )
+_NARROW = {"fp16_compress_hook": jnp.float16, "bf16_compress_hook": jnp.bfloat16}
 _HOOKS = {
     "ALLREDUCE": "allreduce_hook",
     "FP16_COMPRESS": "fp16_compress_hook",
@@ -69,17 +78,17 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
 
     Beside torch's own arguments these are understood: ``error_feedback`` (use_error_feedback),
     ``bytes_per_weight`` (4: float32, 2: bfloat16 on the wire), ``feedback_every_n_iters``
-    (feedback_every), ``error_decay``, and ``warm_up_beta_factor``, which multiplies ``error_decay``
-    until ``start_step``. ``lr_scheduler`` and a ``comm_device`` that is not where the gradients are
-    have no place in a reducer and are refused.
+    (feedback_every) and ``error_decay``. ``warm_up_beta_factor``, ``lr_scheduler``,
+    ``update_state``, ``enabled`` and a ``comm_device`` that is not where the gradients are have no
+    place in a reducer; they are refused with what to do instead.
 
     Args:
-      *args: one ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
+      *args: One ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
         positional arguments that one would give to ``PowerSGDState``, process group first.
-      hook: the registered hook, if it is wrapped: ``fp16_compress_wrapper(powerSGD_hook)`` and
+      hook: The registered hook, if it is wrapped: ``fp16_compress_wrapper(powerSGD_hook)`` and
         ``bf16_compress_wrapper(powerSGD_hook)``, as a function or as a string, set ``comm_dtype``.
         torch then computes in that type too; jaxcomp narrows the wire only.
-      **arguments: arguments of ``PowerSGDState`` and those named above.
+      **arguments: Arguments of ``PowerSGDState`` and those named above.
 
     Returns:
       Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that were given, or all of
@@ -99,7 +108,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         if name in _RENAMED and (ours := _RENAMED[name]) is not None:
             kwargs[ours] = _converted(name, ours, value)
     _apply_invented(given, kwargs)
-    _, dtype = _unwrap(hook)
+    _, dtype = unwrapped_hook(hook)
     if dtype is not None:
         if kwargs.get("comm_dtype", dtype) != dtype:
             raise ValueError(
@@ -116,11 +125,11 @@ def reducer_from_torch(
     """The reducer that stands for one of torch's DDP communication hooks.
 
     Args:
-      hook: a ``DDPCommHookType`` or its name (``'POWER_SGD_RANK2'``), a hook function or its name,
+      hook: A ``DDPCommHookType`` or its name (``'POWER_SGD_RANK2'``), a hook function or its name,
         or a wrapped one: ``bf16_compress_wrapper(powerSGD_hook)``, also as a string.
-      state: what ``register_comm_hook`` got: a ``PowerSGDState``, or None or a process group.
-      axis_name: the mapped axis (or axes) along which the replicas lie.
-      **arguments: arguments of ``PowerSGDState``; see `powersgd_kwargs_from_torch`.
+      state: What ``register_comm_hook`` got: a ``PowerSGDState``, or None or a process group.
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      **arguments: Arguments of ``PowerSGDState``; see `powersgd_kwargs_from_torch`.
 
     Returns:
       The first link of your `optax.chain`.
@@ -131,7 +140,7 @@ def reducer_from_torch(
     Example:
         >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")
     """
-    name, dtype = _unwrap(hook)
+    name, dtype = unwrapped_hook(hook)
     if name.endswith("RANK2"):
         arguments.setdefault("matrix_approximation_rank", 2)
     name = _HOOKS.get(name, name)
@@ -149,11 +158,11 @@ def reducer_from_torch(
     if name == "quantization_pertensor_hook":
         return jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=None)
     if name == "quantization_perchannel_hook":
-        return jaxcomp.quantized_allreduce(axis_name=axis_name)
+        return jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=512)  # torch's buckets
     if name == "allreduce_hook":
         return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=dtype)
-    if found := re.fullmatch(r"(fp16|bf16)_compress_hook", name):
-        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=_NARROW[found[1]])
+    if name in _NARROW:
+        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=_NARROW[name])
     instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
     raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
 
@@ -195,11 +204,9 @@ def _converted(name: str, ours: str, value: Any) -> Any:
 
 
 def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    if given.get("lr_scheduler") is not None:
-        raise ValueError(
-            "`lr_scheduler` does not belong to a reducer: put the schedule in the optimizer, as in "
-            "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))."
-        )
+    for name, instead in _REFUSED.items():
+        if given.get(name) is not None:
+            raise ValueError(f"`{name}` does not belong to a reducer: {instead}.")
     _refuse_other_device(given.get("comm_device"))
     if "error_feedback" in given:
         wanted = _converted("error_feedback", "error_feedback", given["error_feedback"])
@@ -212,33 +219,14 @@ def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
         if size not in (2, 4):
             raise ValueError(
                 f"`bytes_per_weight` must be 4 (float32) or 2 (bfloat16), got {size!r}. For one "
-                "byte use jaxcomp.quantized_allreduce."
+                "byte pass comm_dtype=jnp.int8 to jaxcomp.powersgd (int8 factors); without "
+                "factors it is jaxcomp.quantized_allreduce."
             )
         kwargs["comm_dtype"] = jnp.float32 if size == 4 else jnp.bfloat16
     if (every := given.get("feedback_every_n_iters")) is not None:
         kwargs["feedback_every"] = _converted("feedback_every_n_iters", "feedback_every", every)
     if given.get("error_decay") is not None:
         kwargs["error_decay"] = given["error_decay"]
-    if (factor := given.get("warm_up_beta_factor")) is not None:
-        factor = _converted("warm_up_beta_factor", "error_decay", factor)
-        start = kwargs.get("start_step", 1_000)  # the default in torch and in jaxcomp
-        kwargs["error_decay"] = _warm_up(kwargs.get("error_decay", 1.0), factor, start)
-
-
-def _warm_up(
-    decay: float | Callable[[Any], Any], factor: float, start_step: int
-) -> Callable[[Any], Any]:
-    """`decay` times `factor` before `start_step`, and `decay` from then on."""
-    if not 0 <= factor <= 1:
-        raise ValueError(
-            f"`warm_up_beta_factor` must lie in [0, 1], got {factor}: the residual would grow."
-        )
-
-    def schedule(count: Any) -> Any:
-        value = jnp.asarray(decay(count) if callable(decay) else decay, jnp.float32)
-        return jnp.where(count < start_step, jnp.float32(factor) * value, value)
-
-    return schedule
 
 
 def _refuse_other_device(device: Any) -> None:
@@ -252,23 +240,3 @@ def _refuse_other_device(device: Any) -> None:
             f"`comm_device` = {device!r} is refused: XLA communicates from where the gradients are "
             f"({here}). Leave it out; to send less, set comm_dtype=jnp.bfloat16 or a lower rank."
         )
-
-
-def _unwrap(hook: Any) -> tuple[str, Any]:
-    """The name of a hook without its compression wrapper, and the wrapper's dtype."""
-    if hook is None:
-        return "", None
-    if not callable(hook) or isinstance(hook, str):
-        name = str(getattr(hook, "name", hook)).rpartition(".")[2] if not _is_call(hook) else hook
-        if found := re.fullmatch(r"(?:.*\.)?(fp16|bf16)_compress_wrapper\((.*)\)", name):
-            return _unwrap(found[2])[0], _NARROW[found[1]]
-        return name, None
-    name = getattr(hook, "__name__", type(hook).__name__)
-    if found := re.fullmatch(r"(fp16|bf16)_compress_wrapper_hook", name):
-        inner = inspect.getclosurevars(hook).nonlocals["hook"]
-        return _unwrap(inner)[0], _NARROW[found[1]]
-    return name, None
-
-
-def _is_call(hook: Any) -> bool:
-    return isinstance(hook, str) and hook.endswith(")")

@@ -24,8 +24,8 @@ def dampened_trace(decay: float, dampening: float) -> optax.GradientTransformati
     The first gradient is not dampened, which `optax.trace` cannot express.
 
     Args:
-      decay: what is kept of the buffer at each step.
-      dampening: what is taken off each gradient but the first.
+      decay: What is kept of the buffer at each step.
+      dampening: What is taken off each gradient but the first.
 
     Returns:
       An Optax transformation whose updates are the buffer.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_
 from torch_bridge._convert.params import leaves_from_torch
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.pair import Model, Rules, named, pair
+from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
 from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.same_order import refuse_other_order
 
 Path: TypeAlias = tuple[str, ...]
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
@@ -46,7 +47,7 @@ def optimizer_from_torch(
     algorithm: str | None = None,
     step: int | None = None,
     pairings: Sequence[Pairing] | None = None,
-    **options: Any,
+    **options: Unpack[PairOptions],
 ) -> tuple[optax.GradientTransformation, Any]:
     """The Optax optimizer, with its state, whose next updates are those of the torch optimizer.
 
@@ -58,18 +59,18 @@ def optimizer_from_torch(
 
     Args:
       optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` ``.state_dict()``; tensors or arrays.
-      model: torch state dict of the model.
+      model: Torch state dict of the model.
       params: Flax parameters that correspond to it, as from `params_from_torch`.
-      rules: as for `params_from_torch`.
-      param_names: parameter names in the order in which the optimizer was given them, flat or one
+      rules: As for `params_from_torch`.
+      param_names: Parameter names in the order in which the optimizer was given them, flat or one
         list for each group. Needed if there are several groups, or if the optimizer was given only
         some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
-      learning_rate: a number or an Optax schedule for all groups, or one for each group; None for
+      learning_rate: A number or an Optax schedule for all groups, or one for each group; None for
         the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
       algorithm: ``'adam'`` or ``'adamw'``, needed for older files that do not say it.
-      step: updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
-      pairings: what `pair` gave, instead of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose`` and ``ignore``, as for `params_from_torch`.
+      step: Updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
       The transformation and its state. Leaves that the optimizer does not have are frozen. For an
@@ -80,13 +81,43 @@ def optimizer_from_torch(
       ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms) or names
         are needed.
       CheckpointMismatch: If optimizer, model and parameters do not belong together.
+
+    Example:
+      >>> import numpy as np
+      >>> model = {"fc.weight": np.ones((3, 2), np.float32)}
+      >>> group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+      >>> momentum = {"momentum_buffer": np.ones((3, 2), np.float32)}
+      >>> params = {"fc": {"kernel": np.ones((2, 3), np.float32)}}
+      >>> tx, state = optimizer_from_torch(
+      ...     {"state": {0: momentum}, "param_groups": [group]}, model, params
+      ... )
+      >>> state[0].trace["fc"]["kernel"].shape
+      (2, 3)
     """
     model = named(model)
-    pairings = pair(model, params, rules, **options) if pairings is None else tuple(pairings)
+    found = paired(model, params, pairings, rules, options)
+    refuse_other_order(found, model, params)
+    tx, fill = optimizer_plan(
+        optimizer, model, params, found, param_names, learning_rate, algorithm, step
+    )
+    return tx, fill(tx.init(params))
+
+
+def optimizer_plan(
+    optimizer: Mapping[str, Any],
+    model: Mapping[str, Any],
+    params: Any,
+    found: Sequence[Pairing],
+    param_names: ParamNames = None,
+    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    algorithm: str | None = None,
+    step: int | None = None,
+) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+    """The transformation of `optimizer_from_torch`, and what fills its fresh state."""
     entries = read_entries(optimizer, model, param_names)
     settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
     rates = _rates(learning_rate, settings)
-    parts = _parts(pairings, entries, settings)
+    parts = _parts(found, entries, settings)
     used = sorted(set(parts.values()), key=lambda part: part.label)
 
     def transformation(part: _Part) -> optax.GradientTransformation:
@@ -103,8 +134,7 @@ def optimizer_from_torch(
         inner = {part.label: transformation(part) for part in used}
         tx = optax.multi_transform({**inner, _FROZEN: optax.set_to_zero()}, labels)
     taken = max([part.step for part in used], default=0) if step is None else step
-    state = _Filler(pairings, entries, settings, used, taken).fill(tx.init(params))
-    return tx, state
+    return tx, _Filler(found, entries, settings, used, taken).fill
 
 
 def _rates(

@@ -9,9 +9,9 @@ from typing import Any
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
 from torch_bridge._convert.dampened_trace import dampened_trace
-from torch_bridge._pairing.units import clean_names
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -22,11 +22,11 @@ class Hyperparameters:
 
     Attributes:
       algorithm: ``sgd``, ``adam`` or ``adamw``.
-      learning_rate: a number.
-      weight_decay: added to the gradient (sgd, adam) or to the update (adamw).
-      maximize: whether the gradient is negated first.
-      momentum, dampening, nesterov: of sgd.
-      betas, eps: of adam and adamw.
+      learning_rate: A number.
+      weight_decay: Added to the gradient (sgd, adam) or to the update (adamw).
+      maximize: Whether the gradient is negated first.
+      momentum, dampening, nesterov: Of sgd.
+      betas, eps: Of adam and adamw.
     """
 
     algorithm: str
@@ -74,8 +74,8 @@ class Hyperparameters:
         """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
 
         Args:
-          learning_rate: a number or a schedule in place of the group's own.
-          terms: torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
+          learning_rate: A number or a schedule in place of the group's own.
+          terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
             what its own gradient says, so their sum moves `terms` times as fast.
         """
         parts = [optax.scale(-1.0)] if self.maximize else []
@@ -152,8 +152,8 @@ def read_entries(
 
     Args:
       optimizer: ``torch.optim.Optimizer.state_dict()``.
-      model: torch state dict of the model.
-      param_names: names in the order in which the optimizer was given the parameters, flat or one
+      model: Torch state dict of the model.
+      param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
 
     Returns:

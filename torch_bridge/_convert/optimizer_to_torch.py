@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
 from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
 from torch_bridge._convert.params import tensors_from_flax
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.pair import Model, Rules, named, pair
+from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
 from torch_bridge._pairing.pairing import Pairing
 
 
@@ -31,7 +31,7 @@ def optimizer_to_torch(
     param_names: ParamNames = None,
     algorithm: str | None = None,
     pairings: Sequence[Pairing] | None = None,
-    **options: Any,
+    **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
     """A torch optimizer state dict with the momenta and counts of an Optax state.
 
@@ -40,16 +40,16 @@ def optimizer_to_torch(
     after a reducer included.
 
     Args:
-      state: the Optax state.
-      params: the Flax parameters that it belongs to.
+      state: The Optax state.
+      params: The Flax parameters that it belongs to, or a tree that contains them.
       like: ``state_dict()`` of the torch optimizer to be filled, also a fresh one: it says the
         param groups, whose hyperparameters are kept as they are.
-      model: torch state dict of the model; only names and shapes are used.
-      rules: as for `params_to_torch`.
-      param_names: as for `optimizer_from_torch`.
-      algorithm: as for `optimizer_from_torch`.
-      pairings: what `pair` gave, instead of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose`` and ``ignore``, as for `params_to_torch`.
+      model: Torch state dict of the model; only names and shapes are used.
+      rules: As for `params_to_torch`.
+      param_names: As for `optimizer_from_torch`.
+      algorithm: As for `optimizer_from_torch`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.
@@ -57,19 +57,30 @@ def optimizer_to_torch(
     Raises:
       ValueError: As for `optimizer_from_torch`.
       CheckpointMismatch: If the state has no moments for a parameter of the optimizer.
+
+    Example:
+      >>> params = {"fc": {"kernel": np.ones((2, 3), np.float32)}}
+      >>> state = optax.sgd(0.1, momentum=0.9).init(params)
+      >>> group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+      >>> like, model = {"state": {}, "param_groups": [group]}, {"fc.weight": np.ones((3, 2))}
+      >>> optimizer_to_torch(state, params, like, model)["state"][0]["momentum_buffer"].shape
+      torch.Size([3, 2])
     """
     model = named(model)
-    pairings = pair(model, params, rules, **options) if pairings is None else tuple(pairings)
+    pairings_of: dict[str, list[Pairing]] = {}
+    for pairing in paired(model, params, pairings, rules, options):
+        if pairing.kind != "buffer":
+            bare = dataclasses.replace(pairing, path=_bare(pairing.path))
+            pairings_of.setdefault(pairing.torch_name, []).append(bare)
     entries = read_entries(like, model, param_names)
     settings = [Hyperparameters.read(group, algorithm) for group in like["param_groups"]]
-    found = _Moments.of(state)
+    moments_of = _Moments.of(state)
     filled: dict[int, dict[str, Any]] = {}
     missing: list[str] = []
     for name, entry in entries.items():
-        mine = [p for p in pairings if p.torch_name == name and p.kind != "buffer"]
-        moments = _for_one(mine, found, settings[entry.group])
-        if moments is None:
-            missing.append(name)
+        moments = _for_one(pairings_of.get(name, []), moments_of, settings[entry.group])
+        if moments is None and (entry.index in like["state"] or not like["state"]):
+            missing.append(name)  # else it was frozen in torch, too
         elif moments:
             filled[entry.index] = moments
     if missing:
@@ -110,7 +121,12 @@ class _Moments:
 
 def _by_path(tree: Any) -> Iterator[tuple[Path, Any]]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return ((plain_path(path), value) for path, value in flat)
+    return ((_bare(plain_path(path)), value) for path, value in flat)
+
+
+def _bare(path: Path) -> Path:
+    """Without the collection, which an optimizer's state has where `init` got linen variables."""
+    return path[1:] if path[:1] == ("params",) else path
 
 
 def _for_one(

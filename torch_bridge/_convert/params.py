@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import is_tensor, shape_of, to_tensor
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.pair import Flatten, Model, Rules, named, pair
+from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
 from torch_bridge._pairing.pairing import Pairing
-from torch_bridge._pairing.units import clean_names
 
 
 def leaves_from_torch(
@@ -22,9 +22,9 @@ def leaves_from_torch(
     """The Flax leaves that a set of torch tensors gives, by path.
 
     Args:
-      pairings: as `pair` found them.
-      tensors: name -> tensor, of the shapes of the pairings.
-      mean: where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
+      pairings: As `pair` found them.
+      tensors: Name -> tensor, of the shapes of the pairings.
+      mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
         right for gradients and what is made of them, instead of their sum.
 
     Raises:
@@ -57,9 +57,9 @@ def tensors_from_flax(
     """The torch tensors that a set of Flax leaves gives, by name, aliases included.
 
     Args:
-      pairings: as `pair` found them.
-      leaves: path -> leaf.
-      mean: every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
+      pairings: As `pair` found them.
+      leaves: Path -> leaf.
+      mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
         ``mean=True``. Without it the first one gets the values and the others get zeros.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -85,9 +85,8 @@ def params_from_torch(
     like: Any,
     rules: Rules = (),
     *,
-    flatten: Flatten | None = None,
-    conv_transpose: str | None = None,
-    ignore: str | None = None,
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
 ) -> Any:
     r"""A Flax tree with the parameters, and where it has a place the running statistics, of torch.
 
@@ -95,14 +94,13 @@ def params_from_torch(
     has one. The output is the same; in training the sum moves half as fast as the two together.
 
     Args:
-      model: torch state dict (or module): name -> tensor or array.
-      like: the tree to fill: linen parameters, linen variables
+      model: Torch state dict (or module): name -> tensor or array.
+      like: The tree to fill: linen parameters, linen variables
         ``{'params': ..., 'batch_stats': ...}``, an ``nnx.State`` or an nnx module. Only its
         structure and shapes are used, so ``jax.eval_shape`` is enough.
-      rules: regular expression -> path; see `pair`, as for the further arguments.
-      flatten: module name of a Linear -> channels-first shape that its input was flattened from.
-      conv_transpose: module names of ConvTranspose layers with as many inputs as outputs.
-      ignore: tensor names to leave out.
+      rules: Regular expression -> path; see `pair`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
       A tree of the structure of `like` with NumPy arrays in the dtype of `model` (bfloat16
@@ -112,28 +110,24 @@ def params_from_torch(
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
 
     Example:
-        >>> import numpy as np
         >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
         >>> like = {"fc": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
         >>> params_from_torch(model, like)["fc"]["kernel"].shape
         (2, 3)
     """
     model = named(model)
-    options: dict[str, Any] = {
-        "flatten": flatten,
-        "conv_transpose": conv_transpose,
-        "ignore": ignore,
-    }
-    pairings = pair(model, like, rules, **options)
+    found = paired(model, like, pairings, rules, options)
     tree = flatten_tree(like)
-    homeless = [] if tree.has_statistics else _statistics(model, ignore)
+    lost = pairings is None and not tree.has_statistics
+    homeless = _statistics(model, options.get("ignore")) if lost else []
     if homeless:
         raise CheckpointMismatch(
             "The Flax tree has no place for running statistics. Pass linen variables with "
             "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
             unexpected=homeless,
+            parameters=("ignore",),
         )
-    return tree.replace(leaves_from_torch(pairings, model))
+    return tree.replace(leaves_from_torch(found, model))
 
 
 def _statistics(model: Mapping[str, Any], ignore: str | None) -> list[str]:
@@ -150,21 +144,20 @@ def params_to_torch(
     like: Model,
     rules: Rules = (),
     *,
-    flatten: Flatten | None = None,
-    conv_transpose: str | None = None,
-    ignore: str | None = None,
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
     """A torch state dict with the parameters of a Flax tree, ready for ``load_state_dict``.
 
     Where torch has two biases for one of Flax, one of them gets the values and the other zeros.
 
     Args:
-      params: linen parameters or variables, ``nnx.State`` or nnx module.
-      like: torch state dict (or module) that says which names and shapes there are.
-      rules: regular expression (of torch names) -> Flax path; see `pair`, as for the others.
-      flatten: module name of a Linear -> channels-first shape that its input was flattened from.
-      conv_transpose: module names of ConvTranspose layers with as many inputs as outputs.
-      ignore: tensor names to leave as they are in `like`.
+      params: Linen parameters or variables, ``nnx.State`` or nnx module.
+      like: Torch state dict (or module) that says which names and shapes there are.
+      rules: Regular expression (of torch names) -> Flax path; see `pair`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`. Ignored
+        tensors stay as they are in `like`.
 
     Returns:
       name -> value, in the order of `like` and the dtype of `params`: tensors where `like` has
@@ -173,17 +166,17 @@ def params_to_torch(
 
     Raises:
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+
+    Example:
+      >>> like = {"fc.weight": np.zeros((3, 2)), "steps": np.int64(7)}
+      >>> model = params_to_torch({"fc": {"kernel": np.ones((2, 3))}}, like, ignore="steps")
+      >>> model["fc.weight"].shape, int(model["steps"])
+      ((3, 2), 7)
     """
     like = named(like)
-    options: dict[str, Any] = {
-        "flatten": flatten,
-        "conv_transpose": conv_transpose,
-        "ignore": ignore,
-    }
-    pairings = pair(like, params, rules, **options)
     tree = flatten_tree(params)
     leaves = dict(zip(tree.paths, tree.values, strict=True))
-    arrays = tensors_from_flax(pairings, leaves)
+    arrays = tensors_from_flax(paired(like, params, pairings, rules, options), leaves)
     converted: dict[int, Any] = {}
     state = {}
     for name, value in like.items():

@@ -1,11 +1,10 @@
-"""PowerSGD's state across the frameworks: torch's buckets <-> `jaxcomp.PowerSGDState`."""
+"""PowerSGD's state from torch's buckets to `jaxcomp.PowerSGDState`."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,18 @@ import numpy as np
 import optax
 
 from jaxcomp import PowerSGDState
-from jaxcomp._base.typing import MatrixDimsFn, PyTree
-from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
+from jaxcomp.extend import LeafPlan, plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.entries import FactorSlot
-from torch_bridge._hook.infer import infer_layout, length_misfit
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.pair import pair
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.pair import PairOptions, Rules, paired
 from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.same_order import refuse_other_order
 
-_MISSING_RANKS = ("error", "zero", "replicate")
 SAME_CUT = (
     "If torch's view(shape[0], -1) cuts a kernel elsewhere, pass "
     "matrix_dims=torch_bridge.torch_matrix_dims here and to jaxcomp.powersgd."
@@ -34,12 +32,14 @@ SAME_CUT = (
 
 def powersgd_from_torch(
     checkpoint: Checkpoint,
-    params: PyTree,
+    params: Any,
     *,
     layout: BucketLayout | None = None,
     missing_ranks: str = "error",
     matrix_dims: MatrixDimsFn | None = None,
-    **pairing: Any,
+    rules: Rules = (),
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
 ) -> PowerSGDState:
     """Torch's hook state as a consolidated `jaxcomp.PowerSGDState`.
 
@@ -47,60 +47,86 @@ def powersgd_from_torch(
     all ranks goes on with the same trajectory, on any number of replicas.
 
     Args:
-      checkpoint: what `load` read, best with the errors of all ranks.
-      params: the Flax parameters (arrays or shapes) that the optimizer will get.
-      layout: the bucket layout; None for the checkpoint's own, and without one the only order of
+      checkpoint: What `load` read, best with the errors of all ranks.
+      params: The Flax parameters (arrays or shapes) that the optimizer will get. Arrays that hold
+        the checkpoint's values in another order than the pairing says are refused.
+      layout: The bucket layout; None for the checkpoint's own, and without one the only order of
         torch's that fits (`infer_layout`).
-      missing_ranks: what to do when not every rank's error is there. ``"error"`` refuses.
+      missing_ranks: What to do when not every rank's error is there. ``"error"`` refuses.
         ``"zero"`` starts with no error: what was not sent yet is lost once. ``"replicate"`` takes
-        the mean of the ranks that are there: their deviation from the true mean enters the weights
+        the mean of the ranks that are there: Their deviation from the true mean enters the weights
         once, as a spurious gradient that grows with the square root of the steps trained.
-      matrix_dims: as it will be passed to `jaxcomp.powersgd`.
-      **pairing: options of `params_from_torch` that say which tensor is which leaf: ``rules``,
-        ``flatten``, ``conv_transpose``, ``ignore``.
+      matrix_dims: As it will be passed to `jaxcomp.powersgd`.
+      rules: As for `params_from_torch`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.
 
     Raises:
-      CheckpointMismatch: ranks are missing, the layout is unknown or does not fit, or a leaf is
-        compressed on one side only or as another matrix; all such leaves are listed.
+      ValueError: `missing_ranks` is none of the three.
+      CheckpointMismatch: Ranks are missing, the layout is unknown or does not fit, a leaf is
+        compressed on one side only or as another matrix, or values stand in another order; all such
+        leaves are listed.
 
     Warns:
-      UserWarning: a packed tensor (attention's ``in_proj``) has one Q for several leaves; each gets
-        it, and the next steps are equivalent in kind, not equal.
+      UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves; each gets
+        it, and the next steps are equivalent in kind, not equal. Or a leaf is not finite, as that
+        of a layer that was never used; it starts afresh.
+
+    Example:
+      >>> record = PowerSGDRecord(1, 20, {0: np.ones(64, "f4")}, {0: np.ones(8)}, {0: np.ones(8)})
+      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 8))]])
+      >>> checkpoint = Checkpoint({}, (record,), layout=layout, world_size=1)
+      >>> state = powersgd_from_torch(checkpoint, {"fc": {"kernel": jnp.zeros((8, 8))}})
+      >>> int(state.count), state.q["fc"]["kernel"].shape
+      (20, (8, 1))
     """
     record = record_of(checkpoint)
-    if missing_ranks not in _MISSING_RANKS:
-        raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
+    source = Source.of(checkpoint, layout, missing_ranks)
+    model = source.model(checkpoint)
+    frozen = set(model) - set(source.known) if source.known else set()
+    found = paired(model, params, pairings, rules, options, optional=frozen)
+    refuse_other_order(found, model, params)
     leaf_plans, paths, treedef = plans(params, record, matrix_dims)
-    residuals: list[Any] = [optax.MaskedNode()] * len(leaf_plans)
-    factors: list[Any] = [optax.MaskedNode()] * len(leaf_plans)
-    source = Source.of(checkpoint, record, layout, missing_ranks)
-    by_path = pairings(source.shapes(checkpoint), params, pairing)
-    problems: list[str] = []
-    for index, plan in enumerate(leaf_plans):
-        terms = by_path.get(paths[index], ())
-        problems += disagreements(plan, terms, source)
-        if plan.view is None or problems:
-            continue
-        if record.use_error_feedback:
-            residuals[index] = jnp.array(_residual(plan, terms, source))
-        if record.warm_start:
-            factors[index] = jnp.array(_q(plan, terms, source, index))
+    terms = by_path(found)
+    problems = [
+        line
+        for plan, path in zip(leaf_plans, paths, strict=True)
+        for line in disagreements(plan, terms.get(path, ()), source)
+    ]
     if problems:
         raise CheckpointMismatch(
-            f"torch and jaxcomp do not compress the same matrices. {SAME_CUT}", mis_shaped=problems
+            f"torch and jaxcomp do not compress the same matrices. {SAME_CUT}",
+            mis_shaped=problems,
+            parameters=("matrix_dims",),
         )
-    _warn_packed([pairing for terms in by_path.values() for pairing in terms], source)
+    residuals: list[Any] = [optax.MaskedNode()] * len(leaf_plans)
+    factors, afresh = list(residuals), list[str]()
+    for index, (plan, path) in enumerate(zip(leaf_plans, paths, strict=True)):
+        if plan.view is not None:
+            residual, q = _leaf(plan, terms.get(path, ()), source, index, afresh)
+            if record.use_error_feedback:
+                residuals[index] = jnp.array(residual)
+            if record.warm_start:
+                factors[index] = jnp.array(q)
+    if afresh:
+        warnings.warn(
+            f"The state of {', '.join(afresh)} in the file is not finite, as torch leaves it where "
+            "a layer is never used. It starts afresh, with a new Q and no residual.",
+            stacklevel=2,
+        )
+    _warn_packed(found, source)
     return PowerSGDState(
         jnp.asarray(record.iter, jnp.int32),
-        jax.tree.unflatten(treedef, residuals),
-        jax.tree.unflatten(treedef, factors),
+        treedef.unflatten(residuals),
+        treedef.unflatten(factors),
     )
 
 
 def record_of(checkpoint: Checkpoint) -> PowerSGDRecord:
+    """The first rank's record, which has what all ranks share."""
     if not checkpoint.powersgd:
         raise CheckpointMismatch(
             "The checkpoint has no PowerSGD state. Pass a file with `comm_hook_state`, or start "
@@ -110,7 +136,7 @@ def record_of(checkpoint: Checkpoint) -> PowerSGDRecord:
 
 
 def plans(
-    params: PyTree, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None
+    params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None
 ) -> tuple[list[LeafPlan], list[tuple[str, ...]], Any]:
     """Jaxcomp's own decision for every leaf, with torch's rank and compression rate."""
     decided = plan_leaves(
@@ -120,169 +146,37 @@ def plans(
     return decided, [plain_path(path) for path, _ in leaves], treedef
 
 
-def pairings(
-    model: Mapping[str, Any], params: PyTree, options: Mapping[str, Any]
-) -> dict[tuple[str, ...], list[Pairing]]:
-    by_path: dict[tuple[str, ...], list[Pairing]] = {}
-    for pairing in pair(model, params, **options):
-        by_path.setdefault(pairing.path, []).append(pairing)
-    return by_path
+def by_path(pairings: Sequence[Pairing]) -> dict[tuple[str, ...], list[Pairing]]:
+    """The pairings of each leaf."""
+    found: dict[tuple[str, ...], list[Pairing]] = {}
+    for pairing in pairings:
+        found.setdefault(pairing.path, []).append(pairing)
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The hook state cut into named parameters.
-
-    Attributes:
-      layout: the bucket layout, None when the state is still empty.
-      errors: parameter name -> mean error; empty before the start and without error feedback.
-      slots: name of a compressed parameter -> where its factors lie.
-      q_memory: bucket index -> flat Q.
-      aliases: name of a tied tensor -> the name that the layout knows.
-    """
-
-    layout: BucketLayout | None
-    errors: Mapping[str, np.ndarray]
-    slots: Mapping[str, FactorSlot]
-    q_memory: Mapping[int, np.ndarray]
-    aliases: Mapping[str, str]
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        record: PowerSGDRecord,
-        layout: BucketLayout | None,
-        missing_ranks: str,
-    ) -> Source:
-        if not record.buckets:  # before the start
-            return cls(layout or checkpoint.layout, {}, {}, {}, checkpoint.aliases)
-        layout = layout or checkpoint.layout or infer_layout(checkpoint)
-        reason = length_misfit(layout, record)
-        if reason is not None:
-            raise CheckpointMismatch(
-                f"The layout does not fit the hook state: {reason}. Record it in the same run with "
-                f"torch_bridge.record_layout."
-            )
-        unknown = sorted(set(layout.names) - checkpoint.model.keys()) if checkpoint.model else []
-        if unknown:  # taken for frozen, their state would be lost without a word
-            raise CheckpointMismatch(
-                "The layout names parameters that the model does not have. Record it from this "
-                "model with torch_bridge.record_layout.",
-                unexpected=unknown,
-            )
-        slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
-        return cls(
-            layout,
-            _mean_errors(checkpoint, layout, missing_ranks),
-            {slot.entry.name: slot for slot in slots},
-            record.q_memory_dict,
-            checkpoint.aliases,
-        )
-
-    def shapes(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """What the pairing needs: the model, or the layout's shapes if the file has none."""
-        if checkpoint.model:
-            return checkpoint.model
-        if self.layout is None:
-            raise CheckpointMismatch(
-                "The file holds neither a model nor a layout, so its parameters have no names. "
-                "Load it together with the model's file, or pass layout=."
-            )
-        return self.layout.shapes()
-
-    def key(self, pairing: Pairing) -> str | None:
-        """The layout's name of a tensor; None if it has no gradient (frozen)."""
-        known = self.layout.entries if self.layout is not None else {}
-        names = (pairing.torch_name, *pairing.aliases, self.aliases.get(pairing.torch_name))
-        return next((name for name in names if name in known), None)
-
-    def slot(self, pairing: Pairing) -> FactorSlot | None:
-        return self.slots.get(self.key(pairing) or "")
-
-
-def _mean_errors(
-    checkpoint: Checkpoint, layout: BucketLayout, missing_ranks: str
-) -> dict[str, np.ndarray]:
-    records = list(checkpoint.powersgd)
-    if not records[0].error_dict:
-        return {}
-    if checkpoint.missing_ranks:
-        if missing_ranks == "zero":
-            return {}
-        if missing_ranks == "error":
-            size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
-            raise CheckpointMismatch(
-                f"The errors of {len(records)} rank(s){size} are here, and the mean over all ranks "
-                f"is needed. Load one file per rank, or save with torch_bridge.save_checkpoint; "
-                f'else choose: missing_ranks="zero" forgets what was not sent yet (one small step '
-                f'back, once), missing_ranks="replicate" takes these ranks for all (keeps it, and '
-                f"adds their deviation from the mean as a spurious gradient, once)."
-            )
-    named: dict[str, np.ndarray] = {}
-    for bucket in records[0].error_dict:
-        # One rank's buffer is only read, so it needs no copy.
-        mean = records[0].error_dict[bucket].astype(np.float32, copy=len(records) > 1)
-        for record in records[1:]:
-            mean += record.error_dict[bucket].astype(np.float32, copy=False)
-        if len(records) > 1:
-            mean /= len(records)
-        named |= layout.split(bucket, mean)
-    return named
-
-
-def disagreements(plan: LeafPlan, terms: Sequence[Pairing], source: Source) -> list[str]:
-    """Why this leaf's state cannot be taken over; empty if it can."""
-    if not source.slots:
-        return []
-    lines = []
-    for term in terms:
-        slot, trained = source.slot(term), source.key(term) is not None
-        where = f"{plan.path} {plan.shape} <- {term.torch_name} {term.torch_shape}"
-        if plan.view is None:
-            if slot is not None and slot.rank < min(slot.rows, slot.cols):
-                lines.append(f"{where}: compressed by torch only ({slot.rows} x {slot.cols})")
-        elif slot is None:
-            if trained:
-                lines.append(f"{where}: compressed by jaxcomp only")
-        else:
-            lines += _matrix_problem(plan, term, slot, where)
-    return lines
-
-
-def _matrix_problem(plan: LeafPlan, term: Pairing, slot: FactorSlot, where: str) -> list[str]:
-    assert plan.view is not None
-    if plan.view.batch or term.slot is not None or term.terms > 1:
-        return [f"{where}: several torch matrices in one leaf, which have several Q"]
-    if slot.entry.column_order() is None:
-        return [f"{where}: its strides {slot.entry.strides} mix torch's rows and columns"]
-    try:
-        term.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    except CheckpointMismatch as error:
-        return [f"{where}: {error.message}"]
-    if plan.rank != slot.rank:
-        return [f"{where}: rank {plan.rank}, torch has {slot.rank}"]
-    return []
-
-
-def _residual(plan: LeafPlan, terms: Sequence[Pairing], source: Source) -> np.ndarray:
-    known = [(term, source.errors.get(source.key(term) or "")) for term in terms]
-    if len(known) == 1 and known[0][1] is not None and known[0][0].slot is None:
-        return known[0][0].to_flax(known[0][1])
-    return np.zeros(plan.shape, np.float32)
-
-
-def _q(plan: LeafPlan, terms: Sequence[Pairing], source: Source, index: int) -> np.ndarray:
-    assert plan.view is not None
-    slot = source.slot(terms[0]) if terms else None
-    if slot is None or slot.bucket not in source.q_memory:
-        # Not begun, or frozen in torch: any start will do, as long as it is the same everywhere.
-        return np.random.default_rng(index).standard_normal(plan.q_shape, np.float32)
-    q = slot.q(source.q_memory[slot.bucket]).astype(np.float32)
-    logical = np.empty_like(q)
-    logical[slot.entry.column_order()] = q
-    _, cols = terms[0].matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    return logical[cols]
+def _leaf(
+    plan: LeafPlan, terms: Sequence[Pairing], source: Source, index: int, afresh: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Residual and Q of one compressed leaf, which is added to `afresh` if they are not finite."""
+    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
+    residual = np.zeros(plan.shape, np.float32)
+    q = fresh = np.random.default_rng(index).standard_normal(plan.q_shape, np.float32)
+    if not terms:
+        return residual, q
+    error, slot = source.errors.get(source.key(terms[0]) or ""), source.slot(terms[0])
+    if error is not None and len(terms) == 1 and terms[0].slot is None:
+        residual = terms[0].to_flax(error)
+    if slot is not None and slot.bucket in source.q_memory:
+        assert plan.view is not None
+        torch_q = slot.q(source.q_memory[slot.bucket]).astype(np.float32)
+        logical = np.empty_like(torch_q)
+        logical[slot.entry.column_order()] = torch_q
+        _, cols = terms[0].matrix_order(plan.view.dims.rows, plan.view.dims.cols)
+        q = logical[cols]
+    if np.isfinite(residual).all() and np.isfinite(q).all():
+        return residual, q
+    afresh.append("/".join(terms[0].path))
+    return np.zeros(plan.shape, np.float32), fresh
 
 
 def _warn_packed(pairings: Sequence[Pairing], source: Source) -> None:

@@ -1,32 +1,29 @@
-"""`jaxcomp.PowerSGDState` -> torch: the inverse of ``_powersgd.py``."""
+"""`jaxcomp.PowerSGDState` -> torch: the inverse of `powersgd_from_torch`."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
 import optax
 
 from jaxcomp import PowerSGDState
-from jaxcomp._base.typing import MatrixDimsFn, PyTree
-from jaxcomp._lowrank.matricize import LeafPlan
+from jaxcomp.extend import LeafPlan
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import HYPERPARAMETERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._convert.powersgd_from_torch import (
-    SAME_CUT,
-    Source,
-    disagreements,
-    pairings,
-    plans,
-)
+from torch_bridge._convert.powersgd_from_torch import SAME_CUT, by_path, plans
+from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout, pack
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import FactorSlot
+from torch_bridge._pairing.leaves import flatten, plain_path
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.pair import PairOptions, Rules, paired
 from torch_bridge._pairing.pairing import Pairing
 
 if TYPE_CHECKING:
@@ -37,14 +34,16 @@ if TYPE_CHECKING:
 
 def powersgd_to_torch(
     state: PowerSGDState,
-    params: PyTree,
+    params: Any,
     *,
     layout: BucketLayout,
     like: Checkpoint | None = None,
     matrix_dims: MatrixDimsFn | None = None,
     process_group: Any = None,
     hyperparameters: dict[str, Any] | None = None,
-    **pairing: Any,
+    rules: Rules = (),
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
 ) -> TorchPowerSGDState:
     """A consolidated `jaxcomp.PowerSGDState` as a real ``PowerSGDState`` of torch.
 
@@ -54,43 +53,80 @@ def powersgd_to_torch(
     waiting. `resume_powersgd` avoids even these.
 
     Args:
-      state: consolidated (`jaxcomp.consolidate`), on the host or on devices.
-      params: the Flax parameters (arrays or shapes) that the state belongs to.
-      layout: the bucket layout of the torch job, from `record_layout`.
-      like: the checkpoint that the run came from: its rng, counters, hyperparameters, P factors and
+      state: Consolidated (`jaxcomp.consolidate`), on the host or on devices.
+      params: The Flax parameters (arrays or shapes) that the state belongs to, or a tree that
+        contains them: Linen variables, or parameters of which some are frozen.
+      layout: The bucket layout of the torch job, from `record_layout`.
+      like: The checkpoint that the run came from: its rng, counters, hyperparameters, P factors and
         dtypes are kept.
-      matrix_dims: as passed to `jaxcomp.powersgd`.
-      process_group: the torch group, or None for the default group.
-      hyperparameters: torch's arguments by name, where `like` is None or shall be overruled.
+      matrix_dims: As passed to `jaxcomp.powersgd`.
+      process_group: The torch group, or None for the default group.
+      hyperparameters: Torch's arguments by name, where `like` is None or shall be overruled.
         Without either, the rank is the largest in `state` and the rest are torch's defaults.
-      **pairing: as for `powersgd_from_torch`.
+      rules: As for `params_from_torch`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
       A state for ``ddp_model.register_comm_hook(state, powerSGD_hook)``.
 
     Raises:
-      CheckpointMismatch: a leaf is compressed on one side only or as another matrix, or the state
+      CheckpointMismatch: A leaf is compressed on one side only or as another matrix, or the state
         is not consolidated; all such leaves are listed.
 
     Warns:
-      UserWarning: the parts of a packed tensor have different Q; torch gets their common subspace.
+      UserWarning: The parts of a packed tensor have different Q; torch gets their common subspace.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxcomp
+      >>> params = {"fc": {"kernel": jnp.zeros((8, 8))}}
+      >>> state = jaxcomp.powersgd(1, axis_name="data").init(params)._replace(count=7)
+      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 8))]])
+      >>> back = powersgd_to_torch(state, params, layout=layout)
+      >>> back.iter, back.start_powerSGD_iter, back.q_memory_dict[0].shape
+      (7, 9, torch.Size([8]))
     """
     from torch_bridge._job.resume import state_from_record
 
-    record = export_record(
-        state, params, layout, like, matrix_dims, dict(hyperparameters or {}), pairing
-    )
+    trained = params_of(state, params)
+    frozen = set(like.model) - set(layout.names) if like else set()
+    model = like.model if like is not None and like.model else layout.shapes()
+    found = paired(model, trained, pairings, rules, options, optional=frozen)
+    record = export_record(state, trained, layout, like, matrix_dims, hyperparameters or {}, found)
     return state_from_record(record, process_group)
+
+
+def params_of(state: PowerSGDState, params: Any) -> Any:
+    """The part of `params` that a reducer's state is of, by its paths.
+
+    Raises:
+      CheckpointMismatch: The state has leaves that `params` has not; they are listed.
+    """
+    tree = flatten(params)
+    leaves = dict(zip(tree.paths, tree.values, strict=True))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(
+        state.q, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode)
+    )
+    paths = [plain_path(path) for path, _ in flat]
+    found = [leaves.get(path, leaves.get(("params", *path))) for path in paths]
+    lost = ["/".join(path) for path, leaf in zip(paths, found, strict=True) if leaf is None]
+    if lost:
+        raise CheckpointMismatch(
+            "The PowerSGD state is not one of these parameters. Pass the tree that it was made "
+            "for, or linen variables that contain it.",
+            missing=lost,
+        )
+    return treedef.unflatten(found)
 
 
 def export_record(
     state: PowerSGDState,
-    params: PyTree,
+    params: Any,
     layout: BucketLayout,
     like: Checkpoint | None,
     matrix_dims: MatrixDimsFn | None,
-    hyperparameters: dict[str, Any],
-    pairing: dict[str, Any],
+    hyperparameters: Mapping[str, Any],
+    pairings: Sequence[Pairing],
 ) -> PowerSGDRecord:
     """What `powersgd_to_torch` puts into torch's object, as arrays."""
     base = _base_record(state, like, hyperparameters)
@@ -102,10 +138,9 @@ def export_record(
     source = Source(
         layout, {}, {slot.entry.name: slot for slot in slots}, {}, like.aliases if like else {}
     )
-    model = like.model if like is not None and like.model else layout.shapes()
-    by_path = pairings(model, params, pairing)
+    terms_of = by_path(pairings)
     leaves = list(
-        zip(leaf_plans, (by_path.get(path, []) for path in paths), residuals, qs, strict=True)
+        zip(leaf_plans, (terms_of.get(path, []) for path in paths), residuals, qs, strict=True)
     )
     problems = [
         line
@@ -114,7 +149,9 @@ def export_record(
     ]
     if problems:
         raise CheckpointMismatch(
-            f"jaxcomp's state does not fit torch's matrices. {SAME_CUT}", mis_shaped=problems
+            f"jaxcomp's state does not fit torch's matrices. {SAME_CUT}",
+            mis_shaped=problems,
+            parameters=("matrix_dims",),
         )
     flats: dict[int, np.ndarray] = {}
     errors: dict[str, np.ndarray] = {}
@@ -130,7 +167,7 @@ def export_record(
 
 
 def _base_record(
-    state: PowerSGDState, like: Checkpoint | None, overrides: dict[str, Any]
+    state: PowerSGDState, like: Checkpoint | None, overrides: Mapping[str, Any]
 ) -> PowerSGDRecord:
     """Hyperparameters, counters and rng, without buffers."""
     unknown = sorted(set(overrides) - set(HYPERPARAMETERS))
@@ -226,7 +263,7 @@ def _with_buffers(
         for bucket, p in p_memory.items():
             kept = old.p_memory_dict.get(bucket)
             # Only its presence matters to torch; with the old one nothing at all changes.
-            if kept is not None and kept.size == p.size:
+            if kept is not None and kept.size == p.size and np.isfinite(kept).all():
                 p_memory[bucket] = kept
         error_dict = _like_dtype(error_dict, old.error_dict)
         q_memory = _like_dtype(q_memory, old.q_memory_dict)

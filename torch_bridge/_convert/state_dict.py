@@ -20,7 +20,7 @@ def state_dict(state: tuple[Any, ...]) -> dict[str, Any]:
     """A `jaxcomp.PowerSGDState` as plain nested dicts of NumPy arrays.
 
     Args:
-      state: a consolidated ``PowerSGDState`` (or another reducer's state: any NamedTuple).
+      state: A consolidated ``PowerSGDState`` (or another reducer's state: any NamedTuple).
 
     Returns:
       ``{'version': 1, 'count': ..., 'residual': {...}, 'q': {...}}``, nested as the parameters are.
@@ -49,10 +49,10 @@ def load_state_dict(state: State, d: Mapping[str, Any], *, strict: bool = True) 
     """A state with the values of a `state_dict`.
 
     Args:
-      state: a state of the structure wanted, as from ``powersgd(...).init(params)``. It is left as
-        it is: states are values in JAX.
-      d: what `state_dict` gave.
-      strict: if False, what `d` lacks stays as in `state`, and what `state` lacks is skipped. As in
+      state: A state of the structure wanted, as from ``powersgd(...).init(params)``. It is left as
+        it is: States are values in JAX.
+      d: What `state_dict` gave.
+      strict: If False, what `d` lacks stays as in `state`, and what `state` lacks is skipped. As in
         torch, shapes have to agree in either case.
 
     Returns:
@@ -61,6 +61,13 @@ def load_state_dict(state: State, d: Mapping[str, Any], *, strict: bool = True) 
     Raises:
       ValueError: If `state` is not a reducer's state or `d` has a version that is not known.
       CheckpointMismatch: With every missing, unexpected and mis-shaped entry.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcomp
+        >>> state = jaxcomp.powersgd(rank=1, axis_name="data").init({"w": jnp.zeros((8, 16))})
+        >>> later = state_dict(state._replace(count=jnp.int32(7)))
+        >>> int(load_state_dict(state, later).count)
+        7
     """
     version = d.get("version")
     if version is None or np.shape(version) != () or version != VERSION:

@@ -2,7 +2,7 @@
 
 DDP concatenates gradients into buckets and the hook keeps one error, one P and one Q buffer per
 bucket. Neither the order of the parameters nor their strides are in the file, so a layout has to
-come with it (`record_layout`) or be inferred (``_infer.py``).
+come with it (`record_layout`) or be inferred (`infer_layout`).
 
 References: ``torch/csrc/distributed/c10d/reducer.cpp`` for the buckets, ``powerSGD_hook.py`` for P
 and Q.
@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.names import unwrapped
 from torch_bridge._hook.entries import (
     BucketEntry,
     FactorSlot,
     contiguous_strides,
     dense_strides,
     matrix_shape,
-    unwrapped,
 )
 
 _FORMAT = "torch_bridge.BucketLayout"
@@ -79,7 +80,7 @@ class BucketLayout:
         """Elements per bucket."""
         return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
 
-    @property
+    @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
         """Parameter name -> its entry, bucket after bucket."""
         return {entry.name: entry for bucket in self.buckets for entry in bucket}
@@ -96,11 +97,11 @@ class BucketLayout:
         """A layout from the names per bucket.
 
         Args:
-          order: a list of parameter names per bucket.
-          model: name -> array or tensor, for the shapes and strides.
+          order: A list of parameter names per bucket.
+          model: Name -> array or tensor, for the shapes and strides.
 
         Raises:
-          CheckpointMismatch: a name is not in `model`; all such names are listed.
+          CheckpointMismatch: A name is not in `model`; all such names are listed.
         """
         missing = [name for bucket in order for name in bucket if name not in model]
         if missing:
@@ -126,11 +127,11 @@ class BucketLayout:
         """A layout from plain entries.
 
         Args:
-          manifest: per bucket a list of ``(name, shape)``, ``(name, shape, strides)`` or mappings
+          manifest: Per bucket a list of ``(name, shape)``, ``(name, shape, strides)`` or mappings
             with these keys; without strides a parameter is contiguous.
 
         Raises:
-          CheckpointMismatch: an entry has another form.
+          CheckpointMismatch: An entry has another form.
         """
         if not isinstance(manifest, list | tuple) or not all(
             isinstance(bucket, list | tuple) for bucket in manifest
@@ -148,7 +149,7 @@ class BucketLayout:
         """The inverse of `to_json`.
 
         Raises:
-          CheckpointMismatch: the text is no layout, or of a later version.
+          CheckpointMismatch: The text is no layout, or of a later version.
         """
         try:
             document = json.loads(text)
@@ -182,15 +183,15 @@ class BucketLayout:
         order.
 
         Args:
-          rank: torch's ``matrix_approximation_rank``.
-          min_compression_rate: torch's argument of this name.
+          rank: Torch's ``matrix_approximation_rank``.
+          min_compression_rate: Torch's argument of this name.
         """
         for index, bucket in enumerate(self.buckets):
             groups: dict[tuple[int, int], list[tuple[BucketEntry, int]]] = {}
             for entry in bucket:
                 shape = matrix_shape(entry.shape)
                 used = min(*shape, rank)
-                if sum(shape) * used * min_compression_rate < math.prod(shape):
+                if is_compressed(*shape, used, min_compression_rate):
                     groups.setdefault(shape, []).append((entry, used))
             p_start = q_start = 0
             for (rows, cols), members in groups.items():
@@ -210,11 +211,11 @@ def pack(
     """Flat error, P and Q buffers per bucket from named arrays: the inverse of cutting them.
 
     Args:
-      layout: where everything goes.
-      rank: torch's ``matrix_approximation_rank``.
-      min_compression_rate: torch's argument of this name.
-      errors: parameter name -> array of its shape; a bucket without any gets no buffer.
-      factors: name of a compressed parameter -> (P, Q), in the hook's order of rows and columns.
+      layout: Where everything goes.
+      rank: Torch's ``matrix_approximation_rank``.
+      min_compression_rate: Torch's argument of this name.
+      errors: Parameter name -> array of its shape; a bucket without any gets no buffer.
+      factors: Name of a compressed parameter -> (P, Q), in the hook's order of rows and columns.
 
     Returns:
       The three dictionaries, bucket index -> flat array.

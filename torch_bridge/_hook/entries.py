@@ -15,9 +15,14 @@ class BucketEntry:
     """One parameter in a bucket.
 
     Attributes:
-      name: its name in the model, without ``module.``.
-      shape: length per axis.
-      strides: distance per axis in elements, as the gradient lies in the bucket.
+      name: Its name in the model, without ``module.``.
+      shape: Length per axis.
+      strides: Distance per axis in elements, as the gradient lies in the bucket.
+
+    Example:
+      >>> entry = BucketEntry("w", (2, 3), (1, 2))  # its columns lie one after the other
+      >>> entry.flatten(np.array([[1, 2, 3], [4, 5, 6]]))
+      array([1, 4, 2, 5, 3, 6])
     """
 
     name: str
@@ -68,10 +73,10 @@ class FactorSlot:
     """Where the factors of one compressed parameter lie in its bucket.
 
     Attributes:
-      entry: the parameter.
-      bucket: index of its bucket.
-      rows, cols, rank: sizes of the matrix and its factors.
-      p_start, q_start: first element in the bucket's P and Q buffer.
+      entry: The parameter.
+      bucket: Index of its bucket.
+      rows, cols, rank: Sizes of the matrix and its factors.
+      p_start, q_start: First element in the bucket's P and Q buffer.
     """
 
     entry: BucketEntry
@@ -93,18 +98,6 @@ class FactorSlot:
         return buffer[self.q_start : self.q_start + self.cols * self.rank].reshape(
             self.cols, self.rank
         )
-
-
-# DistributedDataParallel and torch.compile put these before every name.
-_WRAPPERS = ("module.", "_orig_mod.")
-
-
-def unwrapped(names: Sequence[str]) -> list[str]:
-    """The names without the prefixes that wrappers put before all of them."""
-    names = list(names)
-    while names and any(all(n.startswith(prefix) for n in names) for prefix in _WRAPPERS):
-        names = [name.partition(".")[2] for name in names]
-    return names
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

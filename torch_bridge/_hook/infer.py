@@ -41,16 +41,23 @@ def infer_layout(
     model has parallel branches, record the layout instead.
 
     Args:
-      checkpoint: with a model and the hook state; all ranks' files decide more than one.
-      orders: further candidates: label -> all trainable parameters in one order, for example from
+      checkpoint: With a model and the hook state; all ranks' files decide more than one.
+      orders: Further candidates: label -> all trainable parameters in one order, for example from
         `gradient_order`.
-      frozen: names of parameters that were not trained; the file does not mark them.
+      frozen: Names of parameters that were not trained; the file does not mark them.
 
     Returns:
       The layout.
 
     Raises:
-      CheckpointMismatch: none or several candidates fit; they are listed.
+      CheckpointMismatch: None or several candidates fit; they are listed.
+
+    Example:
+      >>> p = np.full(16, 0.25, np.float32)
+      >>> record = PowerSGDRecord(1, 20, {0: np.zeros(144, "f4")}, {0: p}, {0: np.ones(8, "f4")})
+      >>> model = {"fc.weight": np.zeros((16, 8), "f4"), "fc.bias": np.zeros(16, "f4")}
+      >>> infer_layout(Checkpoint(model, (record,), world_size=2)).names
+      ('fc.bias', 'fc.weight')
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
@@ -162,7 +169,7 @@ def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     reason = length_misfit(layout, record)
     if reason is not None:
         return reason
-    mean = None if checkpoint.missing_ranks else _mean_errors(layout, checkpoint.powersgd)
+    mean = None if checkpoint.missing_ranks else checkpoint.mean_errors(layout) or None
     compressed = set()
     for slot in layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate):
         compressed.add(slot.entry.name)
@@ -202,18 +209,6 @@ def length_misfit(layout: BucketLayout, record: PowerSGDRecord) -> str | None:
                     f"{sizes.get(bucket, 'no such bucket')}"
                 )
     return None
-
-
-def _mean_errors(
-    layout: BucketLayout, records: Sequence[PowerSGDRecord]
-) -> dict[str, np.ndarray] | None:
-    if not records[0].error_dict:
-        return None
-    named = {}
-    for bucket in records[0].error_dict:
-        stack = [record.error_dict[bucket].astype(np.float64) for record in records]
-        named |= layout.split(bucket, sum(stack[1:], start=stack[0]) / len(stack))
-    return named
 
 
 def _uncancelled(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import COUNTERS, PowerSGDRecord
+from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy, to_tensor
 from torch_bridge._hook.buckets import BucketLayout, pack
 from torch_bridge._job.save import record_layout
@@ -16,8 +16,6 @@ from torch_bridge._job.save import record_layout
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
-
-_BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
@@ -27,8 +25,13 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
     so a state that already holds buffers gets ``start_powerSGD_iter = iter + 2`` at least.
 
     Args:
-      record: what the state shall hold.
-      process_group: the group, or None for the default group.
+      record: What the state shall hold.
+      process_group: The group, or None for the default group.
+
+    Example:
+      >>> record = PowerSGDRecord(2, 1_200, {0: np.zeros(36, np.float32)}, {}, {})
+      >>> state_from_record(record).start_powerSGD_iter
+      1202
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -38,7 +41,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
     state = PowerSGDState(process_group, **values)  # pyright: ignore[reportArgumentType]
     for name in COUNTERS:
         setattr(state, name, getattr(record, name))
-    for name in _BUFFERS:
+    for name in BUFFERS:
         arrays = getattr(record, name)
         setattr(state, name, {bucket: to_tensor(array) for bucket, array in arrays.items()})
     if record.rng is not None:
@@ -51,6 +54,8 @@ def resume_powersgd(
     state: PowerSGDState,
     layout: BucketLayout,
     backward: Callable[[], object],
+    *,
+    hook: Callable[..., Any] | None = None,
 ) -> None:
     """Register the hook such that compression goes on at the very next step.
 
@@ -61,21 +66,40 @@ def resume_powersgd(
     another than `layout`, and arms it. Every rank must call it.
 
     Args:
-      ddp_model: a fresh ``DistributedDataParallel`` model, without a hook.
-      state: what `powersgd_to_torch` returned.
-      layout: the layout that `state` was made with.
-      backward: runs one forward and backward pass on `ddp_model`, all of its parameters included.
+      ddp_model: A fresh ``DistributedDataParallel`` model, without a hook.
+      state: What `state_from_record` or `powersgd_to_torch` returned.
+      layout: The layout that `state` was made with.
+      backward: Runs one forward and backward pass on `ddp_model`, all of its parameters included.
+      hook: What to register: a wrapped hook (``fp16_compress_wrapper(powerSGD_hook)``), or one of
+        your own around it. None for torch's ``powerSGD_hook``; over gloo for `waiting_hook`, since
+        torch's hangs there as soon as DDP cuts several buckets.
 
     Raises:
       CheckpointMismatch: DDP's buckets hold other parameters than `layout`.
+
+    Example:
+      In a job with the model ``torch.nn.Linear(8, 4)``:
+
+      >>> import torch
+      >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+      >>> layout = BucketLayout.from_manifest([[("bias", (4,)), ("weight", (4, 8))]])
+      >>> record = PowerSGDRecord(1, 20, {0: np.ones(36, np.float32)}, {}, {})
+      >>> state = state_from_record(record)
+      >>> resume_powersgd(model, state, layout, lambda: model(torch.ones(2, 8)).sum().backward())
+      >>> state.iter, state.start_powerSGD_iter
+      (20, 20)
     """
     import torch
+    import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
+    if hook is None:
+        over_gloo = dist.get_backend(state.process_group) == "gloo"
+        hook = waiting_hook if over_gloo else powerSGD_hook
     count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
     start = state.start_powerSGD_iter
     state.start_powerSGD_iter = max(start, count + 3)
-    ddp_model.register_comm_hook(state, powerSGD_hook)
+    ddp_model.register_comm_hook(state, hook)
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     with torch.random.fork_rng():
         for _ in range(2):
@@ -91,6 +115,31 @@ def resume_powersgd(
     state.start_powerSGD_iter = count if begun else start
 
 
+def waiting_hook(state: PowerSGDState, bucket: Any) -> Any:
+    """``powerSGD_hook`` that has sent a bucket before the next one begins.
+
+    Over gloo torch's own hook hangs as soon as DDP cuts several buckets, because the ranks start
+    the all-reduces of different buckets in different orders. For ``register_comm_hook``, also
+    inside ``fp16_compress_wrapper``.
+
+    Args:
+      state: The ``PowerSGDState``.
+      bucket: DDP's ``GradBucket``.
+
+    Example:
+      In a job with the model ``torch.nn.Linear(8, 4)``:
+
+      >>> import torch
+      >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+      >>> model.register_comm_hook(state, waiting_hook)
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
 def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None:
     """Move the buffers of `state` from one layout to another of the same parameters."""
     if sorted(old.names) != sorted(new.names):
@@ -101,7 +150,7 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             unexpected=sorted(set(new.names) - set(old.names)),
         )
     rank, rate = state.matrix_approximation_rank, state.min_compression_rate
-    tensors = {name: getattr(state, name) for name in _BUFFERS}
+    tensors = {name: getattr(state, name) for name in BUFFERS}
     like = next((t for buffers in tensors.values() for t in buffers.values()), None)
     if like is None:
         return
@@ -120,6 +169,6 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
         for slot in old.factor_slots(rank, rate)
         if slot.bucket in arrays["q_memory_dict"]
     }
-    for name, buffers in zip(_BUFFERS, pack(new, rank, rate, errors, factors), strict=True):
+    for name, buffers in zip(BUFFERS, pack(new, rank, rate, errors, factors), strict=True):
         moved = {bucket: to_tensor(flat).to(like.device) for bucket, flat in buffers.items()}
         setattr(state, name, moved)

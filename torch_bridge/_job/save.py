@@ -1,7 +1,6 @@
 """What runs inside the PyTorch job: record the layout, save everything, and go on exactly.
 
-With ``_torch.py`` this is the only file that imports torch, and it does so inside functions, so
-that ``import torch_bridge`` works without it.
+torch is imported inside functions, so that ``import torch_bridge`` works without it.
 """
 
 from __future__ import annotations
@@ -9,16 +8,23 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import COUNTERS, HYPERPARAMETERS, PowerSGDRecord, RandomStateRecord
-from torch_bridge._base.tensors import to_tensor
+from torch_bridge._base.schema import (
+    BUFFERS,
+    COUNTERS,
+    HYPERPARAMETERS,
+    PowerSGDRecord,
+    RandomStateRecord,
+    record_from_slots,
+)
+from torch_bridge._base.tensors import to_numpy
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import FORMAT, VERSION
+from torch_bridge._hook.document import make_document
+from torch_bridge._hook.registered import hook_name
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +40,20 @@ def record_layout(
     """The bucket layout that DDP uses now. Call it on any rank, any time after compression began.
 
     Args:
-      ddp_model: the ``DistributedDataParallel`` model.
-      state: its ``PowerSGDState``; the layout is checked against the state's buffers.
+      ddp_model: The ``DistributedDataParallel`` model.
+      state: Its ``PowerSGDState``; the layout is checked against the state's buffers.
 
     Returns:
       The layout, by the names of ``ddp_model.module.named_parameters()``.
 
     Raises:
       CheckpointMismatch: DDP does not say how it cut its buckets, or the state was made for others.
+
+    Example:
+      In a job with the model ``torch.nn.Linear(8, 4)``:
+
+      >>> record_layout(ddp_model).sizes
+      (36,)
     """
     module = ddp_model.module
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
@@ -117,11 +129,17 @@ def gradient_order(model: torch.nn.Module, backward: Callable[[], object]) -> li
     For a checkpoint whose layout was not recorded. Gradients are left as they were.
 
     Args:
-      model: the model, not wrapped in DDP.
-      backward: runs one forward and backward pass on it.
+      model: The model, not wrapped in DDP.
+      backward: Runs one forward and backward pass on it.
 
     Returns:
       Parameter names, for ``infer_layout(..., orders={"ready": ...})``.
+
+    Example:
+      >>> import torch
+      >>> model = torch.nn.Linear(8, 4)
+      >>> gradient_order(model, lambda: model(torch.ones(2, 8)).sum().backward())
+      ['bias', 'weight']
     """
     ready: list[str] = []
     saved = [parameter.grad for parameter in model.parameters()]
@@ -161,15 +179,25 @@ def save_checkpoint(
     ``torch.load(path, weights_only=True)`` reads it as well as `load`.
 
     Args:
-      path: the file; an existing one is replaced.
-      ddp_model: the ``DistributedDataParallel`` model.
-      state: its ``PowerSGDState``, or None if it has none.
-      optimizer: the optimizer, whose ``state_dict()`` is saved.
-      extra: further plain values, such as ``{"epoch": 3}``.
+      path: The file; an existing one is replaced.
+      ddp_model: The ``DistributedDataParallel`` model.
+      state: Its ``PowerSGDState``, or None if it has none.
+      optimizer: The optimizer, whose ``state_dict()`` is saved.
+      extra: Further plain values, such as ``{"epoch": 3}``.
 
     Raises:
-      CheckpointMismatch: the state was made for other buckets; on every rank.
-      RuntimeError: rank 0 could not write the file; on every rank, with the reason.
+      CheckpointMismatch: The state was made for other buckets; on every rank.
+      RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
+
+    Example:
+      In a job with the model ``torch.nn.Linear(8, 4)``:
+
+      >>> import tempfile
+      >>> from torch_bridge import load
+      >>> path = tempfile.mkdtemp() + "/checkpoint.pt"
+      >>> save_checkpoint(path, ddp_model, state, optimizer=optimizer, extra={"epoch": 3})
+      >>> list(load(path).model), load(path).extra
+      (['weight', 'bias'], {'epoch': 3})
     """
     import torch.distributed as dist
 
@@ -182,52 +210,20 @@ def save_checkpoint(
         try:
             document = make_document(
                 model=dict(ddp_model.module.state_dict()),
-                hook=None if state is None else _plain_state(state),
+                record=None if state is None else record_from_state(state),
                 errors=errors,
                 optimizer=None if optimizer is None else optimizer.state_dict(),
                 layout=layout,
                 world_size=dist.get_world_size(group),
+                hook=_registered(ddp_model),
                 extra=extra,
             )
-            write_atomically(pathlib.Path(path), document)
+            write_document(pathlib.Path(path), document)
         except (OSError, RuntimeError) as error:
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
-
-
-def make_document(
-    *,
-    model: Mapping[str, Any],
-    hook: Mapping[str, Any] | None,
-    errors: Sequence[Mapping[int, Any]],
-    optimizer: Mapping[str, Any] | None = None,
-    layout: BucketLayout | None = None,
-    world_size: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What a file of `save_checkpoint` holds: dictionaries of tensors and plain values."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "world_size": world_size,
-        "state_dict": model,
-        "optimizer": optimizer,
-        "powersgd": hook,
-        "errors": list(errors),
-        "layout": None if layout is None else layout.to_json(),
-        "extra": dict(extra or {}),
-    }
-
-
-def plain_record(record: PowerSGDRecord) -> dict[str, Any]:
-    """A record without its errors, as tensors and plain values: `make_document`'s ``hook``."""
-    slots: dict[str, Any] = {name: getattr(record, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
-    for name in ("p_memory_dict", "q_memory_dict"):
-        slots[name] = {bucket: to_tensor(flat) for bucket, flat in getattr(record, name).items()}
-    slots["rng"] = None if record.rng is None else _plain_rng(record.rng)
-    return slots
 
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
@@ -252,37 +248,22 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     return gathered
 
 
-def _plain_state(state: PowerSGDState) -> dict[str, Any]:
-    """The hook state without its errors, as tensors and plain values."""
+def _registered(ddp_model: DistributedDataParallel) -> str | None:
+    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
+    return hook_name(hooks[-1][0]) if hooks else None
+
+
+def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
+    """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
     slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
-    for name in ("p_memory_dict", "q_memory_dict"):
-        slots[name] = {bucket: t.detach().cpu() for bucket, t in getattr(state, name).items()}
-    slots["rng"] = _plain_rng(RandomStateRecord.of(state.rng))
-    return slots
+    for name in BUFFERS:
+        slots[name] = {bucket: to_numpy(t) for bucket, t in getattr(state, name).items()}
+    return record_from_slots({**slots, "rng": RandomStateRecord.of(state.rng)})
 
 
-def _plain_rng(record: RandomStateRecord) -> dict[str, Any]:
-    return {
-        # int64: torch.load(weights_only=True) of older releases has no uint32.
-        "key": to_tensor(record.key.astype(np.int64)),
-        "pos": record.pos,
-        "has_gauss": record.has_gauss,
-        "cached_gaussian": record.cached_gaussian,
-    }
-
-
-def write_atomically(path: pathlib.Path, document: Any) -> None:
-    """``torch.save`` to a temporary file beside `path`, then rename it."""
+def write_document(path: pathlib.Path, document: Any) -> None:
+    """``torch.save``, whole or not at all."""
     import torch
 
-    # Not tempfile: that would make the checkpoint readable by its owner only.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        torch.save(document, file)

@@ -25,12 +25,17 @@ class Hints:
     """What the names and shapes of one pair of units do not say.
 
     Attributes:
-      flattened: the channels-first shape (C, *spatial) that a Linear's input was flattened from.
-      transposed: whether a kernel that fits both is that of a ConvTranspose.
+      flattened: The channels-first shape (C, *spatial) that a Linear's input was flattened from.
+      transposed: Whether a kernel that fits both is that of a ConvTranspose.
+      straight: Whether a matrix is stored (in, out), as by transformers' Conv1D.
     """
 
     flattened: Shape | None = None
     transposed: bool = False
+    straight: bool = False
+
+
+_NO_HINTS = Hints()
 
 
 @dataclasses.dataclass
@@ -133,7 +138,8 @@ def _weight(draft: _Draft, hints: Hints) -> None:
     elif draft.both("weight", "kernel"):
         if len(draft.torch.entries["weight"][1]) == 2:
             rows = draft.torch.rows("weight")
-            _linear(draft, "weight", "kernel", "linear.weight", rows, hints.flattened)
+            kind = "conv1d.weight" if hints.straight else "linear.weight"
+            _linear(draft, "weight", "kernel", kind, rows, hints)
         else:
             _conv(draft, hints)
     if draft.both("bias", "bias"):
@@ -160,28 +166,34 @@ def _linear(
     leaf: str,
     kind: str,
     rows: tuple[int, int] | None = None,
-    flattened: Shape | None = None,
+    hints: Hints = _NO_HINTS,
 ) -> None:
     """(out, in) -> (*in, *out): a Dense, or a DenseGeneral with several input or output axes."""
-    n_out, n_in = draft.torch.entries[tensor][1]
-    n_out = rows[1] - rows[0] if rows else n_out
-    shape = draft.flax.entries[leaf][1]
-    for cut in range(1, len(shape)):
-        ins, outs = shape[:cut], shape[cut:]
-        if math.prod(ins) == n_in and math.prod(outs) == n_out:
-            break
-    else:
+    height, width = draft.torch.entries[tensor][1]
+    height = rows[1] - rows[0] if rows else height
+    n_in, n_out = (height, width) if hints.straight else (width, height)
+    shape, flattened = draft.flax.entries[leaf][1], hints.flattened
+    cut = dense_cut(shape, n_in, n_out)
+    if not cut or math.prod(flattened or (n_in,)) != n_in or (rows and hints.straight):
         draft.clash(tensor, leaf)
         return
-    order = tuple(range(len(outs), len(shape)))
+    ins, outs = shape[:cut], shape[cut:]
+    order = tuple(range(len(ins)))
     if flattened is not None:  # torch flattened (C, *spatial), Flax flattens (*spatial, C)
-        if math.prod(flattened) != n_in:
-            draft.clash(tensor, leaf)
-            return
-        first = len(outs)
-        ins, order = flattened, (*range(first + 1, first + len(flattened)), first)
-    axes = (*order, *range(len(outs)))
-    draft.add(tensor, leaf, kind, (*outs, *ins), axes, row_axes=len(outs), rows=rows)
+        ins, order = flattened, (*range(1, len(flattened)), 0)
+    if hints.straight:
+        axes = (*order, *range(len(ins), len(ins) + len(outs)))
+        draft.add(tensor, leaf, kind, (*ins, *outs), axes, row_axes=len(ins))
+    else:
+        axes = (*(len(outs) + axis for axis in order), *range(len(outs)))
+        draft.add(tensor, leaf, kind, (*outs, *ins), axes, row_axes=len(outs), rows=rows)
+
+
+def dense_cut(shape: Shape, n_in: int, n_out: int) -> int:
+    """Where the input axes of a dense kernel end; 0 if its shape does not fit."""
+    cuts = range(1, len(shape))
+    sizes = ((cut, math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts)
+    return next((cut for cut, before, after in sizes if (before, after) == (n_in, n_out)), 0)
 
 
 def _vector(

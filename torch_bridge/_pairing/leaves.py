@@ -49,12 +49,12 @@ class Tree:
     """A flattened Flax tree.
 
     Attributes:
-      shapes: path -> shape of every leaf that corresponds to a torch parameter or buffer, in
+      shapes: Path -> shape of every leaf that corresponds to a torch parameter or buffer, in
         natural order.
-      has_statistics: whether running statistics have a place in the tree.
-      values: every leaf, those included that correspond to nothing in torch.
-      paths: their paths.
-      treedef: their structure.
+      has_statistics: Whether running statistics have a place in the tree.
+      values: Every leaf, those included that correspond to nothing in torch.
+      paths: Their paths.
+      treedef: Their structure.
     """
 
     shapes: Mapping[tuple[str, ...], tuple[int, ...]]
@@ -83,11 +83,21 @@ def in_collections(paths: tuple[tuple[str, ...], ...]) -> bool:
     return "params" in heads and all(len(path) > 1 for path in paths if path[:1] == ("params",))
 
 
+def trained(tree: Any) -> Any:
+    """The part of a Flax tree that an optimizer gets: parameters without running statistics."""
+    if any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__):
+        from flax import nnx
+
+        state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+        return nnx.filter_state(state, nnx.Param)
+    return tree["params"] if in_collections(flatten(tree).paths) else tree
+
+
 def flatten(tree: Any) -> Tree:
     """Flattens a Flax tree.
 
     Args:
-      tree: a linen parameter dict, linen variables ``{'params': ..., 'batch_stats': ...}``, an
+      tree: A linen parameter dict, linen variables ``{'params': ..., 'batch_stats': ...}``, an
         ``nnx.State`` or an nnx module; arrays or anything with ``shape`` and ``dtype``.
 
     Returns:

@@ -14,8 +14,16 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-from torch_bridge._pairing.layers import Built, Hints, build, orientation
-from torch_bridge._pairing.units import FlaxUnit, TorchUnit, clean_names
+from torch_bridge._base.names import clean_names
+from torch_bridge._pairing.doubts import (
+    Map,
+    form_of,
+    maybe_flattened,
+    storage,
+    storage_of_its_kind,
+)
+from torch_bridge._pairing.layers import Built, Hints, build
+from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
 TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
 _UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
@@ -31,8 +39,16 @@ class Options:
     """The user's own word on what names and shapes do not tell; see `pair`."""
 
     rules: tuple[tuple[str, str], ...] = ()
-    flatten: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     conv_transpose: str | None = None
+    conv1d: str | None = None
+
+    def __post_init__(self) -> None:
+        patterns = [("rules", pattern) for pattern, _ in self.rules]
+        patterns += [("flatten", pattern) for pattern, _ in self.flatten]
+        patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
+        for name, pattern in patterns:
+            check_pattern(name, pattern)
 
 
 @dataclasses.dataclass
@@ -46,14 +62,18 @@ class Matcher:
     ambiguous: list[str] = dataclasses.field(default_factory=list)
     undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
     known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
+    straight_too: bool = False  # matrices that fit as (in, out) only are no mistake
 
     def run(self) -> list[Built]:
         """Matches, builds the pairings of every couple and fills `ambiguous`."""
         self._by_rule()
         self._by_name(lambda unit: unit.stem.exact, forced=True)
-        self._by_name(lambda unit: unit.stem.words, forced=False)
-        while self._by_structure():
-            pass
+        # What fits a Linear is one: (in, out) explains only what is left after that.
+        for self.straight_too in (False, True):
+            self.known_fits.clear()
+            self._by_name(lambda unit: unit.stem.words, forced=False)
+            while self._by_structure():
+                pass
         self._explain_leftovers()
         return [self._build(*couple) for couple in self.couples.items()]
 
@@ -77,7 +97,13 @@ class Matcher:
                 found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
                 if found is None:
                     continue
-                paths = [tuple(p.strip("/").split("/")) for p in found.expand(template).split("|")]
+                try:
+                    expanded = found.expand(template).split("|")
+                except (re.error, IndexError) as error:
+                    raise ValueError(
+                        f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
+                    ) from error
+                paths = [tuple(p.strip("/").split("/")) for p in expanded]
                 parts = [unit]
                 if len(paths) > 1 and unit in self.torch:
                     count = len(paths)
@@ -114,8 +140,8 @@ class Matcher:
         """Couples units of the same family whose names agree but for the numbers.
 
         Args:
-          words: the part of the name that has to agree.
-          forced: couple them even if their shapes differ, so that the difference is reported.
+          words: The part of the name that has to agree.
+          forced: Couple them even if their shapes differ, so that the difference is reported.
         """
         theirs = _grouped(self.open_flax, lambda unit: (words(unit), unit.family))
         for key, group in _grouped(self.open_torch, lambda u: (words(u), u.family)).items():
@@ -208,31 +234,51 @@ class Matcher:
         return frozenset(
             unit.stem.words
             for unit, target in self.couples.items()
-            if _form(unit, target) == "transposed"
+            if form_of(unit, target) == "transposed"
         )
 
     def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
-        flattened = None
+        flattened, said = None, False
         for pattern, shape in self.options.flatten:
             if re.fullmatch(pattern, unit.name):
-                flattened = shape
+                flattened, said = shape, True
+        if not said and (found := self._maybe_flattened.get(unit)):
+            flattened = found.shape
+            self.ambiguous += [found.question] if found.question else []
         words = set(unit.stem.words) | set(target.stem.words)
         transposed = bool(words & TRANSPOSED_WORDS)
         if self.options.conv_transpose is not None:
             transposed = re.fullmatch(self.options.conv_transpose, unit.name) is not None
-        elif _form(unit, target) == "both" and not transposed:
+        elif form_of(unit, target) == "both" and not transposed:
             transposed = unit.stem.words in self._clearly_transposed
             if not transposed and words & _UPWARD_WORDS:
                 self.ambiguous.append(
                     f"{unit.name} has as many inputs as outputs, so it may be a Conv or a "
                     "ConvTranspose: say which with conv_transpose=<regular expression>"
                 )
-        return build(unit, target, Hints(flattened, transposed))
+        return build(unit, target, Hints(flattened, transposed, self._is_straight(unit, target)))
+
+    def _is_straight(self, unit: TorchUnit, target: FlaxUnit) -> bool:
+        form = storage(unit, target)
+        if form == "both" and self.options.conv1d is not None:
+            return re.fullmatch(self.options.conv1d, unit.name) is not None
+        form = storage_of_its_kind(unit, self.couples) if form == "both" else form
+        if form == "both":
+            self.ambiguous.append(
+                f"{unit.name} is square, and others in the model are stored (in, out): say whether "
+                "it is, too, with conv1d=<regular expression>"
+            )
+        return form == "straight"
+
+    @functools.cached_property
+    def _maybe_flattened(self) -> dict[TorchUnit, Map]:
+        return maybe_flattened(self.torch, self.couples)
 
     def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         key = (_signature(unit), _signature(target))  # a large model has few different ones
         if key not in self.known_fits:
-            self.known_fits[key] = build(unit, target, Hints()).fits
+            hints = [Hints(), Hints(straight=True)] if self.straight_too else [Hints()]
+            self.known_fits[key] = any(build(unit, target, hint).fits for hint in hints)
         return self.known_fits[key]
 
 
@@ -240,11 +286,16 @@ def _parent(path: Sequence[str]) -> tuple[str, ...]:
     return tuple(path[:-1])
 
 
-def _form(unit: TorchUnit, target: FlaxUnit) -> str:
-    if "weight" not in unit.entries or "kernel" not in target.entries:
-        return "none"
-    shape = unit.entries["weight"][1]
-    return orientation(shape, target.entries["kernel"][1]) if len(shape) > 2 else "none"
+def check_pattern(name: str, pattern: str | None) -> None:
+    """Refuse a text that is no regular expression.
+
+    Raises:
+      ValueError: With the name of the argument.
+    """
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"`{name}`: {pattern!r} is no regular expression: {error}") from error
 
 
 def _signature(unit: TorchUnit | FlaxUnit) -> Hashable:

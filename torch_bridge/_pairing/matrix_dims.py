@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from torch_bridge._pairing.match import TRANSPOSED_WORDS
 from torch_bridge._pairing.pairing import Pairing
 from torch_bridge._pairing.units import Stem
 
+MatrixDimsFn: TypeAlias = Callable[[Any, Any], MatrixDims | None]
 # DenseGeneral layers of attention with several output axes, (embed, heads, head_dim) and the like.
 _SPLIT_OUTPUTS = frozenset({"query", "key", "value", "qkv", "in_proj"})
 
@@ -32,8 +33,8 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
     `matrix_dims_of`.
 
     Args:
-      path: a JAX key path, or the path as strings.
-      leaf: an array or anything with a ``shape``.
+      path: A JAX key path, or the path as strings.
+      leaf: An array or anything with a ``shape``.
 
     Returns:
       The axes, or None (not compressed) for fewer than two axes.
@@ -60,15 +61,23 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
     return _dims(ndim, rows)
 
 
-def matrix_dims_of(pairings: Sequence[Pairing]) -> Callable[[Any, Any], MatrixDims | None]:
+def matrix_dims_of(pairings: Sequence[Pairing]) -> MatrixDimsFn:
     """`torch_matrix_dims` for the leaves of one model, whatever they are called.
 
     Args:
-      pairings: as `pair` found them.
+      pairings: As `pair` found them.
 
     Returns:
       A function for the ``matrix_dims`` argument of `jaxcomp.powersgd`. Leaves without a pairing
       are left to `torch_matrix_dims`.
+
+    Example:
+        >>> from torch_bridge import pair
+        >>> like = {"up": {"kernel": np.zeros((3, 3, 4, 8))}}
+        >>> matrix_dims_of(pair({"up.weight": np.zeros((4, 8, 3, 3))}, like))(
+        ...     ("up", "kernel"), like["up"]["kernel"]
+        ... )
+        MatrixDims(batch=(), rows=(2,), cols=(0, 1, 3))
     """
     by_path = {pairing.path: pairing for pairing in pairings}
 

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import is_tensor, shape_of, storage_key, to_numpy
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Matcher, Options
 from torch_bridge._pairing.pairing import Pairing
-from torch_bridge._pairing.units import clean_names, flax_units, torch_units
+from torch_bridge._pairing.units import flax_units, torch_units
 
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
-Flatten: TypeAlias = Mapping[str, tuple[int, ...]]
+Flatten: TypeAlias = Mapping[str, tuple[int, ...] | None]
+
+
+class PairOptions(TypedDict, total=False):
+    r"""The options of `pair`, which every conversion takes in place of its result.
+
+    Example:
+      >>> options: PairOptions = {"flatten": {"fc1": (64, 7, 7)}, "ignore": r"aux\..*"}
+    """
+
+    flatten: Flatten | None
+    conv_transpose: str | None
+    conv1d: str | None
+    ignore: str | None
 
 
 class HasStateDict(Protocol):
@@ -39,6 +53,7 @@ def pair(
     *,
     flatten: Flatten | None = None,
     conv_transpose: str | None = None,
+    conv1d: str | None = None,
     ignore: str | None = None,
 ) -> tuple[Pairing, ...]:
     r"""Finds for every torch tensor its Flax leaf.
@@ -49,28 +64,39 @@ def pair(
     anything less clear is refused. Prefixes of DDP, FSDP and ``torch.compile`` are skipped.
 
     Args:
-      model: torch state dict (or module): name -> tensor, array or anything with a ``shape``.
-      like: linen parameters, linen variables, ``nnx.State`` or an nnx module. Where it has no place
+      model: Torch state dict (or module): name -> tensor, array or anything with a ``shape``.
+      like: Linen parameters, linen variables, ``nnx.State`` or an nnx module. Where it has no place
         for running statistics, those of `model` are left out.
-      rules: regular expression -> path, tried in order before anything else. The expression has to
+      rules: Regular expression -> path, tried in order before anything else. The expression has to
         match a whole tensor or module name; the path is a leaf or a module, with groups as in
         ``r"block_\1/kernel"``. A Linear that packs several goes to several modules, in the order of
         its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
-      flatten: regular expression of a Linear's module name -> the channels-first shape
-        ``(C, H, W)`` of what is flattened before it. Flax flattens ``(H, W, C)``, so the inputs of
-        such a layer have to be reordered; no shape shows it.
-      conv_transpose: regular expression of the module names of those ConvTranspose layers that have
+      flatten: Regular expression of a Linear's module name -> the channels-first shape
+        ``(C, H, W)`` of what is flattened before it, or None if nothing is. Flax flattens
+        ``(H, W, C)``, so the inputs of such a layer have to be reordered; no shape shows it. Where
+        a Linear follows a convolution and has several inputs for each channel, a square map behind
+        the last convolution is recognised, and anything else is asked about.
+      conv_transpose: Regular expression of the module names of those ConvTranspose layers that have
         as many inputs as outputs, which no shape tells from a Conv. Without it, the name decides.
-      ignore: regular expression of tensor names that shall be left out.
+      conv1d: Regular expression of the module names of layers that keep their weight ``(in, out)``
+        and go to a Dense, as transformers' ``Conv1D``. It is needed for a square weight only where
+        no other layer of its kind shows it.
+      ignore: Regular expression of tensor names that shall be left out.
 
     Returns:
-      The pairings, in the natural order of the leaves.
+      The pairings, in the natural order of the leaves. Every conversion takes them as `pairings`.
 
     Raises:
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+
+    Example:
+      >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
+      >>> like = {"Dense_0": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
+      >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
+      [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
     rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    options = Options(rules, tuple((flatten or {}).items()), conv_transpose)
+    options = Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d)
     model = named(model)
     if ignore:
         cleaned = clean_names(list(model))
@@ -84,6 +110,74 @@ def pair(
             first = first or error
     assert first is not None  # there is always an attempt
     raise first
+
+
+def paired(
+    model: Model,
+    like: Any,
+    pairings: Sequence[Pairing] | None,
+    rules: Rules,
+    options: PairOptions,
+    *,
+    optional: Collection[str] = (),
+) -> tuple[Pairing, ...]:
+    """The pairings of a conversion: those that it was given, or what `pair` finds.
+
+    Args:
+      model: As for `pair`.
+      like: The tree of the conversion, which may be a part of the one that `pairings` were made
+        for: The parameters of linen variables, or the trainable ones.
+      pairings: What `pair` gave, or None.
+      rules: As for `pair`, where `pairings` is None.
+      options: Likewise.
+      optional: Tensors that need no place in `like`, so that it may be a part where there are no
+        `pairings` either.
+
+    Raises:
+      ValueError: Both are given.
+      CheckpointMismatch: `pairings` lack a leaf of `like`, or as `pair` does.
+    """
+    if pairings is not None:
+        if rules or any(options.values()):
+            raise ValueError(
+                "`pairings` says already what belongs together; leave out rules, flatten and the "
+                "like, or pass them to torch_bridge.pair."
+            )
+        return _fitted(pairings, like)
+    try:
+        return pair(model, like, rules, **options)
+    except CheckpointMismatch:
+        if not optional:
+            raise
+        needed = {name: value for name, value in named(model).items() if name not in optional}
+        return pair(needed, like, rules, **options)
+
+
+def _fitted(pairings: Sequence[Pairing], like: Any) -> tuple[Pairing, ...]:
+    """Those of `like`, by its paths, which may lack the collection or have it in addition."""
+    tree = flatten_tree(like)
+    known = set(tree.paths)
+    found = []
+    for pairing in pairings:
+        bare = pairing.path[1:] if pairing.path[:1] == ("params",) else ("params", *pairing.path)
+        path = next((path for path in (pairing.path, bare) if path in known), None)
+        if path is not None:
+            found.append(dataclasses.replace(pairing, path=path))
+    shapes = {pairing.path: pairing.shape for pairing in found}
+    missing = ["/".join(path) for path in tree.shapes if path not in shapes]
+    wrong = [
+        f"{'/'.join(path)} {tree.shapes[path]}, paired as {shape}"
+        for path, shape in shapes.items()
+        if tree.shapes.get(path, shape) != shape
+    ]
+    if missing or wrong:
+        raise CheckpointMismatch(
+            "The tree is not the one that `pairings` were made for. Call torch_bridge.pair with "
+            "it, or with a tree that contains it.",
+            missing=missing,
+            mis_shaped=wrong,
+        )
+    return tuple(found)
 
 
 def _tie_attempts(model: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -155,6 +249,7 @@ def _pair(
         raise CheckpointMismatch(
             "The torch model and the Flax tree do not correspond. Say what belongs together with "
             "`rules` (regular expression -> path) and what to leave out with `ignore`.",
+            parameters=("rules", "ignore"),
             **problems,
         )
     order = {path: k for k, path in enumerate(tree.shapes)}

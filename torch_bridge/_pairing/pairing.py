@@ -28,23 +28,31 @@ class Pairing:
     the sum of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
 
     Attributes:
-      torch_name: name in the torch state dict, as given.
-      torch_shape: shape of the whole torch tensor.
-      path: path of the Flax leaf, as strings, collection included.
-      shape: shape of the whole Flax leaf.
-      kind: for example ``linear.weight``, ``conv.weight``, ``conv_transpose.weight``,
+      torch_name: Name in the torch state dict, as given.
+      torch_shape: Shape of the whole torch tensor.
+      path: Path of the Flax leaf, as strings, collection included.
+      shape: Shape of the whole Flax leaf.
+      kind: For example ``linear.weight``, ``conv.weight``, ``conv_transpose.weight``,
         ``embedding``, ``vector``, ``mha.in_proj``, ``lstm.weight_ih``, ``array``.
-      split: the shape in which the selected rows are seen before the axes move.
-      row_axes: how many leading axes of `split` come from torch's first axis.
-      axes: the order of the axes of `split` in the leaf.
-      flip: axes, after the move, that are reversed (ConvTranspose).
-      rows: the range of torch's first axis that goes to this leaf; None for all of it.
-      slot: the range of the leaf's last axis that is filled; None for all of it.
-      terms: how many torch tensors are summed in this part of the leaf.
-      carries: on the way to torch, the tensor that gets the leaf's values; the other terms of a sum
+      split: The shape in which the selected rows are seen before the axes move.
+      row_axes: How many leading axes of `split` come from torch's first axis.
+      axes: The order of the axes of `split` in the leaf.
+      flip: Axes, after the move, that are reversed (ConvTranspose).
+      rows: The range of torch's first axis that goes to this leaf; None for all of it.
+      slot: The range of the leaf's last axis that is filled; None for all of it.
+      terms: How many torch tensors are summed in this part of the leaf.
+      carries: On the way to torch, the tensor that gets the leaf's values; the other terms of a sum
         get zeros.
-      must_be_zero: the leaf cannot hold these values: they have to be zero.
-      aliases: further torch names of the same (tied) tensor.
+      must_be_zero: The leaf cannot hold these values: they have to be zero.
+      aliases: Further torch names of the same (tied) tensor.
+
+    Example:
+      >>> kernel = Pairing(
+      ...     "fc.weight", (3, 2), ("fc", "kernel"), (2, 3), "linear.weight", (3, 2), (1, 0)
+      ... )
+      >>> kernel.to_flax(np.arange(6).reshape(3, 2))
+      array([[0, 2, 4],
+             [1, 3, 5]])
     """
 
     torch_name: str
@@ -86,7 +94,7 @@ class Pairing:
         """The part of the leaf, of shape `part_shape`, that the whole torch tensor gives.
 
         Args:
-          array: the torch tensor or a NumPy array of shape `torch_shape`.
+          array: The torch tensor or a NumPy array of shape `torch_shape`.
 
         Returns:
           An array of the same dtype. It owns its memory: torch changes tensors in place.
@@ -104,7 +112,7 @@ class Pairing:
         """The inverse of `to_flax`: the rows `row_range` of the torch tensor.
 
         Args:
-          array: the part of the leaf, of shape `part_shape`.
+          array: The part of the leaf, of shape `part_shape`.
 
         Returns:
           An array of the same dtype and shape ``(rows, *torch_shape[1:])``.
@@ -164,8 +172,8 @@ class Pairing:
         becomes ``P[row]``; the way back is ``Q_torch[col] = Q_flax``.
 
         Args:
-          rows: leaf axes that form the rows, as in ``MatrixDims``; None for `matrix_axes`.
-          cols: likewise for the columns.
+          rows: Leaf axes that form the rows, as in ``MatrixDims``; None for `matrix_axes`.
+          cols: Likewise for the columns.
 
         Returns:
           Two integer arrays: row indices in ``range(*row_range)`` and column indices.

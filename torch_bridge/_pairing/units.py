@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from torch_bridge._base.names import clean_names
 from torch_bridge._pairing.leaves import Tree
 
 Family = Literal["weight", "norm", "attention", "recurrent", "array"]
@@ -18,8 +19,6 @@ Family = Literal["weight", "norm", "attention", "recurrent", "array"]
 TorchEntries = dict[str, tuple[str, tuple[int, ...]]]
 FlaxEntries = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
 
-# Wrappers that put a word of their own into every name below them.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ATTENTION = ("query", "key", "value", "out")
 _GATES = {
     frozenset({"ii", "if", "ig", "io", "hi", "hf", "hg", "ho"}),
@@ -106,23 +105,15 @@ class FlaxUnit:
         return "/".join(self.path)
 
 
-def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Torch names -> names without the words that DDP, FSDP and ``torch.compile`` put in."""
-    cleaned = {n: ".".join(p for p in n.split(".") if p not in _WRAPPERS) for n in names}
-    while cleaned and all(c.startswith("module.") for c in cleaned.values()):
-        cleaned = {n: c.removeprefix("module.") for n, c in cleaned.items()}
-    return cleaned
-
-
 def torch_units(
     shapes: Mapping[str, tuple[int, ...]], *, split_attention: bool, buffers: bool
 ) -> list[TorchUnit]:
     """Groups the tensors of a torch model into units, in the order of the state dict.
 
     Args:
-      shapes: tensor name -> shape.
-      split_attention: take a MultiheadAttention as two linear layers, ``in_proj`` and ``out_proj``.
-      buffers: whether running statistics take part.
+      shapes: Tensor name -> shape.
+      split_attention: Take a MultiheadAttention as two linear layers, ``in_proj`` and ``out_proj``.
+      buffers: Whether running statistics take part.
     """
     cleaned = clean_names(list(shapes))
     packed = {c.rpartition(".")[0] for c in cleaned.values() if c.endswith("in_proj_weight")}
@@ -176,8 +167,8 @@ def flax_units(tree: Tree, *, split_attention: bool) -> list[FlaxUnit]:
     """Groups the leaves of a Flax tree into units, in natural order.
 
     Args:
-      tree: the flattened tree.
-      split_attention: take attention as four linear layers.
+      tree: The flattened tree.
+      split_attention: Take attention as four linear layers.
     """
     groups: dict[tuple[str, ...], FlaxEntries] = {}
     for path, shape in tree.shapes.items():

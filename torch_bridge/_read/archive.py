@@ -45,18 +45,18 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
     """Read the value that ``torch.save`` wrote to `path`.
 
     Args:
-      path: the file.
-      max_bytes: the most bytes that its arrays may take; None for four times the size of the
+      path: The file.
+      max_bytes: The most bytes that its arrays may take; None for four times the size of the
         file and 64 MiB more. torch stores tensors uncompressed, so that only a bomb needs more.
-      progress: called with bytes read and the size of the file.
+      progress: Called with bytes read and the size of the file.
 
     Returns:
       Plain containers, numbers, NumPy arrays and, for what has no plain form, `Global` tokens.
 
     Raises:
-      Malformed: not a file of torch's, or a damaged one.
-      Forbidden: it asks for a global that is not on the allow-list.
-      OSError: the file cannot be opened.
+      Malformed: Not a file of torch's, or a damaged one.
+      Forbidden: It asks for a global that is not on the allow-list.
+      OSError: The file cannot be opened.
     """
     size = os.path.getsize(path)
     budget = Budget(4 * size + (64 << 20) if max_bytes is None else max_bytes)

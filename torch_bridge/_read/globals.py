@@ -105,8 +105,8 @@ class Budget:
     """Counts down the bytes that a file's arrays may take.
 
     Attributes:
-      limit: bytes allowed.
-      used: bytes claimed so far.
+      limit: Bytes allowed.
+      used: Bytes claimed so far.
     """
 
     limit: int
@@ -118,7 +118,8 @@ class Budget:
         if self.used > self.limit:
             raise Malformed(
                 f"contents that unpack to more than {self.limit} bytes, the limit for this file; "
-                f"if you trust it, pass a larger `max_bytes`"
+                f"if you trust it, pass a larger `max_bytes`",
+                ("max_bytes",),
             )
 
 
@@ -127,8 +128,8 @@ class Storage:
     """A run of bytes that tensors are views of.
 
     Attributes:
-      raw: uint8, shape (nbytes,).
-      dtype: element type, or `UNTYPED` when each tensor says its own.
+      raw: Uint8, shape (nbytes,).
+      dtype: Element type, or `UNTYPED` when each tensor says its own.
     """
 
     raw: np.ndarray
@@ -139,7 +140,7 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
     """The globals that may appear, and the constructors of those that may be called.
 
     Args:
-      budget: what the arrays of this file are charged to.
+      budget: What the arrays of this file are charged to.
 
     Returns:
       All names allowed, and name -> constructor.
@@ -208,18 +209,18 @@ def view(
     """A tensor as a NumPy view of its storage, checked to lie inside it.
 
     Args:
-      storage: a `Storage`.
-      dtype: element type.
-      offset: first element, counted in elements.
-      size: length per axis.
-      stride: distance per axis, counted in elements.
-      budget: charged the tensor's full size, which strides of 0 can make larger than the file.
+      storage: A `Storage`.
+      dtype: Element type.
+      offset: First element, counted in elements.
+      size: Length per axis.
+      stride: Distance per axis, counted in elements.
+      budget: Charged the tensor's full size, which strides of 0 can make larger than the file.
 
     Returns:
       An array of shape `size` that shares the storage's memory.
 
     Raises:
-      Malformed: an entry is no count, or an element lies outside the storage.
+      Malformed: An entry is no count, or an element lies outside the storage.
     """
     if not isinstance(storage, Storage):
         raise Malformed(f"a tensor made of a {type(storage).__name__}")

@@ -34,14 +34,22 @@ _MAX_KEY_PARTS = 8
 
 
 class Malformed(Exception):
-    """The stream is damaged, or is no checkpoint of torch's; the message says what was expected."""
+    """The stream is damaged, or is no checkpoint of torch's; the message says what was expected.
+
+    Attributes:
+      parameters: Names of the arguments with which the caller can decide otherwise.
+    """
+
+    def __init__(self, message: str, parameters: tuple[str, ...] = ()) -> None:
+        self.parameters = parameters
+        super().__init__(message)
 
 
 class Forbidden(Exception):
     """The stream asks for a global that is not on the allow-list.
 
     Attributes:
-      name: that global, ``module.name``.
+      name: That global, ``module.name``.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,9 +71,9 @@ class Pending:
     """An object between its creation and its BUILD, which turns it into a value.
 
     Args:
-      what: its kind, for messages.
-      build: state from the file -> the finished value.
-      value: what it counts as when the file never builds it.
+      what: Its kind, for messages.
+      build: State from the file -> the finished value.
+      value: What it counts as when the file never builds it.
     """
 
     __slots__ = ("build", "memo_keys", "value", "what")
@@ -85,17 +93,17 @@ class Machine:
     """Reads one pickle from `data`.
 
     Args:
-      data: the bytes; nothing past the pickle's STOP is looked at.
-      allowed: names of the globals that may appear.
-      reduce: global name -> constructor for REDUCE and NEWOBJ; a name in `allowed` alone may
+      data: The bytes; nothing past the pickle's STOP is looked at.
+      allowed: Names of the globals that may appear.
+      reduce: Global name -> constructor for REDUCE and NEWOBJ; a name in `allowed` alone may
         appear as a value only.
-      persistent_load: persistent id -> value.
-      charge: called with the bytes that each container, and each value that a constructor made,
+      persistent_load: Persistent id -> value.
+      charge: Called with the bytes that each container, and each value that a constructor made,
         takes; raises when it is too much.
-      pos: where the pickle starts.
+      pos: Where the pickle starts.
 
     Attributes:
-      pos: after `load`, the first byte past the pickle.
+      pos: After `load`, the first byte past the pickle.
     """
 
     def __init__(
@@ -121,8 +129,8 @@ class Machine:
         """Run to STOP and return the value.
 
         Raises:
-          Malformed: the stream is cut short or is not one that torch writes.
-          Forbidden: it asks for a global that is not allowed.
+          Malformed: The stream is cut short or is not one that torch writes.
+          Forbidden: It asks for a global that is not allowed.
         """
         for _ in range(MAX_OPCODES):
             opcode = self._take(1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._pairing.match import Options, check_pattern
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 
 
@@ -21,12 +22,11 @@ class Choices:
     """What the two directions have in common.
 
     Attributes:
-      params: the Flax parameter tree (arrays or shapes).
-      pairing: keyword arguments of `pair`: ``rules``, ``flatten``, ``conv_transpose``, ``ignore``.
-      torch_dims: use `torch_matrix_dims` instead of jaxcomp's default cut.
-      missing_ranks: as for `powersgd_from_torch`.
-      layout: the bucket layout, if it was given.
-      dims: another `matrix_dims` function.
+      params: The Flax parameter tree (arrays or shapes).
+      pairing: Keyword arguments of `pair`: ``rules``, ``flatten``, ``conv_transpose``, ``ignore``.
+      torch_dims: Use `torch_matrix_dims`, whatever jaxcomp's default cut is.
+      missing_ranks: As for `powersgd_from_torch`.
+      layout: The bucket layout, if it was given.
     """
 
     params: Any
@@ -34,19 +34,18 @@ class Choices:
     torch_dims: bool = False
     missing_ranks: str = "error"
     layout: BucketLayout | None = None
-    dims: Any = None
 
     @property
     def matrix_dims(self) -> Any:
         """The `matrix_dims` argument."""
-        return torch_matrix_dims if self.torch_dims else self.dims
+        return torch_matrix_dims if self.torch_dims else None
 
 
 def import_object(reference: str) -> Any:
     """The object that ``package.module:name`` names; a function is called.
 
     Raises:
-      ValueError: the reference has another form, there is no such module or name, or the user's
+      ValueError: The reference has another form, there is no such module or name, or the user's
         code fails.
     """
     module, colon, name = reference.partition(":")
@@ -75,33 +74,41 @@ def read_layout(path: pathlib.Path) -> BucketLayout:
 
 
 def parse_pairing(
-    rules: Sequence[str], flatten: Sequence[str], conv_transpose: str | None, ignore: str | None
+    rules: Sequence[str],
+    flatten: Sequence[str],
+    conv_transpose: str | None,
+    conv1d: str | None,
+    ignore: str | None,
 ) -> dict[str, Any]:
     """The options of the command line as keyword arguments of `pair`.
 
     Args:
-      rules: each ``REGEX=PATH``.
-      flatten: each ``REGEX=C,H,W``.
-      conv_transpose: a regular expression, or None.
-      ignore: a regular expression, or None.
+      rules: Each ``REGEX=PATH``.
+      flatten: Each ``REGEX=C,H,W`` or ``REGEX=none``.
+      conv_transpose: A regular expression, or None.
+      conv1d: Likewise.
+      ignore: Likewise.
 
     Raises:
-      ValueError: one of them has another form.
+      ValueError: One of them has another form.
     """
-    for pattern in (conv_transpose, ignore):
-        _check_pattern(pattern or "")
-    return {
+    check_pattern("ignore", ignore)
+    options = {
         "rules": [_split("--rule", "REGEX=PATH", rule) for rule in rules],
         "flatten": dict(map(_parse_flatten, flatten)),
         "conv_transpose": conv_transpose,
-        "ignore": ignore,
+        "conv1d": conv1d,
     }
+    Options(tuple(options["rules"]), tuple(options["flatten"].items()), conv_transpose, conv1d)
+    return {**options, "ignore": ignore}
 
 
-def _parse_flatten(text: str) -> tuple[str, tuple[int, ...]]:
+def _parse_flatten(text: str) -> tuple[str, tuple[int, ...] | None]:
     pattern, shape = _split("--flatten", "REGEX=C,H,W", text)
-    if not re.fullmatch(r"\d+(,\d+)*", shape):
-        raise ValueError(f"--flatten must be REGEX=C,H,W, got {text!r}")
+    if shape == "none":
+        return pattern, None
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", shape):
+        raise ValueError(f"--flatten must be REGEX=C,H,W or REGEX=none, got {text!r}")
     return pattern, tuple(map(int, shape.split(",")))
 
 
@@ -109,12 +116,4 @@ def _split(option: str, form: str, text: str) -> tuple[str, str]:
     pattern, equals, value = text.partition("=")
     if not equals or not pattern or not value:
         raise ValueError(f"{option} must be {form}, got {text!r}")
-    _check_pattern(pattern)
     return pattern, value
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error

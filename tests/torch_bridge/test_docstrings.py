@@ -1,0 +1,66 @@
+"""The examples in torch_bridge's docstrings run, and every public name has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import torch_bridge
+
+ORDER = ["Args", "Attributes", "Returns", "Raises", "Warns", "Example", "References"]
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def job(tmp_path):
+    """What the examples about a torch job have around them."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield {"ddp_model": model, "state": state, "optimizer": optimizer}
+    dist.destroy_process_group()
+
+
+def test_the_examples_run(job):
+    attempted = 0
+    for found in pkgutil.walk_packages(torch_bridge.__path__, "torch_bridge."):
+        if not found.name.endswith("__main__"):
+            module = importlib.import_module(found.name)
+            with jax.numpy_dtype_promotion("standard"):  # what a user has
+                result = doctest.testmod(module, extraglobs=job)
+            assert not result.failed, found.name
+            attempted += result.attempted
+    assert attempted >= 80, attempted  # of all, so that none of the walk's wings goes missing
+
+
+def test_every_public_name_has_an_example():
+    without = [
+        name
+        for name in torch_bridge.__all__
+        if ">>>" not in (getattr(torch_bridge, name).__doc__ or "")
+    ]
+    assert not without
+
+
+def test_arguments_are_described_in_one_dialect():
+    for name in torch_bridge.__all__:
+        described = inspect.getdoc(getattr(torch_bridge, name)) or ""
+        heads = [
+            line[:-1]
+            for line in described.splitlines()
+            if line.endswith(":") and line[:1].isalpha()
+        ]
+        order = ["Args", "Attributes", "Returns", "Raises", "Warns", "Example", "References"]
+        known = [order.index(head) for head in heads if head in order]
+        assert known == sorted(known), name

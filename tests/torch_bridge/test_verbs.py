@@ -1,0 +1,279 @@
+"""`to_flax` and `to_torch`: a whole run in one call each way, paired once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import jaxcomp
+import torch_bridge
+from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
+from torch_bridge._hook.buckets import pack
+
+pytestmark = pytest.mark.torch
+
+
+class Network(torch.nn.Module):
+    """BatchNorm, a flatten, a frozen layer and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 16, 3)
+        self.norm = torch.nn.BatchNorm2d(16)
+        self.fc1 = torch.nn.Linear(16 * 2 * 2, 32)
+        self.unused = torch.nn.Linear(24, 40)
+        self.frozen = torch.nn.Linear(32, 32).requires_grad_(False)
+        self.head = torch.nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.head(self.frozen(torch.relu(self.fc1(x))))
+
+
+class FlaxNetwork(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Conv(16, (3, 3), padding="VALID", name="conv")(x)
+        x = nn.relu(nn.BatchNorm(not train, momentum=0.9, epsilon=1e-5, name="norm")(x))
+        x = nn.relu(nn.Dense(32, name="fc1")(x.reshape(x.shape[0], -1)))
+        nn.Dense(40, name="unused")(jnp.zeros((1, 24)))
+        return nn.Dense(10, name="head")(nn.Dense(32, name="frozen")(x))
+
+
+def variables():
+    return jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
+
+
+def checkpoint(algorithm="sgd", ranks=2, **fields):
+    """After some steps, with two buckets, and NaN where torch leaves it for an unused layer."""
+    torch.manual_seed(0)
+    model = Network()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    }
+    optimizer = kinds[algorithm](zip(names, trained, strict=True))
+    for _ in range(2):
+        model(torch.randn(8, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    layout = BucketLayout.from_order([names[:2:-1], names[2::-1]], arrays)
+    rng = np.random.default_rng(1)
+    factors = {
+        slot.entry.name: (
+            rng.standard_normal((slot.rows, slot.rank)).astype("f4"),
+            rng.standard_normal((slot.cols, slot.rank)).astype("f4"),
+        )
+        for slot in layout.factor_slots(2, 2.0)
+    }
+    assert {"unused.weight", "fc1.weight", "conv.weight"} <= factors.keys()
+    factors["unused.weight"] = tuple(np.full_like(f, np.nan) for f in factors["unused.weight"])
+    records = []
+    for _ in range(ranks):
+        errors = {n: rng.standard_normal(arrays[n].shape).astype("f4") for n in names}
+        errors["unused.weight"][:] = np.nan
+        buffers = pack(layout, 2, 2.0, errors, factors)
+        records.append(PowerSGDRecord(2, 20, *buffers, start_powerSGD_iter=5))
+    state = optimizer.state_dict()
+    return Checkpoint(arrays, tuple(records), state, layout, world_size=ranks, **fields)
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
+def test_a_whole_run_there_and_back(algorithm, tmp_path):
+    source = checkpoint(algorithm)
+    params, transformation, opt_state, step = torch_bridge.to_flax(source, variables())
+    assert step == 20
+    fresh = jax.eval_shape(transformation.init, params["params"])
+    assert jax.tree.structure(opt_state) == jax.tree.structure(fresh)
+    for mine, theirs in zip(jax.tree.leaves(opt_state), jax.tree.leaves(fresh), strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    x = torch.randn(2, 3, 4, 4)
+    model = Network()
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in source.model.items()})
+    ours = FlaxNetwork().apply(params, jnp.asarray(x.permute(0, 2, 3, 1).numpy()))
+    np.testing.assert_allclose(ours, model.eval()(x).detach(), atol=1e-5)
+
+    grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)) * 0.01, params["params"])
+    update = jax.vmap(transformation.update, in_axes=(0, None, None), axis_name="data")
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        updates, _ = update(grads, opt_state, params["params"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    assert not np.any(updates["frozen"]["kernel"])
+
+    statistics = jax.tree.map(lambda x: x + 1, params["batch_stats"])
+    path = tmp_path / "continued.pt"
+    moved = {**params, "batch_stats": statistics}
+    document = torch_bridge.to_torch(moved, opt_state, source, path=path)
+    assert torch.load(path, weights_only=True).keys() == document.keys()
+    Network().load_state_dict(document["state_dict"])
+    mean = document["state_dict"]["norm.running_mean"]
+    np.testing.assert_array_equal(mean, source.model["norm.running_mean"] + 1)
+    back = torch_bridge.load(path)
+    for name in ("fc1.weight", "conv.weight", "head.bias", "frozen.weight"):
+        np.testing.assert_array_equal(back.model[name], source.model[name])
+    error = back.mean_errors(back.layout)
+    wanted = source.mean_errors(source.layout)
+    np.testing.assert_array_equal(error["fc1.weight"], wanted["fc1.weight"])
+    assert not error["unused.weight"].any()
+    for index, entry in source.optimizer["state"].items():
+        for key, value in entry.items():
+            np.testing.assert_allclose(back.optimizer["state"][index][key], value, rtol=1e-6)
+
+
+def test_an_unused_layer_starts_afresh_and_is_named():
+    with pytest.warns(UserWarning, match="unused/kernel in the file is not finite"):
+        state = torch_bridge.to_flax(checkpoint(), variables()).opt_state[0]
+    assert not np.any(state.residual["unused"]["kernel"])
+    assert np.isfinite(state.q["unused"]["kernel"]).all()
+    assert np.any(state.q["unused"]["kernel"])
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_a_conversion_pairs_once(monkeypatch):
+    calls = []
+    real = torch_bridge._pairing.pair._pair
+    monkeypatch.setattr(
+        "torch_bridge._pairing.pair._pair", lambda *args: calls.append(args) or real(*args)
+    )
+    source = checkpoint()
+    run = torch_bridge.to_flax(source, variables())
+    assert len(calls) == 1
+    torch_bridge.to_torch(run.params, run.opt_state, source)
+    assert len(calls) == 2
+    pairings = torch_bridge.pair(source.model, variables())
+    calls.clear()
+    params = torch_bridge.params_from_torch(source.model, variables(), pairings=pairings)
+    reducer = torch_bridge.powersgd_from_torch(source, params["params"], pairings=pairings)
+    _, state = torch_bridge.optimizer_from_torch(
+        source.optimizer, source.model, params["params"], pairings=pairings
+    )
+    torch_bridge.params_to_torch(params, source.model, pairings=pairings)
+    torch_bridge.powersgd_to_torch(
+        reducer, params, layout=source.layout, like=source, pairings=pairings
+    )
+    torch_bridge.optimizer_to_torch(
+        state, params, source.optimizer, source.model, pairings=pairings
+    )
+    assert not calls
+
+
+def test_pairings_and_options_exclude_each_other_and_pairings_must_fit():
+    source = checkpoint()
+    pairings = torch_bridge.pair(source.model, variables())
+    with pytest.raises(ValueError, match="`pairings` says already"):
+        torch_bridge.params_from_torch(
+            source.model, variables(), pairings=pairings, flatten={"fc1": (16, 2, 2)}
+        )
+    with pytest.raises(CheckpointMismatch, match="not the one that `pairings`") as error:
+        torch_bridge.params_from_torch(
+            source.model, {"fc1": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairings=pairings
+        )
+    assert error.value.missing == ("x",)
+    assert len(error.value.mis_shaped) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_states_of_the_trained_parameters_alone():
+    source = checkpoint()
+    run = torch_bridge.to_flax(source, variables())
+    trained = {name: leaf for name, leaf in run.params["params"].items() if name != "frozen"}
+    reducer = torch_bridge.powersgd_from_torch(source, trained)
+    assert set(reducer.q) == set(trained)
+    sgd = optax.sgd(0.1, momentum=0.9).init(trained)
+    document = torch_bridge.to_torch(run.params, (reducer, sgd), source)
+    old = source.powersgd[0].q_memory_dict[0]
+    kept = np.isfinite(old)
+    np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][0][kept], old[kept])
+    assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
+
+
+def test_tied_weights_stay_one_tensor():
+    weight = np.random.default_rng(0).standard_normal((48, 24)).astype("f4")
+    like = Checkpoint({"embed.weight": weight, "head.weight": weight})
+    params = {"embed": {"embedding": np.zeros((48, 24), np.float32)}}
+    document = torch_bridge.to_torch(params, (), like)
+    one, other = document["state_dict"].values()
+    assert one.data_ptr() == other.data_ptr()
+    assert not one.any()
+
+
+def test_an_nnx_model_with_statistics():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(32, 24, rngs=rngs)
+            self.norm = nnx.BatchNorm(24, rngs=rngs)
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential()
+    module.fc, module.norm = torch.nn.Linear(32, 24), torch.nn.BatchNorm1d(24)
+    arrays = {name: value.numpy() for name, value in module.state_dict().items()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).state_dict()
+    source = Checkpoint(arrays, (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
+    state = nnx.state(Model(nnx.Rngs(0)))
+    run = torch_bridge.to_flax(source, state)
+    fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
+    assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
+    document = torch_bridge.to_torch(run.params, run.opt_state, source)
+    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], arrays["fc.weight"])
+
+
+def test_without_powersgd_gradients_are_averaged_as_ddp_does():
+    source = dataclasses.replace(checkpoint(), powersgd=(), hook="fp16_compress_hook")
+    run = torch_bridge.to_flax(source, variables())
+    grads = jax.tree.map(lambda p: jnp.stack([p, -p]), run.params["params"])
+    update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
+    updates, _ = update(grads, run.transformation.init(run.params["params"]), run.params["params"])
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+
+
+def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):
+    seen = {}
+    real = jaxcomp.powersgd
+    monkeypatch.setattr(jaxcomp, "powersgd", lambda **kwargs: seen.update(kwargs) or real(**kwargs))
+    source = checkpoint(hook="bf16_compress_wrapper(powerSGD_hook)")
+    with pytest.warns(UserWarning, match="not finite"):
+        torch_bridge.to_flax(source, variables(), axis_name="batch")
+    assert (seen["comm_dtype"], seen["axis_name"], seen["rank"]) == (jnp.bfloat16, "batch", 2)
+
+
+def test_torchs_cut_is_used_where_jaxcomps_is_another():
+    # Few outputs, many inputs, a long kernel: the default rule would cut elsewhere.
+    arrays = {"a.weight": np.zeros((4, 40, 30), np.float32)}
+    layout = BucketLayout.from_order([["a.weight"]], arrays)
+    factors = {"a.weight": (np.zeros((4, 1), "f4"), np.ones((1200, 1), "f4"))}
+    buffers = pack(layout, 1, 1.0, {"a.weight": arrays["a.weight"]}, factors)
+    record = PowerSGDRecord(1, 20, *buffers, min_compression_rate=1.0)
+    source = Checkpoint(arrays, (record,), layout=layout, world_size=1)
+    run = torch_bridge.to_flax(source, {"a": {"kernel": np.zeros((30, 40, 4), np.float32)}})
+    assert run.opt_state[0].q["a"]["kernel"].shape == (1200, 1)
+    fresh = run.transformation.init(run.params)
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, run.opt_state)
+    document = torch_bridge.to_torch(run.params, run.opt_state, source)
+    assert document["powersgd"]["q_memory_dict"][0].all()
+
+
+def test_a_run_without_its_reducer_is_refused():
+    source = checkpoint()
+    with pytest.warns(UserWarning, match="not finite"):
+        run = torch_bridge.to_flax(source, variables())
+    with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
+        torch_bridge.to_torch(run.params, run.opt_state[1], source)
+
+
+def test_a_file_serves_any_number_of_ranks():
+    source = checkpoint(ranks=2)
+    for world in (1, 2, 3, 4):
+        records = [source.record(rank, world) for rank in range(world)]
+        means = np.mean([record.error_dict[1] for record in records], axis=0)
+        np.testing.assert_allclose(means, source.mean_error(1), atol=1e-6)

@@ -1,0 +1,43 @@
+"""Files that are whole or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A new file beside `path` that takes its name when the block ends, and goes if it fails.
+
+    The bytes are on the disk before the name changes, so that a crash leaves the old file or the
+    new one.
+
+    Args:
+      path: The file to replace; its folder must exist.
+
+    Raises:
+      OSError: The folder cannot be written to.
+    """
+    # Not tempfile: that would make the file readable by its owner only. An exclusive name that
+    # cannot be foreseen, so that nobody's link is followed and no other writer's file is taken.
+    temporary = path.with_name(f".{path.name:.200}.{secrets.token_hex(8)}.tmp")
+    with temporary.open("xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    with contextlib.suppress(OSError):  # not every file system lets a folder be synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,244 @@
+"""`to_torch`: a whole JAX run as the file from which a torch job resumes, in one call."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+
+from jaxcomp import PowerSGDState
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import to_tensor
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
+from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
+from torch_bridge._convert.params import params_to_torch
+from torch_bridge._convert.powersgd_to_torch import export_record, params_of
+from torch_bridge._convert.to_flax import cut_of_torch
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.document import make_document
+from torch_bridge._hook.infer import infer_layout
+from torch_bridge._job.save import write_document
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.pair import PairOptions, Rules, paired
+from torch_bridge._pairing.pairing import Pairing
+
+_SMALL = 1024  # values; what is smaller may be a step count or a seed
+
+
+def to_torch(
+    params: Any,
+    opt_state: Any,
+    like: Checkpoint,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    layout: BucketLayout | None = None,
+    matrix_dims: MatrixDimsFn | None = None,
+    rules: Rules = (),
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
+) -> dict[str, Any]:
+    """A JAX run as what a torch job resumes from: the inverse of `to_flax`.
+
+    The document is as `save_checkpoint` writes it: ``torch.load(path, weights_only=True)`` has
+    ``state_dict`` and ``optimizer``, and `load` with `resume_powersgd` brings the hook back, on any
+    number of ranks.
+
+    Args:
+      params: The Flax parameters; linen variables or an ``nnx.State`` if there are running
+        statistics.
+      opt_state: The Optax state, consolidated (`jaxcomp.consolidate`): of parameters, of those that
+        are trained, or of whole variables. It may hold more than torch has a place for.
+      like: The torch checkpoint that the run came from: names, hyperparameters, random number
+        generator and whatever else Flax has no use for come from there.
+      path: A file to write the document to, whole or not at all; an existing one is replaced.
+      layout: The bucket layout; None for that of `like`.
+      matrix_dims: As for `to_flax`.
+      rules: As for `params_to_torch`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+
+    Returns:
+      The document: dictionaries of tensors and plain values.
+
+    Raises:
+      CheckpointMismatch: A part does not fit `like`, or is missing; everything that does not fit is
+        listed.
+      OSError: The file cannot be written.
+
+    Example:
+      >>> like = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
+      >>> document = to_torch({"fc": {"kernel": np.zeros((2, 3), np.float32)}}, (), like)
+      >>> document["state_dict"]["fc.weight"].shape
+      torch.Size([3, 2])
+    """
+    reducers = reducer_states(opt_state)
+    if like.powersgd and len(reducers) != 1:
+        raise CheckpointMismatch(
+            f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
+            f"{len(reducers)}. Pass the whole state of the optax.chain."
+        )
+    parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
+    found = paired(like.model, params, pairings, rules, options)
+    document = assemble(parts, like, like.optimizer, found, layout, matrix_dims)
+    if path is not None:
+        write_document(pathlib.Path(path), document)
+    return document
+
+
+def reducer_states(opt_state: Any) -> list[PowerSGDState]:
+    """Every state of PowerSGD in an Optax state."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, PowerSGDState)
+
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
+
+
+def save_for_torch(
+    path: str | os.PathLike[str],
+    params: Any,
+    *,
+    like: Checkpoint,
+    powersgd: PowerSGDState | None = None,
+    optimizer: Any = None,
+    layout: BucketLayout | None = None,
+    matrix_dims: MatrixDimsFn | None = None,
+    rules: Rules = (),
+    pairings: Sequence[Pairing] | None = None,
+    **options: Unpack[PairOptions],
+) -> None:
+    """`to_torch` for a run of which only some parts go back; the others are left out of the file.
+
+    Args:
+      path: The file; an existing one is replaced.
+      params: As for `to_torch`.
+      like: As for `to_torch`.
+      powersgd: The consolidated reducer state; None to leave it out.
+      optimizer: The Optax state of the optimizer; None to leave it out.
+      layout: As for `to_torch`.
+      matrix_dims: As for `to_torch`.
+      rules: As for `params_to_torch`.
+      pairings: What `pair` gave, in place of `rules` and `options`.
+      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+
+    Raises:
+      CheckpointMismatch: A part does not fit `like`; everything that does not is listed.
+
+    Example:
+      >>> import tempfile, torch
+      >>> path = tempfile.mkdtemp() + "/continued.pt"
+      >>> like = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
+      >>> save_for_torch(path, {"fc": {"kernel": np.zeros((2, 3), np.float32)}}, like=like)
+      >>> list(torch.load(path, weights_only=True)["state_dict"])
+      ['fc.weight']
+    """
+    parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
+    found = paired(like.model, params, pairings, rules, options)
+    fresh = None if optimizer is None else like.optimizer
+    document = assemble(parts, like, fresh, found, layout, matrix_dims)
+    write_document(pathlib.Path(path), document)
+
+
+def assemble(
+    parts: dict[str, Any],
+    like: Checkpoint,
+    fresh: Any,
+    pairings: Sequence[Pairing],
+    layout: BucketLayout | None,
+    matrix_dims: MatrixDimsFn | None,
+    notify: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """The torch document out of Flax parts.
+
+    Args:
+      parts: ``params``, ``powersgd`` and ``optimizer``, each dropped as soon as it is converted.
+      like: The torch checkpoint that the run came from.
+      fresh: A torch optimizer state dict to be filled, or None.
+      pairings: Of ``params``.
+      layout: The bucket layout; None for that of `like`.
+      matrix_dims: As for `to_torch`.
+      notify: Called with the name of each stage.
+    """
+    notify("converting the parameters")
+    params = parts.pop("params")
+    arrays = params_to_torch(params, like.model, pairings=pairings)
+    unchanged = {id(value) for value in like.model.values()}
+    tensors: dict[int, Any] = {}  # tied tensors stay one
+    for value in arrays.values():
+        if id(value) not in tensors:
+            tensors[id(value)] = to_tensor(np.asarray(value), copy=id(value) in unchanged)
+    model = {name: tensors[id(value)] for name, value in arrays.items()}
+    params = hollow(params)
+    record, errors, layout = None, [], layout or like.layout
+    if parts["powersgd"] is not None and (like.powersgd or layout):
+        notify("converting the PowerSGD state")
+        reducer = parts.pop("powersgd")
+        layout = layout or _inferred(like, reducer)
+        chosen = params_of(reducer, params)
+        found = paired(like.model, chosen, pairings, (), {})
+        if like.powersgd and matrix_dims is None:
+            kwargs = powersgd_kwargs_from_torch(like.powersgd[0])
+            matrix_dims = cut_of_torch(chosen, found, kwargs)
+        record = export_record(reducer, chosen, layout, like, matrix_dims, {}, found)
+        del reducer
+        # Every rank goes on from the mean error.
+        flats = record.error_dict
+        error = {bucket: to_tensor(flats.pop(bucket)) for bucket in sorted(flats)}
+        errors = [error] * (like.world_size or 1)
+    optimizer = None
+    if fresh is not None and parts["optimizer"] is not None:
+        notify("converting the optimizer")
+        state = parts.pop("optimizer")
+        optimizer = optimizer_to_torch(state, params, fresh, like.model, pairings=pairings)
+    return make_document(
+        model=model,
+        record=record,
+        errors=errors,
+        optimizer=optimizer,
+        layout=layout,
+        world_size=like.world_size,
+        hook=like.hook,
+        extra=_plain_extra(like.extra),
+    )
+
+
+def hollow(tree: Any) -> Any:
+    """The tree with large arrays replaced by ones of the same shape and dtype without memory."""
+    return jax.tree.map(
+        lambda leaf: (
+            leaf
+            if np.size(leaf) <= _SMALL and not isinstance(leaf, jax.ShapeDtypeStruct)
+            else np.broadcast_to(np.zeros((), leaf.dtype), np.shape(leaf))
+        ),
+        tree,
+    )
+
+
+def _inferred(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
+    record = like.powersgd[0]
+    if record.buckets:
+        return infer_layout(like)
+    if int(np.asarray(reducer.count)) == record.iter:
+        return BucketLayout(())  # nothing but counters on either side
+    raise CheckpointMismatch(
+        "The torch file was saved before compression began, so it has no bucket layout, and JAX "
+        "has gone on since. Call torch_bridge.record_layout in a torch run of the same model, and "
+        "pass layout=.",
+        parameters=("layout",),
+    )
+
+
+def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries that ``torch.load(weights_only=True)`` can read back."""
+    kept = {}
+    for name, value in extra.items():
+        if isinstance(value, np.ndarray):
+            kept[name] = to_tensor(value)
+        elif isinstance(value, str | int | float | bool | None):
+            kept[name] = value
+    return kept

@@ -1,0 +1,257 @@
+"""`load`: files that torch wrote, as one `Checkpoint` of NumPy arrays."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pathlib
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._base.names import unwrapped
+from torch_bridge._base.schema import SchemaError, is_slots, record_from_slots
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
+from torch_bridge._read.archive import read_archive
+from torch_bridge._read.unpickle import Forbidden, Global, Malformed
+
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model")
+_HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_EXPECTED = (
+    "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
+    "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
+)
+
+
+def load(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    max_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Read a PyTorch checkpoint without executing anything from it and without importing torch.
+
+    Reads what ``torch.save`` writes since 1.6 (zip) and before (pickle chain): the documented
+    ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
+    ``__getstate__()`` dictionary, a bare ``state_dict``, and files of `save_checkpoint`. CUDA
+    tensors need no GPU; no process group is needed.
+
+    Args:
+      paths: One file, or one per rank. Several files must agree in everything but their errors,
+        and are taken for all ranks of the run.
+      max_bytes: The most bytes that the tensors of one file may unpack to; None for four times the
+        size of the file and 64 MiB more. torch does not compress, so that only a decompression
+        bomb (or an archive that was compressed again) needs more.
+      progress: Called with (bytes read, bytes in all) over all files.
+
+    Returns:
+      The checkpoint; tensors that shared memory in torch still do.
+
+    Raises:
+      CheckpointMismatch: A file is damaged, cut short or of another kind, or files disagree.
+      UnsafeCheckpoint: A file asks for a global that is not on the allow-list; it is named.
+      OSError: A file cannot be opened.
+
+    Example:
+      >>> import tempfile, torch
+      >>> path = tempfile.mkdtemp() + "/checkpoint.pt"
+      >>> torch.save({"state_dict": {"fc.weight": torch.ones(3, 2)}, "epoch": 7}, path)
+      >>> checkpoint = load(path)
+      >>> checkpoint.model["fc.weight"].shape, checkpoint.extra
+      ((3, 2), {'epoch': 7})
+    """
+    single = isinstance(paths, str | os.PathLike)
+    files = [pathlib.Path(path) for path in ([paths] if single else paths)]
+    if not files:
+        raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
+    sizes = [_size_of(file) for file in files]
+    parts = []
+    for position, file in enumerate(files):
+
+        def report(done: int, _: int, before: int = sum(sizes[:position])) -> None:
+            if progress is not None:
+                progress(before + done, sum(sizes))
+
+        parts.append(_interpret(file, _read(file, max_bytes, report)))
+    return parts[0] if single or len(parts) == 1 else _merge(files, parts)
+
+
+def _size_of(file: pathlib.Path) -> int:
+    """Its size; what is no file is refused before it is opened, as a FIFO would wait for ever."""
+    facts = os.stat(file)
+    if stat.S_ISDIR(facts.st_mode):
+        kind = "a directory"
+        if (file / ".metadata").exists():
+            kind = "a distributed checkpoint (torch.distributed.checkpoint); convert it first with "
+            kind += "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+    elif not stat.S_ISREG(facts.st_mode):
+        kind = "a pipe, a socket or a device"
+    else:
+        return facts.st_size
+    raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
+
+
+def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, int], None]) -> Any:
+    try:
+        return read_archive(file, max_bytes, progress)
+    except Forbidden as error:
+        raise UnsafeCheckpoint(
+            f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
+            f"Save tensors, numbers, strings and containers of them, and read that file."
+        ) from error
+    except (Malformed, SchemaError) as error:
+        raise CheckpointMismatch(
+            f"{file} cannot be read: found {error}. Expected {_EXPECTED}, complete and undamaged.",
+            parameters=getattr(error, "parameters", ()),
+        ) from error
+
+
+def _interpret(file: pathlib.Path, value: Any) -> Checkpoint:
+    """Find model, hook state, optimizer and the rest in the value at the root of a file."""
+    if not isinstance(value, dict):
+        raise CheckpointMismatch(f"{file} holds a {type(value).__name__}. Expected {_EXPECTED}.")
+    try:
+        kind = value.get("format")  # a parameter may have this name
+        if isinstance(kind, str) and kind == FORMAT:
+            return _own_format(value)
+        if is_slots(value):
+            return Checkpoint({}, (record_from_slots(value),))
+        return _documented(value)
+    except SchemaError as error:
+        raise CheckpointMismatch(f"{file}: {error}. Expected {_EXPECTED}.") from error
+
+
+def _documented(value: dict[Any, Any]) -> Checkpoint:
+    rest = dict(value)
+    hook = _take(rest, _HOOK_KEYS)
+    if hook is not None and not is_slots(hook):
+        raise SchemaError("`comm_hook_state` is no PowerSGDState")
+    model = _take(rest, _MODEL_KEYS)
+    # A list of them is kept as it is, in `extra`.
+    named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
+    optimizer = rest.pop(named[0]) if named else None
+    if model is None and hook is None:
+        model, rest = rest, {}
+    if model is not None and not _is_state_dict(model):
+        raise SchemaError("it has no state_dict (name -> tensor) and no `comm_hook_state`")
+    layout, registered = rest.pop("layout", None), rest.get("comm_hook")
+    return Checkpoint(
+        model=_unwrapped(model or {}),
+        powersgd=() if hook is None else (record_from_slots(hook),),
+        optimizer=optimizer,
+        layout=BucketLayout.from_json(layout) if isinstance(layout, str) else None,
+        extra=_text_keys(rest, "the file"),
+        world_size=_world_size(rest.get("world_size")),
+        hook=registered.name.rpartition(".")[2] if isinstance(registered, Global) else None,
+    )
+
+
+def _own_format(value: dict[str, Any]) -> Checkpoint:
+    entries, records = read_document(value)
+    if not _is_state_dict(entries.get("state_dict")):
+        raise SchemaError("`state_dict` is missing")
+    layout, extra = entries.get("layout"), entries.get("extra")
+    return Checkpoint(
+        model=_unwrapped(entries["state_dict"]),
+        powersgd=tuple(records),
+        optimizer=entries.get("optimizer"),
+        layout=None if layout is None else BucketLayout.from_json(layout),
+        extra=_text_keys(extra, "`extra`") if isinstance(extra, dict) else {},
+        world_size=_world_size(entries.get("world_size")),
+        hook=entries.get("hook"),
+    )
+
+
+def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:
+    for name in names:
+        if mapping.get(name) is not None:
+            return mapping.pop(name)
+    return None
+
+
+def _is_state_dict(value: Any) -> bool:
+    # get_extra_state() may put anything beside the tensors, so one tensor is enough.
+    return isinstance(value, dict) and (
+        not value or any(isinstance(entry, np.ndarray) for entry in value.values())
+    )
+
+
+def _unwrapped(model: Mapping[Any, Any]) -> dict[str, np.ndarray]:
+    arrays = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
+    arrays = _text_keys(arrays, "the state_dict")
+    return dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
+
+
+def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
+    """The same with numbers as text, as long as that loses nothing."""
+    plain = {str(key): entry for key, entry in mapping.items() if isinstance(key, str | int)}
+    if len(plain) < len(mapping):
+        raise SchemaError(f"{what} has keys that are no text, or equal as text (1 and '1')")
+    return plain
+
+
+def _world_size(value: Any) -> int | None:
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return value if plain and 0 < value <= MAX_RANKS else None
+
+
+def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
+    """One checkpoint out of one file per rank, after checking that they belong together."""
+    first = next((part for part in parts if part.model), parts[0])
+    wrong = []
+    for file, part in zip(files, parts, strict=True):
+        wrong += [f"{file}: {line}" for line in _differences(parts[0], first, part)]
+    wrong += _wrong_number(files, first.world_size)
+    if wrong:
+        raise CheckpointMismatch(
+            "The files are not the ranks of one run at one step. Pass the files that all ranks "
+            "wrote at the same iteration.",
+            mis_shaped=wrong,
+        )
+    layouts = [part.layout for part in parts if part.layout is not None]
+    return dataclasses.replace(
+        first,
+        powersgd=tuple(part.powersgd[0] for part in parts),
+        layout=layouts[0] if layouts else None,
+        world_size=first.world_size or len(parts),
+    )
+
+
+def _wrong_number(files: Sequence[pathlib.Path], world_size: int | None) -> list[str]:
+    seen = collections.Counter(file.resolve() for file in files)
+    lines = [f"{file}: given {count} times" for file, count in seen.items() if count > 1]
+    if world_size is not None and len(files) > world_size:
+        lines.append(f"{len(files)} files of a run of {world_size} ranks")
+    return lines
+
+
+def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
+    if len(part.powersgd) != 1 or not lead.powersgd:
+        return [f"{len(part.powersgd)} hook states where one per rank was expected"]
+    lines = []
+    shapes = {name: array.shape for name, array in first.model.items()}
+    if part.model and {name: array.shape for name, array in part.model.items()} != shapes:
+        lines.append("another model")
+    one, other = lead.powersgd[0], part.powersgd[0]
+    if one.error_sizes != other.error_sizes:
+        lines.append("errors of other buckets")
+    if one.iter != other.iter:
+        lines.append(f"iteration {other.iter}, not {one.iter}")
+    lines += [
+        f"{name} {value}, not {one.hyperparameters[name]}"
+        for name, value in other.hyperparameters.items()
+        if value != one.hyperparameters[name]
+    ]
+    if one.q_memory_dict.keys() != other.q_memory_dict.keys() or any(
+        one.q_memory_dict[bucket].tobytes() != q.tobytes()
+        for bucket, q in other.q_memory_dict.items()
+    ):
+        lines.append("other Q factors, which all ranks of a run share")
+    return lines

@@ -1,0 +1,134 @@
+"""What the shapes of a layer do not tell, and what the rest of the model says about it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from torch_bridge._pairing.layers import dense_cut, orientation
+from torch_bridge._pairing.units import FlaxUnit, TorchUnit
+
+_CLEAR = ("linear", "straight")
+Couples = Mapping[TorchUnit, FlaxUnit]
+
+
+def form_of(unit: TorchUnit, target: FlaxUnit) -> str:
+    """What a kernel with spatial axes can be; see `orientation`."""
+    shape, kernel = _shapes(unit, target)
+    return orientation(shape, kernel) if kernel and len(shape) > 2 else "none"
+
+
+def storage(unit: TorchUnit, target: FlaxUnit) -> str:
+    """How a matrix can be stored: ``linear`` (out, in), ``straight`` (in, out), ``both``, ``none``.
+
+    A Linear keeps its weight (out, in), transformers' Conv1D (in, out).
+    """
+    shape, kernel = _shapes(unit, target)
+    if not kernel or len(shape) != 2 or unit.part is not None:
+        return "none"
+    forms = (bool(dense_cut(kernel, *shape[::-1])), bool(dense_cut(kernel, *shape)))
+    names = {(True, True): "both", (True, False): "linear", (False, True): "straight"}
+    return names.get(forms, "none")
+
+
+def _shapes(unit: TorchUnit, target: FlaxUnit | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if target is None:
+        return (), ()
+    weight, kernel = unit.entries.get("weight"), target.entries.get("kernel")
+    return weight[1] if weight else (), kernel[1] if kernel else ()
+
+
+def storage_of_its_kind(unit: TorchUnit, couples: Couples) -> str:
+    """How a square matrix is stored, from those that are not square; ``both`` if they disagree.
+
+    The layers of the same name decide, else those of the same module, else all.
+    """
+    clear = {u: form for u, t in couples.items() if (form := storage(u, t)) in _CLEAR}
+    if "straight" not in clear.values():
+        return "linear"
+    module, _, name = unit.name.rpartition(".")
+    for part, word in ((2, name), (0, module)):
+        kind = {form for u, form in clear.items() if u.name.rpartition(".")[part] == word}
+        if len(kind) == 1:
+            return kind.pop()
+    return "both" if "linear" in clear.values() else "straight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """What a matrix behind a convolution may have been flattened from.
+
+    Attributes:
+      shape: Channels first.
+      question: What to ask before it is taken for that; empty if it can be nothing else.
+    """
+
+    shape: tuple[int, ...]
+    question: str = ""
+
+
+def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchUnit, Map]:
+    """Matrices behind a convolution that have several inputs per channel.
+
+    Torch flattens (C, H, W) and Flax (H, W, C), so that the columns of such a matrix have to move,
+    and no shape shows it. Nothing but normalisation stands between the two in the state dict; a
+    second matrix with as many inputs (the log-variance beside the mean) counts, too. It is sure
+    where the map is square and no further convolution follows, as at the end of a classifier.
+    """
+    found: dict[TorchUnit, tuple[str, int, int, int]] = {}
+    kernels = [u for u in units if u.family == "weight" and len(_shapes(u, couples.get(u))[0]) > 2]
+    before: tuple[str, int, int] | None = None  # name, channels and spatial axes of a convolution
+    width = 0
+    for unit in units:
+        target = couples.get(unit)
+        shape = _shapes(unit, target)[0]
+        if target is not None and unit in kernels:
+            channels = shape[1] if form_of(unit, target) == "transposed" else shape[0]
+            before, width = (unit.name, channels, len(shape) - 2), 0
+        elif shape and unit.family == "weight" and target is not None and before is not None:
+            n_in = shape[0] if storage(unit, target) == "straight" else shape[-1]
+            if width in (0, n_in) and _is_map(n_in, *before[1:]):
+                width, found[unit] = n_in, (*before, n_in)
+            else:
+                before = None
+        elif unit.family != "norm":
+            before = None
+    # In every one of many blocks it is something else, an embedding of the time for example.
+    blocks = collections.Counter(unit.stem.words for unit in found)
+    last = units.index(kernels[-1]) if kernels else 0
+    alike = collections.Counter(unit.stem.words for unit in kernels)
+    branches = alike[kernels[-1].stem.words] if kernels else 0
+    return {
+        unit: _map(unit.name, *facts, sure=units.index(unit) > last, branches=branches)
+        for unit, facts in found.items()
+        if blocks[unit.stem.words] == 1
+    }
+
+
+def _is_map(n_in: int, channels: int, axes: int) -> bool:
+    """Whether so many inputs can be a map of more than one place, and with two axes of 2 x 2."""
+    places, left = divmod(n_in, channels)
+    sides = (n for n in range(2, math.isqrt(places) + 1) if places % n == 0)
+    return left == 0 and places > 1 and (axes == 1 or next(sides, 0) > 0)
+
+
+def _map(
+    name: str, after: str, channels: int, axes: int, n_in: int, *, sure: bool, branches: int
+) -> Map:
+    places = n_in // channels
+    side = round(places ** (1 / axes))
+    if side**axes != places:
+        shape, sure = (channels, places), False
+    else:
+        shape = (channels, *[side] * axes)
+    # As many convolutions as places may stand side by side, their outputs one after the other.
+    if sure and axes > 1 and branches != places:
+        return Map(shape)
+    return Map(
+        shape,
+        f"{name} has {n_in} inputs after {after} with {channels} channels: say from which shape "
+        f"they were flattened with flatten={{{name!r}: {shape}}}, or that they were not with "
+        f"flatten={{{name!r}: None}}",
+    )
