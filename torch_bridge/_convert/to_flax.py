@@ -32,6 +32,10 @@ class FlaxRun(NamedTuple):
       opt_state: Its state, consolidated; the tree of ``transformation.init(params)``, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
       step: Steps taken so far.
+
+    Example:
+      >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), 20)
+      >>> params, transformation, opt_state, step = run
     """
 
     params: Any

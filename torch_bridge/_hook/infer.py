@@ -54,10 +54,10 @@ def infer_layout(
 
     Example:
       >>> p = np.full(16, 0.25, np.float32)
-      >>> record = PowerSGDRecord(1, 20, {0: np.zeros(144, "f4")}, {0: p}, {0: np.ones(8, "f4")})
-      >>> model = {"fc.weight": np.zeros((16, 8), "f4"), "fc.bias": np.zeros(16, "f4")}
+      >>> record = PowerSGDRecord(1, 20, {0: np.zeros(128, "f4")}, {0: p}, {0: np.ones(8, "f4")})
+      >>> model = {"fc.weight": np.zeros((16, 8), "f4")}
       >>> infer_layout(Checkpoint(model, (record,), world_size=2)).names
-      ('fc.bias', 'fc.weight')
+      ('fc.weight',)
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")

@@ -115,7 +115,7 @@ def resume_powersgd(
     state.start_powerSGD_iter = count if begun else start
 
 
-def waiting_hook(state: PowerSGDState, bucket: Any) -> Any:
+def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with its own classes
     """``powerSGD_hook`` that has sent a bucket before the next one begins.
 
     Over gloo torch's own hook hangs as soon as DDP cuts several buckets, because the ranks start
