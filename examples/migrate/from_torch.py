@@ -20,13 +20,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from models import FLAX_MODELS, flax_batch, flax_loss
 from plan import CASES, MOVES, STEPS, WORLD, Case
 from rich.console import Console
 from rich.table import Table
 
-import jaxcomp
 import torch_bridge
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "language_model"))
@@ -56,21 +54,13 @@ def torch_job(phase: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
 def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) -> np.ndarray:
     """From the first move to the second; leaves a checkpoint for torch and returns the losses."""
     checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
-    assert checkpoint.optimizer is not None
     module = FLAX_MODELS[case.model]()
     like = jax.eval_shape(module.init, jax.random.key(0), flax_batch(case.model, 0, 1)["x"])[
         "params"
     ]
 
-    params = torch_bridge.params_from_torch(checkpoint.model, like)
-    reducer_state = torch_bridge.powersgd_from_torch(checkpoint, params)
-    optimizer, optimizer_state = torch_bridge.optimizer_from_torch(
-        checkpoint.optimizer, checkpoint.model, params
-    )
-    options = torch_bridge.powersgd_kwargs_from_torch(checkpoint.powersgd[0])
-    tx = optax.chain(jaxcomp.powersgd(axis_name="data", **options), optimizer)
-
-    state = new_state(module, params, tx).replace(opt_state=(reducer_state, optimizer_state))
+    params, tx, opt_state, _ = torch_bridge.to_flax(checkpoint, like)
+    state = new_state(module, params, tx).replace(opt_state=opt_state)
     loss_fn: Any = partial(flax_loss, module)
     parallel = ShardMap(loss_fn, devices)
     state = parallel.place(state)
@@ -80,14 +70,8 @@ def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) ->
         state, loss = parallel.train(state, data)
         losses.append(float(np.mean(loss)))
     state, _ = parallel.consolidated(state)
-    links: Any = state.opt_state
-    torch_bridge.save_for_torch(
-        folder / f"{case.name}.to_torch.pt",
-        state.params,
-        like=checkpoint,
-        powersgd=links[0],
-        optimizer=links[1],
-    )
+    path = folder / f"{case.name}.to_torch.pt"
+    torch_bridge.to_torch(state.params, state.opt_state, like=checkpoint, path=path)
     return np.array(losses)
 
 

@@ -73,7 +73,7 @@ def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     model, optimizer = fresh(case)
     model.module.load_state_dict(document["state_dict"])
     optimizer.load_state_dict(document["optimizer"])
-    state = torch_bridge.state_from_record(checkpoint.powersgd[rank])
+    state = torch_bridge.state_from_record(checkpoint.record(rank))
     data = batch(case.model, MOVES[1], rank)
     torch_bridge.resume_powersgd(
         model, state, checkpoint.layout, lambda: torch_loss(model, data).backward()

@@ -93,7 +93,7 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
 
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    save, go_on, hand_back, return_ = (compile(x, PAGE.name, "exec") for x in programs)
+    save, go_on, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)
 
     model, ddp_model, optimizer = new_job()
     state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
@@ -113,12 +113,11 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     names = {"abstract_params": abstract}
     exec(go_on, names)
     assert names["checkpoint"].extra["epoch"] == 3
-    assert names["options"]["rank"] == 2
+    assert names["step"] == 10
     params, opt_state, moved = jax_steps(
-        names["tx"], names["params"], names["opt_state"], BATCHES[10:25]
+        names["transformation"], names["params"], names["opt_state"], BATCHES[10:25]
     )
-    reducer_state, optimizer_state = opt_state
-    names |= {"params": params, "reducer_state": reducer_state, "optimizer_state": optimizer_state}
+    names |= {"params": params, "opt_state": opt_state}
     exec(hand_back, names)
 
     model, ddp_model, optimizer = new_job()
@@ -129,6 +128,7 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
         "ddp_model": ddp_model,
         "optimizer": optimizer,
         "rank": 0,
+        "world_size": 1,
         "batch": BATCHES[25],
         "loss": lambda batch: torch_loss(ddp_model, batch),
     }
@@ -138,3 +138,14 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     moved += torch_steps(ddp_model, optimizer, BATCHES[25:])
     np.testing.assert_allclose(moved, stayed, rtol=1e-4)
     assert moved[-1] < 0.9 * moved[0]
+
+
+def test_the_page_shows_a_flatten():
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(programs[-1], PAGE.name, "exec"), names)
+    found, said, pooled = (names[n]["fc"]["kernel"] for n in ("found", "said", "pooled"))
+    np.testing.assert_array_equal(found, said)
+    np.testing.assert_array_equal(pooled, names["model"]["fc.weight"].T)
+    moved = names["model"]["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0)
+    np.testing.assert_array_equal(found, moved.reshape(128, 10))
