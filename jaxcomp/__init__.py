@@ -16,23 +16,30 @@ from jaxcomp._local.round import LocalSGDRound, local_sgd_round
 from jaxcomp._mesh.axes import as_local
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd
-from jaxcomp._reducers.contract import Reducer, Reduction
+from jaxcomp._reducers.contract import Reducer, Reduction, Transformation
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState, error_feedback
 from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
 from jaxcomp._reducers.quantized import QuantizedState, quantized_allreduce
 from jaxcomp._reducers.switch_at import SwitchState, switch_at
 from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.replicas import consolidate, shard_state, state_specs
+from jaxcomp._states.stacked import stack_replicas, state_axes
 from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
-from jaxcomp._training.gradients import local_value_and_grad
+from jaxcomp._training.fingerprint import FingerprintMismatch, check_fingerprint, fingerprint
+from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
 from jaxcomp._training.sampling import sharded_indices
+from jaxcomp._training.value_and_grad import ValueAndGrad, value_and_grad
+from jaxcomp._wire.check import check
+from jaxcomp._wire.wire import Collective, Wire, wire
 
 __all__ = [
     "Advice",
     "Calibration",
+    "Collective",
     "CompressionStats",
     "ErrorFeedbackState",
+    "FingerprintMismatch",
     "LeafStats",
     "LevelStats",
     "LocalSGDRound",
@@ -47,6 +54,9 @@ __all__ = [
     "ReplicaCheck",
     "ReplicaMismatch",
     "SwitchState",
+    "Transformation",
+    "ValueAndGrad",
+    "Wire",
     "accumulate",
     "adapt_state",
     "advise",
@@ -55,11 +65,14 @@ __all__ = [
     "average",
     "batched_powersgd",
     "batched_stats",
+    "check",
+    "check_fingerprint",
     "check_replicas",
     "compression_stats",
     "consolidate",
     "error_feedback",
     "extend",
+    "fingerprint",
     "local_sgd",
     "local_sgd_round",
     "local_sgd_stats",
@@ -69,8 +82,13 @@ __all__ = [
     "quantized_allreduce",
     "quantized_stats",
     "ranks_by_spectrum",
+    "set_to_zero",
     "shard_state",
     "sharded_indices",
+    "stack_replicas",
+    "state_axes",
     "state_specs",
     "switch_at",
+    "value_and_grad",
+    "wire",
 ]

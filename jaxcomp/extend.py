@@ -5,8 +5,15 @@ matrices, orthonormal bases, means of several arrays in one collective, and the 
 that every reducer's step has in common. Names here are public, as those of `jaxcomp` itself are.
 """
 
+from jaxcomp._base.boxes import unboxed
 from jaxcomp._base.leaves import round_to
-from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, is_compressed, plan_leaves
+from jaxcomp._lowrank.matricize import (
+    LeafPlan,
+    MatrixView,
+    default_matrix_dims,
+    is_compressed,
+    plan_leaves,
+)
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
@@ -22,6 +29,7 @@ __all__ = [
     "OpenStep",
     "Reduced",
     "axis_size",
+    "default_matrix_dims",
     "is_compressed",
     "map_by_shape",
     "mean_by_shares",
@@ -32,4 +40,5 @@ __all__ = [
     "reduce_mean",
     "reduction_of",
     "round_to",
+    "unboxed",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
@@ -20,7 +23,11 @@ from jaxcomp._local.fragments import make_fragments
 from jaxcomp._local.meeting import AverageInnerState, InnerInit, Meeting, Part, check_meeting
 from jaxcomp._local.periods import Level, Periods
 from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
-from jaxcomp._mesh.axes import as_local, axis_tuple
+from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
+from jaxcomp._mesh.explicit import check_mesh_axes, resharded
+from jaxcomp._states.replicas import state_specs
+from jaxcomp._states.stacked import place_stacked, stack, unstack
+from jaxcomp._training.on_mesh import batch_spec, check_params, check_replica_axis
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -34,6 +41,7 @@ class LocalSGDRound:
     sync_every: int
     meeting: Meeting
     inner_init: InnerInit | None
+    mesh: Mesh | None = None
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
         """The state before the first round.
@@ -57,27 +65,75 @@ class LocalSGDRound:
             inner_state = self.inner_init(params)
         state = init_state(self.meeting, params, inner_state, 1)
         # Between rounds the parameters are the anchor.
-        return state._replace(anchor=())
+        state = state._replace(anchor=())
+        if self.mesh is None or is_bound(self.meeting.axis_name):
+            return state
+        check_params(params, self.mesh, axis_tuple(self.meeting.axis_name))
+        return place_stacked(state, self.mesh, self.meeting.axis_name)
 
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """One round; call it inside the mapped function.
+        """One round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
 
         Args:
           params: The parameters, the same on every replica.
           state: From `init`, or the last round.
-          batches: This replica's batches, each leaf with a leading axis of `sync_every`.
+          batches: This replica's batches, each leaf with a leading axis of `sync_every`. With a
+            `mesh` those of all replicas: the second axis is split between them.
 
         Returns:
           ``(params, state, auxiliary)``: the parameters, equal on every replica; the state; and
-          what `step_fn` returned besides, stacked over the steps, this replica's own.
+          what `step_fn` returned besides, stacked over the steps, this replica's own. With a `mesh`
+          the latter has a leading axis of replicas.
 
         Raises:
           ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
             three values, or the axis is not bound.
         """
         self._check_batches(batches)
+        if self.mesh is None or is_bound(self.meeting.axis_name):
+            return self._on_replica(params, state, batches)
+        return self._on_mesh(self.mesh, params, state, batches)
+
+    def _on_mesh(
+        self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any
+    ) -> tuple[PyTree, LocalSGDState, Any]:
+        """The round as a `shard_map` over the replicas."""
+        axis_name = self.meeting.axis_name
+        axes = axis_tuple(axis_name)
+        replicas = math.prod(mesh.shape[name] for name in axes)
+        check_replica_axis(state, replicas)
+        check_params(params, mesh, axes)
+        rows = jax.tree.map(lambda x: P(None, axis_name) if np.ndim(x) > 1 else P(), batches)
+        specs = (
+            P(),
+            state_specs(state, axis_name),
+            batch_spec(rows, batches, 2, axis_name, replicas),
+        )
+
+        def on_replica(params: PyTree, state: LocalSGDState, batches: Any) -> Any:
+            params, state, auxiliary = self._on_replica(params, unstack(state), batches)
+            rows = jax.tree.map(lambda x: as_local(jnp.asarray(x), axis_name)[None], auxiliary)
+            return params, stack(state), rows
+
+        mapped = jax.shard_map(
+            on_replica,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(P(), specs[1], P(axis_name)),
+            axis_names=set(axes),
+        )
+        state, batches = (
+            jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), tree, spec)
+            for tree, spec in zip((state, batches), specs[1:], strict=True)
+        )
+        return mapped(params, state, batches)
+
+    def _on_replica(
+        self, params: PyTree, state: LocalSGDState, batches: Any
+    ) -> tuple[PyTree, LocalSGDState, Any]:
+        """The round of one replica."""
         axis_name = self.meeting.axis_name
 
         def step(carry: Any, batch: Any) -> Any:
@@ -155,6 +211,7 @@ def local_sgd_round(
     outer: optax.GradientTransformation | None = None,
     average_inner_state: AverageInnerState = False,
     inner_init: InnerInit | None = None,
+    mesh: Mesh | None = None,
 ) -> LocalSGDRound:
     r"""A round of local SGD or DiLoCo around an ordinary single-device training step.
 
@@ -180,11 +237,14 @@ def local_sgd_round(
         shall always be averaged, can be a part of `params` where there is no outer optimizer.
       inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed for "reset", and
         a convenience for `LocalSGDRound.init`.
+      mesh: For a loop in `jax.jit` over sharded arrays: the mesh that the replicas are on. The
+        round then maps itself over `axis_name`, with Auto or Explicit axes, and what each replica
+        has of its own is a global array with a leading axis of replicas.
 
     Returns:
       A `LocalSGDRound`: ``init(params, inner_state)`` gives a `LocalSGDState`, and a call
       ``(params, state, batches)``, inside the mapped function, gives ``(params, state,
-      auxiliary)``.
+      auxiliary)``. With a `mesh` it is called inside `jax.jit` instead.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -222,7 +282,9 @@ def local_sgd_round(
             "average_inner_state='reset' needs `inner_init`, the inner optimizer's init: "
             "inner_init=optimizer.init."
         )
-    return LocalSGDRound(step_fn, length, meeting, inner_init)
+    if mesh is not None:
+        check_mesh_axes(mesh, axis_name)
+    return LocalSGDRound(step_fn, length, meeting, inner_init, mesh)
 
 
 def _local_floats(params: PyTree, axis_name: AxisName) -> PyTree:

@@ -180,7 +180,10 @@ def _plan(
     try:
         shape, dtype = tuple(np.shape(leaf)), leaf_dtype(leaf)
     except TypeError as error:
-        raise ValueError(f"The leaf {name} is a {type(leaf).__name__} and no array.") from error
+        raise ValueError(
+            f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
+            "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
+        ) from error
     plain = LeafPlan(name, shape, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return plain
@@ -204,6 +207,20 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)``
     and ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is
     ``(vocab, features)`` with the vocabulary as rows, as in torch. None for fewer than two axes.
+
+    Args:
+      path: The key path of the leaf.
+      leaf: The leaf, or anything else with a shape.
+
+    Returns:
+      Which axes are rows and which are columns; what a `matrix_dims` function returns for a leaf
+      without a wish of its own.
+
+    Example:
+      >>> import jax
+      >>> from jaxcomp import extend
+      >>> extend.default_matrix_dims((), jax.ShapeDtypeStruct((3, 3, 16, 32), "float32"))
+      MatrixDims(batch=(), rows=(3,), cols=(0, 1, 2))
     """
     shape = tuple(np.shape(leaf))
     ndim = len(shape)
@@ -214,6 +231,28 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     cuts = range(ndim - 1, 0, -1)  # later cuts first: min() keeps the first of equals
     cut = min(cuts, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
     return MatrixDims(rows=tuple(range(cut, ndim)), cols=tuple(range(cut)))
+
+
+def stacked_matrix_dims(stacked: Sequence[str], matrix_dims: MatrixDimsFn | None) -> MatrixDimsFn:
+    """`matrix_dims` for trees with stacked layers: their leading axis counts the matrices.
+
+    Args:
+      stacked: Names of the parts of the tree that hold stacked layers.
+      matrix_dims: The rule for one layer, and for leaves elsewhere; None for the default one.
+    """
+    rule = default_matrix_dims if matrix_dims is None else matrix_dims
+
+    def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
+        names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+        if not names & set(stacked):
+            return rule(path, leaf)
+        layer = rule(path, jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf)))
+        if layer is None:
+            return None
+        batch, rows, cols = (tuple(axis + 1 if axis >= 0 else axis for axis in x) for x in layer)
+        return MatrixDims((0, *batch), rows, cols)
+
+    return dims
 
 
 def _asked_rank(path: KeyPath, leaf: Any, rank: int | RankFn) -> int | None:

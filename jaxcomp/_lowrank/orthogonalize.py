@@ -1,4 +1,7 @@
-"""Orthonormal bases for thin matrices: Gram-Schmidt for few columns, Householder QR for more.
+"""Orthonormal bases for thin matrices.
+
+On CPU Gram-Schmidt for few columns and Householder QR for more; elsewhere, where both are many
+small kernels, Cholesky QR of all matrices together (`cholesky_qr`).
 
 Whatever comes in (zeros, repeated columns, values near either end of the float range), the columns
 that come out are orthonormal. A column without a direction of its own is replaced by a fixed dense
@@ -13,11 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._base.typing import Array
+from jaxcomp._lowrank.cholesky_qr import ROUNDS, Factorize, bases_by_rank, spare_directions
 
-# torch's hook uses Gram-Schmidt up to rank 2 and QR above. On GPU, where XLA's QR loops over the
-# batch, an unrolled Gram-Schmidt goes further.
+# torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
-_GRAM_SCHMIDT_RANK_ACCELERATOR = 8
 # A column of which less than this share is left after projection has no direction of its own.
 _COLLINEAR = 1e-6
 
@@ -41,30 +43,63 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
       >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(3), atol=1e-5))
       True
     """
-    rank = matrix.shape[-1]
+    return orthonormal_bases([matrix], eps)[0]
+
+
+def orthonormal_bases(
+    factors: Sequence[Array],
+    eps: float | Array = 0.0,
+    factorize: Factorize | None = None,
+    rounds: int = ROUNDS,
+) -> list[Array]:
+    """`orthogonalize` of every factor: those of one shape together on CPU, of one rank elsewhere.
+
+    Args:
+      factors: Arrays ``(*batch, n, r)``.
+      eps: As in `orthogonalize`.
+      factorize: A kernel for GPUs in the place of `cholesky_qr.inverse_factors`; only a program for
+        GPUs gives it.
+      rounds: Of Cholesky QR, where that is what runs.
+    """
+    factors = list(factors)
+    # torch's eps is defined by columns that are taken one after the other.
+    torchs = [not _is_zero(eps) and x.shape[-1] <= _GRAM_SCHMIDT_RANK for x in factors]
+
+    def one_by_one(factors: Sequence[Array]) -> list[Array]:
+        return map_by_shape(lambda x: _column_by_column(x, eps), factors)
+
+    def together(factors: Sequence[Array]) -> list[Array]:
+        pairs = list(zip(factors, torchs, strict=True))
+        columns = iter(one_by_one([x for x, flag in pairs if flag]))
+        bases = iter(bases_by_rank([x for x, flag in pairs if not flag], factorize, rounds))
+        return [next(columns if flag else bases) for flag in torchs]
+
+    if not factors or all(torchs):
+        return one_by_one(factors)
+    if factorize is not None:
+        return together(factors)
+    return lax.platform_dependent(factors, cpu=one_by_one, default=together)
+
+
+def _is_zero(eps: float | Array) -> bool:
+    return isinstance(eps, (int, float)) and eps == 0
+
+
+def _column_by_column(matrix: Array, eps: float | Array) -> Array:
+    """A basis of the columns of each matrix of a batch, by Gram-Schmidt or Householder QR."""
+    n, rank = matrix.shape[-2:]
     scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
     zero = scale == 0
     # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
     # squares lies between 1 and n.
     scaled = matrix / jnp.where(zero, 1, scale)
-    spare = _spare_directions(matrix)
-
-    def gram_schmidt(x: Array) -> Array:
-        plain = isinstance(eps, (int, float)) and eps == 0
-        scaled_eps = None if plain else jnp.asarray(eps, x.dtype) / jnp.where(zero, 1, scale)
-        return _gram_schmidt(x, spare, scaled_eps)
-
-    def qr(x: Array) -> Array:
-        x = jnp.where(zero, spare, x)
-        return lax.platform_dependent(x, cpu=_qr_one_by_one, default=lambda x: jnp.linalg.qr(x)[0])
-
+    spare = jnp.broadcast_to(spare_directions(jnp.arange(n), rank, matrix.dtype), matrix.shape)
     if rank <= _GRAM_SCHMIDT_RANK:
-        return gram_schmidt(scaled)
-    if rank <= _GRAM_SCHMIDT_RANK_ACCELERATOR:
-        return lax.platform_dependent(
-            scaled, cpu=qr, default=lambda x: _gram_schmidt(x, spare, None)
+        scaled_eps = (
+            None if _is_zero(eps) else jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
         )
-    return qr(scaled)
+        return _gram_schmidt(scaled, spare, scaled_eps)
+    return _qr_one_by_one(jnp.where(zero, spare, scaled))
 
 
 def _qr_one_by_one(matrix: Array) -> Array:
@@ -131,16 +166,3 @@ def _project_out(column: Array, basis: Sequence[Array]) -> Array:
 
 def _norm(column: Array) -> Array:
     return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
-
-
-def _spare_directions(matrix: Array) -> Array:
-    """Dense columns without any structure that a gradient would share: hashed positions."""
-    n, rank = matrix.shape[-2:]
-    rows = lax.broadcasted_iota(jnp.uint32, (n, rank), 0)
-    cols = lax.broadcasted_iota(jnp.uint32, (n, rank), 1)
-    # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
-    bits = rows * jnp.uint32(2654435761) + (cols + 1) * jnp.uint32(0x9E3779B9)
-    for multiplier in (0x85EBCA6B, 0xC2B2AE35):
-        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
-    uniform = (bits >> 8).astype(matrix.dtype) / (1 << 24) - 0.5
-    return jnp.broadcast_to(uniform, matrix.shape)

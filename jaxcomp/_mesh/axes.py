@@ -68,6 +68,12 @@ def gathered(xs: list[Array], thin: int) -> list[Array]:
     return [*whole, *xs[thin:]]
 
 
+def known_equal(x: Any, axis_name: AxisName) -> bool:
+    """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
+    axes = _checked_axes(axis_name)
+    return bool(axes) and not set(axes) & _varying(x)
+
+
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     """The mapped axes as a tuple of names."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -160,6 +166,12 @@ def typed_as(x: Array, function: Callable[[], Array]) -> Array:
     vary over axes over which the carried array did not. `function` is traced, and not run.
     """
     return _marked(x, _varying(jax.eval_shape(function)))
+
+
+def alike(xs: Sequence[Array]) -> list[Array]:
+    """The arrays, typed as varying over all axes over which any of them does."""
+    axes = frozenset().union(*map(_varying, xs))
+    return [_marked(x, axes) for x in xs]
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:

@@ -33,6 +33,8 @@ from jaxcomp._mesh.axes import (
 # one operand after the other, in pieces of 1/W: a further one costs some 0.2 ms with two replicas,
 # packing and unpacking a megabyte costs more.
 _OWN_OPERAND_BYTES = 1 << 19
+# On GPU the launch of a copy is nothing beside the copy, and the wire is faster.
+_OWN_OPERAND_BYTES_ON_GPU = 1 << 21
 # XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
 _MOST_OPERANDS = 128
 
@@ -46,14 +48,20 @@ class Reduced(NamedTuple):
 
 
 def reduce_mean(
-    parts: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, thin: int = 0
+    parts: Sequence[Array],
+    axis_name: AxisName,
+    wire_dtype: Any,
+    *,
+    thin: int = 0,
+    divide_packed: bool = False,
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
-    They travel as one flat vector; on CPU large ones beside it, each as an operand of its own,
-    because packing them would take longer and need twice their memory. Beside mesh axes that are
-    left to the compiler each travels in its own shape, so that one sharded over such an axis stays
-    so.
+    They travel as one flat vector; large ones beside it, each as an operand of its own, because
+    packing them would take longer and need twice their memory. On GPU XLA may split such operands
+    over several all-reduces, so that factors, which others wait for, are packed there. Beside mesh
+    axes that are left to the compiler each travels in its own shape, so that one sharded over such
+    an axis stays so.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -63,6 +71,8 @@ def reduce_mean(
         where their mean does not.
       thin: How many of the first parts are factors, small beside the weights that they stand for.
         Beside automatic axes each device sends its share of them, and gathers the means.
+      divide_packed: Divide by the number of replicas before the parts are taken from the vector, so
+        that they stay nothing but slices of it. Otherwise XLA would write the quotients first.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,25 +89,31 @@ def reduce_mean(
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, parts, jnp.array(True))
     reduce = functools.partial(
-        _reduce_groups, axis_name=axis_name, wire_dtype=jnp.dtype(wire_dtype), thin=thin
+        _reduce_groups,
+        axis_name=axis_name,
+        wire_dtype=jnp.dtype(wire_dtype),
+        thin=thin,
+        divide_packed=divide_packed,
     )
     if other_axes():
         return reduce(parts, groups=[[i] for i in range(len(parts))])
-    packed = [list(range(len(parts)))]
-    groups = _groups(parts, size * _OWN_OPERAND_BYTES)
-    if groups == packed:
-        return reduce(parts, groups=packed)
-    # On GPU a flat vector: XLA would split the operands over several all-reduces at 30 MB.
+    on_cpu = _groups(parts, size * _OWN_OPERAND_BYTES)
+    elsewhere = _groups(parts, _OWN_OPERAND_BYTES_ON_GPU, thin)
+    if on_cpu == elsewhere:
+        return reduce(parts, groups=on_cpu)
     return lax.platform_dependent(
         parts,
-        cpu=functools.partial(reduce, groups=groups),
-        default=functools.partial(reduce, groups=packed),
+        cpu=functools.partial(reduce, groups=on_cpu),
+        default=functools.partial(reduce, groups=elsewhere),
     )
 
 
-def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
-    """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one."""
-    sizes = [part.size * part.dtype.itemsize for part in parts]
+def _groups(parts: Sequence[Array], large: int, thin: int = 0) -> list[list[int]]:
+    """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one.
+
+    The first `thin` of the parts are never alone.
+    """
+    sizes = [0] * thin + [part.size * part.dtype.itemsize for part in parts[thin:]]
     own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
     own = sorted(own[:_MOST_OPERANDS])
     rest = [i for i in range(len(parts)) if i not in set(own)]
@@ -105,7 +121,13 @@ def _groups(parts: Sequence[Array], large: int) -> list[list[int]]:
 
 
 def _reduce_groups(
-    parts: list[Array], *, groups: list[list[int]], axis_name: AxisName, wire_dtype: Any, thin: int
+    parts: list[Array],
+    *,
+    groups: list[list[int]],
+    axis_name: AxisName,
+    wire_dtype: Any,
+    thin: int,
+    divide_packed: bool,
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
     size = axis_size(axis_name)
@@ -130,11 +152,12 @@ def _reduce_groups(
         }
         return [each[i] for i in range(len(parts))]
 
-    # Divided after they are unpacked: before, XLA writes a flat vector of quotients first.
+    if exact and divide_packed:
+        totals = [total / size for total in totals]
     means, sent = unpacked(totals), parts
-    if exact:
+    if exact and not divide_packed:
         means = [x / size for x in means]
-    else:
+    if not exact:
         sent = [x * size for x in unpacked(values)]
     means, sent = (
         [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]

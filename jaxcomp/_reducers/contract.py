@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._base.boxes import boxed_as, unboxed
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs
 from jaxcomp._reducers.opening import Reduction, all_finite, reducible
 
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
@@ -155,16 +157,50 @@ class Reducer(Transformation):
             return result.updates, result.state
 
         made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
+        update = _on_plain_trees(on_automatic_axes(update or derived, _typed_as_update))
         self = super().__new__(
-            cls, init, update or derived, made_by=made_by, count_bytes=count_bytes
+            cls, _on_plain_params(init), update, made_by=made_by, count_bytes=count_bytes
         )
-        self.reduce, self.axis_name = checked, axis_name
+        self.reduce = _on_plain_trees(on_automatic_axes(checked, _typed_as_reduction))
+        self.axis_name = axis_name
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `copy` and `pickle` build the copy from."""
         _, arguments = super().__getnewargs_ex__()
         return (self.init, self.reduce, self.axis_name), arguments | {"update": self.update}
+
+
+def _on_plain_params(init: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A state of plain arrays also for parameters in boxes."""
+    return lambda params: init(unboxed(params))
+
+
+def _on_plain_trees(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on what is in the boxes of gradients and parameters; outputs are boxed again."""
+
+    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
+        result = function(unboxed(updates), state, unboxed(params), **extra_args)
+        if isinstance(result, Reduction):
+            means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
+            return result._replace(updates=means, sent=sent)
+        means, state = result
+        return boxed_as(means, updates), state
+
+    return run
+
+
+def _typed_as_update(updates: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> PyTree:
+    """How the results of an update lie over Explicit axes: as what they replace."""
+    del args, extra_args
+    return typed_specs(updates), typed_specs(state)
+
+
+def _typed_as_reduction(updates: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> PyTree:
+    """As `_typed_as_update`, for all fields of a `Reduction`."""
+    own, kept = _typed_as_update(updates, state, *args, **extra_args)
+    finite: Any = jax.sharding.PartitionSpec()
+    return Reduction(own, kept, own, finite)
 
 
 def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:

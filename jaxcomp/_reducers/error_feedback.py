@@ -13,8 +13,10 @@ from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dty
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.marks import common_mark, is_ours, marked
 from jaxcomp._reducers.contract import (
     Reduction,
+    Transformation,
     all_finite,
     bytes_of,
     call_text,
@@ -30,8 +32,10 @@ class ErrorFeedbackState(NamedTuple):
     # Floating leaf: what was not sent yet, shape of the leaf, (1,) for a scalar; per replica.
     residual: PyTree
     inner: PyTree  # the reducer's own state
+    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
+    mark: PyTree = ()
 
-    per_replica = ("residual",)
+    per_replica = ("residual", "mark")
 
 
 def error_feedback(
@@ -39,7 +43,7 @@ def error_feedback(
     *,
     residual_dtype: DType | None = None,
     reduce_first: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
 
     With local gradient :math:`g_w`, residual :math:`e_w` and the reducer :math:`\mathcal{C}`, of
@@ -104,7 +108,8 @@ def error_feedback(
         if axis_name and is_bound(axis_name):
             # init() called inside the mapped function: a scan can then carry the state.
             residual = as_local(residual, axis_name)
-        return ErrorFeedbackState(residual, reducer.init(params))
+        mark = common_mark(axis_name) if axis_name else ()
+        return ErrorFeedbackState(residual, reducer.init(params), mark)
 
     def reduce(
         updates: PyTree,
@@ -117,7 +122,8 @@ def error_feedback(
         if axis_name:
             residual = as_local(residual, axis_name)
         kept = [residual[i] for i in step.positions]
-        totals = [_add(g, e) for g, e in zip(step.arrays, kept, strict=True)]
+        ours = is_ours(state.mark, axis_name) if axis_name else True
+        totals = [_add(g, jnp.where(ours, e, 0)) for g, e in zip(step.arrays, kept, strict=True)]
         result = inner(step.tree(totals), state.inner, params, **extra_args)
 
         zipped = zip(step.beside(result.updates), step.arrays, strict=True)
@@ -125,10 +131,12 @@ def error_feedback(
         # A float16 output can overflow where the float32 mean did not.
         finite = result.finite & all_finite(means)
         sent = step.beside(result.sent)
-        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner)
+        mark = as_local(state.mark, axis_name) if axis_name else state.mark
+        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner, mark)
         for i, e, total, own in zip(step.positions, kept, totals, sent, strict=True):
             residual[i] = (total - own).astype(e.dtype).reshape(e.shape)
-        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state)
+        mark = marked(mark, axis_name, finite) if axis_name else mark
+        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state, mark)
         return step.close(means, new, finite, sent=sent, old=old)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:

@@ -137,7 +137,8 @@ def reducible(updates: PyTree, axis_name: AxisName | None) -> list[int]:
     if wrong:
         raise ValueError(
             f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
-            "not trained out with optax.masked; wrap the chain in "
+            "not trained out with optax.masked (of an Equinox module, differentiate "
+            "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
             "optax.contrib.split_real_and_imaginary for complex ones."
         )
     if axis_name is not None:

@@ -26,8 +26,9 @@ from jaxcomp._base.leaves import (
     compute_dtype,
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
-from jaxcomp._lowrank.matricize import LeafPlan
+from jaxcomp._lowrank.matricize import LeafPlan, stacked_matrix_dims
 from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.marks import common_mark, is_ours, marked
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
@@ -47,9 +48,11 @@ class PowerSGDState(NamedTuple):
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
     # alternating only, else (): compressed leaf: (*batch, rows, r) mean left factor; replicated
     p: PyTree = ()
+    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
+    mark: PyTree = ()
 
     # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("residual",)
+    per_replica = ("residual", "mark")
 
 
 def powersgd(
@@ -65,10 +68,12 @@ def powersgd(
     comm_dtype: DType | None = None,
     residual_dtype: DType | None = None,
     matrix_dims: MatrixDimsFn | None = None,
+    stacked: str | tuple[str, ...] = (),
     error_decay: float | Schedule = 1.0,
     feedback_every: int = 1,
     reduce_first: AxisName | None = None,
     alternating: bool = False,
+    gpu_kernels: bool = False,
 ) -> Reducer:
     r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
 
@@ -130,7 +135,11 @@ def powersgd(
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block
-        with the fewest rows + columns. Give batch axes to compress stacked layers one by one.
+        with the fewest rows + columns. Give batch axes to compress stacked layers one by one, and
+        return ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for the leaves without a wish.
+      stacked: Names of the parts of the tree that hold stacked layers, as in ``nn.scan`` and
+        `jax.lax.scan` over blocks: ``stacked="blocks"``. The leading axis of every leaf in them
+        counts layers, which are compressed one by one.
       error_decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule
         of the update count.
       feedback_every: Add the residual back every so many updates only; it accumulates in between.
@@ -139,6 +148,9 @@ def powersgd(
         the fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
       alternating: Send one factor a step, in one all-reduce: left factors in the first compressed
         update, right ones in the second, and so on. See above.
+      gpu_kernels: Use the Pallas kernels for NVIDIA GPUs inside `jax.shard_map` and `jax.pmap`:
+        fewer kernels to launch and no temporary copies. Compiled for H200s only, and compared
+        with the plain form in interpret mode, but not yet run on a GPU; elsewhere without effect.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -179,13 +191,14 @@ def powersgd(
         seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
         comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
         residual_dtype=checked_residual_dtype(residual_dtype),
-        matrix_dims=check_function("matrix_dims", matrix_dims),
+        matrix_dims=_with_stacked(check_function("matrix_dims", matrix_dims), stacked),
         error_decay=error_decay
         if callable(error_decay)
         else check_number("error_decay", error_decay, 0, 1),
         feedback_every=check_int("feedback_every", feedback_every, 1),
         reduce_first=reduce_first,
         alternating=check_flag("alternating", alternating),
+        gpu_kernels=check_flag("gpu_kernels", gpu_kernels),
     )
     if alternating and not warm_start:
         raise ValueError(
@@ -213,6 +226,15 @@ def powersgd(
     return Reducer(init, reduce, axis_name, update=update, made_by=made_by, count_bytes=counted)
 
 
+def _with_stacked(matrix_dims: MatrixDimsFn | None, stacked: Any) -> MatrixDimsFn | None:
+    names = (stacked,) if isinstance(stacked, str) else stacked
+    if not isinstance(names, tuple) or not all(isinstance(x, str) and x for x in names):
+        raise ValueError(
+            f"`stacked` must be a name or a tuple of names of parts of the tree, got {stacked!r}."
+        )
+    return stacked_matrix_dims(names, matrix_dims) if names else matrix_dims
+
+
 def _init(options: Options, params: PyTree) -> PowerSGDState:
     leaves, treedef = jax.tree.flatten(params)
     residual: list[Any] = [optax.MaskedNode()] * len(leaves)
@@ -227,16 +249,19 @@ def _init(options: Options, params: PyTree) -> PowerSGDState:
             q[i] = random_q(options, plan, i, 0)
         if options.alternating:
             p[i] = random_p(options, plan, i)
-    state = _state(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p))
+    mark = common_mark(options.axis_name) if options.error_feedback else ()
+    state = _state(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), mark)
     if is_bound(options.axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.
         state = state._replace(residual=as_local(state.residual, options.axis_name))
     return state
 
 
-def _state(options: Options, treedef: Any, count: Array, memory: Memory) -> PowerSGDState:
+def _state(
+    options: Options, treedef: Any, count: Array, memory: Memory, mark: PyTree
+) -> PowerSGDState:
     residual, q, p = (treedef.unflatten(field) for field in memory)
-    return PowerSGDState(count, residual, q, p if options.alternating else ())
+    return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
 
 
 def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: bool) -> Reduction:
@@ -251,10 +276,13 @@ def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: 
         plans,
         options.wire_dtype(x.dtype for x in opened.arrays),
         want_sent,
+        is_ours(state.mark, options.axis_name),
     )
     result = step.run(opened.leaves, memory, state.count)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
-    new = _state(options, opened.treedef, count, result.memory)
+    commit = result.finite & (state.count >= options.start_step)
+    mark = marked(state.mark, options.axis_name, commit)
+    new = _state(options, opened.treedef, count, result.memory, mark)
     return opened.close(result.outputs, new, result.finite, sent=result.sent if want_sent else None)
 
 

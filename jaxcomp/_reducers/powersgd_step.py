@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,20 @@ from jax import lax
 
 from jaxcomp._base.leaves import compute_dtype, widest
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank import grouped
+from jaxcomp._lowrank.cholesky_qr import ROUNDS, ROUNDS_TO_SPAN
+from jaxcomp._lowrank.kernels import compiler_found
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
-from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 from jaxcomp._lowrank.products import outer, replace_by_product, times_q, transposed_times_p
-from jaxcomp._mesh.axes import as_local, axis_size, from_step
+from jaxcomp._mesh.axes import (
+    as_local,
+    axis_size,
+    axis_tuple,
+    from_step,
+    mapped_mesh_axes,
+    other_axes,
+)
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._reducers.contract import all_finite
 from jaxcomp._reducers.int8_factors import reduce_int8
@@ -46,6 +56,7 @@ class Options:
     feedback_every: int
     reduce_first: AxisName | None
     alternating: bool
+    gpu_kernels: bool
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
         """What happens to each leaf of `tree`."""
@@ -118,18 +129,36 @@ class Step:
     plans: list[LeafPlan]
     wire: Any
     want_sent: bool
+    ours: Array  # bool scalar: whether the residual is this replica's; if not, it is left out
+    kernels: grouped.Kernels | None = None  # None: plain JAX, one leaf after the other
 
     def run(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
         """An exact average before `start_step`, a compressed one from then on."""
+        if not self._for_gpus():
+            return self._run(leaves, memory, count)
+        on_gpus = dataclasses.replace(self, kernels=grouped.Kernels())
+        return lax.platform_dependent(leaves, memory, count, cuda=on_gpus._run, default=self._run)
+
+    def _for_gpus(self) -> bool:
+        """Whether the kernels for GPUs are worth tracing.
+
+        They take arrays whole: neither a `jax.vmap` over replicas nor an array that may be sharded
+        along an automatic axis.
+        """
+        mapped = set(axis_tuple(self.options.axis_name)) <= set(mapped_mesh_axes())
+        asked = self.options.gpu_kernels and compiler_found()
+        return bool(self.chosen) and mapped and not other_axes() and asked
+
+    def _run(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
         options = self.options
         started = None if options.start_step == 0 else count >= options.start_step
-        totals = self._totals(leaves, memory.residual, count, started)
+        totals, left = self._totals_and_left(leaves, memory, count, started)
         dense = [leaves[i] for i in self.dense]
         left_turn = (count - options.start_step) % 2 == 0
 
         def factors() -> _Agreed:
             if not options.alternating:
-                return self._two_sided(totals, dense, memory, count)
+                return self._two_sided(totals, left, dense, memory, count)
             return lax.cond(
                 left_turn,
                 lambda: self._one_sided(totals, dense, memory.q, left=True),
@@ -143,12 +172,11 @@ class Step:
         )
         commit = finite if started is None else finite & started
         new = Memory(*(list(field) for field in memory))
-        for k, i in enumerate(self.chosen):
-            if options.alternating:
-                new.p[i] = _replaced_if(commit & left_turn, memory.p[i], agreed.means.p[k])
-                new.q[i] = _replaced_if(commit & ~left_turn, memory.q[i], agreed.means.q[k])
-            elif options.warm_start:
-                new.q[i] = _replaced_if(commit, memory.q[i], agreed.means.q[k])
+        if options.alternating:
+            self._replace(new.p, commit & left_turn, agreed.means.p)
+            self._replace(new.q, commit & ~left_turn, agreed.means.q)
+        elif options.warm_start:
+            self._replace(new.q, commit, agreed.means.q)
         if options.error_feedback:
             _, kept = self._feedback(count)
 
@@ -158,28 +186,30 @@ class Step:
                     lost = lost + kept.astype(lost.dtype) * old.astype(lost.dtype)
                 return _replaced_if(commit, old, lost)
 
-            zipped = zip(self.chosen, self._views(), *agreed.own, totals, strict=True)
-            for i, view, p, q, total in zipped:
-                new.residual[i] = replace_by_product(view, p, q, total, memory.residual[i], unsent)
+            residual = self._unsent(agreed.own, totals, memory.residual, commit, kept, unsent)
+            for i, x in zip(self.chosen, residual, strict=True):
+                new.residual[i] = x
         return Result(self._in_order(outputs), new, finite, self._in_order(sent))
 
     def _two_sided(
-        self, totals: list[Array], dense: list[Array], memory: Memory, count: Array
+        self,
+        totals: list[Array],
+        left: list[Array] | None,
+        dense: list[Array],
+        memory: Memory,
+        count: Array,
     ) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""
-        options, views, n = self.options, self._views(), len(totals)
-        starts = memory.q
-        if not options.warm_start:
-            starts = {i: random_q(options, self.plans[i], i, count) for i in self.chosen}
-        bases = self._bases(self._beside(totals, starts), options.eps)
-        left = [times_q(v, m, b) for v, m, b in zip(views, totals, bases, strict=True)]
+        options, n = self.options, len(totals)
+        if left is None:
+            left = self._multiply(totals, self._right_bases(memory, count), transposed=False)
         first = self._reduce([*left, *dense], thin=n)
 
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
         mean_left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
-        right = [transposed_times_p(v, m, x) for v, m, x in zip(views, totals, p, strict=True)]
+        right = self._multiply(totals, p, transposed=True)
         second = self._reduce(right, thin=n)
         return self._agreed(
             _Factors(p, second.means),
@@ -192,9 +222,9 @@ class Step:
         self, totals: list[Array], dense: list[Array], others: list[Any], left: bool
     ) -> _Agreed:
         """Factors of one side from those of the other, in one all-reduce."""
-        product, n = times_q if left else transposed_times_p, len(totals)
-        bases = self._bases(self._beside(totals, others), self.options.eps)
-        own = [product(v, m, b) for v, m, b in zip(self._views(), totals, bases, strict=True)]
+        n = len(totals)
+        bases = self._bases(self._beside(others), self.options.eps)
+        own = self._multiply(totals, bases, transposed=not left)
         reduced = self._reduce([*own, *dense], thin=n)
         pairs = [(x, bases) if left else (bases, x) for x in (reduced.means[:n], reduced.sent[:n])]
         means, sent = (_Factors(*pair) for pair in pairs)
@@ -225,17 +255,19 @@ class Step:
             # One NaN in a row of a factor is NaN in the whole row of the product: no second look
             # at what is as large as the gradients.
             means = means._replace(p=nan_unless(finite, means.p))
-        products = zip(self._products(means), dtypes, strict=True)
-        outputs = [x.astype(dtype) for x, dtype in products]
+        outputs = self._products(means)
         if half:
             # A float16 output can overflow where its factors did not.
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
         sent = []
         if self.want_sent:
-            products = zip(self._products(agreed.own), dtypes, strict=True)
-            sent = [*(x.astype(dtype) for x, dtype in products), *agreed.dense_sent]
-        return _Rebuilt([*outputs, *nan_unless(finite, agreed.dense)], sent, finite)
+            sent = [*self._products(agreed.own), *agreed.dense_sent]
+        if self.kernels:
+            dense = grouped.where(finite, agreed.dense, None, self.kernels)
+        else:
+            dense = nan_unless(finite, agreed.dense)
+        return _Rebuilt([*outputs, *dense], sent, finite)
 
     def _plain(self, totals: list[Array], dense: list[Array]) -> _Rebuilt:
         """Exact averages, in one all-reduce. Before `start_step` the sums are the gradients."""
@@ -257,7 +289,7 @@ class Step:
             if self.options.error_feedback:
                 extra = residual[i].astype(value.dtype)
                 extra = extra if added is None else jnp.asarray(added, value.dtype) * extra
-                value += extra if started is None else jnp.where(started, extra, 0)
+                value += jnp.where(self.ours if started is None else started & self.ours, extra, 0)
             totals.append(value)
         return totals
 
@@ -267,24 +299,107 @@ class Step:
         added: Any = decay(count) if callable(decay) else decay
         if every > 1:
             due = (count + 1) % every == 0
-            return jnp.where(due, added, 0.0), jnp.where(due, 0.0, 1.0)
+            return jnp.where(due, added, 0.0), jnp.where(due | ~self.ours, 0.0, 1.0)
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
     def _reduce(self, parts: list[Array], *, thin: int) -> Reduced:
         if self.options.int8_factors:
             return reduce_int8(parts, self.options.axis_name, thin=thin)
-        return reduce_mean(parts, self.options.axis_name, self.wire, thin=thin)
+        return reduce_mean(
+            parts,
+            self.options.axis_name,
+            self.wire,
+            thin=thin,
+            divide_packed=self.kernels is not None,
+        )
 
-    def _bases(self, factors: Sequence[Array], eps: Any) -> list[Array]:
-        return map_by_shape(lambda x: orthogonalize(x, eps), factors)
+    def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
+        """Orthonormal right factors to begin a power iteration with."""
+        starts: Any = memory.q
+        if not self.options.warm_start:
+            starts = {i: random_q(self.options, self.plans[i], i, count) for i in self.chosen}
+        # They only have to span the space: another basis of it gives the same left factors.
+        return self._bases(self._beside(starts), self.options.eps, ROUNDS_TO_SPAN)
 
-    def _beside(self, totals: list[Array], factors: Any) -> list[Array]:
+    def _bases(self, factors: Sequence[Array], eps: Any, rounds: int = ROUNDS) -> list[Array]:
+        if self.kernels:
+            return grouped.bases(factors, eps, self.kernels, rounds)
+        return orthonormal_bases(factors, eps)
+
+    def _beside(self, factors: Any) -> list[Array]:
         """The remembered factors of the compressed leaves, by position, in the compute dtype."""
-        return [factors[i].astype(x.dtype) for i, x in zip(self.chosen, totals, strict=True)]
+        return [factors[i].astype(compute_dtype(self.plans[i].dtype)) for i in self.chosen]
+
+    def _totals_and_left(
+        self, leaves: list[Array], memory: Memory, count: Array, started: Array | None
+    ) -> tuple[list[Array], list[Array] | None]:
+        """Gradients plus residuals; where one kernel makes both, left factors from them too.
+
+        Those kernels run before `start_step` as well, for nothing: a conditional around them would
+        copy the sums, which are as large as the gradients.
+        """
+        options = self.options
+        if not (self.kernels and options.error_feedback) or options.alternating:
+            return self._totals(leaves, memory.residual, count, started), None
+        added, _ = self._feedback(count)
+        scale = jnp.asarray(1 if added is None else added, jnp.float32)
+        return grouped.add_and_multiply(
+            self._views(),
+            [leaves[i] for i in self.chosen],
+            [memory.residual[i] for i in self.chosen],
+            jnp.where(self.ours if started is None else started & self.ours, scale, 0),
+            self._right_bases(memory, count),
+            self.kernels,
+        )
+
+    def _multiply(
+        self, totals: list[Array], factors: list[Array], *, transposed: bool
+    ) -> list[Array]:
+        """``M Q`` of every compressed leaf, or ``M^T P``."""
+        if self.kernels:
+            return grouped.multiply(
+                self._views(), totals, factors, self.kernels, transposed=transposed
+            )
+        one = transposed_times_p if transposed else times_q
+        return [one(v, m, x) for v, m, x in zip(self._views(), totals, factors, strict=True)]
+
+    def _replace(self, olds: list[Any], flag: Array, news: list[Array]) -> None:
+        """Puts the factors of the compressed leaves into a list for all leaves, if `flag`."""
+        before = [olds[i] for i in self.chosen]
+        if self.kernels:
+            news = [x.astype(old.dtype) for x, old in zip(news, before, strict=True)]
+            after = grouped.where(flag, news, before, self.kernels)
+        else:
+            zipped = zip(before, news, strict=True)
+            after = [_replaced_if(flag, old, x) for old, x in zipped]
+        for i, x in zip(self.chosen, after, strict=True):
+            olds[i] = x
 
     def _products(self, factors: _Factors) -> list[Array]:
-        """``P Q^T`` in the leaf's shape, of every compressed leaf."""
-        return [outer(v, p, q) for v, p, q in zip(self._views(), *factors, strict=True)]
+        """``P Q^T`` in the shape and dtype of every compressed leaf."""
+        dtypes = [self.plans[i].dtype for i in self.chosen]
+        if self.kernels:
+            return grouped.outer(self._views(), *factors, dtypes, self.kernels)
+        zipped = zip(self._views(), *factors, dtypes, strict=True)
+        return [outer(v, p, q).astype(dtype) for v, p, q, dtype in zipped]
+
+    def _unsent(
+        self,
+        own: _Factors,
+        totals: list[Array],
+        residual: list[Any],
+        commit: Array,
+        kept: Array | None,
+        function: Callable[[Array, Array, Array], Array],
+    ) -> list[Array]:
+        """The new residuals, made by `function` in the place of the old ones."""
+        olds = [residual[i] for i in self.chosen]
+        if self.kernels:
+            return grouped.unsent(
+                self._views(), *own, totals, olds, commit, kept, function, self.kernels
+            )
+        zipped = zip(self._views(), *own, totals, olds, strict=True)
+        return [replace_by_product(*leaf, function) for leaf in zipped]
 
     def _in_order(self, values: Sequence[Array]) -> list[Array]:
         """From the compressed leaves and then the others to the order of the leaves."""

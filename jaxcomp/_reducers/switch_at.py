@@ -16,6 +16,7 @@ from jaxcomp._mesh.per_replica import mark_local
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
+    Transformation,
     bytes_of,
     call_text,
     reducer_if_mapped,
@@ -38,7 +39,7 @@ def switch_at(
     step: int,
     before: optax.GradientTransformation,
     after: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Hands over from one reducer to another after a number of updates.
 
     The update counted as ``step`` (from 0) is the first of `after`. ``powersgd(start_step=...)`` is

@@ -156,10 +156,10 @@ def _adapted(old: Any, new: Any) -> Any:
         # Not compared with (): the parameters, and so p, may be one array.
         if not any(isinstance(field, tuple) and not field for field in (old.p, new.p)):
             p = _carried(_resized, old.p, new.p, "p")
-        return PowerSGDState(old.count, residual, q, p)
+        return PowerSGDState(old.count, residual, q, p, new.mark)
     if isinstance(new, ErrorFeedbackState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner))
+        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), new.mark)
     if isinstance(new, SwitchState):
         before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
         return SwitchState(old.count, before, after)

@@ -20,26 +20,32 @@ from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_tuple
 from jaxcomp._mesh.collectives import largest, mean_each
 from jaxcomp._mesh.per_replica import map_leaves
+from jaxcomp._states.stacked import mean_of_replicas
 
 
-def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Replaces what differs between replicas by its mean, in one all-reduce.
+def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
+    """Replaces what differs between replicas by its mean: the one state to save.
 
-    Call it inside the mapped function before a checkpoint. Outputs depend on the residuals only
-    through their mean, so every replica may start again from it, on any number of replicas. Under
-    ``shard_map(check_vma=True)`` the result is replicated: ``out_specs=P()`` gives the one copy.
-    Counters, flags and random keys, which have no mean, take the largest value among the replicas:
-    the common one, wherever the replicas agree.
+    Outputs depend on the residuals only through their mean, so every replica may start again from
+    it, on any number of replicas. Inside a mapped function, with `axis_name`, that is one
+    all-reduce; under ``shard_map(check_vma=True)`` the result is replicated, and ``out_specs=P()``
+    gives the one copy. Outside, without `axis_name`, it takes what `jaxcomp.value_and_grad`,
+    `jax.pmap` or `jax.vmap` returned, with a leading axis of replicas. Counters, flags and random
+    keys, which have no mean, take the largest value among the replicas: the common one, wherever
+    the replicas agree.
 
     Args:
       state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.
-      axis_name: The mapped axis or axes of the replicas.
+      axis_name: The mapped axis or axes of the replicas; None outside of a mapped function. There
+        only what each replica has of its own needs the axis of replicas; if everything has one, as
+        out of `jax.pmap`, it is taken away from everything.
 
     Returns:
-      The same tree, equal on every replica.
+      The same tree, equal on every replica; outside of a mapped function one copy of it.
 
     Raises:
-      ValueError: If the axis is not bound.
+      ValueError: If the axis is not bound; outside of a mapped function, if what each replica has
+        of its own has no axis of replicas, is replicated in name only, or a shared leaf differs.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -53,6 +59,8 @@ def consolidate(state: PyTree, axis_name: AxisName) -> PyTree:
       >>> state.residual.shape
       (8, 8)
     """
+    if axis_name is None:
+        return mean_of_replicas(state)
     check_axis_name(axis_name)
     own: list[Any] = []
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxcomp import PowerSGDState
-from jaxcomp.extend import LeafPlan, plan_leaves
+from jaxcomp.extend import LeafPlan, plan_leaves, unboxed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._convert.source import Source, disagreements
@@ -122,6 +122,7 @@ def powersgd_from_torch(
         jnp.asarray(record.iter, jnp.int32),
         treedef.unflatten(residuals),
         treedef.unflatten(factors),
+        mark=jnp.zeros(1, jnp.float32) if record.use_error_feedback else (),
     )
 
 
@@ -142,8 +143,8 @@ def plans(
     decided = plan_leaves(
         params, record.matrix_approximation_rank, record.min_compression_rate, matrix_dims
     )
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    return decided, [plain_path(path) for path, _ in leaves], treedef
+    paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    return decided, paths, jax.tree.structure(unboxed(params))
 
 
 def by_path(pairings: Sequence[Pairing]) -> dict[tuple[str, ...], list[Pairing]]:

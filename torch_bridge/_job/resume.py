@@ -35,10 +35,10 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    values = record.hyperparameters
+    values: dict[str, Any] = record.hyperparameters
     if record.error_dict or record.q_memory_dict or record.iter >= record.start_powerSGD_iter:
         values["start_powerSGD_iter"] = max(record.start_powerSGD_iter, record.iter + 2)
-    state = PowerSGDState(process_group, **values)  # pyright: ignore[reportArgumentType]
+    state = PowerSGDState(process_group, **values)
     for name in COUNTERS:
         setattr(state, name, getattr(record, name))
     for name in BUFFERS:

@@ -64,7 +64,8 @@ def record_layout(
         if parameter.requires_grad and name not in ignored
     ]
     # DDP logs before it rebuilds, in the same forward pass: bring the log up to date.
-    ddp_model.logger.set_runtime_stats_and_log()  # pyright: ignore[reportOptionalMemberAccess]
+    if ddp_model.logger is not None:
+        ddp_model.logger.set_runtime_stats_and_log()
     facts = ddp_model._get_ddp_logging_data()
     rebuilt = facts.get("rebuilt_per_bucket_param_indices")
     if rebuilt:

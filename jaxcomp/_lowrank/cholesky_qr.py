@@ -1,0 +1,190 @@
+"""Orthonormal bases of many thin matrices at once, from matrix products: for GPUs.
+
+Householder QR goes matrix by matrix there and Gram-Schmidt column by column, each a kernel to
+launch. Here all matrices of one rank are cut into blocks of rows that lie behind each other, and
+rounds of Cholesky QR take all of them together: Gram matrices of the blocks, their sums over
+the blocks of a matrix, the inverse Cholesky factors, and the blocks times these.
+
+One round in float32 resolves directions down to some thousandth of a column's length, since a Gram
+matrix holds squares. So no pivot is taken for smaller: what lies below is only made larger by that
+factor, and the next round resolves it. A column that is small even so had no direction of its own;
+the second round finds it, and puts a fixed dense one in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomp._base.typing import Array
+from jaxcomp._mesh.axes import alike
+
+# Rounds until columns of float32 are orthonormal to rounding whatever they were; and until they are
+# no longer close to each other, which is enough for what spans a space and is no factor itself.
+ROUNDS = 4
+ROUNDS_TO_SPAN = 2
+# The least pivot of a Gram matrix with ones on its diagonal: some ten times its rounding.
+_LEAST_PIVOT = 3e-5
+# A column that is shorter than this after a round whose pivots were bounded has no direction of its
+# own: less than 3e-6 of it was left.
+_LOST = 1e-6  # squared length
+# Rows in a block, of which the largest is taken whose padding costs less than an eighth.
+_BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
+_PADDING = 1.125
+
+Factorize = Callable[[Array, Array], tuple[Array, Array]]
+
+
+def bases_by_rank(
+    factors: Sequence[Array], factorize: Factorize | None = None, rounds: int = ROUNDS
+) -> list[Array]:
+    """An orthonormal basis of the columns of every factor, as `orthogonalize` gives.
+
+    Args:
+      factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
+      factorize: What takes the place of `inverse_factors`.
+      rounds: `ROUNDS` or `ROUNDS_TO_SPAN`.
+
+    Returns:
+      Arrays of the same shapes and dtypes.
+    """
+    results: dict[int, Array] = {}
+    for kind in dict.fromkeys((x.shape[-1], x.dtype) for x in factors):
+        chosen = [i for i, x in enumerate(factors) if (x.shape[-1], x.dtype) == kind]
+        bases = _bases([factors[i] for i in chosen], factorize or inverse_factors, rounds)
+        results.update(zip(chosen, bases, strict=True))
+    return [results[i] for i in range(len(factors))]
+
+
+def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Array]:
+    rank, dtype = factors[0].shape[-1], factors[0].dtype
+    rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
+    size = _block_rows(rows)
+    counts = [-(-n // size) for n in rows]
+    owner = np.repeat(np.arange(len(rows)), counts)
+    members = jnp.asarray(np.arange(len(rows))[:, None] == owner[None], dtype)
+    # A matrix's blocks, repeated where it has fewer than another.
+    firsts = np.cumsum([0, *counts[:-1]])
+    padded = np.minimum(np.arange(max(counts))[None], np.array(counts)[:, None] - 1)
+    blocks = _cut(factors, size)
+    # Which row of its matrix each row of a block is.
+    start = (np.arange(len(owner)) - firsts[owner]) * size
+    row = jnp.asarray(start)[:, None] + jnp.arange(size)
+    inside = row < jnp.asarray(np.array(rows)[owner])[:, None]
+    spare = jnp.where(inside[..., None], spare_directions(row, rank, dtype), 0)
+    # Dividing by the largest entry keeps squares inside the float range.
+    largest = jnp.abs(blocks).max(axis=1)[firsts[:, None] + padded].max(axis=1)
+    largest = largest[owner][:, None]
+    x = jnp.where(largest == 0, spare, blocks / jnp.where(largest == 0, 1, largest))
+    exact = lax.Precision.HIGHEST
+    for turn in range(rounds):
+        gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
+        gram = jnp.matmul(members, gram.reshape(-1, rank * rank), precision=exact)
+        gram = gram.reshape(-1, rank, rank)
+        lost_below = jnp.asarray(_LOST if turn == 1 else -1, dtype)
+        inverse, lost = factorize(gram, lost_below)
+        x = jnp.einsum("bni,bij->bnj", x, inverse[owner], precision=exact)
+        if turn == 1:
+            x = jnp.where(lost[owner][:, None], spare, x)
+    return _joined(x, factors)
+
+
+def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
+    """`inverse_factor` of each of several Gram matrices ``(number, r, r)``."""
+    return jax.vmap(inverse_factor, in_axes=(0, None))(gram, lost_below)
+
+
+def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
+    """What makes columns with this Gram matrix orthonormal, as far as that can be told.
+
+    Gauss's elimination on the matrix beside the identity, row by row, as operations on whole
+    matrices: a GPU has no use for a single entry.
+
+    Args:
+      gram: ``(r, r)``, symmetric.
+      lost_below: Columns of at most this squared length have no direction of their own.
+
+    Returns:
+      An upper triangular matrix ``(r, r)`` to multiply with from the right, zero in the columns
+      that are lost; and which those are, bool ``(r,)``.
+    """
+    row = lax.broadcasted_iota(jnp.int32, gram.shape, 0)
+    unit = row == lax.broadcasted_iota(jnp.int32, gram.shape, 1)
+    diagonal = jnp.where(unit, gram, 0).sum(axis=0)
+    lost = diagonal <= lost_below
+    norm = jnp.where(lost, 0, lax.rsqrt(jnp.where(lost, 1, diagonal)))
+    numbers = lax.iota(jnp.int32, gram.shape[0])
+
+    def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
+        left, beside = both
+        here = jnp.where(row == j, left, 0).sum(axis=0)
+        below = jnp.where(row == j, beside, 0).sum(axis=0)
+        pivot = jnp.where(numbers == j, here, 0).sum()
+        root = lax.rsqrt(jnp.maximum(pivot, _LEAST_PIVOT))
+        here, below = here * root, below * root
+        # The matrix stays symmetric: its column is its row. A pivot below the bound is little but
+        # rounding, which would grow from row to row: nothing is subtracted for it in this round.
+        told = (numbers > j) & (pivot >= _LEAST_PIVOT)
+        share = jnp.where(told, here, 0)[:, None]
+        beside = jnp.where(row == j, below[None], beside - share * below[None])
+        return left - share * here[None], beside
+
+    scaled = jnp.where(unit, 1, gram * norm[:, None] * norm[None])
+    _, inverse = lax.fori_loop(
+        0, gram.shape[0], step, tuple(alike([scaled, unit.astype(gram.dtype)]))
+    )
+    # Lower triangular so far. The scaling of the Gram matrix is one of the columns too.
+    return norm[:, None] * jnp.where(lost[:, None], 0, inverse).T, lost
+
+
+def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
+    """Dense columns without any structure that a gradient would share: hashed positions.
+
+    Args:
+      rows: Row numbers, of any shape and integer dtype.
+      rank: How many columns.
+      dtype: Of the result.
+
+    Returns:
+      ``(*rows.shape, rank)`` in [-0.5, 0.5).
+    """
+    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32)
+    # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
+    bits = rows.astype(jnp.uint32)[..., None] * jnp.uint32(2654435761)
+    bits += cols * jnp.uint32(0x9E3779B9)
+    for multiplier in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
+    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
+
+
+def _block_rows(rows: Sequence[int]) -> int:
+    total = sum(rows)
+    fitting = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * total]
+    return fitting[0] if fitting else _BLOCK_ROWS[-1]
+
+
+def _cut(factors: Sequence[Array], size: int) -> Array:
+    """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
+    rank, parts = factors[0].shape[-1], []
+    for x in factors:
+        flat = x.reshape(-1, *x.shape[-2:])
+        parts.append(jnp.pad(flat, ((0, 0), (0, -x.shape[-2] % size), (0, 0))).reshape(-1))
+    return jnp.concatenate(parts).reshape(-1, size, rank)
+
+
+def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
+    """The inverse of `_cut`."""
+    size, results, start = blocks.shape[1], [], 0
+    for x in like:
+        n, number = x.shape[-2], math.prod(x.shape[:-2])
+        count = number * -(-n // size)
+        part = blocks[start : start + count].reshape(number, -1, x.shape[-1])[:, :n]
+        results.append(part.reshape(x.shape))
+        start += count
+    return results

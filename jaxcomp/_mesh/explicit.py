@@ -1,0 +1,142 @@
+"""The mesh outside of a mapped function, and its Explicit axes inside of one.
+
+Beside Explicit axes every operation must say how its result is sharded. The arithmetic of a
+reducer, with its reshapes and products, cannot: there such axes are left to the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._mesh.axes import axis_tuple
+
+
+def context_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, inside `jax.jit` without its devices; or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # inside jit
+        return mesh
+
+
+def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
+    """Refuses a mesh without the axes of the replicas.
+
+    Raises:
+      ValueError: With the axes that there are.
+    """
+    missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"The mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.shape)}. Pass the "
+            "axis_name that the reducer was made with, and the mesh that it names."
+        )
+
+
+def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
+    """`x` laid out as `spec` says over `axes`, and as before over the other Explicit ones.
+
+    `jax.shard_map` does this by itself for automatic axes; for Explicit ones it wants to be asked.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not any(kinds[name] == AxisType.Explicit for name in axes):
+        return x
+    before = jax.typeof(x).sharding.spec
+
+    def entry(dim: int) -> tuple[str, ...] | None:
+        kept = tuple(name for name in _names(before, dim) if name not in axes)
+        return (*_names(spec, dim), *kept) or None
+
+    wanted = [entry(dim) for dim in range(np.ndim(x))]
+    if [_names(before, dim) or None for dim in range(np.ndim(x))] == wanted:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
+
+
+def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The axes over which a specification splits one dimension."""
+    part = spec[dim] if dim < len(spec) else None
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def on_automatic_axes(
+    function: Callable[..., Any], shardings: Callable[..., PyTree]
+) -> Callable[..., Any]:
+    """`function` with the Explicit axes of the mesh left to the compiler while it runs.
+
+    Beside Explicit axes every operation must say how its result is sharded, which the arithmetic of
+    a reducer, with its reshapes and products, cannot know. The results are typed again as asked.
+
+    Args:
+      function: Of trees by position and by name. Its arrays may be sharded in their types.
+      shardings: Of the same arguments; returns what the results are typed as, a prefix of them.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        if not axes:
+            return function(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+        def inside(arrays: dict[int, Array]) -> Any:
+            args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+            return function(*args, **kwargs)
+
+        typed = jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings(*args, **kwargs))
+        return typed(arrays)
+
+    return run
+
+
+def typed_specs(tree: PyTree) -> PyTree:
+    """How the types of arrays say that they are sharded: over Explicit axes only."""
+    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
+class Boundary:
+    """The way into a `jax.shard_map` over some axes of a mesh, beside Explicit ones.
+
+    JAX before 0.12 gathers whatever enters or leaves along the Explicit axes. There they are made
+    automatic around the `shard_map`, and Explicit again for the function of the user within.
+    """
+
+    def __init__(self, mesh: Any, axes: tuple[str, ...]):
+        """For what is mapped over `axes`."""
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
+        self._around = tuple(others) if jax.__version_info__ < (0, 12) else ()
+        self._outer = mesh
+        self.mesh = None if self._around else mesh  # None: the one of the context
+
+    def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
+        """Inside: a function of arrays that shall be typed as they were outside, by `specs`."""
+        if not self._around:
+            return function
+        kept = jax.tree.map(lambda spec: self._only_around(spec), specs)
+        return jax.sharding.explicit_axes(function, axes=self._around, in_sharding=(kept,))
+
+    def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
+        """Outside: the mapped function; its results are typed as `like`."""
+        if not self._around:
+            return mapped
+        shardings = jax.tree.map(lambda spec: NamedSharding(self._outer, spec), like)
+        return jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
+
+    def _only_around(self, spec: PartitionSpec) -> PartitionSpec:
+        parts = [
+            tuple(name for name in _names(spec, dim) if name in self._around) or None
+            for dim in range(len(spec))
+        ]
+        return PartitionSpec(*parts)

@@ -1,0 +1,1 @@
+"""What a compiled step really sends."""
