@@ -146,7 +146,7 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     return dataclasses.replace(program, calls=strategy.steps_per_sample)
 
 
-def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
+def make_reducer(strategy: Strategy) -> Any:
     """What a user of jaxcomp would put first in the chain."""
     rank = strategy.number
     if strategy.kind == "allreduce":
@@ -166,24 +166,12 @@ def make_reducer(strategy: Strategy) -> optax.GradientTransformation:
 
 def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
-    stats = functools.partial(jaxcomp.compression_stats, params)
     if strategy.kind == "none":
         return 0.0
     if strategy.kind == "local-sgd":
         return jaxcomp.local_sgd_stats(params, sync_every=strategy.number).bytes_per_step
-    if strategy.kind == "int8":
-        return float(jaxcomp.quantized_stats(params, replicas=processes).bytes_after)
-    if strategy.kind in ("allreduce", "fp16"):
-        dtype = jnp.float16 if strategy.kind == "fp16" else None
-        return float(stats(rank=lambda path, leaf: None, comm_dtype=dtype).bytes_after)
-    counted = stats(
-        rank=strategy.number,
-        comm_dtype=strategy.comm_dtype,
-        replicas=processes,
-        # The mean of a step for either side, as a sample has one of each.
-        alternating=strategy.kind == "one-sided",
-    )
-    return float(counted.bytes_after)
+    # Of one-sided steps the mean of a step for either side, as a sample has one of each.
+    return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)
 
 
 def _alone(task: Task) -> Program:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
-def at_least(name: str, value: T, least: T) -> T:
+def at_least(name: str, value: N, least: N) -> N:
     """`value`, unless it is smaller.
 
     Raises:
       ValueError: If it is.
     """
-    if not value >= least:  # type: ignore[operator]
+    if not value >= least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     return value
 

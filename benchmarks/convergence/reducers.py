@@ -24,6 +24,7 @@ from jaxcomp.extend import (
     axis_size,
     map_by_shape,
     mean_by_shares,
+    open_step,
     orthogonalize,
     plan_leaves,
     reduce_mean,
@@ -58,10 +59,13 @@ def low_rank(
       A reducer. Its state is a `LowRankState`.
     """
 
+    def plans_of(tree: Tree) -> list[LeafPlan]:
+        return plan_leaves(tree, rank, _MIN_COMPRESSION_RATE)
+
     def init(params: Tree) -> LowRankState:
         leaves, treedef = jax.tree.flatten(params)
         q: list[Any] = [optax.MaskedNode()] * len(leaves)
-        for i, plan in enumerate(plan_leaves(params, rank, _MIN_COMPRESSION_RATE)):
+        for i, plan in enumerate(plans_of(params)):
             if plan.view is not None:
                 q[i] = jax.random.normal(jax.random.key(i), plan.q_shape)
         return LowRankState(treedef.unflatten(q))
@@ -70,9 +74,10 @@ def low_rank(
         updates: Tree, state: LowRankState, params: Tree | None = None, **extra_args: Any
     ) -> jaxcomp.Reduction:
         del params, extra_args
-        leaves, treedef = jax.tree.flatten(updates)
-        plans = plan_leaves(updates, rank, _MIN_COMPRESSION_RATE)
-        q = treedef.flatten_up_to(state.q)
+        step = open_step(updates, axis_name)
+        plans = plans_of(updates)
+        leaves, plans = step.arrays, [plans[i] for i in step.positions]
+        q = step.beside(state.q)
         chosen = [i for i, plan in enumerate(plans) if plan.view is not None]
         dense = [i for i, plan in enumerate(plans) if plan.view is None]
         matrices = [_matrix(plans[i], leaves[i]) for i in chosen]
@@ -94,36 +99,41 @@ def low_rank(
             factors, own, finite = _average(right, len(right), axis_name, wire)
             flags.append(finite)
 
-        finite = jnp.stack(flags).all()
         outputs, contributions = list(leaves), list(leaves)
         for k, i in enumerate(chosen):
             outputs[i] = _leaf(plans[i], p[k], factors[k])
             contributions[i] = _leaf(plans[i], p[k], own[k])
-            q[i] = jnp.where(finite, factors[k], q[i])
+            q[i] = factors[k]
         for i, mean, sent in zip(dense, plain_means, plain_sent, strict=True):
             outputs[i], contributions[i] = mean, sent
-        return jaxcomp.Reduction(
-            treedef.unflatten([jnp.where(finite, x, jnp.nan) for x in outputs]),
-            LowRankState(treedef.unflatten(q)),
-            treedef.unflatten(contributions),
-            finite,
-        )
+        new, finite = LowRankState(step.tree(q)), jnp.stack(flags).all()
+        return step.close(outputs, new, finite, sent=contributions, old=state)
 
-    return jaxcomp.Reducer(init, reduce, axis_name)
+    def count_bytes(
+        params: Tree, replicas: int | None, step: int | None
+    ) -> jaxcomp.CompressionStats:
+        del step
+        counted = []
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        for path, plan in zip(paths, plans_of(params), strict=True):
+            shapes = [plan.shape]
+            if plan.view is not None:
+                shapes = [plan.p_shape, plan.q_shape] * iterations
+            sent = sum(_wire_bytes(math.prod(shape), wire, replicas) for shape in shapes)
+            name = jax.tree_util.keystr(path)
+            whole = 4 * math.prod(plan.shape)
+            counted.append(jaxcomp.LeafStats(name, plan.shape, plan.rank, whole, sent))
+        return jaxcomp.CompressionStats.of(counted)
+
+    return jaxcomp.Reducer(init, reduce, axis_name, count_bytes=count_bytes)
 
 
-def low_rank_bytes(
-    tree: Tree, rank: Any, *, replicas: int, wire: str = "float32", iterations: int = 1
-) -> int:
-    """Payload of one step of `low_rank`, in bytes per replica."""
-    total = 0
-    for plan in plan_leaves(tree, rank, _MIN_COMPRESSION_RATE):
-        shapes = [plan.shape]
-        if plan.view is not None:
-            shapes = [plan.p_shape, plan.q_shape] * iterations
-        for size in map(math.prod, shapes):
-            total += Int4Layout.of(size, replicas).wire_bytes if wire == "int4" else 4 * size
-    return total
+def _wire_bytes(size: int, wire: str, replicas: int | None) -> int:
+    if wire != "int4":
+        return 4 * size
+    if replicas is None:
+        raise ValueError("`replicas` is needed: 4-bit integers are cut into as many shares.")
+    return Int4Layout.of(size, replicas).wire_bytes
 
 
 def _average(
@@ -210,6 +220,7 @@ def difference(
     def reduce(
         updates: Tree, state: DifferenceState, params: Tree | None = None, **extra_args: Any
     ) -> jaxcomp.Reduction:
+        step = open_step(updates, reducer.axis_name)
         delta = jax.tree.map(
             lambda g, e, h: g - h + kept * e, updates, state.residual, state.estimate
         )
@@ -217,12 +228,11 @@ def difference(
         residual = jax.tree.map(jnp.subtract, delta, result.sent)
         gradient = jax.tree.map(jnp.add, state.estimate, result.updates)
         estimate = jax.tree.map(lambda h, c: h + eta * c, state.estimate, result.updates)
+        outputs = step.beside(estimate if momentum else gradient)
         new = DifferenceState(residual, estimate, result.state)
-        new = jax.tree.map(lambda x, old: jnp.where(result.finite, x, old), new, state)
-        outputs = estimate if momentum else gradient
-        return jaxcomp.Reduction(outputs, new, result.sent, result.finite)
+        return step.close(outputs, new, result.finite, sent=step.beside(result.sent), old=state)
 
-    return jaxcomp.Reducer(init, reduce, reducer.axis_name)
+    return jaxcomp.Reducer(init, reduce, reducer.axis_name, count_bytes=reducer.count_bytes)
 
 
 class WhitenedState(NamedTuple):
@@ -266,28 +276,27 @@ def whitened(
     def reduce(
         updates: Tree, state: WhitenedState, params: Tree | None = None, **extra_args: Any
     ) -> jaxcomp.Reduction:
+        step = open_step(updates, reducer.axis_name)
         scales = jax.tree.map(lambda row, col: _scale(row * col, power), state.rows, state.cols)
         scaled = jax.tree.map(jnp.divide, updates, scales)
         result = reducer.reduce(scaled, state.inner, params, **extra_args)
-        outputs = jax.tree.map(jnp.multiply, result.updates, scales)
+        outputs, sent = (
+            jax.tree.map(jnp.multiply, x, scales) for x in (result.updates, result.sent)
+        )
 
         def moved(old: Tree, axis: int) -> Tree:
             def move(mean: Array, x: Array) -> Array:
                 if x.ndim != 2:
                     return mean
-                new = decay * mean + (1 - decay) * jnp.square(x).mean(axis, keepdims=True)
-                return jnp.where(result.finite, new, mean)
+                return decay * mean + (1 - decay) * jnp.square(x).mean(axis, keepdims=True)
 
             return jax.tree.map(move, old, outputs)
 
-        return jaxcomp.Reduction(
-            outputs,
-            WhitenedState(moved(state.rows, 1), moved(state.cols, 0), result.state),
-            jax.tree.map(jnp.multiply, result.sent, scales),
-            result.finite,
-        )
+        new = WhitenedState(moved(state.rows, 1), moved(state.cols, 0), result.state)
+        means, sent = step.beside(outputs), step.beside(sent)
+        return step.close(means, new, result.finite, sent=sent, old=state)
 
-    return jaxcomp.Reducer(init, reduce, reducer.axis_name)
+    return jaxcomp.Reducer(init, reduce, reducer.axis_name, count_bytes=reducer.count_bytes)
 
 
 def _scale(v: Array, power: float) -> Array:

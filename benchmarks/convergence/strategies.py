@@ -5,21 +5,19 @@ To add one, add an entry to `STRATEGIES`; the command line and the report pick i
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import optax
 
 import jaxcomp
-from benchmarks.convergence.reducers import difference, low_rank, low_rank_bytes, whitened
+from benchmarks.convergence.reducers import difference, low_rank, whitened
 from benchmarks.convergence.training import AXIS, Config, adamw, early_momentum
 
-Tree = Any
-Make = Callable[[Config], jaxcomp.Reducer | optax.GradientTransformation]
-Size = Callable[[Config], int]  # bytes of one communication
+# Of a reducer, which type checkers know as the Optax transformation that it is.
+Make = Callable[[Config], Any]
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,10 @@ class Strategy:
         return lambda steps: sum(payloads[:steps])
 
 
-def _dense(config: Config) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(config.params()))
-
-
 def _every_step(
     family: str,
     summary: str,
     make: Make,
-    size: Size,
     *,
     start: float = 0.0,
     rate: float = 1.0,
@@ -62,19 +55,21 @@ def _every_step(
 ) -> Strategy:
     """A reducer in front of AdamW; exact for the share `start` of the steps."""
 
-    def exact_steps(config: Config) -> int:
-        return round(start * config.steps)
+    def reducer(config: Config) -> Any:
+        if not start:
+            return make(config)
+        exact = jaxcomp.allreduce(axis_name=AXIS)
+        return jaxcomp.switch_at(round(start * config.steps), exact, make(config))
 
     def build(config: Config) -> optax.GradientTransformation:
-        reducer: Any = make(config)
-        if start:
-            exact = jaxcomp.allreduce(axis_name=AXIS)
-            reducer = jaxcomp.switch_at(exact_steps(config), exact, reducer)
-        return optax.chain(reducer, adamw(config, rate, momentum))
+        return optax.chain(reducer(config), adamw(config, rate, momentum))
 
     def payloads(config: Config) -> list[int]:
-        first, exact, then = exact_steps(config), _dense(config), size(config)
-        return [exact if step < first else then for step in range(config.steps)]
+        exact = round(start * config.steps)
+        count = functools.partial(reducer(config).bytes, config.params(), replicas=config.replicas)
+        # The exact steps are alike; of the others the mean counts, as one-sided steps take turns.
+        first = exact * [count(step=0).bytes_after] if exact else []
+        return first + [count().bytes_after] * (config.steps - exact)
 
     return Strategy(family, summary, build, payloads)
 
@@ -113,7 +108,6 @@ def _powersgd(
     **options: Any,
 ) -> Strategy:
     """`jaxcomp.powersgd`."""
-    counted = {k: v for k, v in options.items() if k in ("comm_dtype", "alternating")}
     if options.get("alternating"):
         named = "one-sided"
     else:
@@ -123,12 +117,7 @@ def _powersgd(
         ranks = _rank_of(rank, config)
         return wrap(jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, **options))
 
-    def size(config: Config) -> int:
-        ranks, replicas = _rank_of(rank, config), config.replicas
-        stats = jaxcomp.compression_stats(config.params(), rank=ranks, replicas=replicas, **counted)
-        return stats.bytes_after
-
-    return _every_step(family or named, summary, make, size, start=start)
+    return _every_step(family or named, summary, make, start=start)
 
 
 def _low_rank(
@@ -146,9 +135,6 @@ def _low_rank(
         family,
         summary,
         lambda config: wrap(low_rank(_rank_of(rank, config), axis_name=AXIS, **options)),
-        lambda config: low_rank_bytes(
-            config.params(), _rank_of(rank, config), replicas=config.replicas, **options
-        ),
         rate=rate,
         momentum=momentum,
     )
@@ -172,11 +158,10 @@ def _local(
     *,
     outer: bool = True,
     reducer: Callable[[], Any] | None = None,
-    size: Size = _dense,
 ) -> Strategy:
     """`jaxcomp.local_sgd`: local AdamW, and a meeting every so many steps."""
 
-    def build(config: Config) -> optax.GradientTransformation:
+    def build(config: Config) -> Any:
         return jaxcomp.local_sgd(
             adamw(config),
             sync_every=every,
@@ -186,22 +171,15 @@ def _local(
         )
 
     def payloads(config: Config) -> list[int]:
-        meeting = size(config)
+        replicas, last = config.replicas, every - 1  # the first step that averages
+        meeting = build(config).bytes(config.params(), replicas=replicas, step=last).bytes_after
         return [meeting * ((step + 1) % every == 0) for step in range(config.steps)]
 
     return Strategy("local", summary, build, payloads, local=True)
 
 
-def _int8() -> optax.GradientTransformation:
+def _int8() -> Any:
     return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
-
-
-def _int8_size(config: Config) -> int:
-    return jaxcomp.quantized_stats(config.params(), replicas=config.replicas).bytes_after
-
-
-def _powersgd_size(rank: int) -> Size:
-    return lambda config: jaxcomp.compression_stats(config.params(), rank=rank).bytes_after
 
 
 def _blocks_only(path: Any, leaf: Any) -> int | None:
@@ -218,13 +196,11 @@ STRATEGIES: dict[str, Strategy] = {
         "exact",
         "float32, uncompressed: the reference",
         lambda config: jaxcomp.allreduce(axis_name=AXIS),
-        _dense,
     ),
     "int8": _every_step(
         "int8",
         "8-bit integers with error feedback",
         lambda config: _int8(),
-        _int8_size,
     ),
     **{f"powersgd-r{r}": _powersgd(f"PowerSGD of rank {r}", r) for r in (1, 2, 4, 8, 16)},
     "powersgd-r4-blocks": _powersgd("rank 4; embeddings and output exact", _blocks_only),
@@ -267,16 +243,15 @@ STRATEGIES: dict[str, Strategy] = {
         error_feedback=False,
     ),
     "local-h6-int8": _local(
-        "local SGD: an int8 average every 6 steps", 6, outer=False, reducer=_int8, size=_int8_size
+        "local SGD: an int8 average every 6 steps", 6, outer=False, reducer=_int8
     ),
     "local-h8": _local("local SGD: an exact average every 8 steps", 8, outer=False),
-    "diloco-h6-int8": _local("DiLoCo, int8 every 6 steps", 6, reducer=_int8, size=_int8_size),
+    "diloco-h6-int8": _local("DiLoCo, int8 every 6 steps", 6, reducer=_int8),
     "diloco-h32": _local("DiLoCo, exact every 32 steps", 32),
     "diloco-h32-r16": _local(
         "DiLoCo, PowerSGD of rank 16 every 32 steps",
         32,
         reducer=_compressed_meetings(16),
-        size=_powersgd_size(16),
     ),
 }
 

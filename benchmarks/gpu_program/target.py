@@ -1,0 +1,47 @@
+"""A mesh of GPUs that are not there, for which XLA compiles all the same.
+
+What it needs is a description of the GPU: `h200.txtpb` and `a100.txtpb`, from NVIDIA's data sheets
+and the CUDA programming guide's table of compute capabilities.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+TARGETS = ("h200", "a100")
+NEEDED = (
+    "XLA's compiler for NVIDIA GPUs is not installed. Take an environment of its own (5.6 GB): "
+    'pip install "jax[cuda12]" optax, or jax[cuda13]; no GPU and no driver are needed.'
+)
+
+
+def compiler_found() -> bool:
+    """Whether a plugin for NVIDIA GPUs is installed; it need not find a GPU."""
+    names = ("xla_cuda12", "xla_cuda13")
+    try:
+        return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
+    except ModuleNotFoundError:
+        return False
+
+
+def mesh_of(target: str, devices: int, axis_name: str) -> jax.sharding.Mesh:
+    """`devices` GPUs of one host along one axis.
+
+    Raises:
+      RuntimeError: If the compiler is not installed, with what to install.
+    """
+    if not compiler_found():
+        raise RuntimeError(NEEDED)
+    # Registers the plugin's compiler. It looks for a driver too, and logs that there is none.
+    xla_bridge: Any = importlib.import_module("jax._src.xla_bridge")
+    xla_bridge.discover_pjrt_plugins()
+    description = Path(__file__).with_name(f"{target}.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=description, topology=f"1x1x{devices}"
+    )
+    return topologies.make_mesh(topology, (devices,), (axis_name,))
