@@ -9,7 +9,7 @@ help:
 	@echo "make demo    train a small language model several ways; table, picture and JSON in out/"
 	@echo "make test    run the test suite"
 	@echo "make check   lint, formatting, types"
-	@echo "make format  rewrite the sources in the house format"
+	@echo "make format  rewrite the sources in the house format, and the programs in the documents"
 	@echo "make clean   remove .venv, caches and out/"
 
 $(BIN)/python:
@@ -29,7 +29,7 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/language_model/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -39,6 +39,7 @@ check: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/include.py
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

@@ -24,5 +24,22 @@ settings.load_profile("jaxcomp")
 def programs_of_one_module():
     """Compiled programs and their constants are gigabytes by the end of a suite that keeps them."""
     yield
+    from runners import forget_programs
+
+    forget_programs()
     jax.clear_caches()
     gc.collect()
+
+
+# A worker that begins one of these as the last would keep the others waiting.
+LONGEST = (
+    *("test_programs.py", "test_examples.py", "test_adopt.py", "test_processes.py"),
+    *("test_battery.py", "test_int8_factors.py", "test_value_and_grad.py", "test_powersgd.py"),
+    *("test_memory.py", "test_mixed_precision.py", "test_cluster.py", "test_migration.py"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first; xdist would begin with those of the most tests."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))

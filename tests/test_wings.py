@@ -9,7 +9,7 @@ from paths import ROOT
 WINGS = {
     "jaxcomp": (
         *("_base", "_mesh", "_lowrank", "_reducers", "_states", "_training"),
-        *("_local", "_bytes", "_adviser"),
+        *("_local", "_bytes", "_adviser", "_wire"),
     ),
     "torch_bridge": ("_base", "_read", "_pairing", "_hook", "_job", "_convert", "_cli"),
 }

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import AXIS, random_grads, simulate
+from leaves import random_grads, with_value, zeros_of_one
+from runners import AXIS, simulate
 
 import benchmarks.convergence.__main__ as convergence
 import jaxcomp
 from benchmarks.convergence.int4 import Int4Layout
-from benchmarks.convergence.reducers import difference, low_rank, low_rank_bytes, whitened
+from benchmarks.convergence.reducers import difference, low_rank, whitened
 from benchmarks.convergence.report import append_run, markdown, read_runs, summarise
 from benchmarks.convergence.strategies import CURVES, STRATEGIES
 from benchmarks.convergence.training import Config
@@ -20,10 +21,6 @@ from jaxcomp.extend import mean_by_shares
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,)}
 TINY = ["--steps", "4", "--eval-every", "2", "--width", "32", "--layers", "1", "--heads", "2"]
 TINY += ["--context", "16", "--batch-size", "2", "--replicas", "2", "--eval-sequences", "64"]
-
-
-def zeros(grads):
-    return jax.tree.map(lambda x: x[0, 0], grads)
 
 
 def run(strategy, seed, sent, loss, config="c", family="PowerSGD"):
@@ -90,9 +87,14 @@ def test_strategies_are_taken_in_the_order_asked_for():
 def test_bytes_of_low_rank_are_those_of_compression_stats():
     tree = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     stats = jaxcomp.compression_stats(tree, rank=2)
-    assert low_rank_bytes(tree, 2, replicas=4) == stats.bytes_after
-    twice = low_rank_bytes(tree, 2, replicas=4, iterations=2)
-    assert twice == 2 * stats.bytes_after - 16 * 4
+    once, twice = (low_rank(2, axis_name=AXIS, iterations=n).bytes(tree) for n in (1, 2))
+    assert once == stats
+    assert twice.bytes_after == 2 * stats.bytes_after - 16 * 4
+    narrow, sizes = low_rank(2, axis_name=AXIS, wire="int4"), (48, 32, 80, 40, 16)
+    expected = sum(Int4Layout.of(size, 4).wire_bytes for size in sizes)
+    assert narrow.bytes(tree, replicas=4).bytes_after == expected
+    with pytest.raises(ValueError, match="`replicas` is needed"):
+        narrow.bytes(tree)
     assert (
         Int4Layout.of(1024, 4).wire_bytes == 1024 // 2 + 2 * 8
     )  # 8 blocks of 128 with their scales
@@ -103,8 +105,8 @@ def test_low_rank_with_a_residual_is_powersgd():
     expected = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     tx = jaxcomp.error_feedback(low_rank(2, axis_name=AXIS))
     # Both from the same right factors.
-    start = expected.init(zeros(grads))
-    state = tx.init(zeros(grads))
+    start = expected.init(zeros_of_one(grads))
+    state = tx.init(zeros_of_one(grads))
     state = state._replace(inner=state.inner._replace(q=start.q))
     wanted, _ = simulate("vmap", expected, grads, start)
     outputs, _ = simulate("vmap", tx, grads, state)
@@ -115,7 +117,7 @@ def test_low_rank_with_a_residual_is_powersgd():
 def test_nothing_is_lost_with_4_bit_factors():
     grads = random_grads(SHAPES, 4, 5)
     tx = jaxcomp.error_feedback(low_rank(3, axis_name=AXIS, wire="int4"))
-    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros(grads)))
+    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros_of_one(grads)))
     for name in SHAPES:
         given = np.asarray(grads[name]).mean(0).sum(0)
         total = np.asarray(outputs[name]).sum(0) + np.asarray(state.residual[name]).mean(0)
@@ -140,8 +142,8 @@ def test_difference_is_ef21_with_momentum():
     grads = random_grads({"a": (24, 16)}, n, steps)
     powersgd = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
     tx = difference(powersgd, eta=eta)
-    outputs, _ = simulate("vmap", tx, grads, tx.init(zeros(grads)))
-    q = np.asarray(powersgd.init(zeros(grads)).q["a"], np.float64)
+    outputs, _ = simulate("vmap", tx, grads, tx.init(zeros_of_one(grads)))
+    q = np.asarray(powersgd.init(zeros_of_one(grads)).q["a"], np.float64)
     g = np.asarray(grads["a"], np.float64).transpose(0, 1, 3, 2)  # rows are the trailing axis
     momentum, estimate = np.zeros((n, 16, 24)), np.zeros((n, 16, 24))
     for t in range(steps):
@@ -157,12 +159,12 @@ def test_difference_is_ef21_with_momentum():
 @pytest.mark.parametrize("wrap", [difference, whitened])
 def test_a_bad_step_changes_no_state(wrap):
     grads = random_grads(SHAPES, 2, 3)
-    bad = dict(grads, a=grads["a"].at[1, 1, 0, 0].set(jnp.nan))
+    bad = dict(grads, a=with_value(grads["a"], (1, 1, 0, 0), np.nan))
     tx = jaxcomp.error_feedback(wrap(low_rank(2, axis_name=AXIS)))
-    outputs, state = simulate("vmap", tx, bad, tx.init(zeros(grads)))
+    outputs, state = simulate("vmap", tx, bad, tx.init(zeros_of_one(grads)))
     assert np.isnan(outputs["a"][1]).all()
     skipped = jax.tree.map(lambda g: jnp.delete(g, 1, axis=1), grads)
-    _, expected = simulate("vmap", tx, skipped, tx.init(zeros(grads)))
+    _, expected = simulate("vmap", tx, skipped, tx.init(zeros_of_one(grads)))
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 

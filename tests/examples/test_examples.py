@@ -21,9 +21,9 @@ import pytest
 import strategies
 import train
 from data_parallel import ShardMap, new_state
+from hlo import collectives
 from paths import LANGUAGE_MODEL
 from replica_groups import replica_groups
-from runners import collectives
 
 import jaxcomp
 

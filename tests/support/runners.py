@@ -1,14 +1,19 @@
-"""Runs an Optax transformation on several replicas under each of JAX's three mappings."""
+"""Runs an Optax transformation on several replicas under each of JAX's three mappings.
+
+One step is compiled and called for every step; each of these runs also asserts that its state keeps
+structure, shapes and dtypes, so that one compilation serves every step.
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from leaves import zeros_of_one
+from xla import optimised as as_users_get_it
 
 import jaxcomp
 
@@ -20,8 +25,37 @@ def mesh_of(n: int, axis: str = AXIS) -> Mesh:
     return jax.make_mesh((n,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
 
 
+def first(tree: Any) -> Any:
+    """This replica's entry of arrays with a leading axis of length 1."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def stack(tree: Any, n: int) -> Any:
+    """What a script gets from flax.jax_utils.replicate."""
+    return jax.tree.map(lambda x: np.broadcast_to(x, (n, *np.shape(x))), jax.device_get(tree))
+
+
+def spread(tree: Any, n: int) -> Any:
+    """Arrays ``(n, ...)``, one entry on each device: placed as the outputs of pmap are."""
+    return jax.device_put(tree, jax.NamedSharding(mesh_of(n), jax.P(AXIS)))
+
+
+def steps_of(grads: Any) -> list[Any]:
+    """Trees of ``(n, *shape)`` from one of ``(n, steps, *shape)``."""
+    grads = jax.device_get(grads)
+    count = jax.tree.leaves(grads)[0].shape[1]
+    return [jax.tree.map(lambda g, t=t: np.asarray(g[:, t]), grads) for t in range(count)]
+
+
 def simulate(
-    mapping: str, tx: Any, grads: Any, state: Any, params: Any = None, **extra: Any
+    mapping: str,
+    tx: Any,
+    grads: Any,
+    state: Any = None,
+    params: Any = None,
+    *,
+    optimised: bool = False,
+    **extra: Any,
 ) -> Any:
     """Feeds recorded local gradients to `tx`, step by step, in one compiled program.
 
@@ -29,79 +63,118 @@ def simulate(
       mapping: One of MAPPINGS. shard_map runs with check_vma=True, outputs leave through P().
       tx: The transformation, mapped over AXIS.
       grads: Tree of ``(n, steps, *shape)``.
-      state: A consolidated state.
+      state: A consolidated state; None for the initial one.
       params: Replicated parameters, if the transformation wants them.
+      optimised: Whether to compile as for a user, not as for a test.
       **extra: Extra arguments of every update.
 
     Returns:
       Outputs ``(steps, *shape)``, asserted to be equal on all replicas, and the final state with
-      per-replica leaves as ``(n, *shape)``.
+      per-replica leaves as ``(n, *shape)``; both in NumPy.
     """
     n = jax.tree.leaves(grads)[0].shape[0]
-
-    def steps(grads: Any, state: Any) -> Any:
-        def one(state: Any, g: Any) -> Any:
-            updates, state = tx.update(g, state, params, **extra)
-            return state, updates
-
-        state, outputs = jax.lax.scan(one, state, grads)
-        return outputs, state
-
+    state = tx.init(zeros_of_one(grads)) if state is None else state
+    specs = jaxcomp.state_specs(state, AXIS)
     if mapping == "shard_map":
-        specs = jaxcomp.state_specs(state, AXIS)
-        mapped = jax.shard_map(
-            lambda g, s: steps(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh_of(n),
-            in_specs=(jax.P(AXIS), specs),
-            out_specs=(jax.P(), specs),
-        )
-        outputs, state = jax.jit(mapped)(grads, jaxcomp.shard_state(state, mesh_of(n), AXIS))
-        split = lambda x, s: x.reshape(n, -1, *x.shape[1:]) if s == jax.P(AXIS) else x  # noqa: E731
-        return outputs, jax.tree.map(split, state, specs)
-
-    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), state)
-    if mapping == "pmap":
-        # What a script gets from flax.jax_utils.replicate.
-        outputs, state = jax.pmap(steps, axis_name=AXIS, devices=jax.devices()[:n])(grads, stacked)
+        state = jaxcomp.shard_state(state, mesh_of(n), AXIS)
+    elif mapping == "pmap":
+        state, params, extra = spread(stack((state, params, extra), n), n)
     else:
-        outputs, state = jax.jit(jax.vmap(steps, axis_name=AXIS))(grads, stacked)
-    specs = jaxcomp.state_specs(jax.tree.map(lambda x: x[0], state), AXIS)
-    jax.tree.map(_assert_replicated, outputs)
-    shared = lambda x, s: x if s == jax.P(AXIS) else _assert_replicated(x)  # noqa: E731
-    return jax.tree.map(lambda x: x[0], outputs), jax.tree.map(shared, state, specs)
+        state = stack(state, n)
+    run, outputs = None, []
+    for g in steps_of(grads):
+        arguments = (g, state, params, extra)
+        run = run or _compiled(mapping, tx, n, specs, arguments, optimised)
+        output, new = run(*arguments)
+        assert types_of(new) == types_of(state)
+        state = new
+        outputs.append(jax.device_get(output))
+    state = jax.device_get(state)
+    if mapping == "shard_map":
+        split = lambda x, s: x.reshape(n, -1, *x.shape[1:]) if s == jax.P(AXIS) else x  # noqa: E731
+        return _stacked(outputs), jax.tree.map(split, state, specs)
+    outputs = [jax.tree.map(_replicated, x) for x in outputs]
+    shared = lambda x, s: x if s == jax.P(AXIS) else _replicated(x)  # noqa: E731
+    return _stacked(outputs), jax.tree.map(shared, state, specs)
 
 
-def _assert_replicated(x: jax.Array) -> jax.Array:
-    np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(np.asarray(x[:1]), x.shape))
+def consolidated(state: Any) -> Any:
+    """The one copy of a final state of `simulate`: the mean of what each replica keeps."""
+    specs = jaxcomp.state_specs(state, AXIS)
+    return jax.tree.map(lambda x, s: x.mean(0) if s == jax.P(AXIS) else x, state, specs)
+
+
+def _stacked(outputs: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: np.stack(x), *outputs)
+
+
+def _replicated(x: np.ndarray) -> np.ndarray:
+    np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     return x[0]
 
 
-def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: int = 0) -> Any:
-    """Normal gradients ``(n, steps, *shape)`` with a part in common to all."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(
-            rng.normal(size=(1, 1, *shape)) + rng.normal(size=(n, steps, *shape)), jnp.float32
+def types_of(tree: Any) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes, to compare."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((np.shape(x), str(jax.dtypes.result_type(x))) for x in leaves)
+
+
+_programs: dict[Any, Any] = {}
+
+
+def forget_programs() -> None:
+    _programs.clear()
+
+
+def _compiled(
+    mapping: str, tx: Any, n: int, specs: Any, arguments: Any, optimised: bool
+) -> Callable[..., Any]:
+    """The executable of one step; the same one for the same transformation and shapes."""
+    key = (mapping, tx, n, optimised, types_of(arguments))
+    if key not in _programs:
+        mapped = _mapped(mapping, tx, n, specs)
+        if mapping == "pmap":  # whose executables want the arguments of the shard_map inside
+            assert not optimised
+            _programs[key] = mapped
+        else:
+            lowered = mapped.lower(*arguments)
+            _programs[key] = as_users_get_it(lowered) if optimised else lowered.compile()
+    return _programs[key]
+
+
+def _mapped(mapping: str, tx: Any, n: int, specs: Any) -> Any:
+    def step(grads: Any, state: Any, params: Any, extra: Any) -> Any:
+        return tx.update(grads, state, params, **extra)
+
+    if mapping == "shard_map":
+        mapped = jax.shard_map(
+            lambda grads, *rest: step(first(grads), *rest),
+            mesh=mesh_of(n),
+            in_specs=(jax.P(AXIS), specs, jax.P(), jax.P()),
+            out_specs=(jax.P(), specs),
         )
-        for name, shape in shapes.items()
-    }
+        return jax.jit(mapped)
+    if mapping == "pmap":
+        return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:n])
+    return jax.jit(jax.vmap(step, axis_name=AXIS, in_axes=(0, 0, None, None)))
 
 
-def collectives(compiled: str) -> list[tuple[str, str, int]]:
-    """(operation, element type, number of values) of every collective in a compiled HLO text."""
-    found = []
-    for line in re.sub(r"/\*.*?\*/", "", compiled).splitlines():
-        for op in (
-            "all-reduce",
-            "all-to-all",
-            "all-gather",
-            "reduce-scatter",
-            "collective-permute",
-        ):
-            if f" {op}(" in line or f" {op}-start(" in line:
-                result = line.split(" = ")[1].split(f" {op}")[0].strip("() ")
-                for part in result.split("}, ") if "}, " in result else [result]:
-                    kind, dims = part.strip().split("[")[0], part.split("[")[1].split("]")[0]
-                    size = int(np.prod([int(d) for d in dims.split(",") if d], dtype=int))
-                    found.append((op, kind, size))
-    return found
+def lower_update(
+    tx: Any, params: Any, n: int, mapping: str = "shard_map", platforms: Any = None
+) -> Any:
+    """One update of `n` replicas, lowered for gradients ``(n, *shape)`` that nobody has to make."""
+    abstract = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
+    params = jax.eval_shape(lambda: params)
+    grads, state = jax.tree.map(abstract, params), jax.eval_shape(tx.init, params)
+    specs = jaxcomp.state_specs(state, AXIS)
+    state = placed(state, specs, n) if mapping == "shard_map" else jax.tree.map(abstract, state)
+    mapped = _mapped(mapping, tx, n, specs)
+    if platforms:
+        return mapped.trace(grads, state, None, {}).lower(lowering_platforms=platforms)
+    return mapped.lower(grads, state, None, {})
+
+
+def placed(state: Any, specs: Any, n: int) -> Any:
+    """The shapes of a state after shard_state: a per-replica array is n blocks along axis 0."""
+    tiled = lambda x: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)  # noqa: E731
+    return jax.tree.map(lambda x, s: tiled(x) if s == jax.P(AXIS) else x, state, specs)

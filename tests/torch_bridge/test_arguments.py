@@ -198,7 +198,13 @@ def test_state_dict_round_trip():
     tx, params, state = trained_state()
     d = state_dict(state)
     assert d["version"] == 1
-    assert set(d) == {"version", "count", "residual", "q"}  # p is there in one-sided states only
+    assert set(d) == {
+        "version",
+        "count",
+        "residual",
+        "q",
+        "mark",
+    }  # p is there in one-sided states only
     assert set(d["q"]) == {"fc", "head"}
     assert list(d["q"]["fc"]) == ["kernel"]
     assert all(isinstance(leaf, np.ndarray | int) for leaf in jax.tree.leaves(d))

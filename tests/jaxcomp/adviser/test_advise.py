@@ -425,7 +425,7 @@ def test_as_a_user_runs_it():
 
 
 def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
-    page = DOCS / "performance.md"
+    page = DOCS / "choosing.md"
     blocks = re.findall(r"```console\n\$ python -m jaxcomp (.*?)```", page.read_text(), re.DOTALL)
     assert len(blocks) >= 2
     assert "Do not compress." in page.read_text()
@@ -436,7 +436,7 @@ def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
 
 
 def test_the_programs_in_the_documentation_run():
-    page = DOCS / "performance.md"
+    page = DOCS / "choosing.md"
     programs = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert programs
     with jax.numpy_dtype_promotion("standard"):  # what a user has

@@ -82,13 +82,13 @@ def test_counts(text, expected):
     "text", ["", "10", "fast", "10Gbit/h", "-1Gbit", "0bit", "1.2.3GB", "nanGB"]
 )
 def test_what_is_no_bandwidth_is_refused_with_the_fix(text):
-    with pytest.raises(ValueError, match=r"^--bandwidth .*10Gbit"):
+    with pytest.raises(ValueError, match=r"^`--bandwidth` .*10Gbit"):
         parse_bandwidth("--bandwidth", text)
 
 
 @pytest.mark.parametrize("text", ["", "50", "1h", "-1ms", "1e999s", "ms", "50 u s"])
 def test_what_is_no_time_is_refused_with_the_fix(text):
-    with pytest.raises(ValueError, match=r"^--latency .*50us"):
+    with pytest.raises(ValueError, match=r"^`--latency` .*50us"):
         parse_time("--latency", text)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from leaves import random_grads
 from paths import DOCS
-from runners import AXIS, random_grads, simulate
+from runners import AXIS, simulate
 
 import jaxcomp
 from jaxcomp import ranks_by_spectrum

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from runners import AXIS, collectives, mesh_of
+from hlo import BYTES, collectives, text
+from runners import AXIS, mesh_of
 
 import jaxcomp
 
 REPLICAS = 4
-WIDTH = {"f32": 4, "f16": 2, "s8": 1}
 PARAMS = {"bias": jnp.zeros(24), "kernel": jnp.zeros((24, 16)), "wide": jnp.zeros((16, 40))}
 HALF = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
 POWERSGD = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
@@ -75,8 +75,8 @@ def on_the_wire(tx, params):
         out_specs=jax.P(),
         check_vma=False,
     )
-    text = jax.jit(mapped).lower(params, tx.init(params), params).compile().as_text()
-    sent = [(op, WIDTH[kind] * size) for op, kind, size in collectives(text)]
+    compiled = text(mapped, params, tx.init(params), params)
+    sent = [(op, BYTES[kind] * size) for op, kind, size in collectives(compiled)]
     # Of an all-to-all and an all-gather, which carry as much, one counts.
     return sum(size for op, size in sent if op != "all-gather")
 

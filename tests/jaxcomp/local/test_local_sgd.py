@@ -9,8 +9,9 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaves import random_grads
 from local_runs import run, towards
-from runners import AXIS, MAPPINGS, random_grads
+from runners import AXIS, MAPPINGS
 
 import jaxcomp
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from local_runs import first, run, towards
-from runners import AXIS, MAPPINGS, mesh_of, random_grads
+from leaves import random_grads
+from local_runs import run, towards
+from runners import AXIS, MAPPINGS, first, mesh_of
 
 import jaxcomp
 

@@ -9,18 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from local_runs import compile_step, computations, run, towards, unconditional
-from runners import AXIS, collectives, mesh_of, random_grads
+from hlo import by_branch, collectives, once, sent_bytes, text, unconditional
+from leaves import random_grads
+from local_runs import compile_step, run, towards
+from runners import AXIS, mesh_of
 
 import jaxcomp
 
 SHAPES = {"w": (48, 32), "v": (24, 16), "b": (32,)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-WIDTH = {"f32": 4, "f16": 2, "bf16": 2}
-
-
-def sent_bytes(text):
-    return sum(WIDTH[kind] * size for _, kind, size in collectives(text))
 
 
 @functools.cache
@@ -58,14 +55,14 @@ def test_collectives_stand_in_branches_only_and_their_bytes_are_the_stats(kwargs
     if "outer" in kwargs:
         kwargs = {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
     hlo = compiled(sync_every=8, **kwargs)
-    assert collectives(unconditional(hlo)) == []
+    assert unconditional(hlo) == []
     stats = jaxcomp.local_sgd_stats(PARAMS, sync_every=8, reduced=reduced, fragments=fragments)
-    assert sent_bytes(hlo) / 8 == stats.bytes_per_step
+    assert sent_bytes(collectives(hlo)) / 8 == stats.bytes_per_step
     assert stats.bytes_before == 4 * sum(np.prod(shape) for shape in SHAPES.values())
     if reduced is None:
         assert stats.bytes_per_step == stats.bytes_before / 8  # N / H
         assert stats.ratio == 8
-    branches = [sent_bytes(text) for text in computations(hlo).values()]
+    branches = [sent_bytes(found) for found in by_branch(hlo).values()]
     assert max(branches) == stats.bytes_peak
 
 
@@ -98,11 +95,10 @@ def test_a_round_averages_once_after_its_scan():
         in_specs=(jax.P(), jax.P(AXIS)),
         out_specs=jax.P(),
     )
-    hlo = jax.jit(mapped).lower(PARAMS, batches).compile().as_text()
+    hlo = text(mapped, PARAMS, batches)
     assert len(collectives(hlo)) == 1
-    # In the entry, so after the loop and not in its body.
-    entry = computations(hlo)["ENTRY"]
-    assert sent_bytes(entry) / 8 == jaxcomp.local_sgd_stats(PARAMS, sync_every=8).bytes_per_step
+    # After the loop and not in its body.
+    assert sent_bytes(once(hlo)) / 8 == jaxcomp.local_sgd_stats(PARAMS, sync_every=8).bytes_per_step
 
 
 def test_a_consolidated_state_restores_onto_another_number_of_replicas():

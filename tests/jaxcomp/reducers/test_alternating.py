@@ -5,29 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo import collectives
+from leaves import SHAPES, as_matrix, random_grads, with_value, zeros
 from reference import Alternating
-from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
 
 import jaxcomp
-
-SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
-
-
-def zeros(shapes=SHAPES):
-    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
 
 def reducer(rank=2, start_step=0, **kwargs):
     return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, alternating=True, **kwargs)
-
-
-def as_matrix(name, x):
-    """(rows, cols) by the documented rule, written out independently of the library."""
-    if name == "embedding":
-        return np.asarray(x, np.float64)
-    lead = {"conv": 36, "dense": 24}[name]
-    flat = np.asarray(x, np.float64).reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1)
-    return flat.swapaxes(-1, -2)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -80,17 +67,17 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(wire):
             went_in = now[name][:, 0].mean(0) + old[name]
             came_out = outputs[name][0] + new.residual[name].mean(0)
             np.testing.assert_allclose(came_out, went_in, atol=5e-6 if wire is None else 2e-3)
-        state = new._replace(residual=jax.tree.map(lambda e: e.mean(0), new.residual))
+        state = consolidated(new)
 
 
 @pytest.mark.parametrize("bad_step", [2, 3])
 def test_a_bad_step_leaves_no_trace_and_does_not_change_sides(bad_step):
     grads = random_grads(SHAPES, 3, 6)
-    bad = dict(grads, dense=grads["dense"].at[1, bad_step, 0].set(jnp.inf))
+    bad = dict(grads, dense=with_value(grads["dense"], (1, bad_step, 0), np.inf))
     tx = reducer()
     outputs, state = simulate("shard_map", tx, bad, tx.init(zeros()))
     assert all(np.isnan(outputs[name][bad_step]).all() for name in SHAPES)
-    skipped = jax.tree.map(lambda g: jnp.delete(g, bad_step, axis=1), grads)
+    skipped = jax.tree.map(lambda g: np.delete(g, bad_step, axis=1), grads)
     _, expected = simulate("shard_map", tx, skipped, tx.init(zeros()))
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
@@ -98,15 +85,7 @@ def test_a_bad_step_leaves_no_trace_and_does_not_change_sides(bad_step):
 def test_each_side_takes_one_all_reduce_of_the_promised_bytes():
     params = {f"layer_{i}": jnp.zeros((64, 32)) for i in range(5)} | {"bias": jnp.zeros(8)}
     tx, n = reducer(), 4
-    state = tx.init(params)
-    specs = jaxcomp.state_specs(state, AXIS)
-    grads = jax.tree.map(lambda p: jnp.zeros((n * p.shape[0], *p.shape[1:])), params)
-    step = jax.shard_map(
-        tx.update, mesh=mesh_of(n), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
-    )
-    placed = jaxcomp.shard_state(state, mesh_of(n), AXIS)
-    text = jax.jit(step).lower(grads, placed).compile().as_text()
-    found = collectives(text)
+    found = collectives(lower_update(tx, params, n).compile().as_text())
     # One in each branch of the conditional, of which a step takes one.
     assert sorted(found) == [
         ("all-reduce", "f32", 5 * 2 * 32 + 8),
@@ -146,7 +125,7 @@ def test_adapt_state_takes_over_both_factors_and_turns_one_sided_steps_on_and_of
     grads = random_grads(SHAPES, 2, 3)
     one_sided, two_sided = reducer(2), jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     _, state = simulate("vmap", one_sided, grads, one_sided.init(zeros()))
-    state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+    state = consolidated(state)
 
     narrow = jaxcomp.adapt_state(state, zeros(), reducer(1))
     np.testing.assert_array_equal(narrow.p["dense"], state.p["dense"][:, :1])

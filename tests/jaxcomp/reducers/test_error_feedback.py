@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runners import AXIS, MAPPINGS, random_grads, simulate
+from leaves import random_grads, zeros_of_one
+from runners import AXIS, MAPPINGS, simulate
 
 import jaxcomp
 
@@ -27,10 +28,6 @@ REDUCERS = {
 }
 
 
-def zeros(grads):
-    return jax.tree.map(lambda x: x[0, 0], grads)
-
-
 @pytest.mark.parametrize(
     ("name", "mapping"),
     [*((name, "shard_map") for name in REDUCERS), ("int8", "pmap"), ("powersgd", "vmap")],
@@ -39,7 +36,7 @@ def test_what_is_not_sent_is_kept(name, mapping):
     n, steps = 3, 4
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.error_feedback(REDUCERS[name]())
-    outputs, state = simulate(mapping, tx, grads, tx.init(zeros(grads)))
+    outputs, state = simulate(mapping, tx, grads, tx.init(zeros_of_one(grads)))
     # A float16 all-reduce rounds inside the sum as well, which nobody can attribute.
     tolerance = 2e-2 if name == "float16" else 2e-5
     for leaf, x in grads.items():
@@ -55,8 +52,8 @@ def test_it_gives_powersgd_the_residual_that_powersgd_keeps_itself():
     arguments = {"axis_name": AXIS, "start_step": 0, "min_compression_rate": 1.0}
     own = jaxcomp.powersgd(2, **arguments)
     given = jaxcomp.error_feedback(jaxcomp.powersgd(2, error_feedback=False, **arguments))
-    expected, e = simulate("vmap", own, grads, own.init(zeros(grads)))
-    outputs, f = simulate("vmap", given, grads, given.init(zeros(grads)))
+    expected, e = simulate("vmap", own, grads, own.init(zeros_of_one(grads)))
+    outputs, f = simulate("vmap", given, grads, given.init(zeros_of_one(grads)))
     np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
     np.testing.assert_allclose(f.residual["dense"], e.residual["dense"], atol=1e-5)
 
@@ -74,13 +71,15 @@ def test_the_residual_stays_bounded_where_the_contribution_is_known(foreign):
     _, late = simulate("vmap", tx, grads, state)
     growth = np.linalg.norm(late.residual["w"]) / np.linalg.norm(early.residual["w"])
     assert growth > 2.5 if foreign else growth < 1.5
-    assert np.abs(late.residual["w"].mean(0)).max() < 0.1
+    # One level of what is rounded; of a foreign reducer the residuals have grown.
+    largest = np.abs(grads["w"]).max() + np.abs(late.residual["w"]).max()
+    assert np.abs(late.residual["w"].mean(0)).max() < (largest / 127 if foreign else 0.1)
 
 
 def test_bfloat16_gradients_and_residuals():
     grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads(SHAPES, 2, 3))
     tx = jaxcomp.error_feedback(REDUCERS["int8"](), residual_dtype=jnp.bfloat16)
-    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros(grads)))
+    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros_of_one(grads)))
     assert {x.dtype for x in jax.tree.leaves((outputs, state.residual))} == {jnp.dtype("bfloat16")}
 
 
@@ -101,10 +100,10 @@ def test_switch_at_is_one_reducer_and_then_the_other(mapping):
     first = jaxcomp.allreduce(axis_name=AXIS)
     second = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
     tx = jaxcomp.switch_at(2, first, second)
-    outputs, state = simulate(mapping, tx, grads, tx.init(zeros(grads)))
+    outputs, state = simulate(mapping, tx, grads, tx.init(zeros_of_one(grads)))
     head, tail = (jax.tree.map(lambda x, c=c: x[:, c], grads) for c in (slice(2), slice(2, None)))
-    before, _ = simulate("vmap", first, head, first.init(zeros(grads)))
-    after, expected = simulate("vmap", second, tail, second.init(zeros(grads)))
+    before, _ = simulate("vmap", first, head, first.init(zeros_of_one(grads)))
+    after, expected = simulate("vmap", second, tail, second.init(zeros_of_one(grads)))
     for name in SHAPES:
         np.testing.assert_allclose(outputs[name][:2], before[name], atol=1e-6)
         np.testing.assert_allclose(outputs[name][2:], after[name], atol=1e-5)
@@ -120,8 +119,8 @@ def test_start_step_is_the_same_hand_over():
     switched = jaxcomp.switch_at(
         2, jaxcomp.allreduce(axis_name=AXIS), jaxcomp.powersgd(2, start_step=0, **arguments)
     )
-    expected, _ = simulate("vmap", built_in, grads, built_in.init(zeros(grads)))
-    outputs, _ = simulate("vmap", switched, grads, switched.init(zeros(grads)))
+    expected, _ = simulate("vmap", built_in, grads, built_in.init(zeros_of_one(grads)))
+    outputs, _ = simulate("vmap", switched, grads, switched.init(zeros_of_one(grads)))
     for name in SHAPES:
         np.testing.assert_allclose(outputs[name], expected[name], atol=1e-6)
 
@@ -133,7 +132,7 @@ def test_a_plain_transformation_can_be_switched_to():
     )
     grads = random_grads(SHAPES, 2, 3)
     tx = jaxcomp.error_feedback(jaxcomp.switch_at(1, plain, plain))
-    outputs, _ = simulate("vmap", tx, grads, tx.init(zeros(grads)))
+    outputs, _ = simulate("vmap", tx, grads, tx.init(zeros_of_one(grads)))
     np.testing.assert_allclose(outputs["dense"], grads["dense"].mean(0), atol=1e-5)
 
 
@@ -169,7 +168,7 @@ def test_a_switch_from_a_stateless_reducer_takes_no_half_step():
         jaxcomp.powersgd(1, axis_name=AXIS, start_step=0),
     )
     grads = random_grads({"w": (8, 8), "b": (3,)}, 2, 2)
-    grads["w"] = grads["w"].at[0, 1, 0, 0].set(jnp.nan)
+    grads["w"][0, 1, 0, 0] = np.nan
     state = tx.init({"w": jnp.zeros((8, 8)), "b": jnp.zeros(3)})
     outputs, state = simulate("vmap", tx, grads, state)
     assert np.isfinite(outputs["b"][0]).all()

@@ -57,70 +57,9 @@ def test_allreduce_and_stats_refuse_when_built():
         jaxcomp.compression_stats({}, rank=0)
 
 
-REDUCERS = [
-    jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
-    jaxcomp.allreduce(axis_name=AXIS),
-]
-
-
-@pytest.mark.parametrize("tx", REDUCERS)
-def test_an_unbound_axis_is_named_with_the_fix(tx):
-    grads = {"w": jnp.ones((8, 8))}
-    with pytest.raises(ValueError, match=r"axis 'data' is not bound here. Call update\(\) inside"):
-        tx.update(grads, tx.init(grads))
-    with pytest.raises(ValueError, match="not bound"):
-        jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="batch")({"w": jnp.ones((2, 8, 8))})
-
-
-@pytest.mark.parametrize("tx", REDUCERS)
-def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(tx):
-    def step(w, x):
-        grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
-        return tx.update({"w": grads}, tx.init({"w": w}))[0]
-
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
-    )
-    with pytest.raises(ValueError, match=r"\['w'\] is the same on every replica.*local_value_and_"):
-        jax.jit(mapped)(jnp.ones((8, 8)), jnp.ones((4, 8)))
-
-
-@pytest.mark.parametrize("tx", REDUCERS)
-def test_gradients_that_are_not_floating_are_all_named(tx):
-    grads = {"w": jnp.ones((2, 8, 8)), "odd": jnp.ones((2, 3), int), "z": jnp.ones((2, 3), complex)}
-    state = tx.init(jax.tree.map(lambda g: g[0], grads))
-    with pytest.raises(ValueError, match=r"\['odd'\] has dtype int32; \['z'\] has dtype complex64"):
-        jax.vmap(lambda g: tx.update(g, state)[0], axis_name=AXIS)(grads)
-    with pytest.raises(ValueError, match=r"\['b'\] is a float and no array"):
-        jax.vmap(lambda g: tx.update({"w": g, "b": 1.0}, state)[0], axis_name=AXIS)(grads["w"])
-
-
 def test_a_leaf_that_is_no_array_is_named_by_init_too():
     with pytest.raises(ValueError, match=r"\['name'\] is a str and no array"):
         jaxcomp.powersgd(axis_name=AXIS).init({"name": "resnet"})
-
-
-@pytest.mark.parametrize("tx", REDUCERS)
-def test_float0_none_scalar_and_empty_leaves_pass(tx):
-    params = {
-        "steps": jnp.array([3, 4]),
-        "w": jnp.ones((8, 8)),
-        "scalar": jnp.array(2.0),
-        "none": None,
-        "empty": jnp.zeros((0, 4)),
-    }
-
-    def loss(p, x):
-        return jnp.sum(p["w"] * x) * p["scalar"]
-
-    def step(params, x):
-        _, grads = jaxcomp.local_value_and_grad(loss, AXIS, allow_int=True)(params, x)
-        return {k: v for k, v in tx.update(grads, tx.init(params))[0].items() if k != "steps"}
-
-    updates = jax.vmap(step, in_axes=(None, 0), axis_name=AXIS)(params, jnp.arange(3.0))
-    np.testing.assert_allclose(updates["scalar"], 64.0)
-    assert updates["none"] is None
-    assert updates["empty"].shape == (3, 0, 4)
 
 
 def test_a_state_of_another_rank_lists_every_leaf():

@@ -8,33 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo import BYTES, collectives, text
 from jax.sharding import AxisType, NamedSharding
+from leaves import COMPRESSED, SHAPES, as_matrix, random_grads, with_value, zeros
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, collectives, mesh_of, random_grads, simulate
+from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
 
 import jaxcomp
 from jaxcomp._reducers.int8_factors import reduce_int8
-
-SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
-COMPRESSED = ("conv", "dense", "embedding")
-
-
-def zeros(shapes=SHAPES):
-    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
 
 def reducer(rank=2, start_step=0, **options):
     options = {"min_compression_rate": 1.0, "comm_dtype": jnp.int8, **options}
     return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, **options)
-
-
-def as_matrix(name, x):
-    """(rows, cols) by the documented rule, written out independently of the library."""
-    if name == "embedding":
-        return np.asarray(x, np.float64)
-    lead = {"conv": 36, "dense": 24}[name]
-    flat = np.asarray(x, np.float64).reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1)
-    return flat.swapaxes(-1, -2)
 
 
 def rounded(blocks):
@@ -81,8 +67,7 @@ def step_by_step(mapping, tx, grads):
         now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
         outputs, new = simulate(mapping, tx, now, state)
         yield now, jax.tree.map(lambda x: x[0], outputs), state, new
-        state = jax.device_get(new)  # pmap wants to place it itself
-        state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+        state = consolidated(new)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +209,13 @@ def test_leaves_that_are_not_compressed_are_averaged_exactly():
 def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
     grads = random_grads(SHAPES, 3, 4)
     broken = dict(grads)
-    broken[leaf] = grads[leaf].at[1, 2, 0].set(bad)
+    broken[leaf] = with_value(grads[leaf], (1, 2, 0), bad)
     tx = reducer()
     outputs, state = simulate(mapping, tx, broken, tx.init(zeros()))
     for name in SHAPES:
         assert np.isnan(outputs[name][2]).all()
         assert np.isfinite(outputs[name][3]).all()
-    skipped = jax.tree.map(lambda g: jnp.delete(g, 2, axis=1), grads)
+    skipped = jax.tree.map(lambda g: np.delete(g, 2, axis=1), grads)
     _, expected = simulate(mapping, tx, skipped, tx.init(zeros()))
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
@@ -239,7 +224,9 @@ def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
 @pytest.mark.parametrize("values", [(1e30, 1e-30, 1e-38, 1e-42, 0.0), (3e38,), (3.4e38,)], ids=str)
 def test_either_end_of_the_float_range(values, alternating):
     """One large value on every replica, of which the sum would overflow; or hardly any at all."""
-    grads = {x: jnp.zeros((4, 3, 24, 16)).at[:, :, 5, 7].set(x) for x in values}
+    grads = {
+        x: with_value(np.zeros((4, 3, 24, 16), np.float32), np.s_[:, :, 5, 7], x) for x in values
+    }
     tx = reducer(1, alternating=alternating)
     outputs, state = simulate("vmap", tx, grads, tx.init({x: jnp.zeros((24, 16)) for x in values}))
     for x in values:
@@ -254,9 +241,9 @@ def test_either_end_of_the_float_range(values, alternating):
 
 
 def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
-    grads = {
-        "w": random_grads({"w": (24, 16)}, 2, 3)["w"].at[..., 8:].set(0).at[..., 4:8].mul(1e-40)
-    }
+    grads = random_grads({"w": (24, 16)}, 2, 3)
+    grads["w"][..., 8:] = 0
+    grads["w"][..., 4:8] *= np.float32(1e-40)
     tx = reducer(8)
     outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 16))}))
     assert not np.any(outputs["w"][..., 8:])
@@ -277,22 +264,13 @@ PARAMS = {
 
 def wire_of(tx, params, n):
     """(operation, dtype) -> how many of them the compiled program has, and their bytes together."""
-    state, grid = tx.init(params), mesh_of(n)
-    specs = jaxcomp.state_specs(state, AXIS)
-    step = jax.shard_map(
-        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-        mesh=grid,
-        in_specs=(jax.P(AXIS), specs),
-        out_specs=(jax.P(), specs),
-    )
-    grads = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), params)
-    text = jax.jit(step).lower(grads, jaxcomp.shard_state(state, grid, AXIS)).compile().as_text()
+    compiled = lower_update(tx, params, n).compile().as_text()
     found = {}
-    for op, kind, size in collectives(text):
+    for op, kind, size in collectives(compiled):
         # An all-to-all may be listed as one result for each replica.
         key = (op, kind)
-        sent = found.get(key, (0, 0))[1] + size * {"f32": 4, "s8": 1}[kind]
-        found[key] = (text.count(f" {op}("), sent)
+        sent = found.get(key, (0, 0))[1] + size * BYTES[kind]
+        found[key] = (compiled.count(f" {op}("), sent)
     return found
 
 
@@ -341,7 +319,7 @@ def test_a_run_can_change_what_is_on_the_wire():
     grads = random_grads(SHAPES, 2, 3)
     narrow, wide = reducer(), reducer(comm_dtype=None)
     outputs, state = simulate("vmap", narrow, grads, narrow.init(zeros()))
-    state = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+    state = consolidated(state)
     kinds = lambda s: jax.tree.map(lambda x: (x.shape, x.dtype), s)  # noqa: E731
     assert kinds(state) == kinds(wide.init(zeros()))
     state = flax.serialization.from_bytes(wide.init(zeros()), flax.serialization.to_bytes(state))
@@ -359,9 +337,10 @@ def test_several_axes_are_one_axis_of_as_many_replicas():
         tx = jaxcomp.powersgd(2, axis_name=axis_name, **options)
         return lambda g: tx.update(g, tx.init(zeros()))[0]
 
-    one = jax.vmap(mean(AXIS), axis_name=AXIS)(grads)
+    one = jax.jit(jax.vmap(mean(AXIS), axis_name=AXIS))(grads)
     folded = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), grads)
-    two = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")(folded)
+    nested = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")
+    two = jax.jit(nested)(folded)
     mesh = jax.make_mesh((2, 3), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:6])
     mapped = jax.shard_map(
         lambda g: mean(("a", "b"))(jax.tree.map(lambda x: x[0], g)),
@@ -476,7 +455,7 @@ def test_beside_automatic_axes_only_factors_are_integers():
     )
     placed = {k: jax.device_put(x, NamedSharding(grid, layout[k])) for k, x in values.items()}
     arguments = placed, jaxcomp.shard_state(state, grid, "dcn")
-    found = collectives(mapped.lower(*arguments).compile().as_text())
+    found = collectives(text(mapped, *arguments))
     assert max(size for op, kind, size in found if kind == "f32") <= 2 * 96
     # As docs/meshes.md says: whole factors from every device.
     leaf = {"up": shapes["up"]}

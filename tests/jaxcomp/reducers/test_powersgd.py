@@ -7,26 +7,11 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaves import SHAPES, as_matrix, random_grads, zeros
 from reference import Reference
-from runners import AXIS, MAPPINGS, random_grads, simulate
+from runners import AXIS, MAPPINGS, consolidated, simulate
 
 import jaxcomp
-
-SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
-
-
-def zeros(shapes):
-    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
-
-
-def as_matrix(name, x):
-    """(rows, cols) by the documented rule, written out independently of the library."""
-    if name == "embedding":
-        return x
-    lead = {"conv": 36, "dense": 24}[name]
-    return (
-        np.asarray(x, np.float64).reshape(*x.shape[: -len(SHAPES[name])], lead, -1).swapaxes(-1, -2)
-    )
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -35,7 +20,7 @@ def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
-    state = tx.init(zeros(SHAPES))
+    state = tx.init(zeros())
     outputs, final = simulate(mapping, tx, grads, state)
 
     for name in ("conv", "dense", "embedding"):
@@ -131,11 +116,11 @@ def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
     n, steps, half = 4, 10, 5
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    straight, _ = simulate("vmap", tx, grads, tx.init(zeros(SHAPES)))
+    straight, _ = simulate("vmap", tx, grads, tx.init(zeros()))
 
     first = jax.tree.map(lambda g: g[:, :half], grads)
-    _, state = simulate("vmap", tx, first, tx.init(zeros(SHAPES)))
-    mean = state._replace(residual=jax.tree.map(lambda e: e.mean(0), state.residual))
+    _, state = simulate("vmap", tx, first, tx.init(zeros()))
+    mean = consolidated(state)
     # The same data on another number of replicas: groups averaged, or each gradient seen twice.
     second = jax.tree.map(lambda g: g[:, half:], grads)
     if replicas_after < n:
@@ -151,12 +136,12 @@ def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
 def test_before_start_step_gradients_are_averaged_exactly(mapping):
     grads = random_grads(SHAPES, 4, 4)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=2)
-    outputs, state = simulate(mapping, tx, grads, tx.init(zeros(SHAPES)))
+    outputs, state = simulate(mapping, tx, grads, tx.init(zeros()))
     for name in SHAPES:
         np.testing.assert_allclose(outputs[name][:2], grads[name].mean(0)[:2], rtol=1e-5, atol=1e-6)
     late = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     expected, _ = simulate(
-        "vmap", late, jax.tree.map(lambda g: g[:, 2:], grads), late.init(zeros(SHAPES))
+        "vmap", late, jax.tree.map(lambda g: g[:, 2:], grads), late.init(zeros())
     )
     np.testing.assert_allclose(outputs["dense"][2:], expected["dense"], atol=1e-5)
     assert int(state.count) == 4
@@ -165,13 +150,13 @@ def test_before_start_step_gradients_are_averaged_exactly(mapping):
 def test_without_error_feedback_no_residual_is_kept():
     grads = random_grads(SHAPES, 3, 3)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
-    state = tx.init(zeros(SHAPES))
+    state = tx.init(zeros())
     assert not jax.tree.leaves(state.residual)
     outputs, state = simulate("vmap", tx, grads, state)
     assert not jax.tree.leaves(state.residual)
     # Same as a residual that is scaled away.
     other = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_decay=0.0)
-    expected, _ = simulate("vmap", other, grads, other.init(zeros(SHAPES)))
+    expected, _ = simulate("vmap", other, grads, other.init(zeros()))
     np.testing.assert_allclose(outputs["conv"], expected["conv"], atol=1e-5)
 
 
@@ -259,27 +244,3 @@ def test_rank_function_and_batch_axes_compress_each_layer_of_a_stack():
             np.testing.assert_allclose(
                 outputs["stack"][t, layer].T, reference.step(matrices[:, t]), atol=2e-5
             )
-
-
-def test_jit_and_eager_agree_and_one_compilation_serves_every_step():
-    grads = jax.tree.map(lambda g: g[:, 0], random_grads(SHAPES, 2, 1))
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=1)
-    state = tx.init(zeros(SHAPES))
-    traces = []
-
-    @jax.jit
-    def compiled(g, s):
-        traces.append(None)
-        return jax.vmap(
-            tx.update, in_axes=(0, STATE_AXES), out_axes=(0, STATE_AXES), axis_name=AXIS
-        )(g, s)
-
-    STATE_AXES = jaxcomp.PowerSGDState(None, 0, None)
-    stacked = state._replace(residual=jax.tree.map(lambda e: jnp.stack([e, e]), state.residual))
-    eager = jax.vmap(tx.update, in_axes=(0, STATE_AXES), out_axes=(0, STATE_AXES), axis_name=AXIS)
-    a, b = stacked, stacked
-    for _ in range(3):
-        ua, a = eager(grads, a)
-        ub, b = compiled(grads, b)
-    np.testing.assert_allclose(ua["conv"], ub["conv"], atol=1e-5)
-    assert len(traces) == 1

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import AXIS, collectives, mesh_of
+from hlo import collectives, sent_bytes
+from reducers import reducer
+from runners import AXIS, lower_update
+from xla import users_program
 
 import jaxcomp
-
-BYTES = {"f32": 4, "f16": 2, "bf16": 2, "s8": 1}
 
 
 def transformer(layers=24, width=16):
@@ -22,28 +23,19 @@ def transformer(layers=24, width=16):
     return jax.tree.map(lambda s: jnp.zeros(s), tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def compiled(tx, params, mapping="shard_map", n=8):
-    state = tx.init(params)
-    if mapping == "shard_map":
-        specs = jaxcomp.state_specs(state, AXIS)
-        grads = jax.tree.map(lambda p: jnp.zeros((n * p.shape[0], *p.shape[1:]), p.dtype), params)
-        step = jax.shard_map(
-            tx.update, mesh=mesh_of(n), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
-        )
-        return jax.jit(step).lower(grads, jaxcomp.shard_state(state, mesh_of(n), AXIS)).compile()
-    stack = lambda x: jnp.broadcast_to(x, (n, *x.shape))  # noqa: E731
-    step = jax.pmap(tx.update, axis_name=AXIS)
-    return step.lower(jax.tree.map(stack, params), jax.tree.map(stack, state)).compile()
+def program(tx, params, mapping="shard_map", n=8):
+    lowered = lower_update(tx, params, n, mapping)
+    return (lowered.compile() if mapping == "pmap" else users_program(lowered)).as_text()
 
 
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
 def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
     params, rank = transformer(), 2
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    text = compiled(tx, params, mapping).as_text()
+    text = program(tx, params, mapping)
     found = collectives(text)
     assert [op for op, _, _ in found] == ["all-reduce", "all-reduce"]
-    sent = sum(BYTES[kind] * size for _, kind, size in found)
+    sent = sent_bytes(found)
     assert "conditional" not in text  # start_step=0 leaves no warm-up branch
 
     # Counted by hand: every matrix passes the test, out (16, 16) just so: 32 * 2 * 2 < 256.
@@ -54,8 +46,18 @@ def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
     assert stats.bytes_before == 4 * sum(x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("name", ["powersgd-late", "int8"])
+def test_compiling_quickly_changes_no_collective_and_no_memory(name):
+    """So that other tests may read the wire of programs that took a quarter of the time."""
+    lowered = lower_update(reducer(name), transformer(2), 8)
+    quick, users = lowered.compile(), users_program(lowered)
+    assert collectives(quick.as_text()) == collectives(users.as_text())
+    memory = [x.memory_analysis().temp_size_in_bytes for x in (quick, users)]
+    assert memory[0] == memory[1]
+
+
 def test_the_warm_up_branch_holds_one_all_reduce_and_the_other_two():
-    text = compiled(jaxcomp.powersgd(2, axis_name=AXIS, start_step=5), transformer(2)).as_text()
+    text = program(jaxcomp.powersgd(2, axis_name=AXIS, start_step=5), transformer(2))
     assert len(collectives(text)) == 3
     assert "conditional" in text
 
@@ -63,9 +65,9 @@ def test_the_warm_up_branch_holds_one_all_reduce_and_the_other_two():
 def test_float16_is_on_the_wire():
     params = transformer(2)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, comm_dtype=jnp.float16)
-    found = collectives(compiled(tx, params).as_text())
-    assert {kind for _, kind, _ in found} == {"f16"}
-    sent = sum(BYTES[kind] * size for _, kind, size in found)
+    text = program(tx, params)
+    assert {kind for _, kind, _ in collectives(text)} == {"f16"}
+    sent = sent_bytes(collectives(text))
     stats = jaxcomp.compression_stats(params, rank=2, comm_dtype=jnp.float16)
     assert sent == stats.bytes_after
 
@@ -74,14 +76,7 @@ def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
     """The CPU has none; the program that is lowered for a GPU shows it."""
     params = transformer(1)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, comm_dtype=jnp.bfloat16)
-    state = tx.init(params)
-    specs = jaxcomp.state_specs(state, AXIS)
-    step = jax.shard_map(
-        tx.update, mesh=mesh_of(8), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
-    )
-    grads = jax.tree.map(lambda p: jnp.zeros((8 * p.shape[0], *p.shape[1:])), params)
-    placed = jaxcomp.shard_state(state, mesh_of(8), AXIS)
-    text = jax.jit(step).trace(grads, placed).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_update(tx, params, 8, platforms=("cuda",)).as_text()
     regions = [
         part.split("})", 1)[1].split("\n", 1)[0] for part in text.split("stablehlo.all_reduce")[1:]
     ]
@@ -92,22 +87,14 @@ def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
 @pytest.mark.parametrize(("dtype", "kind"), [(None, "f32"), (jnp.float16, "f16")])
 def test_allreduce_is_one_collective_in_its_dtype(dtype, kind):
     params = transformer(3)
-    text = compiled(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype), params).as_text()
+    text = program(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype), params)
     values = sum(x.size for x in jax.tree.leaves(params))
     assert collectives(text) == [("all-reduce", kind, values)]
 
 
 def test_an_empty_tree_sends_nothing():
     for tx in (jaxcomp.powersgd(axis_name=AXIS, start_step=0), jaxcomp.allreduce(axis_name=AXIS)):
-        text = jax.jit(
-            jax.shard_map(
-                lambda g, tx=tx: tx.update(g, tx.init(g))[0],
-                mesh=mesh_of(8),
-                in_specs=jax.P(AXIS),
-                out_specs=jax.P(),
-            )
-        ).lower({"none": None, "empty": jnp.zeros((8, 0))})
-        assert collectives(text.compile().as_text()) == []
+        assert collectives(program(tx, {"none": None, "empty": jnp.zeros((8, 0))})) == []
 
 
 def test_stats_read_well_and_follow_the_arguments():

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runners import AXIS, random_grads, simulate
+from leaves import random_grads
+from runners import AXIS, simulate
 
 import jaxcomp
 

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from runners import AXIS, MAPPINGS, mesh_of, random_grads, simulate
+from leaves import random_grads
+from runners import AXIS, MAPPINGS, mesh_of, simulate
 
 import jaxcomp
 
@@ -50,7 +51,9 @@ def test_consolidate_gives_every_replica_the_mean(mapping):
 
     if mapping == "shard_map":
         specs = jaxcomp.state_specs(state, AXIS)
-        flat = jax.tree.map(lambda x, s: x.reshape(-1, 16) if s == jax.P(AXIS) else x, state, specs)
+        flat = jax.tree.map(
+            lambda x, s: x.reshape(-1, *x.shape[2:]) if s == jax.P(AXIS) else x, state, specs
+        )
         run = jax.shard_map(
             lambda s: jaxcomp.consolidate(s, AXIS),
             mesh=mesh_of(4),

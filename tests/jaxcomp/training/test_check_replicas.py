@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runners import AXIS, MAPPINGS, collectives, mesh_of
+from hlo import collectives, text
+from runners import AXIS, MAPPINGS, mesh_of
 
 import jaxcomp
 
@@ -110,5 +111,5 @@ def test_one_small_all_reduce():
         in_specs=jax.P(),
         out_specs=jax.P(),
     )
-    found = collectives(jax.jit(mapped).lower(params).compile().as_text())
+    found = collectives(text(mapped, params))
     assert found == [("all-reduce", "u32", 2 * 2 + 4)]

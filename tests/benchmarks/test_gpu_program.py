@@ -1,0 +1,110 @@
+"""The counts of `benchmarks.gpu_program`, by hand for a stored program; no GPU compiler is needed.
+
+The program, compiled for eight H200s, from 64 x 64 x (donated) and y and 8 x 8 matrices q::
+
+    b = fori_loop(0, 5, lambda i, z: dynamic_update_slice(z, 2 * y[:1] + i, (i, 0)), x)
+    z = cond(c > 0, lambda: 2 * b, lambda: b @ y)
+    psum(z), cholesky(q @ q.mT), y[3:5] + 1, concatenate([y[:2], y[5:9]])
+"""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+from benchmarks.gpu_program import __main__ as gpu_program
+from benchmarks.gpu_program.count import count, kernel_bytes
+from benchmarks.gpu_program.hlo import arrays, parse
+from benchmarks.gpu_program.report import table
+
+MODULE = parse((pathlib.Path(__file__).parent / "data" / "gpu_program.hlo").read_text())
+ROW, MATRIX, SMALL = 4 * 64, 4 * 64 * 64, 4 * 3 * 8 * 8
+
+# Bytes read and written by each kernel of the entry computation.
+BY_HAND = {
+    "copy.25": 4 + 4,
+    "loop_compare_fusion.1": 4 + 1,
+    "gemm_fusion_dot_general.6": SMALL + SMALL,  # one operand twice is read once
+    "loop_multiply_fusion.1": SMALL + SMALL,
+    "cholesky.32": SMALL + SMALL + 12,  # and an int32 for each matrix that says how it went
+    "loop_add_fusion.1": 2 * ROW + 2 * ROW,  # two of y's rows
+    "input_concatenate_fusion": 6 * ROW + 6 * ROW,
+    "loop_transpose_fusion": SMALL + 12 + SMALL,
+    "copy.23": MATRIX + MATRIX,
+}
+# A row of y and a counter read, a row written in place; the counter; its comparison.
+LOOP = 5 * ((ROW + 4 + ROW) + (4 + 4) + (4 + 1))
+CONDITIONAL = 3 * MATRIX  # the product, which moves more than the other branch
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_a_kernel_moves(name):
+    kernels = {x.name: x for x in MODULE.entry.instructions}
+    sizes = {x.name: x.bytes for x in MODULE.entry.instructions}
+    assert kernel_bytes(MODULE, kernels[name], sizes) == BY_HAND[name]
+
+
+def test_a_program_is_its_kernels_loops_and_dearest_branches():
+    counts = count(MODULE)
+    assert counts.bytes_moved == sum(BY_HAND.values()) + LOOP + CONDITIONAL
+    assert counts.kernels == len(BY_HAND) + 5 * 3 + 1
+    assert counts.library_calls == {"cusolver_potrf_ffi": 1}
+    assert counts.collectives == [{"kind": "all-reduce", "dtype": "f32", "bytes": MATRIX}]
+
+
+def test_a_pallas_kernel_that_leaves_operands_unread_says_so_in_its_name():
+    text = """ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  ROOT %call = f32[8]{0} custom-call(%a, %b), custom_call_target="__gpu$xla.gpu.triton", NAME
+}
+"""
+    for name, moved in [('backend_config={name = "x_unread_1_2"}', 64), ("x", 96)]:
+        counts = count(parse(text.replace("NAME", name)))
+        assert (counts.kernels, counts.bytes_moved, dict(counts.library_calls)) == (1, moved, {})
+
+
+def test_shapes_have_dtypes_and_bytes():
+    found = list(arrays("(bf16[2,3]{1,0}, pred[], s8[5], f8e4m3fn[4])"))
+    assert found == [("bf16", 6, 12), ("pred", 1, 1), ("s8", 5, 5), ("f8e4m3fn", 4, 4)]
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no HLO module"):
+        parse("HloModule empty")
+
+
+def test_a_run_that_cannot_compile_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_program, "compiler_found", lambda: False)
+    assert gpu_program.main([]) == 1
+    assert 'pip install "jax[cuda12]"' in capsys.readouterr().err
+
+
+def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
+    result = {
+        "kernels": 120.0,
+        "words": 7.27,
+        "floor": 6.99,
+        "temporary": 0.02,
+        "library_calls": {},
+        "collectives": 2 * [{"kind": "all-reduce", "dtype": "f32", "bytes": 1000}],
+        "compile_seconds": 40.0,
+        "processor_seconds": 28.0,
+    }
+    found = iter([result, {"error": "XlaRuntimeError: 'scf.if'"}])
+    monkeypatch.setattr(gpu_program, "compiler_found", lambda: True)
+    monkeypatch.setattr(gpu_program, "compiled", lambda job, limit: next(found))
+    arguments = ["--trees", "mlp", "--reducers", "powersgd;allreduce", "--ranks", "4"]
+    assert gpu_program.main([*arguments, "--out", str(tmp_path)]) == 1
+    run = json.loads((tmp_path / "gpu_program-h200.json").read_text())
+    lines = table(run).splitlines()
+    row = "| mlp | powersgd | 4 | 120 | 7.27 | 6.99 | 0.02 | none | 2 all-reduce f32, 2,000 |"
+    assert lines[-2] == f"{row} 40 (28) |"
+    assert "scf.if" in lines[-1]
+    assert (tmp_path / "gpu_program-h200.md").read_text() in capsys.readouterr().out
+
+
+def test_a_child_that_fails_is_reported(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert gpu_program.compiled({}, 10) == {"error": "ended with 1"}

@@ -1,0 +1,93 @@
+"""The programs to copy, run as a user runs them, and what they say."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import include
+import pytest
+from paths import EXAMPLES
+
+PROGRAMS = sorted(EXAMPLES.glob("*.py"))
+
+
+def run(name, *arguments):
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},  # each makes its own number of devices
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def output(name, *arguments):
+    done = run(name, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_a_program_is_one_file_that_needs_nothing_of_ours_but_jaxcomp(program):
+    source = program.read_text()
+    assert len(source.splitlines()) < 80
+    ours = {path.stem for path in EXAMPLES.rglob("*.py")}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = (
+                [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            )
+            assert ours.isdisjoint(name.split(".")[0] for name in names)
+
+
+@pytest.mark.parametrize("page", include.pages(), ids=lambda path: path.name)
+def test_the_documents_show_the_programs_as_they_are(page):
+    assert page.read_text() == include.included(page.read_text()), "run python docs/include.py"
+
+
+def excess_and_ratio(printed):
+    (excess,) = re.findall(r"([+-][\d.]+)%", printed)
+    (ratio,) = re.findall(r"([\d.]+) times fewer bytes", printed)
+    return float(excess), float(ratio)
+
+
+def test_the_quick_start_ends_near_the_exact_loss():
+    excess, ratio = excess_and_ratio(output("quickstart.py"))
+    assert excess < 2
+    assert ratio > 10
+
+
+def test_diloco_ends_near_the_exact_loss():
+    excess, ratio = excess_and_ratio(output("diloco.py"))
+    assert excess < 2
+    assert ratio == 16
+
+
+def test_resuming_on_another_number_of_replicas_repeats_the_run(tmp_path):
+    def losses(*replicas):
+        directory = tmp_path / "-".join(map(str, replicas))
+        printed = "".join(output("resume.py", directory, "--replicas", n) for n in replicas)
+        return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+
+    stayed, moved = losses(4, 4), losses(4, 2)
+    assert len(stayed) == len(moved) == 12
+    assert stayed[-1] < stayed[0] / 2
+    assert moved == pytest.approx(stayed, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/run", "--replicas", "3"], "--replicas must divide the batch of 64, got 3"),
+        (["{tmp}/file"], "/file is a file; checkpoints need a directory"),
+        ([], "required: directory"),
+    ],
+)
+def test_resume_answers_wrong_input_in_one_sentence(arguments, message, tmp_path):
+    (tmp_path / "file").touch()
+    done = run("resume.py", *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]

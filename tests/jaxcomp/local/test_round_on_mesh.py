@@ -1,0 +1,89 @@
+"""local_sgd_round(mesh=...) inside jit: the numbers of a round inside a shard_map by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import jaxcomp
+
+P = jax.P
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+N, EVERY, ROUNDS = 4, 3, 3
+INNER = optax.sgd(0.1, momentum=0.9)
+
+
+def grid(kind, n=N):
+    return jax.make_mesh((n,), ("data",), axis_types=(KINDS[kind],), devices=jax.devices()[:n])
+
+
+def step(params, inner, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p["w"] - 1) ** 2))(params)
+    updates, inner = INNER.update(grads, inner, params)
+    return optax.apply_updates(params, updates), inner, loss
+
+
+def arguments():
+    return {
+        "sync_every": EVERY,
+        "axis_name": "data",
+        "reducer": jaxcomp.powersgd(1, axis_name="data", start_step=1),
+        "outer": optax.sgd(0.7, momentum=0.9, nesterov=True),
+        "inner_init": INNER.init,
+    }
+
+
+def by_hand(params, batches):
+    """(parameters, losses) of the round that the caller maps."""
+    mesh, run = grid("auto"), jaxcomp.local_sgd_round(step, **arguments())
+    state = run.init(params)
+    specs = jaxcomp.state_specs(state, "data")
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(P(), specs, P(None, "data")),
+        out_specs=(P(), specs, P("data")),
+    )
+    mapped, state = jax.jit(mapped), jaxcomp.shard_state(state, mesh, "data")
+    losses = []
+    for batch in batches:
+        params, state, loss = mapped(params, state, batch)
+        losses.append(np.reshape(loss, (N, EVERY)))
+    return params, losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_maps_itself_over_the_mesh(kind):
+    rng = np.random.default_rng(0)
+    start = {"w": (rng.normal(size=(16, 12)) / 4).astype(np.float32)}
+    batches = rng.normal(size=(ROUNDS, EVERY, 2 * N, 16)).astype(np.float32)
+    expected, losses = by_hand(jax.tree.map(jnp.asarray, start), batches)
+
+    mesh = grid(kind)
+    run = jaxcomp.local_sgd_round(step, mesh=mesh, **arguments())
+    params = jax.device_put(start, NamedSharding(mesh, P()))
+    state, compiled = run.init(params), jax.jit(run)
+    assert state.inner[0].trace["w"].shape == (N, 1, 16, 12)
+    for batch, loss in zip(batches, losses, strict=True):
+        params, state, found = compiled(params, state, batch)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)
+    assert params["w"].sharding.is_fully_replicated
+    mean = jaxcomp.consolidate(state)
+    np.testing.assert_allclose(
+        mean.inner[0].trace["w"], np.mean(state.inner[0].trace["w"], 0), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_what_does_not_fit_the_mesh_is_refused():
+    run = jaxcomp.local_sgd_round(step, mesh=grid("auto"), **arguments())
+    params = {"w": jnp.zeros((16, 12))}
+    with pytest.raises(ValueError, match="no axis 'data'"):
+        jaxcomp.local_sgd_round(step, mesh=jax.make_mesh((8,), ("x",)), **arguments())
+    with pytest.raises(ValueError, match="cannot split between 4 replicas"):
+        run(params, run.init(params), jnp.zeros((EVERY, 6, 16)))
+    other = jaxcomp.local_sgd_round(step, mesh=grid("auto", 2), **arguments()).init(params)
+    with pytest.raises(ValueError, match="4 replicas need a leading axis"):
+        run(params, other, jnp.zeros((EVERY, 8, 16)))

@@ -1,0 +1,166 @@
+"""Parameters as people annotate, stack, freeze and wrap them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from leaves import random_grads
+from runners import mesh_of
+
+import jaxcomp
+
+P = jax.P
+REDUCER = {"axis_name": "data", "start_step": 0}
+
+
+class Model(nn.Module):
+    box: str = "partitioned"
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        wrap = {
+            "partitioned": nn.with_partitioning(init, (None, "tensor")),
+            "logical": nn.with_logical_partitioning(init, ("embed", "mlp")),
+            "plain": init,
+        }[self.box]
+        x = jnp.tanh(nn.Dense(32, kernel_init=wrap, name="up")(x))
+        return nn.Dense(16, kernel_init=wrap, name="down")(x)
+
+
+def one_update(tx, params, n=4):
+    """The averages and the new state for some gradients, the same for every box."""
+    seeds = np.random.default_rng(0)
+    grads = jax.tree.map(
+        lambda p: jnp.asarray(seeds.normal(size=(n, *p.shape)), jnp.float32), params
+    )
+    state = tx.init(params)
+    update = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, 0), axis_name="data")
+    return update(grads, state)
+
+
+@pytest.mark.parametrize("make", ["powersgd", "error_feedback"])
+@pytest.mark.parametrize("box", ["partitioned", "logical"])
+def test_a_state_has_no_boxes_and_averages_have_those_of_the_gradients(box, make):
+    tx = jaxcomp.powersgd(2, **REDUCER)
+    if make == "error_feedback":
+        tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data"))
+    x = jnp.ones((1, 16))
+    boxed = Model(box).init(jax.random.key(0), x)["params"]
+    plain = Model("plain").init(jax.random.key(0), x)["params"]
+    means, state = one_update(tx, boxed)
+    expected, plain_state = one_update(tx, plain)
+    assert jax.tree.structure(state) == jax.tree.structure(plain_state)
+    assert jax.tree.structure(means) == jax.tree.structure(boxed)
+    jax.tree.map(np.testing.assert_array_equal, nn.meta.unbox(means), expected)
+    # What lm1b takes shardings from: nothing in the state has the weight's.
+    specs = jax.tree.leaves(nn.get_partition_spec(state), is_leaf=lambda x: isinstance(x, P))
+    assert all(spec in (P(), None) for spec in specs)
+
+
+def test_nnx_parameters_with_shardings_train_at_rank_1_under_nnx_optimizer():
+    """Factors of rank 1 do not divide by the two devices of the weight's axis."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), devices=jax.devices()[:8])
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
+        model = nnx.Linear(32, 32, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+        assert model.kernel[...].sharding.spec == P(None, "tensor")
+        tx = optax.chain(jaxcomp.powersgd(1, **REDUCER), optax.adam(1e-2))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        leaves = jax.tree_util.tree_flatten_with_path(nnx.state(optimizer))[0]
+        factors = [
+            x for path, x in leaves if ".q" in jax.tree_util.keystr(path) or "'q'" in str(path)
+        ]
+        assert [x.shape for x in factors] == [(32, 1)]
+
+        graph, params = nnx.split(model)
+        loss = lambda p, x: jnp.mean((nnx.merge(graph, p)(x) - 1) ** 2)  # noqa: E731
+        reducer = jaxcomp.powersgd(1, **REDUCER)
+        value_and_grad = jaxcomp.value_and_grad(loss, reducer)
+        state = value_and_grad.init(params)
+        x = jax.device_put(np.ones((8, 32), np.float32), NamedSharding(mesh, P("data")))
+        (before, grads), state = jax.jit(value_and_grad)(state, params, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        (after, _), _ = jax.jit(value_and_grad)(state, params, x)
+        assert float(after) < float(before)
+
+
+def test_stacked_layers_are_compressed_one_by_one():
+    layers = random_grads({"kernel": (16, 12), "bias": (12,)}, 3, 1)
+    one = {name: x[0, 0] for name, x in layers.items()}
+    stack = {"blocks": {n: x[:, 0] for n, x in layers.items()}, "head": {"kernel": one["kernel"]}}
+    stacked = jaxcomp.powersgd(2, stacked="blocks", min_compression_rate=1, **REDUCER)
+    state = stacked.init(stack)
+    assert state.q["blocks"]["kernel"].shape == (3, 16, 2)
+    assert state.q["head"]["kernel"].shape == (16, 2)
+    assert isinstance(state.q["blocks"]["bias"], optax.MaskedNode)  # a row for each layer
+
+    def dims(path, leaf):
+        """A wish for the head, and the default for everything else."""
+        if path[0].key == "head":
+            return jaxcomp.MatrixDims(rows=(0,), cols=(1,))
+        return jaxcomp.extend.default_matrix_dims(path, leaf)
+
+    both = jaxcomp.powersgd(
+        2, stacked=("blocks",), matrix_dims=dims, min_compression_rate=1, **REDUCER
+    )
+    state = both.init(stack)
+    assert state.q["blocks"]["kernel"].shape == (3, 16, 2)
+    assert state.q["head"]["kernel"].shape == (12, 2)
+    means, _ = one_update(stacked, stack)
+    ranks = [np.linalg.matrix_rank(x, tol=1e-4) for x in means["blocks"]["kernel"]]
+    assert ranks == [2, 2, 2]
+    with pytest.raises(ValueError, match="`stacked` must be a name or a tuple of names"):
+        jaxcomp.powersgd(2, stacked=["blocks"], **REDUCER)
+
+
+@pytest.mark.parametrize("frozen", ["set_to_zero", "masked"])
+def test_lora_and_frozen_leaves_type_check(frozen):
+    """Frozen weights beside adapters, in one shard_map with check_vma=True."""
+    mesh = mesh_of(4)
+    shapes = {"frozen": (32, 32), "a": (32, 2), "b": (2, 32)}
+    params = {name: x[0, 0] for name, x in random_grads(shapes, 1, 1).items()}
+    labels = {"frozen": "frozen", "a": "lora", "b": "lora"}
+    reducer = jaxcomp.powersgd(1, min_compression_rate=1, **REDUCER)
+    tx = {
+        "set_to_zero": optax.multi_transform(
+            {"lora": optax.chain(reducer, optax.sgd(0.1)), "frozen": jaxcomp.set_to_zero()}, labels
+        ),
+        "masked": optax.chain(
+            optax.masked(reducer, {"frozen": False, "a": True, "b": True}),
+            optax.masked(jaxcomp.set_to_zero(), {"frozen": True, "a": False, "b": False}),
+            optax.sgd(0.1),
+        ),
+    }[frozen]
+    state = tx.init(params)
+    specs = jaxcomp.state_specs(state, "data")
+
+    def loss(params, x):
+        return jnp.mean((x @ (params["frozen"] + params["a"] @ params["b"])) ** 2)
+
+    def step(params, state, x):
+        _, grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+    )
+    after, _ = jax.jit(mapped)(params, jaxcomp.shard_state(state, mesh, "data"), jnp.ones((8, 32)))
+    np.testing.assert_array_equal(after["frozen"], params["frozen"])
+    assert float(jnp.abs(after["a"] - params["a"]).max()) > 0
+
+
+def test_a_module_with_functions_in_it_is_told_to_filter():
+    """What an Equinox module with an activation is to JAX: a tree with a function as a leaf."""
+    module = {"weight": jnp.ones((8, 8)), "activation": jnp.tanh}
+    for tx in (jaxcomp.powersgd(1, **REDUCER), jaxcomp.allreduce(axis_name="data")):
+        with pytest.raises(ValueError, match=r"activation.* no array.*eqx\.filter\(model"):
+            jax.vmap(lambda _, tx=tx: tx.update(module, tx.init(module)), axis_name="data")(
+                jnp.zeros(2)
+            )

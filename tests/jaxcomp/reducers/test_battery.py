@@ -1,0 +1,204 @@
+"""What every reducer does, whatever it sends: in Optax's wrappers, with odd leaves, refusals."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from leaves import SMALL, random_grads, zeros
+from reducers import REDUCERS, reducer
+from runners import AXIS, mesh_of, simulate
+
+import jaxcomp
+
+GRADS = random_grads(SMALL, 2, 4)
+# A value within rounding of the middle of two levels goes to the other side, now and then.
+LEVEL = 2 * max(np.abs(x).max() for x in GRADS.values()) / 127
+EVERYWHERE = [(name, "shard_map") for name in REDUCERS] + [
+    (name, mapping)
+    for name in ("allreduce", "allreduce-fp16", "powersgd", "powersgd-late", "powersgd-alternating")
+    for mapping in ("vmap", "pmap")
+]
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax itself is not written for strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def sends_int8(name):
+    return "int8" in name
+
+
+@pytest.mark.parametrize(("name", "mapping"), EVERYWHERE)
+def test_chain_with_adamw_and_extra_arguments(name, mapping):
+    tx = optax.chain(reducer(name), optax.adamw(1e-3))
+    outputs, _ = simulate(mapping, tx, GRADS, params=zeros(SMALL), value=1.0)
+    assert np.isfinite(outputs["dense"]).all()
+    assert np.any(outputs["dense"])
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_inject_hyperparams_around_a_chain(name):
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        return optax.chain(reducer(name), optax.sgd(learning_rate))
+
+    tx = optimizer(learning_rate=optax.linear_schedule(1.0, 0.0, 2))
+    outputs, state = simulate("shard_map", tx, GRADS)
+    expected, alone = simulate("shard_map", reducer(name), GRADS)
+    atol = LEVEL if sends_int8(name) else 1e-5
+    for leaf in SMALL:
+        for t, rate in enumerate((1.0, 0.5, 0.0, 0.0)):
+            np.testing.assert_allclose(outputs[leaf][t], -rate * expected[leaf][t], atol=atol)
+    assert jax.tree.structure(state.inner_state[0]) == jax.tree.structure(alone)
+
+
+@pytest.mark.parametrize(("name", "mapping"), EVERYWHERE)
+def test_multisteps_reduces_the_mean_of_the_micro_batches(name, mapping):
+    """Two micro-batches of g are one batch of their mean, and the updates leave replicated."""
+    tx = optax.MultiSteps(optax.chain(reducer(name), optax.sgd(1.0)), 2)
+    outputs, _ = simulate(mapping, tx, GRADS)
+    mean = jax.tree.map(lambda g: g.reshape(2, 2, 2, *g.shape[2:]).mean(2), GRADS)
+    expected, _ = simulate("shard_map", reducer(name), mean)
+    for leaf in SMALL:
+        assert not np.any(outputs[leaf][::2])
+        atol = LEVEL if sends_int8(name) else 2e-4
+        np.testing.assert_allclose(outputs[leaf][1::2], -expected[leaf], atol=atol)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_multi_transform_gives_each_its_own_leaves(name):
+    split = optax.multi_transform(
+        {"matrix": reducer(name), "vector": reducer("allreduce")},
+        {"dense": "matrix", "bias": "vector"},
+    )
+    outputs, _ = simulate("shard_map", split, GRADS)
+    expected, _ = simulate("shard_map", reducer(name), {"dense": GRADS["dense"]})
+    np.testing.assert_allclose(outputs["bias"], GRADS["bias"].mean(0), rtol=1e-6)
+    atol = LEVEL if sends_int8(name) else 1e-5
+    np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=atol)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_bad_step_leaves_no_trace_and_apply_if_finite_skips_it(name):
+    rule = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), max_consecutive_errors=5)
+    tx = optax.chain(reducer(name), rule)
+    bad = jax.tree.map(np.array, GRADS)
+    bad["dense"][1, 2, 0, 0] = np.inf
+    outputs, state = simulate("shard_map", tx, bad)
+    skipped, expected = simulate(
+        "shard_map", tx, jax.tree.map(lambda g: np.delete(g, 2, axis=1), GRADS)
+    )
+    for leaf in SMALL:
+        assert not np.any(outputs[leaf][2])
+        np.testing.assert_array_equal(np.delete(outputs[leaf], 2, axis=0), skipped[leaf])
+    assert np.any(outputs["dense"][3])
+    assert int(state[1].total_notfinite) == 1
+    jax.tree.map(np.testing.assert_array_equal, state[0], expected[0])
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_bfloat16_gradients_keep_their_dtype(name):
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    tx = optax.chain(reducer(name), optax.sgd(0.1))
+    outputs, _ = simulate("shard_map", tx, grads)
+    assert {x.dtype for x in outputs.values()} == {jnp.dtype(jnp.bfloat16)}
+    if name == "batched":  # in which the bias is part of one matrix of low rank
+        return
+    mean = grads["bias"].astype(np.float32).mean(0)
+    atol = LEVEL if sends_int8(name) else 0.05
+    np.testing.assert_allclose(-10 * outputs["bias"].astype(np.float32), mean, atol=atol)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_jit_and_eager_agree(name):
+    tx, grads = reducer(name), jax.tree.map(lambda g: g[:, 0], GRADS)
+    eager, _ = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)(grads, tx.init(zeros(SMALL)))
+    jitted, _ = simulate("vmap", tx, GRADS)
+    for leaf in SMALL:
+        atol = LEVEL if sends_int8(name) else 1e-5
+        np.testing.assert_allclose(eager[leaf][0], jitted[leaf][0], atol=atol)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_float0_none_scalar_and_empty_leaves_pass(name):
+    tx = reducer(name)
+    params = {
+        "steps": jnp.array([3, 4]),
+        "w": jnp.ones((8, 8)),
+        "scalar": jnp.array(2.0),
+        "none": None,
+        "empty": jnp.zeros((0, 4)),
+    }
+
+    def loss(p, x):
+        return jnp.sum(p["w"] * x) * p["scalar"]
+
+    def step(params, x):
+        _, grads = jaxcomp.local_value_and_grad(loss, AXIS, allow_int=True)(params, x)
+        return {k: v for k, v in tx.update(grads, tx.init(params))[0].items() if k != "steps"}
+
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, 0), axis_name=AXIS))
+    updates = mapped(params, jnp.arange(3.0))
+    # int8: half a level of the largest of 0, 64 and 128, and half a level of the mean; or one each.
+    rtol = 2 / 127 if sends_int8(name) else {"allreduce-bf16": 2**-8}.get(name, 1e-5)
+    if name == "batched":  # in which the scalar is part of one matrix of low rank
+        assert np.isfinite(updates["scalar"]).all()
+    else:
+        np.testing.assert_allclose(updates["scalar"], 64.0, rtol=rtol)
+    assert updates["none"] is None
+    assert updates["empty"].shape == (3, 0, 4)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_gradients_that_are_not_floating_are_all_named(name):
+    tx = reducer(name)
+    grads = {"w": jnp.ones((2, 8, 8)), "odd": jnp.ones((2, 3), int), "z": jnp.ones((2, 3), complex)}
+    state = tx.init(jax.tree.map(lambda g: g[0], grads))
+    with pytest.raises(ValueError, match=r"\['odd'\] has dtype int32; \['z'\] has dtype complex64"):
+        jax.vmap(lambda g: tx.update(g, state)[0], axis_name=AXIS)(grads)
+    with pytest.raises(ValueError, match=r"\['b'\] is a float and no array"):
+        jax.vmap(lambda g: tx.update({"w": g, "b": 1.0}, state)[0], axis_name=AXIS)(grads["w"])
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_an_unbound_axis_is_named_with_the_fix(name):
+    tx, grads = reducer(name), {"w": jnp.ones((8, 8))}
+    with pytest.raises(ValueError, match=r"axis 'data' is not bound here. Call update\(\) inside"):
+        tx.update(grads, tx.init(grads))
+    with pytest.raises(ValueError, match="not bound"):
+        jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="batch")({"w": jnp.ones((2, 8, 8))})
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(name):
+    tx = reducer(name)
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
+        return tx.update({"w": grads}, tx.init({"w": w}))[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
+    )
+    with pytest.raises(ValueError, match=r"\['w'\] is the same on every replica.*local_value_and_"):
+        jax.jit(mapped)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_reducer_can_be_copied_and_its_state_pickled(name):
+    tx = reducer(name)
+    for other in (copy.copy(tx), copy.deepcopy(tx)):
+        assert other.axis_name == tx.axis_name
+        assert isinstance(other, jaxcomp.Reducer)
+        assert repr(other) == repr(tx)
+    state = tx.init(zeros(SMALL))
+    again = pickle.loads(pickle.dumps(state))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)

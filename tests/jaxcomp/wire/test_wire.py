@@ -1,0 +1,183 @@
+"""jaxcomp.wire reads what XLA wrote; jaxcomp.check refuses what a reducer should have saved."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from runners import mesh_of
+
+import jaxcomp
+from jaxcomp._wire.hlo import instructions, replica_groups
+
+P = jax.P
+
+
+def parameters(mesh):
+    keys = jax.random.split(jax.random.key(0))
+    values = {
+        "in": jax.random.normal(keys[0], (256, 384)),
+        "out": jax.random.normal(keys[1], (384, 256)),
+    }
+    return jax.device_put(values, NamedSharding(mesh, P()))
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+
+def compiled(step, *arguments):
+    return jax.jit(step).lower(*arguments).compile()
+
+
+def mapped(body, mesh, state_specs):
+    """One shard_map around a step (params, state, x) -> (gradients, state)."""
+    specs = (P(), state_specs, P("data"))
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), state_specs))
+
+
+FORMS = {
+    "replica_groups={{0,4},{1,5}}, to_apply=%add": [[0, 4], [1, 5]],
+    "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
+    "replica_groups=[2,2]<=[2,2]T(1,0), channel": [[0, 2], [1, 3]],
+    "replica_groups=[2,2]<=[2,2], channel": [[0, 1], [2, 3]],
+    "replica_groups=mesh['slow'=2,'fast'=2] {'slow'}, use": [[0, 2], [1, 3]],
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}, use": [[0, 1, 4, 5], [2, 3, 6, 7]],
+    # The devices 0 2 1 3 in a row, cut in two columns.
+    "replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}, use": [[0, 1], [2, 3]],
+    "channel_id=1, replica_groups={}, to_apply=%add": None,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_replica_groups_are_read_in_every_form(form):
+    assert replica_groups(form) == FORMS[form]
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match="form unknown here: replica_groups=ring"):
+        replica_groups("replica_groups=ring")
+
+
+def test_bytes_of_asynchronous_and_merged_collectives_and_where_they_run():
+    text = """HloModule m, num_partitions=4
+
+%body (p: (f32[8])) -> (f32[8]) {
+  %a = (f32[8]{0}, bf16[2,3]{1,0}) all-reduce(%x, /*index=1*/%y), replica_groups={{0,1,2,3}}
+}
+
+%second (p: f32[8]) -> f32[8] {
+  %g = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
+  %d = f32[8]{0} all-gather-done(%g)
+}
+
+%first (p: f32[8]) -> f32[8] {
+  ROOT %s = f32[8]{0} copy(%p)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = (f32[8]) while(%t), condition=%cond, body=%body
+  %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%first, %second}
+  ROOT %r = s8[4]{0} all-reduce-start(%c), replica_groups={{0,1,2,3}}, metadata={op_name="f/psum"}
+}
+"""
+    loop, branch, last = instructions(text)
+    assert loop.arrays == (("f32", (8,)), ("bf16", (2, 3)))
+    assert (loop.in_loop, branch.in_loop, last.in_loop) == (True, False, False)
+    assert branch.arrays == (("f32", (8,)),)
+    assert [len(x.branch) for x in (loop, branch, last)] == [0, 1, 0]
+    assert last.operation == "f/psum"
+
+
+def test_every_collective_with_its_axes_and_a_total():
+    kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:8]}
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), **kinds)
+
+    def step(x):
+        rows = jax.lax.all_gather(jax.lax.psum(x, "slow"), "fast")
+        both = jax.lax.psum(x, ("slow", "fast"))
+        return rows.sum(0) + both + jax.lax.ppermute(x, "fast", [(0, 1), (1, 0), (2, 2), (3, 3)])
+
+    spec = P(("slow", "fast"))
+    run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.device_put(jnp.ones((8, 50)), NamedSharding(mesh, spec))
+    found = jaxcomp.wire(compiled(run, x))
+    by_kind = {(x.kind, x.axes): x for x in found.collectives}
+    assert by_kind["all-reduce", ("slow",)].bytes == 200
+    assert by_kind["all-reduce", ("slow", "fast")].devices == 8
+    gathered = by_kind["all-gather", ("fast",)]
+    assert (gathered.bytes, gathered.as_all_reduce) == (800, 400)
+    assert by_kind["collective-permute", ("fast",)].bytes == 200
+    assert found.by_axis == {"slow": 400, "fast": 700}
+    assert str(found).splitlines()[-1].split() == ["total", "400", "slow"]
+    with pytest.raises(ValueError, match=r"jax.jit\(step\).lower"):
+        jaxcomp.wire(jax.jit(step))
+
+
+REDUCERS = {
+    "now": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=0),
+    "later": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=5),
+    "alternating": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=0, alternating=True),
+    "int8": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype=jnp.int8),
+    "quantized": lambda: jaxcomp.quantized_allreduce(axis_name="data"),
+    "allreduce": lambda: jaxcomp.allreduce(axis_name="data"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
+    mesh, reducer = mesh_of(4), REDUCERS[name]()
+    params, x = parameters(mesh), jnp.ones((8, 256))
+
+    def lowered(tx):
+        run = jaxcomp.value_and_grad(loss, tx, mesh=mesh, axis_name="data")
+        return compiled(run, run.init(params), params, x)
+
+    jaxcomp.check(lowered(reducer), reducer, params)
+    again = optax.chain(reducer, optax.stateless(lambda g, p: jaxcomp.as_local(g, "data")), reducer)
+    with pytest.raises(ValueError, match="a reducer runs twice"):
+        jaxcomp.check(lowered(again), reducer, params)
+
+
+@pytest.mark.parametrize("name", ["now", "later"])
+def test_a_pmean_left_in_is_named_with_its_line(name):
+    mesh, reducer = mesh_of(4), REDUCERS[name]()
+    params, x = parameters(mesh), jnp.ones((8, 256))
+    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
+
+    def body(params, state, x):
+        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
+        grads = jax.lax.pmean(grads, "data")
+        return reducer.update(jaxcomp.as_local(grads, "data"), state)
+
+    step = compiled(mapped(body, mesh, jaxcomp.state_specs(state, "data")), params, state, x)
+    with pytest.raises(ValueError, match=r"pmean or psum was left in") as error:
+        jaxcomp.check(step, reducer, params)
+    assert "test_wire.py:" in str(error.value)
+
+
+def test_gradients_that_differentiation_reduced_are_told_apart():
+    """A jit loop as it was, with the reducer behind the compiler's own all-reduce."""
+    mesh, reducer = mesh_of(4), REDUCERS["now"]()
+    params = parameters(mesh)
+    x = jax.device_put(jnp.ones((8, 256)), NamedSharding(mesh, P("data")))
+    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
+    specs = jaxcomp.state_specs(state, "data")
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        update = lambda g, s: reducer.update(jaxcomp.as_local(g, "data"), s)  # noqa: E731
+        run = jax.shard_map(update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
+        return run(grads, state)
+
+    with pytest.raises(ValueError, match="Differentiation made it: the gradients were reduced"):
+        jaxcomp.check(compiled(step, params, state, x), reducer, params)
+
+
+def test_a_step_without_its_reducer_is_refused():
+    mesh = mesh_of(4)
+    params, x = parameters(mesh), jnp.ones((8, 256))
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    local = compiled(lambda params, x: jnp.tanh(x @ params["in"]), params, sharded)
+    with pytest.raises(ValueError, match=r"powersgd\(.*\) is not in this step"):
+        jaxcomp.check(local, REDUCERS["now"](), params)

@@ -1,0 +1,48 @@
+"""Trees of the tests: few shapes, so that what is compiled for one test serves the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
+COMPRESSED = ("conv", "dense", "embedding")
+SMALL = {"dense": (24, 16), "bias": (16,)}
+
+
+def zeros(shapes: Any = SHAPES, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+
+
+def zeros_of_one(grads: Any) -> Any:
+    """Parameters for gradients ``(n, steps, *shape)``."""
+    return jax.tree.map(lambda g: np.zeros(g.shape[2:], g.dtype), grads)
+
+
+def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: int = 0) -> Any:
+    """Normal gradients ``(n, steps, *shape)`` with a part in common to all."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.asarray(
+            rng.normal(size=(1, 1, *shape)) + rng.normal(size=(n, steps, *shape)), np.float32
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def with_value(x: Any, index: Any, value: float) -> np.ndarray:
+    """A copy of `x` with another value at `index`."""
+    x = np.array(x)
+    x[index] = value
+    return x
+
+
+def as_matrix(name: str, x: Any) -> np.ndarray:
+    """(rows, cols) of a leaf of SHAPES by the documented rule, written without the library."""
+    x = np.asarray(x, np.float64)
+    if name == "embedding":
+        return x
+    lead = {"conv": 36, "dense": 24}[name]
+    return x.reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1).swapaxes(-1, -2)
