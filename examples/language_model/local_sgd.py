@@ -33,7 +33,7 @@ from lm import (
     loss_fn,
     training_batch,
 )
-from strategies import adamw, dense_bytes
+from strategies import adamw
 from train import Parser
 
 import jaxcomp
@@ -122,7 +122,7 @@ def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
         (params, state), losses = jax.lax.scan(one, (params, state), batches)
         return params, state, losses
 
-    return Phase(steps, run, lambda params, state: state, dense_bytes(params))
+    return Phase(steps, run, lambda params, state: state, mean.bytes(params).bytes_after)
 
 
 def local(
@@ -130,14 +130,11 @@ def local(
 ) -> Phase:
     """Local steps, then a meeting; `options` are those of `jaxcomp.local_sgd_round`."""
     optimizer = adamw(config.learning_rate, config.steps)
-    reduced = None
     if rank is not None:
         options["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-        reduced = partial(jaxcomp.compression_stats, rank=rank)
     step = partial(local_step, model_of(config), optimizer)
     run = jaxcomp.local_sgd_round(step, sync_every=steps, axis_name=AXIS, **options)
-    stats = jaxcomp.local_sgd_stats(params, sync_every=steps, reduced=reduced)
-    return Phase(steps, run, run.init, stats.bytes_per_step)
+    return Phase(steps, run, run.init, run.bytes(params).bytes_after)
 
 
 def post_local(config: Config, params: Tree) -> list[tuple[int, Phase]]:

@@ -1,0 +1,69 @@
+"""DiLoCo: four replicas train on their own for 16 steps, then an outer optimizer joins them."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+import jaxcomp
+
+jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+START, STEPS, H, BATCH, CONTEXT = 64, 512, 16, 256, 16
+
+# The text is Python's own source; a byte is predicted from the 16 before it.
+files = sorted(Path(os.__file__).parent.glob("*.py"))
+text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+train_text, held_out_text = np.split(text, [len(text) * 9 // 10])
+optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, STEPS))
+
+
+def draw(text, size, seed):
+    starts = np.random.default_rng(seed).integers(len(text) - CONTEXT, size=size)
+    return text[starts[..., None] + np.arange(CONTEXT + 1)].astype(np.int32)
+
+
+def loss_fn(params, tokens):
+    x = params["bytes"][tokens[:, :-1]].reshape(len(tokens), -1)
+    logits = jax.nn.relu(x @ params["hidden"]) @ params["output"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -1]).mean()
+
+
+def local_step(params, opt_state, tokens):  # of one device: nothing in it knows of the others
+    loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+a, b, c = jax.random.split(jax.random.key(0), 3)
+params = {
+    "bytes": jax.random.normal(a, (256, 16)),
+    "hidden": jax.random.normal(b, (256, 256)) / 16,
+    "output": jax.random.normal(c, (256, 256)) / 16,
+}
+# As in the paper, it begins with a model that has been trained a little. A step on the whole batch
+# is the exact average.
+opt_state, exact_step = optimizer.init(params), jax.jit(local_step)
+for i in range(START):
+    params, opt_state, _ = exact_step(params, opt_state, draw(train_text, BATCH, (0, i)))
+
+# H local steps, then Nesterov momentum on what they have moved the parameters by.
+nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+diloco = jaxcomp.local_sgd_round(
+    local_step, sync_every=H, axis_name="data", mesh=mesh, outer=nesterov
+)
+state, train_round = diloco.init(params, opt_state), jax.jit(diloco)
+
+exact, exact_state = params, opt_state
+for i in range(START, STEPS, H):
+    tokens = draw(train_text, (H, BATCH), (0, i))
+    params, state, _ = jax.block_until_ready(train_round(params, state, tokens))
+    for batch in tokens:  # beside it, the exact average in every step
+        exact, exact_state, _ = exact_step(exact, exact_state, batch)
+
+held_out, evaluate = draw(held_out_text, 8192, 1), jax.jit(loss_fn)
+best, loss = float(evaluate(exact, held_out)), float(evaluate(params, held_out))
+print(f"held-out loss {best:.4f} exact, {loss:.4f} with DiLoCo: {loss / best - 1:+.1%}")
+print(f"{diloco.bytes(params).ratio:.0f} times fewer bytes")

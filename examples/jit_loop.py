@@ -1,0 +1,79 @@
+"""A data-parallel `jit` loop with and without compression: four lines differ, marked (1) to (4).
+
+The mesh is the one that `jax.make_mesh` makes. At the end the program reads from the compiled step
+what crosses the data axis, and restores its checkpoint on half as many replicas.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+import jaxcomp
+
+
+def loss_fn(params, x, y):
+    """The mean loss of the examples it is given."""
+    hidden = jnp.tanh(x @ params["in"])
+    return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+
+def batch(mesh, step, size=256):
+    """One global batch, split over the data axis."""
+    x = np.random.default_rng(step).normal(size=(size, 64)).astype(np.float32)
+    y = np.sin(x @ np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8)
+    return jax.device_put((x, y), NamedSharding(mesh, jax.P("data")))
+
+
+def training(mesh, steps):
+    """The training step and the object that takes gradients in it."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
+    reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=steps // 10)
+    value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)  # (1) jax.value_and_grad
+
+    @jax.jit
+    def step(params, opt_state, reducer_state, x, y):  # (2) takes and returns reducer_state
+        (loss, grads), reducer_state = value_and_grad(reducer_state, params, x, y)  # (3)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, reducer_state, loss
+
+    return step, value_and_grad, optimizer, reducer
+
+
+def main():
+    """Trains, checks the compiled step, and goes on with fewer replicas."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    step, value_and_grad, optimizer, reducer = training(mesh, arguments.steps)
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"in": jax.random.normal(keys[0], (64, 512)) / 8, "out": jnp.zeros((512, 64))}
+    params = jax.device_put(params, NamedSharding(mesh, jax.P()))
+    opt_state, reducer_state = optimizer.init(params), value_and_grad.init(params)  # (4)
+
+    state = (params, opt_state, reducer_state)
+    compiled = step.lower(*state, *batch(mesh, 0)).compile()
+    print(jaxcomp.check(compiled, reducer, params))
+    for index in range(arguments.steps):
+        *state, loss = step(*state, *batch(mesh, index))
+        if (index + 1) % (arguments.steps // 3) == 0:
+            print(f"step {index + 1:4}  loss {loss:.4f}", flush=True)
+
+    devices = jax.devices()[: mesh.size // 2 or 1]
+    half = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    saved = jax.device_get(state)  # a checkpoint: every array says what it holds
+    step, value_and_grad, *_ = training(half, arguments.steps)
+    params, opt_state = jax.device_put(saved[:2], NamedSharding(half, jax.P()))
+    state = (params, opt_state, value_and_grad.restore(saved[2], params))
+    *_, loss = step(*state, *batch(half, arguments.steps))
+    print(f"on {half.size} replicas: loss {loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Trains for 60 steps and saves; run again, goes on where it stopped, on any number of replicas.
+
+python examples/resume.py checkpoints --replicas 4
+python examples/resume.py checkpoints --replicas 2
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+
+import jaxcomp
+
+STEPS, BATCH = 60, 64
+
+parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+parser.add_argument("directory", type=Path, help="of the checkpoints")
+parser.add_argument("--replicas", type=int, default=4, help="(default: %(default)s)")
+arguments = parser.parse_args()
+if arguments.replicas < 1 or BATCH % arguments.replicas:
+    parser.error(f"--replicas must divide the batch of {BATCH}, got {arguments.replicas}")
+if arguments.directory.exists() and not arguments.directory.is_dir():
+    parser.error(f"{arguments.directory} is a file; checkpoints need a directory")
+
+jax.config.update("jax_num_cpu_devices", arguments.replicas)  # leave out where there are GPUs
+mesh = jax.make_mesh((arguments.replicas,), ("data",), devices=jax.devices()[: arguments.replicas])
+
+
+def draw(step):  # by its number only: a resumed run sees what an uninterrupted one would
+    a, b = jax.random.split(jax.random.key(step))
+    x, noise = jax.random.normal(a, (BATCH, 32)), jax.random.normal(b, (BATCH, 64))
+    return x, jnp.tanh(x @ jax.random.normal(jax.random.key(0), (32, 64)) / 8) + noise / 4
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["hidden"]) @ params["output"] - y) ** 2)
+
+
+optimizer = optax.adam(3e-3)
+reducer = jaxcomp.powersgd(rank=8, axis_name="data", start_step=10)
+value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)
+
+
+@jax.jit
+def train_step(params, opt_state, reducer_state, x, y):
+    (loss, grads), reducer_state = value_and_grad(reducer_state, params, x, y)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, reducer_state, loss
+
+
+keys = jax.random.split(jax.random.key(0))
+params = {
+    "hidden": jax.random.normal(keys[0], (32, 128)) / 6,
+    "output": jax.random.normal(keys[1], (128, 64)) / 11,
+}
+state = (params, optimizer.init(params), reducer.init(params))
+
+manager = ocp.CheckpointManager(arguments.directory.absolute())
+start = manager.latest_step() or 0
+if start:
+    state = manager.restore(start, args=ocp.args.StandardRestore(jax.device_get(state)))
+params, opt_state, reducer_state = state
+reducer_state = value_and_grad.restore(reducer_state, params)  # a residual for each replica
+
+for done in range(start + 1, start + STEPS + 1):
+    state = train_step(params, opt_state, reducer_state, *draw(done))
+    params, opt_state, reducer_state, loss = state
+    if done % 10 == 0:
+        print(f"{arguments.replicas} replicas, step {done}: loss {loss:.6f}")
+
+# The mean of the residuals is all that counts: one state, whatever the number of replicas.
+state = jax.device_get((params, opt_state, jaxcomp.consolidate(reducer_state)))
+manager.save(start + STEPS, args=ocp.args.StandardSave(state))
+manager.close()  # waits for the files
