@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._cli.terminal import printable
+from torch_bridge._base.terminal import plain, printable
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import load
 
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--max-bytes", type=int, metavar="N",
-            help="the most bytes that one file may unpack to (default: 4 x its size + 64 MiB)",
+            help="the most bytes that one file may unpack to (default: 3 x its size + 64 MiB)",
         )  # fmt: skip
         command.add_argument("--quiet", action="store_true", help="show no progress")
     return main
@@ -178,7 +178,7 @@ def _return_freed_memory() -> None:
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"error: {printable(str(error))}", file=sys.stderr)
+    print(f"error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
     names: tuple[str, ...] = getattr(error, "parameters", ())
     options = [_AS_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in names]
     if options:
@@ -207,15 +207,17 @@ def _to_flax(options: argparse.Namespace) -> None:
     from torch_bridge._cli.files import write_flax
 
     choices = _choices(options, options.missing_ranks)
+    _refuse_overwriting(options)
     checkpoint = _load(options.files, options)
     with _stages(options) as notify:
         notify("converting")
         config = config_of(checkpoint)
         state = train_state(checkpoint, choices)
-        notify(f"writing {options.out}")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_flax(options.out, state, config)
-    print(f"{options.out}: step {int(state['step'])}, {_size(state['params'])} values")
+        _prepare(options, notify)
+        write_flax(options.out, state, config, force=options.force)
+    print(
+        f"{printable(str(options.out))}: step {int(state['step'])}, {_size(state['params'])} values"
+    )
 
 
 def _to_torch(options: argparse.Namespace) -> None:
@@ -225,13 +227,25 @@ def _to_torch(options: argparse.Namespace) -> None:
     choices = _choices(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
+    _refuse_overwriting(options)
     like = _load(options.like, options)
     with _stages(options) as notify:
         document = torch_document(options.checkpoint, like, choices, notify)
-        notify(f"writing {options.out}")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        _prepare(options, notify)
         write_document(options.out, document)
-    print(f"{options.out}: {len(document['state_dict'])} tensors")
+    print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _refuse_overwriting(options: argparse.Namespace) -> None:
+    """Before the work begins. A folder is looked into when its step is known."""
+    if options.out.exists() and not options.out.is_dir() and not options.force:
+        raise CheckpointMismatch(f"{options.out} is there already. Pass --force to overwrite it.")
+
+
+def _prepare(options: argparse.Namespace, notify: Callable[[str], None]) -> None:
+    """Make the folder of the output."""
+    notify(f"writing {options.out}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
@@ -283,9 +297,9 @@ def _stages(options: argparse.Namespace) -> Iterator[Callable[[str], None]]:
     with console.status("") as status:
 
         def notify(stage: str) -> None:
-            status.update(stage)
+            status.update(plain(stage))
             if not console.is_terminal:
-                console.print(stage, soft_wrap=True)
+                console.print(plain(stage), soft_wrap=True)
 
         yield notify
 

@@ -290,7 +290,7 @@ def test_before_compression_began_there_and_back(call, tmp_path, monkeypatch):
     assert not record.buckets
     state.iter = 2  # JAX has gone on since: now a layout is needed
     torch.save(value, "earlier.pt")
-    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, *out, "back.pt")
+    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, *out, "other.pt")
     assert code == UNUSABLE
     assert "--layout" in err
 

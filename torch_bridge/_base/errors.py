@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_bridge._base.terminal import printable
+
 
 class CheckpointMismatch(ValueError):
     """A checkpoint does not fit the model, the state or the file format it is read as.
 
-    Every difference is collected first and reported in this one error.
+    Every difference is collected first and reported in this one error. Names come from files, so
+    its text has everything written out that a terminal would act on.
 
     Args:
       message: What was being matched, as one sentence that ends with the way out.
@@ -46,7 +49,7 @@ class CheckpointMismatch(ValueError):
         self.mis_shaped = tuple(mis_shaped)
         self.ambiguous = tuple(ambiguous)
         self.parameters = tuple(parameters)
-        lines = [message]
+        lines = [printable(message, keep="\n")]
         for title, entries in (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
@@ -55,7 +58,7 @@ class CheckpointMismatch(ValueError):
         ):
             if entries:
                 lines.append(f"  {title} ({len(entries)}):")
-                lines += [f"    {entry}" for entry in entries]
+                lines += [f"    {printable(entry)}" for entry in entries]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -84,3 +87,6 @@ class UnsafeCheckpoint(ValueError):
       >>> isinstance(UnsafeCheckpoint("run.pt asks for os.system"), ValueError)
       True
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))

@@ -67,6 +67,8 @@ def import_object(reference: str) -> Any:
 
 def read_layout(path: pathlib.Path) -> BucketLayout:
     """A layout file, as ``record_layout(...).to_json()`` gives it."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointMismatch(f"{path} is no file. --layout must be a file of JSON.")
     try:
         return BucketLayout.from_json(path.read_text(encoding="utf-8"))
     except (CheckpointMismatch, UnicodeDecodeError) as error:

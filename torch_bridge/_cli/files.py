@@ -18,7 +18,13 @@ from torch_bridge._base.errors import CheckpointMismatch
 _STATE, _CONFIG = "state", "config"
 
 
-def write_flax(path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def write_flax(
+    path: pathlib.Path,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    force: bool = False,
+) -> None:
     """Write a train state: ``*.msgpack`` with flax.serialization, else an orbax directory.
 
     Raises:
@@ -36,7 +42,12 @@ def write_flax(path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str
     with ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG)) as manager:
         step = int(state["step"])
         if step in manager.all_steps():
-            raise CheckpointMismatch(f"{path} already holds step {step}; choose another --out.")
+            if not force:
+                raise CheckpointMismatch(
+                    f"{path} already holds step {step}. Choose another --out, or pass --force to "
+                    f"overwrite it."
+                )
+            manager.delete(step)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(dict(config))
         )

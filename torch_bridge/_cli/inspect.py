@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.terminal import plain, printable
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import matrix_shape
@@ -81,9 +82,13 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Sum
         buckets = len(layout.buckets) if layout else len(record.buckets)
         facts["layout"] = f"{source}, {buckets} bucket(s)" if layout else "unknown"
     missing = _missing(checkpoint, record)
+    parameters = tuple(_parameters(checkpoint, record, layout))
+    for row in parameters:
+        if not all(norm is None or math.isfinite(norm) for norm in (row.q_norm, row.error_norm)):
+            missing.append(f"a finite state of {row.name} (never used?); it will start afresh")
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
-    return Summary(facts, tuple(_parameters(checkpoint, record, layout)), tuple(missing))
+    return Summary(facts, parameters, tuple(missing))
 
 
 def _find_layout(
@@ -140,7 +145,7 @@ def _parameters(
         return [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, rate)}
-    norms = _error_norms(checkpoint, layout)
+    norms = {name: _norm(part) for name, part in checkpoint.mean_errors(layout).items()}
     rows = []
     for index, bucket in enumerate(layout.buckets):
         for entry in bucket:
@@ -160,23 +165,10 @@ def _parameters(
 
 def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> ParameterSummary:
     rows, cols = matrix_shape(shape)
-    rank = 0
-    if record is not None:
-        rank = min(rows, cols, record.matrix_approximation_rank)
-        if not (rows + cols) * rank * record.min_compression_rate < rows * cols:
-            rank = 0
+    rank = min(rows, cols, record.matrix_approximation_rank) if record is not None else 0
+    if record is None or not is_compressed(rows, cols, rank, record.min_compression_rate):
+        rank = 0
     return ParameterSummary(name, tuple(shape), (rows, cols), rank)
-
-
-def _error_norms(checkpoint: Checkpoint, layout: BucketLayout) -> Mapping[str, float]:
-    norms = {}
-    for bucket in checkpoint.powersgd[0].error_dict:
-        mean = checkpoint.powersgd[0].error_dict[bucket].astype(np.float32)
-        for record in checkpoint.powersgd[1:]:
-            mean += record.error_dict[bucket]
-        mean /= len(checkpoint.powersgd)
-        norms |= {name: _norm(part) for name, part in layout.split(bucket, mean).items()}
-    return norms
 
 
 def _norm(array: np.ndarray) -> float:
@@ -186,10 +178,11 @@ def _norm(array: np.ndarray) -> float:
 def render(summary: Summary, console: Console) -> None:
     """Print the tables."""
     from rich.table import Table
+    from rich.text import Text
 
     facts = Table.grid(padding=(0, 2))
     for title, value in summary.facts.items():
-        facts.add_row(f"[bold]{title}[/bold]", value)
+        facts.add_row(f"[bold]{title}[/bold]", plain(value))
     console.print(facts)
     table = Table(title="Parameters", title_justify="left")
     for title in ("name", "shape", "matrix", "rank", "bucket", "|q|", "|error|"):
@@ -201,7 +194,7 @@ def render(summary: Summary, console: Console) -> None:
         )
     for row in summary.parameters:
         table.add_row(
-            row.name,
+            plain(row.name),
             "x".join(map(str, row.shape)) or "scalar",
             "x".join(map(str, row.matrix)) if row.rank else "",
             str(row.rank) if row.rank else "not compressed",
@@ -218,4 +211,4 @@ def render(summary: Summary, console: Console) -> None:
     if sent:
         console.print(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
     for line in summary.missing:
-        console.print(f"[yellow]missing:[/yellow] {line}")
+        console.print(Text.assemble(("missing:", "yellow"), " ", printable(line)))

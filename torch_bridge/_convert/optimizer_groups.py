@@ -13,6 +13,7 @@ from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
 from torch_bridge._convert.dampened_trace import dampened_trace
 
+_MAX_STEPS = 2**31  # optax counts in int32
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -48,16 +49,16 @@ class Hyperparameters:
         """
         found = _algorithm(group, algorithm)
         common = {
-            "learning_rate": _number(group["lr"]),
-            "weight_decay": _number(group.get("weight_decay", 0.0)),
+            "learning_rate": _number("lr", group["lr"]),
+            "weight_decay": _number("weight_decay", group.get("weight_decay", 0.0)),
             "maximize": bool(group.get("maximize", False)),
         }
         if found == "sgd":
             return cls(
                 found,
                 **common,
-                momentum=_number(group["momentum"]),
-                dampening=_number(group["dampening"]),
+                momentum=_number("momentum", group["momentum"]),
+                dampening=_number("dampening", group["dampening"]),
                 nesterov=bool(group["nesterov"]),
             )
         if group.get("amsgrad"):
@@ -65,8 +66,11 @@ class Hyperparameters:
                 "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
                 "second moment, torch that of the uncorrected one. Turn it off in torch first."
             )
-        first, second = (_number(beta) for beta in group["betas"])
-        return cls(found, **common, betas=(first, second), eps=_number(group["eps"]))
+        betas = group["betas"]
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
+        first, second = (_number("betas", beta) for beta in betas)
+        return cls(found, **common, betas=(first, second), eps=_number("eps", group["eps"]))
 
     def transformation(
         self, learning_rate: optax.ScalarOrSchedule, terms: int = 1
@@ -102,8 +106,13 @@ class Hyperparameters:
         return self.algorithm == "sgd" and self.momentum != 0
 
 
-def _number(value: Any) -> float:
-    return float(to_numpy(value)) if shape_of(value) or hasattr(value, "shape") else float(value)
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(to_numpy(value)) if hasattr(value, "shape") else float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointMismatch(
+            f"The optimizer's `{name}` must be a number, got a {type(value).__name__}."
+        ) from error
 
 
 def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
@@ -140,7 +149,10 @@ class Entry:
     @property
     def step(self) -> int:
         """Updates that Adam has counted for this parameter."""
-        return int(_number(self.state["step"])) if "step" in self.state else 0
+        step = _number("step", self.state.get("step", 0))
+        if not 0 <= step < _MAX_STEPS:
+            raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
+        return int(step)
 
 
 def read_entries(
@@ -165,8 +177,9 @@ def read_entries(
     """
     if not _is_optimizer(optimizer):
         raise CheckpointMismatch(
-            "This is no optimizer state: {'state': {index: ...}, 'param_groups': [...]} was "
-            "expected. With several optimizers pass the state_dict() of one."
+            "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
+            "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
+            "state_dict() of one."
         )
     groups = optimizer["param_groups"]
     indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
@@ -208,8 +221,13 @@ def _is_optimizer(value: Any) -> bool:
         and all(isinstance(entry, Mapping) for entry in state.values())
         and isinstance(groups, list | tuple)
         and all(isinstance(group, Mapping) and "lr" in group for group in groups)
-        and all(isinstance(group.get("params"), list | tuple) for group in groups)
+        and all(_is_list(group.get("params"), int | str) for group in groups)
+        and all(_is_list(group.get("param_names", ()), str) for group in groups)
     )
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)
 
 
 def _names(

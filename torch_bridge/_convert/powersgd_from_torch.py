@@ -15,6 +15,7 @@ from jaxcomp import PowerSGDState
 from jaxcomp.extend import LeafPlan, plan_leaves, unboxed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -113,8 +114,9 @@ def powersgd_from_torch(
                 factors[index] = jnp.array(q)
     if afresh:
         warnings.warn(
-            f"The state of {', '.join(afresh)} in the file is not finite, as torch leaves it where "
-            "a layer is never used. It starts afresh, with a new Q and no residual.",
+            f"The state of {printable(', '.join(afresh))} in the file is not finite, as torch "
+            "leaves it where a layer is never used. It starts afresh, with a new Q and no "
+            "residual.",
             stacklevel=2,
         )
     _warn_packed(found, source)
@@ -184,8 +186,9 @@ def _warn_packed(pairings: Sequence[Pairing], source: Source) -> None:
     packed = sorted({p.torch_name for p in pairings if p.rows is not None and source.slot(p)})
     if packed:
         warnings.warn(
-            f"{', '.join(packed)}: torch has one Q for all parts of a packed matrix. Each Flax "
-            f"kernel gets this Q and its part of the error, so the next steps are equivalent in "
-            f"kind, not equal. A Flax model with one packed kernel continues exactly.",
+            f"{printable(', '.join(packed))}: torch has one Q for all parts of a packed matrix. "
+            f"Each Flax kernel gets this Q and its part of the error, so the next steps are "
+            f"equivalent in kind, not equal. A Flax model with one packed kernel continues "
+            f"exactly.",
             stacklevel=3,
         )

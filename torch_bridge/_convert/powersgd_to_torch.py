@@ -16,6 +16,7 @@ from jaxcomp.extend import LeafPlan
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import HYPERPARAMETERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.powersgd_from_torch import SAME_CUT, by_path, plans
 from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout, pack
@@ -290,8 +291,9 @@ def _common(slot: FactorSlot, parts: dict[str, list[np.ndarray]]) -> np.ndarray:
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
     warnings.warn(
-        f"The parts of {slot.entry.name} have different Q factors; torch has one for all and gets "
-        f"their leading common subspace, so its next steps are equivalent in kind, not equal.",
+        f"The parts of {printable(slot.entry.name)} have different Q factors; torch has one for "
+        f"all and gets their leading common subspace, so its next steps are equivalent in kind, "
+        f"not equal.",
         stacklevel=5,
     )
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)

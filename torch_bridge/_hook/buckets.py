@@ -33,6 +33,8 @@ from torch_bridge._hook.entries import (
 
 _FORMAT = "torch_bridge.BucketLayout"
 _VERSION = 1
+_MAX_AXES = 64  # as torch
+_MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +154,10 @@ class BucketLayout:
           CheckpointMismatch: The text is no layout, or of a later version.
         """
         try:
+            # Brackets cost 30 times their size as lists: count them first.
+            named = text.count('"name"')
+            if len(text) > _MAX_TEXT or text.count("[") + text.count("{") > 4 * named + 10_000:
+                raise ValueError("more brackets than names")
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CheckpointMismatch(
@@ -247,6 +253,8 @@ def _entry(item: Any) -> BucketEntry:
         else:
             name, shape, *rest = item
             strides = rest[0] if rest else None
+        if len(shape) > _MAX_AXES:
+            raise ValueError
         shape = tuple(shape)
         strides = contiguous_strides(shape) if strides is None else tuple(strides)
         counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))

@@ -24,6 +24,9 @@ from torch_bridge._read.unpickle import Forbidden, Global, Malformed
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+# Every value of a file is checked before it is used; should one slip through, the file is at fault.
+_UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_MAX_NODES, _MAX_DEPTH = 1_000_000, 64  # of 100 000 parameters: 600 000
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
@@ -46,7 +49,7 @@ def load(
     Args:
       paths: One file, or one per rank. Several files must agree in everything but their errors,
         and are taken for all ranks of the run.
-      max_bytes: The most bytes that the tensors of one file may unpack to; None for four times the
+      max_bytes: The most bytes that the tensors of one file may unpack to; None for three times the
         size of the file and 64 MiB more. torch does not compress, so that only a decompression
         bomb (or an archive that was compressed again) needs more.
       progress: Called with (bytes read, bytes in all) over all files.
@@ -106,7 +109,7 @@ def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, in
             f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
             f"Save tensors, numbers, strings and containers of them, and read that file."
         ) from error
-    except (Malformed, SchemaError) as error:
+    except (Malformed, SchemaError, *_UNFORESEEN) as error:
         raise CheckpointMismatch(
             f"{file} cannot be read: found {error}. Expected {_EXPECTED}, complete and undamaged.",
             parameters=getattr(error, "parameters", ()),
@@ -124,8 +127,10 @@ def _interpret(file: pathlib.Path, value: Any) -> Checkpoint:
         if is_slots(value):
             return Checkpoint({}, (record_from_slots(value),))
         return _documented(value)
-    except SchemaError as error:
-        raise CheckpointMismatch(f"{file}: {error}. Expected {_EXPECTED}.") from error
+    except CheckpointMismatch:
+        raise
+    except (SchemaError, *_UNFORESEEN) as error:
+        raise CheckpointMismatch(f"{file}: {error!s:.400}. Expected {_EXPECTED}.") from error
 
 
 def _documented(value: dict[Any, Any]) -> Checkpoint:
@@ -136,7 +141,7 @@ def _documented(value: dict[Any, Any]) -> Checkpoint:
     model = _take(rest, _MODEL_KEYS)
     # A list of them is kept as it is, in `extra`.
     named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
-    optimizer = rest.pop(named[0]) if named else None
+    optimizer = _walkable(rest.pop(named[0])) if named else None
     if model is None and hook is None:
         model, rest = rest, {}
     if model is not None and not _is_state_dict(model):
@@ -161,12 +166,32 @@ def _own_format(value: dict[str, Any]) -> Checkpoint:
     return Checkpoint(
         model=_unwrapped(entries["state_dict"]),
         powersgd=tuple(records),
-        optimizer=entries.get("optimizer"),
+        optimizer=_walkable(entries.get("optimizer")),
         layout=None if layout is None else BucketLayout.from_json(layout),
         extra=_text_keys(extra, "`extra`") if isinstance(extra, dict) else {},
         world_size=_world_size(entries.get("world_size")),
         hook=entries.get("hook"),
     )
+
+
+def _walkable(tree: Any) -> Any:
+    """`tree`, whose parts can be visited one by one: shared ones may make it endless.
+
+    Raises:
+      SchemaError: It has more parts than any optimizer, or parts in parts without an end.
+    """
+    level, visited, depth = [tree], 1, 0
+    while level := [node for node in level if isinstance(node, dict | list | tuple)]:
+        visited += sum(map(len, level))
+        depth += 1
+        if visited > _MAX_NODES or depth > _MAX_DEPTH:
+            raise SchemaError(
+                f"`optimizer` has more than {_MAX_NODES} entries, or {_MAX_DEPTH} one in the other"
+            )
+        level = [
+            part for node in level for part in (node.values() if isinstance(node, dict) else node)
+        ]
+    return tree
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:

@@ -6,7 +6,6 @@ Both give the same thing: the value at the root of the file, with tensors as Num
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pathlib
 import struct
@@ -25,7 +24,9 @@ Progress = Callable[[int, int], None]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
+_DIRECTORY_BYTES = 18  # of memory, for a byte of a zip directory: 800 for an entry of 46
+_UNCOUNTED = 4 << 20  # what is not charged one by one
 # What the standard library raises on a damaged archive.
 _ZIP_DAMAGE = (
     zipfile.BadZipFile,
@@ -46,7 +47,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
 
     Args:
       path: The file.
-      max_bytes: The most bytes that its arrays may take; None for four times the size of the
+      max_bytes: The most bytes that reading it may take; None for three times the size of the
         file and 64 MiB more. torch stores tensors uncompressed, so that only a bomb needs more.
       progress: Called with bytes read and the size of the file.
 
@@ -58,16 +59,36 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
       Forbidden: It asks for a global that is not on the allow-list.
       OSError: The file cannot be opened.
     """
-    size = os.path.getsize(path)
-    budget = Budget(4 * size + (64 << 20) if max_bytes is None else max_bytes)
-    report = _Meter(size, progress)
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = 3 * size + (64 << 20) - _UNCOUNTED
+        budget = Budget(limit if max_bytes is None else max_bytes)
+        # Each opcode takes a byte of a file that is not compressed; 100 000 tensors take 4 million.
+        opcodes = min(20_000_000, 1_000_000 + size // 4)
+        report = _Meter(size, progress)
         if size == 0:
             raise Malformed("an empty file where a torch.save archive was expected")
-        is_zip = file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
-        value = (_read_zip if is_zip else _read_legacy)(file, budget, report)
+        head = file.read(512)
+        _refuse_others(head)
+        is_zip = head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
+        value = (_read_zip if is_zip else _read_legacy)(file, budget, opcodes, report)
     report.add(size)  # what was not needed counts as read
     return value
+
+
+def _refuse_others(head: bytes) -> None:
+    """A sentence for each kind of file that people take for a checkpoint of torch's."""
+    length, kind = int.from_bytes(head[:8], "little"), None
+    if head[:2] == b"\x1f\x8b":
+        kind = "a gzip file; unpack it first with gunzip"
+    elif head[257:262] == b"ustar":
+        kind = "a tar archive, as of torch before 0.1.10 or of tar; unpack it, or save it anew"
+    elif head[8:9] == b"{" and 2 <= length < 1 << 40:
+        kind = (
+            "a safetensors file; load it with safetensors and save the dictionary with torch.save"
+        )
+    if kind is not None:
+        raise Malformed(kind)
 
 
 class _Meter:
@@ -87,9 +108,11 @@ class _Meter:
 # --- zip ------------------------------------------------------------------------------------
 
 
-def _read_zip(file: io.BufferedReader, budget: Budget, report: _Meter) -> Any:
+def _read_zip(file: io.BufferedReader, budget: Budget, opcodes: int, report: _Meter) -> Any:
     try:
-        archive = zipfile.ZipFile(file)
+        charged = _Directory(file, budget)
+        archive = zipfile.ZipFile(charged)
+        charged.budget = None
     except _ZIP_DAMAGE as error:
         raise Malformed("a damaged zip archive, cut short perhaps") from error
     with archive:
@@ -110,15 +133,33 @@ def _read_zip(file: io.BufferedReader, budget: Budget, report: _Meter) -> Any:
             return found
 
         allowed, constructors = allow_list(budget)
-        stream = records.read_array("data.pkl", None).tobytes()
+        stream = records.read_array("data.pkl", None)
+        budget.claim(stream.size)
         machine = Machine(
-            stream,
+            stream.tobytes(),
             allowed=allowed,
             reduce=constructors,
             persistent_load=persistent_load,
             charge=budget.claim,
+            max_opcodes=opcodes,
         )
+        del stream
         return machine.load()
+
+
+class _Directory:
+    """A file that charges what is read of it, and what `zipfile` makes of that, to a budget."""
+
+    def __init__(self, file: io.BufferedReader, budget: Budget) -> None:
+        self.budget: Budget | None = budget
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if self.budget is not None:
+            left = os.fstat(self._file.fileno()).st_size - self._file.tell()
+            self.budget.claim(_DIRECTORY_BYTES * (left if size < 0 else min(size, left)))
+        return self._file.read(size)
 
 
 def _root(archive: zipfile.ZipFile) -> str:
@@ -187,7 +228,9 @@ def _byte_order(records: _Records) -> str:
 
 def _storage_key(key: Any) -> tuple[np.dtype, str, int]:
     """Check a persistent id: ``('storage', type, key, location, numel)``."""
-    if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
+    if not isinstance(key, tuple) or len(key) not in (5, 6) or not isinstance(key[0], str):
+        raise Malformed("a reference to something that is no storage")
+    if key[0] != "storage":
         raise Malformed("a reference to something that is no storage")
     kind, name, numel = key[1], key[2], key[4]
     if not isinstance(kind, Global) or kind.name not in STORAGES:
@@ -209,43 +252,49 @@ def _swapped(raw: np.ndarray, dtype: np.dtype, swap: bool) -> np.ndarray:
 # --- before torch 1.6 -------------------------------------------------------------------------
 
 
-def _read_legacy(file: io.BufferedReader, budget: Budget, report: _Meter) -> Any:
+def _read_legacy(file: io.BufferedReader, budget: Budget, opcodes: int, report: _Meter) -> Any:
     """Magic number, protocol, system, value, storage keys, then the storages, one by one."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        storages: dict[str, Storage] = {}
+    # Not mapped into memory: a file that is cut while it is read would end the process.
+    budget.claim(report.total)
+    file.seek(0)
+    data = file.read(report.total)
+    storages: dict[str, Storage] = {}
 
-        def persistent_load(key: Any) -> Storage:
-            dtype, name, numel = _storage_key(key)
-            if len(key) == 6 and key[5] is not None:
-                raise Malformed("a storage that is a view of another; save it with torch >= 1.6")
-            if name not in storages:
-                if numel * dtype.itemsize > len(data):
-                    raise Malformed("a storage that is larger than the file")
-                budget.claim(numel * dtype.itemsize)
-                raw = np.zeros(numel * dtype.itemsize, np.uint8)
-                storages[name] = Storage(raw, dtype)
-            return storages[name]
+    def persistent_load(key: Any) -> Storage:
+        dtype, name, numel = _storage_key(key)
+        if len(key) == 6 and key[5] is not None:
+            raise Malformed("a storage that is a view of another; save it with torch >= 1.6")
+        if name not in storages:
+            if numel * dtype.itemsize > len(data):
+                raise Malformed("a storage that is larger than the file")
+            budget.claim(numel * dtype.itemsize)
+            raw = np.zeros(numel * dtype.itemsize, np.uint8)
+            storages[name] = Storage(raw, dtype)
+        return storages[name]
 
-        allowed, constructors = allow_list(budget)
-        machine = Machine(
-            data,
-            allowed=allowed,
-            reduce=constructors,
-            persistent_load=persistent_load,
-            charge=budget.claim,
-        )
-        try:
-            magic, protocol, system = machine.load(), None, None
-        except Malformed as error:
-            raise Malformed("a file that torch.save did not write") from error
-        if magic == _LEGACY_MAGIC:
-            protocol, system = machine.load(), machine.load()
-        if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict):
-            raise Malformed("a file that torch.save did not write")
-        value = machine.load()
-        swap = bool(system.get("little_endian", True)) != (sys.byteorder == "little")
-        _fill_legacy(machine, storages, swap, report)
-        return value
+    allowed, constructors = allow_list(budget)
+    machine = Machine(
+        data,
+        allowed=allowed,
+        reduce=constructors,
+        persistent_load=persistent_load,
+        charge=budget.claim,
+        max_opcodes=opcodes,
+    )
+    try:
+        magic, protocol, system = machine.load(), None, None
+    except Malformed as error:
+        raise Malformed("a file that torch.save did not write") from error
+    if type(magic) is int and magic == _LEGACY_MAGIC:
+        protocol, system = machine.load(), machine.load()
+    known = type(protocol) is int and protocol == _LEGACY_PROTOCOL
+    little = system.get("little_endian", True) if isinstance(system, dict) else None
+    if not known or not isinstance(little, bool):
+        raise Malformed("a file that torch.save did not write")
+    value = machine.load()
+    swap = little != (sys.byteorder == "little")
+    _fill_legacy(machine, storages, swap, report)
+    return value
 
 
 def _fill_legacy(
@@ -263,7 +312,7 @@ def _fill_legacy(
         end = pos + storage.raw.size
         if numel * storage.dtype.itemsize != storage.raw.size or end > len(data):
             raise Malformed("storages that are cut short")
-        storage.raw[:] = np.frombuffer(data[pos:end], np.uint8)
+        storage.raw[:] = np.frombuffer(data, np.uint8, storage.raw.size, pos)
         _swapped(storage.raw, storage.dtype, swap)
         report.add(storage.raw.size)
         pos = end

@@ -123,17 +123,25 @@ class Budget:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Storage:
     """A run of bytes that tensors are views of.
 
     Attributes:
       raw: Uint8, shape (nbytes,).
       dtype: Element type, or `UNTYPED` when each tensor says its own.
+      viewed: Bytes of all tensors so far.
     """
 
     raw: np.ndarray
     dtype: np.dtype
+    viewed: int = 0
+
+    def view_more(self, nbytes: int, budget: Budget) -> None:
+        """Charge a tensor, which is copied sooner or later, where it is not its storage's own."""
+        own = max(self.raw.size - self.viewed, 0)
+        budget.claim(max(nbytes - own, 0))
+        self.viewed += nbytes
 
 
 def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., Any]]]:
@@ -171,6 +179,8 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
 def _tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
         _refuse_lazy_views(rest[2:])
+        if not isinstance(storage, Storage):
+            raise Malformed(f"a tensor made of a {type(storage).__name__}")
         return view(storage, storage.dtype, offset, size, stride, budget)
 
     def tensor_v3(
@@ -214,7 +224,8 @@ def view(
       offset: First element, counted in elements.
       size: Length per axis.
       stride: Distance per axis, counted in elements.
-      budget: Charged the tensor's full size, which strides of 0 can make larger than the file.
+      budget: Charged what all tensors of a storage have more than it; strides of 0 can make them
+        larger than the file.
 
     Returns:
       An array of shape `size` that shares the storage's memory.
@@ -224,17 +235,19 @@ def view(
     """
     if not isinstance(storage, Storage):
         raise Malformed(f"a tensor made of a {type(storage).__name__}")
+    if not all(isinstance(axes, tuple | list) and len(axes) <= 64 for axes in (size, stride)):
+        raise Malformed("a tensor whose sizes and strides are no tuples of at most 64")
     counts = (offset, *size, *stride)
     if any(type(count) is not int or not 0 <= count < 2**62 for count in counts):
         raise Malformed("a tensor whose offset, sizes or strides are no counts")
-    if len(size) != len(stride) or len(size) > 64:
+    if len(size) != len(stride):
         raise Malformed("a tensor whose sizes and strides differ in number")
     numel = math.prod(size)
     if numel:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if (last + 1) * dtype.itemsize > storage.raw.size:
             raise Malformed("a tensor that reaches outside its storage")
-        budget.claim(numel * dtype.itemsize)
+        storage.view_more(numel * dtype.itemsize, budget)
     else:
         return np.empty(tuple(size), dtype)
     return np.ndarray(
@@ -256,7 +269,7 @@ def _refuse_lazy_views(metadata: tuple[Any, ...]) -> None:
 
 
 def _mapping(items: Any = ()) -> dict:
-    pairs = items.items() if isinstance(items, dict) else items
+    pairs = items.items() if isinstance(items, dict) else _plain_list(items)
     return {plain_key(key): value for key, value in pairs}
 
 
@@ -265,7 +278,11 @@ def _default_dict(factory: Any = None, items: Any = ()) -> dict:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+    if (
+        not isinstance(encoding, str)
+        or not isinstance(text, str)
+        or encoding not in ("latin1", "latin-1", "utf-8", "ascii")
+    ):
         raise Malformed("bytes in an encoding that pickle does not use")
     return text.encode(encoding)
 
@@ -278,8 +295,17 @@ def _bytes(value: Any = b"", encoding: Any = None) -> bytes:
     return value
 
 
+def _plain_list(values: Any) -> Any:
+    """`values`, which must not be an array: a few bytes can be seen as one of any size."""
+    if not isinstance(values, tuple | list | set | frozenset):
+        raise Malformed(f"a {type(values).__name__} where a list belongs")
+    return values
+
+
 def _device(kind: Any, index: Any = None) -> str:
     name = _text(kind)
+    if index is not None and type(index) is not int:
+        raise Malformed("a device whose index is no number")
     return f"{name:.32}" if index is None else f"{name:.32}:{int(index)}"
 
 
@@ -289,6 +315,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _complex(real: Any, imag: Any = 0.0) -> complex:
+    if not isinstance(real, int | float) or not isinstance(imag, int | float):
+        raise Malformed("a complex number made of something else")
+    return complex(real, imag)
+
+
 def _path(*parts: Any) -> str:
     if sum(len(_text(part)) for part in parts) > _MAX_PATH:  # joined paths can be joined again
         raise Malformed(f"a path of more than {_MAX_PATH} characters")
@@ -296,7 +328,7 @@ def _path(*parts: Any) -> str:
 
 
 def _size(values: Any) -> tuple:
-    return tuple(values)
+    return tuple(_plain_list(values))
 
 
 def _hook_state(*args: Any) -> Pending:
@@ -323,9 +355,9 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encode,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
-    "builtins.set": lambda items=(): set(map(plain_key, items)),
-    "builtins.frozenset": lambda items=(): frozenset(map(plain_key, items)),
-    "builtins.complex": lambda real, imag=0.0: complex(float(real), float(imag)),
+    "builtins.set": lambda items=(): set(map(plain_key, _plain_list(items))),
+    "builtins.frozenset": lambda items=(): frozenset(map(plain_key, _plain_list(items))),
+    "builtins.complex": _complex,
     "pathlib.PosixPath": _path,
     "pathlib._local.PosixPath": _path,
     "argparse.Namespace": _namespace,
@@ -344,12 +376,14 @@ def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
         if not isinstance(raw, bytes) or not isinstance(dtype, np.dtype):
             raise Malformed("a NumPy array of Python objects, or one without data")
         budget.claim(len(raw))
+        if not isinstance(shape, tuple | list) or len(shape) > 64:
+            raise Malformed("a NumPy array whose shape is no tuple of at most 64")
         flat = np.frombuffer(raw, dtype)
         return flat.reshape(shape, order="F" if fortran else "C").copy()
 
     def unbuilt_array(kind: Any, shape: Any, code: Any) -> Pending:
         def build(state: Any) -> np.ndarray:
-            _version, shape, dtype, fortran, raw = state
+            _version, shape, dtype, fortran, raw = _plain_list(state)
             return array_from(raw, dtype, shape, bool(fortran))
 
         return Pending("numpy.ndarray", build)
@@ -381,7 +415,7 @@ def _numpy_dtype(code: Any, *_: Any) -> Pending:
         if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
             raise Malformed("a structured NumPy dtype")
         order = state[1]
-        if order not in ("<", ">", "|", "="):
+        if not isinstance(order, str) or order not in ("<", ">", "|", "="):
             raise Malformed("a NumPy dtype without a byte order")
         return dtype.newbyteorder(order)
 
@@ -403,8 +437,8 @@ def _random_state_record(state: Any) -> RandomStateRecord:
             kind, words = state["bit_generator"], state["state"]
             fields = (words["key"], words["pos"], state["has_gauss"], state["gauss"])
         else:
-            kind, *fields = state
-        if kind != "MT19937":
+            kind, *fields = _plain_list(state)
+        if not isinstance(kind, str) or len(fields) > 4 or kind != "MT19937":
             raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
         return RandomStateRecord(*fields)
     except (TypeError, ValueError, LookupError) as error:

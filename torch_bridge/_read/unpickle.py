@@ -14,7 +14,6 @@ idea of a reduced machine.
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import pickle
 import struct
 import sys
@@ -23,12 +22,15 @@ from typing import Any
 
 import numpy as np
 
-# A checkpoint with 100 000 tensors takes four million.
-MAX_OPCODES = 20_000_000
-_MEMO_BYTES = 32  # charged for an entry of the memo
-# Hashing a key costs time in proportion to its size, every time, and huge integers can be chosen
-# to collide.
+# Bytes charged: for an entry of the memo or of a set, of a list, of a dictionary, for a number, for
+# an entry of the stack and of the lists that are made of it.
+_MEMO_BYTES, _SLOT_BYTES, _ITEM_BYTES, _NUMBER_BYTES, _STACK_BYTES = 96, 16, 160, 40, 32
+_TEXT_BYTES = 4  # at most, for a character
+_BETWEEN = 1 << 14  # opcodes from one look at the stack to the next
+# Hashing a key costs time in proportion to its size, every time, and integers of more than 61 bits
+# can be chosen to collide; in a tuple, where the choices multiply, floats can, too.
 _MAX_KEY_BITS = 64
+_MAX_PART_BITS = 60
 _MAX_KEY_LENGTH = 1 << 16
 _MAX_KEY_PARTS = 8
 
@@ -85,6 +87,19 @@ class Pending:
         self.memo_keys: list[int] = []
 
 
+# Globals that copy what they are given.
+_CONTAINERS = (tuple, list, set, frozenset, dict)
+_COPIES = frozenset(
+    {
+        "collections.OrderedDict",
+        "collections.Counter",
+        "collections.defaultdict",
+        "builtins.set",
+        "builtins.frozenset",
+        "torch.Size",
+        "_codecs.encode",
+    }
+)
 Constructors = Mapping[str, Callable[..., Any]]
 _MARK = object()
 
@@ -98,8 +113,9 @@ class Machine:
       reduce: Global name -> constructor for REDUCE and NEWOBJ; a name in `allowed` alone may
         appear as a value only.
       persistent_load: Persistent id -> value.
-      charge: Called with the bytes that each container, and each value that a constructor made,
-        takes; raises when it is too much.
+      charge: Called with the bytes that a value takes, before it is made; raises when it is too
+        much.
+      max_opcodes: How many opcodes may run.
       pos: Where the pickle starts.
 
     Attributes:
@@ -108,12 +124,13 @@ class Machine:
 
     def __init__(
         self,
-        data: bytes | mmap.mmap,
+        data: bytes | bytearray,
         *,
         allowed: frozenset[str],
         reduce: Constructors,
         persistent_load: Callable[[Any], Any],
         charge: Callable[[int], None],
+        max_opcodes: int,
         pos: int = 0,
     ) -> None:
         self.data = data
@@ -122,7 +139,9 @@ class Machine:
         self._reduce = reduce
         self._persistent_load = persistent_load
         self._charge = charge
+        self._opcodes_left = max_opcodes
         self._stack: list[Any] = []
+        self._charged = 0  # entries of the stack
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
@@ -132,15 +151,24 @@ class Machine:
           Malformed: The stream is cut short or is not one that torch writes.
           Forbidden: It asks for a global that is not allowed.
         """
-        for _ in range(MAX_OPCODES):
-            opcode = self._take(1)
-            if opcode == pickle.STOP:
+        data, stop = self.data, len(self.data)
+        while self._opcodes_left > 0:
+            self._opcodes_left -= 1
+            if not self._opcodes_left % _BETWEEN:
+                self._charge_stack()
+            if self.pos >= stop:
+                raise Malformed("the pickle ends in the middle of an object")
+            opcode = data[self.pos]
+            self.pos += 1
+            if opcode == _STOP:
                 return self._pop()
-            handler = _HANDLERS.get(opcode)
+            handler = _BY_BYTE[opcode]
             if handler is None:
-                raise Malformed(f"pickle opcode {opcode!r}, which torch.save does not write")
+                raise Malformed(
+                    f"pickle opcode {bytes([opcode])!r}, which torch.save does not write"
+                )
             handler(self)
-        raise Malformed(f"more than {MAX_OPCODES} pickle opcodes")
+        raise Malformed("more pickle opcodes than a file of this size has")
 
     # --- bytes ------------------------------------------------------------------------------
 
@@ -148,7 +176,7 @@ class Machine:
         end = self.pos + count
         if count < 0 or end > len(self.data):
             raise Malformed("the pickle ends in the middle of an object")
-        chunk = self.data[self.pos : end]
+        chunk = bytes(self.data[self.pos : end])
         self.pos = end
         return chunk
 
@@ -163,7 +191,17 @@ class Machine:
 
     # --- the stack --------------------------------------------------------------------------
 
+    def _charge_stack(self) -> None:
+        more = len(self._stack) - self._charged
+        if more > 0:
+            self._charge(more * _STACK_BYTES)
+            self._charged += more
+
     def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _push_number(self, value: Any) -> None:
+        self._charge(_NUMBER_BYTES)
         self._stack.append(value)
 
     def _pop(self) -> Any:
@@ -216,6 +254,9 @@ class Machine:
         if constructor is None:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{target.name} (called)")
+        if target.name in _COPIES:  # before it is made, as everything
+            self._charge(sum(len(a) * _ITEM_BYTES for a in args if isinstance(a, _CONTAINERS)))
+            self._charge(sum(len(a) * _TEXT_BYTES for a in args if isinstance(a, str)))
         self._push_charged(_checked(target.name, constructor, *args))
 
     def _push_charged(self, value: Any) -> None:
@@ -248,6 +289,7 @@ class Machine:
         if len(pairs) % 2:
             raise Malformed("a dictionary key has no value")
         target = self._top(dict)
+        self._charge(len(pairs) // 2 * _ITEM_BYTES)
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             target[plain_key(key)] = value
 
@@ -257,7 +299,23 @@ class Machine:
 
     def _append(self) -> None:
         value = self._pop()
+        self._charge(_SLOT_BYTES)
         self._top(list).append(value)
+
+    def _appends(self) -> None:
+        values = self._pop_to_mark()
+        self._charge(len(values) * _SLOT_BYTES)
+        self._top(list).extend(values)
+
+    def _additems(self) -> None:
+        values = self._pop_to_mark()
+        self._charge(len(values) * _MEMO_BYTES)
+        self._top(set).update(map(plain_key, values))
+
+    def _frozenset(self) -> None:
+        values = self._pop_to_mark()
+        self._charge(len(values) * _MEMO_BYTES)
+        self._push_charged(frozenset(map(plain_key, values)))
 
     def _op_reduce(self) -> None:
         args = self._pop()
@@ -277,7 +335,7 @@ class Machine:
 
     def _tuple(self, count: int) -> None:
         values = [self._pop() for _ in range(count)]
-        self._push(tuple(values[::-1]))
+        self._push_charged(tuple(values[::-1]))
 
     def _dup(self) -> None:
         if not self._stack or self._stack[-1] is _MARK:
@@ -285,16 +343,24 @@ class Machine:
         self._push(self._stack[-1])
 
     def _string(self, form: str) -> None:
-        self._push(_text(self._take(self._number(form))))
+        raw = self._take_charged(form)
+        if not raw.isascii():  # one character can make all of them wider
+            self._charge((_TEXT_BYTES - 1) * len(raw))
+        self._push_charged(_text(raw))
 
     def _py2_string(self, form: str) -> None:
-        self._push(self._take(self._number(form)).decode("latin-1"))
+        self._push_charged(self._take_charged(form).decode("latin-1"))
 
     def _bytes(self, form: str) -> None:
-        self._push(bytes(self._take(self._number(form))))
+        self._push_charged(self._take_charged(form))
 
     def _long(self, form: str) -> None:
-        self._push(int.from_bytes(self._take(self._number(form)), "little", signed=True))
+        self._push_charged(int.from_bytes(self._take_charged(form), "little", signed=True))
+
+    def _take_charged(self, form: str) -> bytes:
+        count = self._number(form)
+        self._charge(count if 0 <= count <= len(self.data) else 0)  # more is not there
+        return self._take(count)
 
     def _proto(self) -> None:
         if self._number("B") > pickle.HIGHEST_PROTOCOL:
@@ -305,7 +371,7 @@ def _checked(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a constructor of ours; arguments it cannot use are the file's fault."""
     try:
         return function(*args)
-    except (TypeError, ValueError, OverflowError, LookupError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise Malformed(f"arguments that {name} cannot have") from error
 
 
@@ -317,7 +383,14 @@ def settle(value: Any) -> Any:
 def plain_key(key: Any) -> Any:
     """Check that `key` may key a dictionary: hashing it must be cheap and end."""
     if isinstance(key, tuple) and len(key) <= _MAX_KEY_PARTS:
-        return tuple(map(_plain_part, key))
+        parts = tuple(map(_plain_part, key))
+        if any(
+            isinstance(part, float)
+            or (isinstance(part, int) and part.bit_length() > _MAX_PART_BITS)
+            for part in parts
+        ):
+            raise Malformed("a tuple of floats or large integers as a dictionary key")
+        return parts
     return _plain_part(key)
 
 
@@ -364,12 +437,12 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NONE: lambda m: m._push(None),
     pickle.NEWTRUE: lambda m: m._push(True),
     pickle.NEWFALSE: lambda m: m._push(False),
-    pickle.BININT: lambda m: m._push(m._number("<i")),
-    pickle.BININT1: lambda m: m._push(m._number("B")),
-    pickle.BININT2: lambda m: m._push(m._number("<H")),
+    pickle.BININT: lambda m: m._push_number(m._number("<i")),
+    pickle.BININT1: lambda m: m._push(m._number("B")),  # Python has one of each
+    pickle.BININT2: lambda m: m._push_number(m._number("<H")),
     pickle.LONG1: lambda m: m._long("B"),
     pickle.LONG4: lambda m: m._long("<i"),
-    pickle.BINFLOAT: lambda m: m._push(m._number(">d")),
+    pickle.BINFLOAT: lambda m: m._push_number(m._number(">d")),
     pickle.BINUNICODE: lambda m: m._string("<I"),
     pickle.SHORT_BINUNICODE: lambda m: m._string("B"),
     pickle.BINUNICODE8: lambda m: m._string("<Q"),
@@ -383,17 +456,17 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.TUPLE1: lambda m: m._tuple(1),
     pickle.TUPLE2: lambda m: m._tuple(2),
     pickle.TUPLE3: lambda m: m._tuple(3),
-    pickle.TUPLE: lambda m: m._push(tuple(m._pop_to_mark())),
+    pickle.TUPLE: lambda m: m._push_charged(tuple(m._pop_to_mark())),
     pickle.EMPTY_LIST: lambda m: m._push_charged([]),
     pickle.LIST: lambda m: m._push_charged(m._pop_to_mark()),
     pickle.EMPTY_DICT: lambda m: m._push_charged({}),
     pickle.EMPTY_SET: lambda m: m._push_charged(set()),
-    pickle.FROZENSET: lambda m: m._push_charged(frozenset(map(plain_key, m._pop_to_mark()))),
+    pickle.FROZENSET: Machine._frozenset,
     pickle.SETITEM: Machine._setitem,
     pickle.SETITEMS: lambda m: m._setitems(m._pop_to_mark()),
     pickle.APPEND: Machine._append,
-    pickle.APPENDS: lambda m: (lambda v: m._top(list).extend(v))(m._pop_to_mark()),
-    pickle.ADDITEMS: lambda m: (lambda v: m._top(set).update(map(plain_key, v)))(m._pop_to_mark()),
+    pickle.APPENDS: Machine._appends,
+    pickle.ADDITEMS: Machine._additems,
     pickle.BINPUT: lambda m: m._memoize(m._number("B")),
     pickle.LONG_BINPUT: lambda m: m._memoize(m._number("<I")),
     pickle.MEMOIZE: lambda m: m._memoize(len(m._memo)),
@@ -410,3 +483,5 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.BUILD: Machine._build,
     pickle.BINPERSID: lambda m: m._push(m._persistent_load(m._pop())),
 }
+_STOP = pickle.STOP[0]
+_BY_BYTE = [_HANDLERS.get(bytes([code])) for code in range(256)]

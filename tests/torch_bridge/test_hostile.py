@@ -1,0 +1,305 @@
+"""Files that once stopped, filled or fooled the reader, each by name."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+import time
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch_files as files
+
+import torch_bridge
+from torch_bridge import BucketLayout, CheckpointMismatch, load
+
+pytestmark = pytest.mark.torch
+
+NONE, POP = b"N", b"0"
+HUGE = files.tensor_call(
+    size=(60 << 20,), stride=(0,), source=files.storage(kind=("torch", "ByteStorage"))
+)
+
+
+def get(index):
+    return b"h" + bytes([index])
+
+
+def put(index):
+    return b"q" + bytes([index])
+
+
+def colliding():
+    """Tuples of numbers that all have the hash of (1, 1, ...): 8 choices in each of 8 places."""
+    base, ones = 2**61 - 1, []
+    for k in range(8):
+        raw = (1 + k * base).to_bytes(9, "little", signed=True)
+        ones.append(b"\x8a\x09" + raw)
+    keys = (
+        b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN" for i in range(3_000)
+    )
+    return b"}(" + b"".join(keys) + b"u"
+
+
+def bodies():
+    randomness = files.glob("numpy.random._pickle", "__randomstate_ctor") + b")R"
+    return {
+        "a size made of an expanded array": files.call(files.glob("torch", "Size"), HUGE),
+        "a set made of an expanded array": files.call(files.glob("builtins", "set"), HUGE),
+        "a mapping made of an expanded array": files.call(
+            files.glob("collections", "OrderedDict"), HUGE
+        ),
+        "sizes made of an expanded array": files.call(
+            files.glob("torch._utils", "_rebuild_tensor_v2"),
+            files.storage(), b"K\x00", HUGE, HUGE, b"\x89", files.EMPTY,
+        ),
+        "a generator made of an expanded array": randomness + HUGE + b"b",
+        "tuple keys of one hash": colliding(),
+        "an int where a storage belongs": files.tensor_call(source=b"K\x07"),
+        "an array in a persistent id": files.tup(
+            files.tensor_call(), files.glob("torch", "FloatStorage"), files.text("0"),
+            files.text("cpu"), b"K\x06",
+        ) + b"Q",
+        "an array as an encoding": files.call(
+            files.glob("_codecs", "encode"), files.text("a"), files.tensor_call()
+        ),
+        "an array as a device's number": files.call(
+            files.glob("torch", "device"), files.text("cuda"), files.tensor_call()
+        ),
+    }  # fmt: skip
+
+
+def refused(path, raw, **options):
+    """Why the file is refused; fails if that takes more than 5 s or more memory than allowed."""
+    path.write_bytes(raw)
+    allowed = options.get("max_bytes", 3 * len(raw) + (60 << 20)) + (4 << 20)
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(CheckpointMismatch) as found:
+            load(path, **options)
+        assert tracemalloc.get_traced_memory()[1] < allowed
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - start < 5
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", bodies())
+def test_values_that_would_take_hours_gigabytes_or_an_error_of_pythons(tmp_path, name):
+    document = files.whole(files.dictionary(state_dict=b"}", extra=bodies()[name]))
+    storages = {"data/0": bytes(24)}
+    refused(tmp_path / "f.pt", files.archive(document, storages))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        NONE * 4_000_000,
+        b"K\x01" * 2_000_000,
+        b"X\x04\x00\x00\x00abcd" * 400_000,
+        b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 400_000,
+        (b"K\x01" * 3 + b"\x87") * 500_000,
+        NONE * 200_000 + b"(q\x000" * 1_000_000,
+    ],
+    ids=["nothing", "numbers", "strings", "wide strings", "tuples", "marks"],
+)
+def test_compressed_streams_of_pushes(tmp_path, stream):
+    raw = files.archive(files.whole(stream), compression=zipfile.ZIP_DEFLATED)
+    assert len(raw) < 50_000
+    refused(tmp_path / "f.pt", raw, max_bytes=9 << 20)
+
+
+def test_opcodes_that_do_nothing_are_counted(tmp_path):
+    path = tmp_path / "f.pt"
+    stream = files.whole((NONE + POP) * 10_000_000)
+    path.write_bytes(files.archive(stream, compression=zipfile.ZIP_DEFLATED))
+    assert path.stat().st_size < 50_000
+    start = time.process_time()
+    with pytest.raises(CheckpointMismatch, match="more pickle opcodes"):
+        load(path)
+    assert time.process_time() - start < 5
+
+
+def test_a_directory_of_many_entries(tmp_path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", files.whole(b"}"))
+    raw = buffer.getvalue()
+    start = raw.index(b"PK\x01\x02")
+    end = raw.index(b"PK\x05\x06")
+    count = 200_000
+    tail = struct.pack(
+        "<4s4HLLH", b"PK\x05\x06", 0, 0, 65535, 65535, (end - start) * count, start, 0
+    )
+    many = raw[:start] + raw[start:end] * count + tail
+    assert "max_bytes" in refused(tmp_path / "f.pt", many)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        json.dumps({"format": "torch_bridge.BucketLayout", "version": 1,
+                    "buckets": [[{"name": "w", "shape": [1] * 30_000}]]}),
+        "[" * 2_000_000,
+        "[]," * 1_000_000,
+    ],
+    ids=["30 000 dimensions", "brackets", "empty lists"],
+)  # fmt: skip
+def test_layouts_that_no_model_has(layout):
+    start = time.process_time()
+    with pytest.raises(CheckpointMismatch):
+        BucketLayout.from_json(layout)
+    assert time.process_time() - start < 5
+
+
+def test_names_of_thousands_of_wrappers():
+    names = ["module." * 9300 + str(k) for k in range(200)]
+    start = time.process_time()
+    layout = BucketLayout.from_manifest([[(name, (1,)) for name in names]])
+    assert layout.names == tuple(map(str, range(200)))
+    assert time.process_time() - start < 5
+
+
+def test_an_optimizer_without_an_end(tmp_path):
+    doubling = b")q\x00" + b"".join(get(k) * 2 + b"\x86" + put(k + 1) + POP for k in range(40))
+    body = doubling + files.dictionary(
+        state_dict=files.dictionary(w=files.tensor_call()),
+        optimizer=files.dictionary(state=get(40)),
+    )
+    message = refused(tmp_path / "f.pt", files.archive(files.whole(body), {"data/0": bytes(24)}))
+    assert "`optimizer` has more than" in message
+
+
+# --- entries of other kinds -------------------------------------------------------------------
+
+
+def test_a_parameter_may_be_called_format(tmp_path):
+    path = tmp_path / "f.pt"
+    torch.save({"format": torch.ones(3), "version": torch.ones(2)}, path)
+    assert list(load(path).model) == ["format", "version"]
+
+
+def test_keys_that_are_equal_as_text_are_refused(tmp_path):
+    model = {"w": torch.ones(2)}
+    message = refused(tmp_path / "f.pt", files.saved({"state_dict": model, 1: 2, "1": 3}))
+    assert "equal as text" in message
+    both = {1: torch.ones(2), "1": torch.zeros(2)}
+    assert "equal as text" in refused(tmp_path / "f.pt", files.saved({"state_dict": both}))
+    assert "no text" in refused(tmp_path / "f.pt", files.saved({"state_dict": model, None: 2}))
+
+
+ARRAY = files.whole(
+    files.call(
+        files.glob("numpy._core.numeric", "_frombuffer"),
+        b"C\x08" + bytes(8), files.call(files.glob("numpy", "dtype"), files.text("f4")),
+        files.tup(b"K\x02"), files.text("C"),
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["magic", "protocol", "system", "byte order", "keys"])
+@pytest.mark.parametrize("kind", ["an array", "text"])
+def test_a_legacy_header_of_another_kind(tmp_path, place, kind):
+    odd = ARRAY if kind == "an array" else pickle.dumps("text", 2)
+    parts = {
+        "magic": pickle.dumps(0x1950A86A20F9469CFC6C, 2),
+        "protocol": pickle.dumps(1001, 2),
+        "system": pickle.dumps({"little_endian": True}, 2),
+        "value": pickle.dumps({}, 2),
+        "keys": pickle.dumps([], 2),
+    }
+    if place == "byte order":
+        parts["system"] = b"\x80\x02}" + files.text("little_endian") + odd[2:-1] + b"s."
+    else:
+        parts[place] = odd
+    refused(tmp_path / "f.pt", b"".join(parts.values()))
+
+
+def optimizer(**changes):
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+    state = {0: {"momentum_buffer": np.zeros((2, 3), np.float32), **changes.pop("kept", {})}}
+    return {"state": state, "param_groups": [group | changes]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (optimizer(lr="fast"), "`lr` must be a number, got a str"),
+        (optimizer(momentum=[0.9]), "`momentum` must be a number, got a list"),
+        (optimizer(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
+        (optimizer(params=[[0]]), "no optimizer state"),
+        (optimizer(params=0), "no optimizer state"),
+        (optimizer(param_names=[b"w"]), "no optimizer state"),
+        (optimizer(param_names="w"), "no optimizer state"),
+        (optimizer(kept={"step": float("inf")}), "`step` must be a count"),
+        (optimizer(kept={"step": "many"}), "`step` must be a number"),
+        (optimizer(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
+        ({"state": [], "param_groups": []}, "no optimizer state"),
+        ({"state": {}, "param_groups": {"lr": 0.1}}, "no optimizer state"),
+    ],
+)
+def test_entries_of_an_optimizer_of_wrong_types(entries, message):
+    source = torch_bridge.Checkpoint({"w.weight": np.zeros((2, 3), np.float32)}, (), entries)
+    with pytest.raises(CheckpointMismatch, match=message):
+        torch_bridge.to_flax(source, {"w": {"kernel": np.zeros((3, 2), np.float32)}})
+
+
+def other_kinds():
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+    return {
+        "gzip": gzip.compress(files.saved(files.documented())),
+        "tar": tar.getvalue(),
+        "safetensors": struct.pack("<Q", 20) + b'{"w":{"dtype":"F32"}}',
+    }
+
+
+@pytest.mark.parametrize("kind", other_kinds())
+def test_files_of_other_kinds_are_called_by_their_names(tmp_path, kind):
+    assert kind in refused(tmp_path / "f.pt", other_kinds()[kind])
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointMismatch, match="a pipe, a socket or a device"):
+        load(pipe)
+    with pytest.raises(CheckpointMismatch, match="a pipe, a socket or a device"):
+        load("/dev/zero")
+    with pytest.raises(CheckpointMismatch, match="is a directory"):
+        load(tmp_path)
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(CheckpointMismatch, match="dcp_to_torch"):
+        load(tmp_path)
+
+
+def test_a_legacy_file_that_was_cut(tmp_path):
+    raw = files.saved(files.documented(), _use_new_zipfile_serialization=False)
+    assert "cut short" in refused(tmp_path / "f.pt", raw[:-100])
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, is_zip):
+    # A file that was mapped into memory would end the process: SIGBUS.
+    path = tmp_path / "f.pt"
+    model = {str(k): torch.full((1000,), k) for k in range(30)}
+    path.write_bytes(files.saved(model, _use_new_zipfile_serialization=is_zip))
+
+    def cut(*_):
+        os.truncate(path, 5_000)
+
+    if is_zip:
+        with pytest.raises(CheckpointMismatch, match="damaged entry"):
+            load(path, progress=cut)
+    else:  # it has been read by then
+        assert load(path, progress=cut).model["29"][999] == 29

@@ -1,0 +1,34 @@
+"""Text from a file, made fit for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""`text` with everything written out that a terminal would act on, or that nobody would see.
+
+    Args:
+      text: Any text; half characters included.
+      keep: Characters that stay as they are, a line feed for example.
+
+    Example:
+      >>> printable("red \x1b[31m")
+      'red \\x1b[31m'
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def plain(text: str) -> Text:
+    """`printable` text that rich shows as it is: a layer may be called ``layers[red].w``.
+
+    Example:
+      >>> str(plain("layers[red].w"))
+      'layers[red].w'
+    """
+    from rich.text import Text
+
+    return Text(printable(text))
