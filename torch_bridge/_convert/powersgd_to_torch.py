@@ -267,6 +267,7 @@ def _with_buffers(
             if kept is not None and kept.size == p.size and np.isfinite(kept).all():
                 p_memory[bucket] = kept
         error_dict = _like_dtype(error_dict, old.error_dict)
+        p_memory = _like_dtype(p_memory, old.p_memory_dict)
         q_memory = _like_dtype(q_memory, old.q_memory_dict)
     return dataclasses.replace(
         base, error_dict=error_dict, p_memory_dict=p_memory, q_memory_dict=q_memory

@@ -1,0 +1,139 @@
+"""One rank of DDP jobs over gloo that stay in torch, wait for JAX, and go on from what it left.
+
+    python whole_run.py RANK FOLDER CASE [CASE ...]
+
+Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` saved at MOVES[0]; then, as soon as
+``CASE.to_torch.pt`` is there, the steps from MOVES[1] on. Losses go to ``CASE.RANK.json``.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+import torch_bridge
+
+WORLD, START, MOVES, STEPS, RANK, CLASSES = 2, 3, (6, 11), 16, 2, 5
+
+
+class Network(nn.Module):
+    """BatchNorm, a flatten, a frozen layer and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3)
+        self.norm = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 32, 3, stride=2)
+        self.frozen = nn.Linear(32 * 2 * 2, 48).requires_grad_(False)
+        self.unused = nn.Linear(40, 24)
+        self.fc = nn.Linear(48, 32)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, x):
+        x = gelu(self.norm(self.conv1(x)))
+        x = gelu(self.conv2(x)).flatten(1)
+        return self.head(gelu(self.fc(self.frozen(x))))
+
+
+def gelu(x):
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def batch(step, rank):
+    """Noisy patterns in torch's NCHW, and which it is."""
+    patterns = np.random.default_rng(0).standard_normal((CLASSES, 3, 7, 7))
+    random = np.random.default_rng([step, rank])
+    y = random.integers(CLASSES, size=16)
+    x = patterns[y] + 0.3 * random.standard_normal((16, 3, 7, 7))
+    return x.astype(np.float32), y
+
+
+def own_hook(state, bucket):
+    """A wrapped hook: what somebody put around torch's."""
+    return torch_bridge.waiting_hook(state, bucket)
+
+
+HOOKS = {"own": own_hook, "half": fp16_compress_wrapper(torch_bridge.waiting_hook)}
+
+
+def fresh():
+    torch.manual_seed(1)
+    model = nn.parallel.DistributedDataParallel(
+        Network(), bucket_cap_mb=0.01, find_unused_parameters=True
+    )
+    trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def loss_of(model, step, rank):
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y))
+
+
+def train(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    loss = loss_of(model, step, rank)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def stayed(case, rank, folder):
+    model, optimizer = fresh()
+    state = PowerSGDState(None, RANK, start_powerSGD_iter=START)
+    model.register_comm_hook(state, HOOKS[case])
+    losses = []
+    for step in range(STEPS):
+        if step == MOVES[0]:
+            path = folder / f"{case}.to_jax.pt"
+            torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
+        losses.append(train(model, optimizer, step, rank))
+    return losses, model.module.norm.running_mean.tolist()
+
+
+def returned(case, rank, folder):
+    path, end = folder / f"{case}.to_torch.pt", time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < end, "JAX left nothing"
+        time.sleep(0.05)
+    model, optimizer = fresh()
+    document = torch.load(path, weights_only=True)
+    model.module.load_state_dict(document["state_dict"])
+    optimizer.load_state_dict(document["optimizer"])
+    checkpoint = torch_bridge.load(path)
+    state = torch_bridge.state_from_record(checkpoint.record(rank, WORLD))
+    torch_bridge.resume_powersgd(
+        model,
+        state,
+        checkpoint.layout,
+        lambda: loss_of(model, 1_000, rank).backward(),
+        hook=HOOKS[case],
+    )
+    losses = [train(model, optimizer, step, rank) for step in range(MOVES[1], STEPS)]
+    return losses, model.module.norm.running_mean.tolist()
+
+
+def main():
+    rank, folder, cases = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    first = {case: stayed(case, rank, folder) for case in cases}
+    for case in cases:
+        names = ("stayed", "stayed_mean", "returned", "mean")
+        found = dict(zip(names, (*first[case], *returned(case, rank, folder)), strict=True))
+        (folder / f"{case}.{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may outlive the interpreter's shutdown, which aborts the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A CNN with everything that files have, through DDP, JAX and a real process group again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import whole_run as job
+
+import jaxcomp
+import torch_bridge
+
+pytestmark = pytest.mark.torch
+
+# Largest difference of the losses, in JAX and after the way back. Half: torch computes P, Q and the
+# error in float16 there, of which JAX narrows what goes on the wire alone.
+TOLERANCE = {"own": 1e-5, "half": 1e-4}
+
+
+class FlaxNetwork(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(16, (3, 3), padding="VALID", name="conv1")(x)
+        x = nn.gelu(nn.BatchNorm(False, momentum=0.9, epsilon=1e-5, name="norm")(x))
+        x = nn.gelu(nn.Conv(32, (3, 3), strides=2, padding="VALID", name="conv2")(x))
+        x = nn.Dense(48, name="frozen")(x.reshape(x.shape[0], -1))
+        nn.Dense(24, name="unused")(jnp.zeros((1, 40)))
+        return nn.Dense(job.CLASSES, name="head")(nn.gelu(nn.Dense(32, name="fc")(x)))
+
+
+def steps_in_jax(path, out):
+    """From the one file to the other, with what `load` and `to_flax` say and nothing else."""
+    checkpoint = torch_bridge.load(path)
+    like = jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 7, 7, 3)))
+    with pytest.warns(UserWarning, match=r"The state of unused/kernel"):
+        variables, transformation, opt_state, first = torch_bridge.to_flax(checkpoint, like)
+    assert first == job.MOVES[0]
+    assert len(checkpoint.layout.buckets) == 3
+
+    def step(params, statistics, opt_state, x, y):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": statistics}
+            logits, changed = FlaxNetwork().apply(variables, x, mutable=["batch_stats"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return loss, changed["batch_stats"]
+
+        (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = transformation.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), changed, opt_state, loss
+
+    params, statistics = variables["params"], variables["batch_stats"]
+    opt_state = jaxcomp.stack_replicas(opt_state, job.WORLD)
+    axes = jaxcomp.state_axes(opt_state)
+    update = jax.jit(
+        jax.vmap(
+            step,
+            axis_name="data",
+            in_axes=(None, None, axes, 0, 0),
+            out_axes=(None, 0, axes, 0),
+        )
+    )
+    losses = []
+    for k in range(*job.MOVES):
+        batches = [job.batch(k, rank) for rank in range(job.WORLD)]
+        x, y = (np.stack(part) for part in zip(*batches, strict=True))
+        x = x.transpose(0, 1, 3, 4, 2)
+        params, changed, opt_state, loss = update(params, statistics, opt_state, x, y)
+        statistics = jax.tree.map(lambda leaf: leaf[0], changed)  # those of rank 0, as DDP has it
+        losses.append(np.asarray(loss))
+    variables = {"params": params, "batch_stats": statistics}
+    partial = out.with_suffix(".partial")
+    torch_bridge.to_torch(variables, jaxcomp.consolidate(opt_state), checkpoint, path=partial)
+    partial.rename(out)
+    return np.array(losses).T
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Per case what both ranks say, and the losses in JAX, shape (ranks, steps)."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, job.__file__]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder), *job.HOOKS], env=os.environ)
+        for rank in range(job.WORLD)
+    ]
+    try:
+        in_jax = {}
+        for case in job.HOOKS:
+            path, end = folder / f"{case}.to_jax.pt", time.monotonic() + 200
+            while not path.exists():
+                assert time.monotonic() < end
+                assert all(process.poll() is None for process in ranks)
+                time.sleep(0.05)
+            in_jax[case] = steps_in_jax(path, folder / f"{case}.to_torch.pt")
+        assert [process.wait(timeout=200) for process in ranks] == [0] * job.WORLD
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+    def said(case):
+        return [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)]
+
+    return {case: (said(case), in_jax[case]) for case in job.HOOKS}
+
+
+@pytest.mark.parametrize("case", job.HOOKS)
+def test_the_losses_are_those_of_the_run_that_stayed(runs, case):
+    ranks, in_jax = runs[case]
+    stayed = np.array([rank["stayed"] for rank in ranks])
+    returned = np.array([rank["returned"] for rank in ranks])
+    first, last = job.MOVES
+    assert stayed[:, -1].mean() < 0.7 * stayed[:, 0].mean()
+    apart = [
+        np.abs(in_jax - stayed[:, first:last]).max(),
+        np.abs(returned - stayed[:, last:]).max(),
+    ]
+    assert max(apart) < TOLERANCE[case], apart
+
+
+def test_the_running_statistics_go_along(runs):
+    ranks, _ = runs["own"]
+    np.testing.assert_allclose(ranks[0]["mean"], ranks[0]["stayed_mean"], atol=1e-5)
