@@ -1,12 +1,15 @@
 """Eight CPU devices, strict dtype promotion, quick compilation; all set before JAX starts."""
 
-import gc
+import tempfile
 
 import xla
 
-xla.compile_quickly()
+# What was compiled serves this run only, in the modules to come and in processes that tests start.
+CACHE = tempfile.TemporaryDirectory(prefix="jaxcomp-tests-")
+xla.compile_quickly(CACHE.name)
 
 import jax  # noqa: E402
+import memory  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -20,15 +23,15 @@ settings.register_profile("jaxcomp", deadline=None, derandomize=True, max_exampl
 settings.load_profile("jaxcomp")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_of_one_module():
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
     """Compiled programs and their constants are gigabytes by the end of a suite that keeps them."""
-    yield
-    from runners import forget_programs
+    if nextitem is None or nextitem.path != item.path or memory.has_grown():
+        memory.forget()
 
-    forget_programs()
-    jax.clear_caches()
-    gc.collect()
+
+def pytest_unconfigure():
+    CACHE.cleanup()
 
 
 # A worker that begins one of these as the last would keep the others waiting.

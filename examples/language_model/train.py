@@ -99,7 +99,7 @@ class Log:
     EVERY = 10
 
     def __init__(self, path: Path, config: RunConfig, start: int):
-        """Opens the file; a resumed run keeps the records up to where it continues."""
+        """Begins the file; a resumed run keeps the records up to where it continues."""
         if not path.absolute().parent.is_dir():
             raise UsageError(f"the directory {path.absolute().parent} does not exist")
         if path.is_dir():
@@ -108,21 +108,17 @@ class Log:
         if start and path.is_file():
             records = [json.loads(line) for line in path.read_text().splitlines()]
             kept = [r for r in records if r.get("step", 0) <= start]
-        self._file = path.open(
-            "w", buffering=1
-        )  # line by line, so that a killed run leaves its curve
-        for record in kept:
-            self._write(record)
+        self._path = path
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def add(self, record: Record) -> None:
         """Writes a record, if it is one to write."""
         if record.step % self.EVERY == 0 or record.held_out is not None:
             values = {"step": record.step, "loss": record.loss, "bytes_sent": record.bytes_sent}
             values |= {} if record.held_out is None else {"held_out": record.held_out}
-            self._write(values | {"seconds": round(record.seconds, 3)})
-
-    def _write(self, record: dict) -> None:
-        self._file.write(json.dumps(record) + "\n")
+            values |= {"seconds": round(record.seconds, 3)}
+            with self._path.open("a") as file:  # a killed run leaves its curve
+                file.write(json.dumps(values) + "\n")
 
 
 def readable(size: float) -> str:

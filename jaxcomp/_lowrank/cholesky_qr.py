@@ -13,6 +13,7 @@ the second round finds it, and puts a fixed dense one in its place.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,9 +58,16 @@ def bases_by_rank(
     results: dict[int, Array] = {}
     for kind in dict.fromkeys((x.shape[-1], x.dtype) for x in factors):
         chosen = [i for i, x in enumerate(factors) if (x.shape[-1], x.dtype) == kind]
-        bases = _bases([factors[i] for i in chosen], factorize or inverse_factors, rounds)
+        parts = [factors[i] for i in chosen]
+        bases = _bases(parts, factorize, rounds) if factorize else _traced_once(parts, rounds)
         results.update(zip(chosen, bases, strict=True))
     return [results[i] for i in range(len(factors))]
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def _traced_once(factors: list[Array], rounds: int) -> list[Array]:
+    """`_bases` in plain JAX, which a program for CPUs is traced with and compiled without."""
+    return _bases(factors, jax.jit(inverse_factors), rounds)
 
 
 def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Array]:

@@ -23,18 +23,8 @@ from benchmarks.faults import (
     run_resized,
 )
 
-STEPS = 24
+STEPS = 16
 ARGUMENTS = [*MODEL, "--eval-every", "8"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    """The jobs share what XLA has compiled, and it does not optimise what runs for a second."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("xla")))
-        patch.setenv("XLA_FLAGS", flags)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +45,13 @@ def test_a_dead_process_ends_the_others_and_a_restart_continues(tmp_path, uninte
     checkpoints.mkdir()
     arguments = [*ARGUMENTS, "--log", log, "--checkpoint-dir", checkpoints, "--resume"]
     arguments += ["--checkpoint-every", "2", "--heartbeat-timeout", "10", "--steps"]
-    job = Job(4, tmp_path, *arguments, STEPS)
+    job = Job(3, tmp_path, *arguments, STEPS)
     end = time.monotonic() + 150
     job.wait_until(lambda: complete(checkpoints) > 0 or time.monotonic() > end)
     assert complete(checkpoints), job.said()
-    job.kill(2)
+    job.kill(1)
     codes = job.wait(60)
-    for i in (0, 1, 3):
+    for i in (0, 2):
         # Where a connection breaks the example says so; a process that waits in a barrier at that
         # moment is ended by JAX when the heartbeats fail to come.
         assert codes[i] in SURVIVOR_CODES

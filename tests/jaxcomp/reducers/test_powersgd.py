@@ -7,7 +7,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import SHAPES, as_matrix, random_grads, zeros
+from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
 from reference import Reference
 from runners import AXIS, MAPPINGS, consolidated, simulate
 
@@ -45,20 +45,23 @@ shapes = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+leaves = st.tuples(shapes, st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
+
+
+@settings(max_examples=8)  # each compiles a program of its own, of several leaves
 @given(
-    shape=shapes,
+    kinds=st.lists(leaves, min_size=4, max_size=4),
     rank=st.integers(1, 5),
     n=st.integers(1, 5),
-    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
     wire=st.sampled_from([None, jnp.bfloat16, jnp.float16]),
     decay=st.sampled_from([1.0, 0.5]),
     seed=st.integers(0, 9),
 )
-def test_output_plus_mean_residual_is_the_mean_of_what_went_in(
-    shape, rank, n, dtype, wire, decay, seed
-):
-    grads = {"w": random_grads({"w": shape}, n, 1, seed)["w"].astype(dtype)}
+def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, wire, decay, seed):
+    shapes = {f"leaf_{i}": shape for i, (shape, _) in enumerate(kinds)}
+    dtypes = dict(zip(shapes, (dtype for _, dtype in kinds), strict=True))
+    grads = random_grads(shapes, n, 1, seed)
+    grads = {name: grads[name].astype(dtypes[name]) for name in shapes}
     tx = jaxcomp.powersgd(
         rank,
         axis_name=AXIS,
@@ -67,18 +70,18 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(
         comm_dtype=wire,
         error_decay=decay,
     )
-    state = tx.init({"w": jnp.zeros(shape, dtype)})
-    old = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
-    state = state._replace(residual={"w": old})
-    outputs, final = simulate("vmap", tx, grads, state)
-    assert outputs["w"].dtype == dtype
-    assert final.residual["w"].dtype == jnp.float32
-
-    went_in = grads["w"][:, 0].astype(jnp.float32).mean(0) + decay * old
-    came_out = outputs["w"][0].astype(jnp.float32) + final.residual["w"].mean(0)
-    # The output is rounded to the gradient's dtype, and a float16 sum is rounded on its way.
-    tolerance = 1e-5 if (dtype == jnp.float32 and wire != jnp.float16) else 3e-2
-    np.testing.assert_allclose(came_out, went_in, atol=tolerance * float(jnp.abs(went_in).max()))
+    state = tx.init(zeros_of_one(grads))
+    rng = np.random.default_rng(seed)
+    old = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    outputs, final = simulate("vmap", tx, grads, state._replace(residual=old))
+    for name, dtype in dtypes.items():
+        assert outputs[name].dtype == dtype
+        assert final.residual[name].dtype == jnp.float32
+        went_in = grads[name][:, 0].astype(np.float32).mean(0) + decay * old[name]
+        came_out = outputs[name][0].astype(np.float32) + final.residual[name].mean(0)
+        # The output is rounded to the gradient's dtype, and a float16 sum is rounded on its way.
+        tolerance = 1e-5 if (dtype == jnp.float32 and wire != jnp.float16) else 3e-2
+        np.testing.assert_allclose(came_out, went_in, atol=tolerance * np.abs(went_in).max())
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4), (7, 1)])

@@ -1,5 +1,6 @@
 """jaxcomp.value_and_grad in a jit loop: the losses of the shard_map form, and nothing else sent."""
 
+import functools
 import re
 
 import jax
@@ -69,7 +70,7 @@ def typed_loss(params, x):
 
 
 def jit_loop(value_and_grad, params, data):
-    """Losses, parameters, the reducer's state and the compiled step."""
+    """Losses, parameters, the reducer's state and what compiles the step to be looked at."""
     optimizer = optax.sgd(0.3, momentum=0.9)
     state, opt_state = value_and_grad.init(params), optimizer.init(params)
 
@@ -79,17 +80,19 @@ def jit_loop(value_and_grad, params, data):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, state, value
 
-    compiled = step.lower(params, opt_state, state, data[0]).compile()
-    losses = []
+    first, losses = (params, opt_state, state, data[0]), []
     for x in data:
         params, opt_state, state, value = step(params, opt_state, state, x)
         losses.append(float(value))
-    return losses, params, state, compiled
+    return losses, params, state, lambda: step.lower(*first).compile()
 
 
-def shard_map_loop(reducer, params, data, mesh):
-    """The same training as one shard_map around the whole step."""
-    tx = optax.chain(reducer, optax.sgd(0.3, momentum=0.9))
+@functools.cache
+def shard_map_losses(name):
+    """The same training as one shard_map around the whole step, on an Auto mesh."""
+    mesh = grid()
+    params, data = parameters(mesh), batches(mesh)
+    tx = optax.chain(REDUCERS[name](), optax.sgd(0.3, momentum=0.9))
     state = tx.init(params)
     specs = jaxcomp.state_specs(state, "data")
     state = jaxcomp.shard_state(state, mesh, "data")
@@ -109,6 +112,16 @@ def shard_map_loop(reducer, params, data, mesh):
         params, state, value = step(params, state, x)
         losses.append(float(value))
     return losses
+
+
+@functools.cache
+def trained(kind):
+    """Parameters and PowerSGD's state after the loop, and the gradients that come next."""
+    mesh = grid(kind)
+    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
+    _, params, state, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
+    (_, grads), _ = jax.jit(value_and_grad)(state, params, batches(mesh)[5])
+    return params, state, grads
 
 
 def crossing(compiled, model):
@@ -144,9 +157,7 @@ def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(kind)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS[name](), mesh=mesh)
     losses, _, _, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
-    plain = grid()
-    expected = shard_map_loop(REDUCERS[name](), parameters(plain), batches(plain), plain)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(losses, shard_map_losses(name), rtol=1e-6)
     assert losses[-1] < losses[0] or name == "alternating"  # too few steps for half iterations
 
 
@@ -156,7 +167,7 @@ def test_the_step_has_two_thin_all_reduces_over_the_data_axis(kind):
     params = parameters(mesh)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
     *_, compiled = jit_loop(value_and_grad, params, batches(mesh, 1))
-    first, second, *rest = crossing(compiled, 1)
+    first, second, *rest = crossing(compiled(), 1)
     stats = jaxcomp.compression_stats(params, rank=2)
     assert sum(rest) <= 1024
     assert abs(first + second + sum(rest) - stats.bytes_after) <= 8  # the loss may ride along
@@ -165,15 +176,14 @@ def test_the_step_has_two_thin_all_reduces_over_the_data_axis(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["tensor", "fsdp"])
 def test_beside_sharded_weights_only_thin_factors_cross_the_data_axis(layout, kind):
-    plain, mesh = grid(data=4), grid(kind, data=4, model=2)
+    mesh = grid(kind, data=4, model=2)
     fun = typed_loss if kind == "explicit" else loss
     value_and_grad = jaxcomp.value_and_grad(fun, REDUCERS["powersgd"](), mesh=mesh)
     params = parameters(mesh, layout)
     losses, after, state, compiled = jit_loop(value_and_grad, params, batches(mesh))
-    expected = shard_map_loop(REDUCERS["powersgd"](), parameters(plain), batches(plain), plain)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, shard_map_losses("powersgd"), rtol=1e-5)
     # Each device of a replica sends its share of the factors.
-    first, second, *rest = crossing(compiled, 2)
+    first, second, *rest = crossing(compiled(), 2)
     assert first + second <= jaxcomp.compression_stats(params, rank=2).bytes_after / 2 + 8
     assert sum(rest) <= 64
     for name, leaf in state.residual.items():
@@ -299,18 +309,16 @@ def test_any_transformation_that_begins_with_a_reducer():
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind):
     """The residuals of four replicas; what matters of them is their mean."""
-    mesh, there = grid(kind), grid(kind, data=replicas)
-    make = lambda mesh: jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)  # noqa: E731
-    _, params, state, _ = jit_loop(make(mesh), parameters(mesh), batches(mesh))
+    there = grid(kind, data=replicas)
+    params, state, expected = trained(kind)
     saved = jax.device_get(jaxcomp.consolidate(state) if consolidated else state)
     moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(there, P())), params)
-    restored = make(there).restore(saved, moved)
+    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=there)
+    restored = value_and_grad.restore(saved, moved)
     assert restored.residual["up"].shape == (replicas, 32, 64)
     if replicas == 4 and not consolidated:
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-    step = lambda f, s, p, x: jax.jit(f)(s, p, x)[0]  # noqa: E731
-    (_, expected) = step(make(mesh), state, params, batches(mesh, size=16)[5])
-    (_, grads) = step(make(there), restored, moved, batches(there, size=16)[5])
+    (_, grads), _ = jax.jit(value_and_grad)(restored, moved, batches(there)[5])
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), grads, expected
     )
