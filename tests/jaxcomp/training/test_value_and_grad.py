@@ -351,7 +351,7 @@ def test_what_is_wrong_is_said_before_anything_runs():
         lambda p, x: (loss(p, x), jnp.argmax(x)), reducer, mesh=mesh, has_aux=True
     )
     with pytest.raises(ValueError, match="has dtype int32, which has no mean"):
-        counted(state, params, x)
+        jax.eval_shape(counted, state, params, x)
     spread = jax.device_put(params, NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match=r"sharded over .*'data'.*, the axis of the replicas"):
         value_and_grad.init(spread)
