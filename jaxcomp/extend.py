@@ -18,6 +18,7 @@ from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
+from jaxcomp._mesh.weights import Weight, WeightedMeans, weighted_mean
 from jaxcomp._reducers.contract import reduction_of
 from jaxcomp._reducers.opening import OpenStep, open_step
 
@@ -28,6 +29,8 @@ __all__ = [
     "MatrixView",
     "OpenStep",
     "Reduced",
+    "Weight",
+    "WeightedMeans",
     "axis_size",
     "default_matrix_dims",
     "is_compressed",
@@ -41,4 +44,5 @@ __all__ = [
     "reduction_of",
     "round_to",
     "unboxed",
+    "weighted_mean",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optax
@@ -10,7 +11,8 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import checked_dtype
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
-from jaxcomp._mesh.collectives import mean_each, reduce_mean
+from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.weights import weighted_mean, weighted_mean_each
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
@@ -63,17 +65,22 @@ def allreduce(
         return optax.EmptyState()
 
     def reduce(
-        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        step = open_step(updates, axis_name, reduce_first)
-        means, sent = step.arrays, step.arrays
+        step = open_step(updates, axis_name, reduce_first, weight)
         if wire is None:
-            means = mean_each(means, axis_name)
+            reduced, _ = weighted_mean_each(step.arrays, step.weight, axis_name)
         else:
-            means, sent, _ = reduce_mean(means, axis_name, wire)
+            mean = functools.partial(reduce_mean, axis_name=axis_name, wire_dtype=wire)
+            reduced, _ = weighted_mean(mean, step.arrays, step.weight, axis_name, wire)
         # There is no state to protect, and what is finite stays so, as with any all-reduce.
-        return step.close(means, state, all_finite(means), sent=sent)
+        return step.close(reduced.means, state, all_finite(reduced.means), sent=reduced.sent)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del replicas, step

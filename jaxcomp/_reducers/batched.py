@@ -113,19 +113,29 @@ def batched_powersgd(
         return square.init(jnp.zeros((side, side), _common_dtype(leaves)))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra_args
-        step = open_step(updates, axis_name, reduce_first)
-        mean, state = square.update(_to_square(step.arrays), state)
+        step = open_step(updates, axis_name, reduce_first, weight)
+        mean, state = square.update(_to_square(step.arrays), state, weight=step.weight)
         return step.tree(_from_square(jnp.asarray(mean), step.arrays)), state
 
     def reduce(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        step = open_step(updates, axis_name, reduce_first)
-        result = square.reduce(_to_square(step.arrays), state)
+        step = open_step(updates, axis_name, reduce_first, weight)
+        result = square.reduce(_to_square(step.arrays), state, weight=step.weight)
         means, sent = (_from_square(x, step.arrays) for x in (result.updates, result.sent))
         return step.close(means, result.state, result.finite, sent=sent)
 

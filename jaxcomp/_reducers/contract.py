@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -98,12 +99,16 @@ class Reducer(Transformation):
 
     Every reducer of this package is one. `error_feedback` calls `reduce` instead of ``update``, and
     keeps what was not sent. Gradients that no reducer can take (complex, or already reduced over
-    the axis) are refused before `reduce` sees them.
+    the axis) are refused before `reduce` sees them. ``update(..., weight=w)`` makes the average a
+    weighted one, over all reducers of this package: `w` is how much this replica counts, a number
+    such as that of the examples in its batch, 0 to sit the step out. Gradients may then hold
+    anything, and what the replica had not sent yet waits. No collective is added.
 
     Args:
       init: From parameters to a consolidated state.
       reduce: A function of (local gradients, state, parameters or None, **extra arguments) that
-        returns a `Reduction`. `jaxcomp.extend.open_step` opens and closes it.
+        returns a `Reduction`. `jaxcomp.extend.open_step` opens and closes it. With a parameter
+        ``weight`` among the extra ones it takes weights; otherwise they are refused.
       axis_name: The mapped axis or axes of the replicas.
       update: Optax's update function; by default made of `reduce`.
       made_by: What ``repr`` shows.
@@ -143,11 +148,14 @@ class Reducer(Transformation):
     ) -> Self:
         """`update` and the checks around `reduce`."""
         check_axis_name(axis_name)
+        weighs = "weight" in inspect.signature(reduce).parameters
 
         def checked(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> Reduction:
             reducible(updates, axis_name)
+            if not weighs:
+                check_not_weighed(self, extra_args)
             return reduce(updates, state, params, **extra_args)
 
         def derived(
@@ -229,12 +237,26 @@ def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
     def reduce(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
+        check_not_weighed(tx, extra_args)
         means, new_state = plain.update(updates, state, params, **extra_args)
         finite = all_finite(jax.tree.leaves(means))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
         return Reduction(means, kept, means, finite)
 
     return reduce
+
+
+def check_not_weighed(tx: Any, extra_args: Mapping[str, Any]) -> None:
+    """Refuses a weight that nobody would look at.
+
+    Raises:
+      ValueError: With what to do instead.
+    """
+    if extra_args.get("weight") is not None:
+        raise ValueError(
+            f"{shown(tx)} takes no `weight`. The reducers of jaxcomp do; one of your own says so "
+            "by a parameter named weight."
+        )
 
 
 def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:

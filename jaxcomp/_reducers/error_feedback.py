@@ -115,15 +115,19 @@ def error_feedback(
         updates: PyTree,
         state: ErrorFeedbackState,
         params: PyTree | None = None,
+        *,
+        weight: Any = None,
         **extra_args: Any,
     ) -> Reduction:
-        step = open_step(updates, axis_name, reduce_first)
+        step = open_step(updates, axis_name, reduce_first, weight)
         residual = _fitted_residual(step.tree(step.arrays), state.residual)
         if axis_name:
             residual = as_local(residual, axis_name)
         kept = [residual[i] for i in step.positions]
         ours = is_ours(state.mark, axis_name) if axis_name else True
         totals = [_add(g, jnp.where(ours, e, 0)) for g, e in zip(step.arrays, kept, strict=True)]
+        if step.weight is not None:
+            extra_args["weight"] = step.weight
         result = inner(step.tree(totals), state.inner, params, **extra_args)
 
         zipped = zip(step.beside(result.updates), step.arrays, strict=True)

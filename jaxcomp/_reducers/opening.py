@@ -15,7 +15,7 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import axis_tuple, check_local
-from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._mesh.weights import Weight, as_weight, if_counted, weighted_mean_each
 
 
 class Reduction(NamedTuple):
@@ -23,7 +23,8 @@ class Reduction(NamedTuple):
 
     updates: PyTree  # the average, equal on every replica
     state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
-    sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
+    # this replica's own contribution as sent: `updates` is the mean of it, weighted by the weights
+    sent: PyTree
     finite: Array  # bool scalar, equal on every replica: whether all updates are finite
 
 
@@ -34,6 +35,7 @@ class OpenStep:
     treedef: Any
     leaves: list[Any]  # in flattening order; averaged over `reduce_first` already
     positions: list[int]  # of the floating ones
+    weight: Weight | None = None  # of this replica, or of the fast axes together; None: all alike
 
     @property
     def arrays(self) -> list[Array]:
@@ -84,7 +86,10 @@ class OpenStep:
 
 
 def open_step(
-    updates: PyTree, axis_name: AxisName | None, reduce_first: AxisName | None = None
+    updates: PyTree,
+    axis_name: AxisName | None,
+    reduce_first: AxisName | None = None,
+    weight: Any = None,
 ) -> OpenStep:
     """Opens a reducer's step: refuses what cannot be averaged, and takes apart what can.
 
@@ -93,6 +98,9 @@ def open_step(
       axis_name: The mapped axis or axes of the replicas; None where they are not known.
       reduce_first: Fast axes over which the exact mean is taken beforehand, in the gradients' own
         dtypes.
+      weight: How much this replica counts, a number; `jaxcomp.extend.weighted_mean` takes it as
+        the result's ``weight``. The gradients of a replica of weight 0, which may hold anything,
+        become zeros. None if all count the same.
 
     Returns:
       The floating leaves as ``arrays``, and ``close`` to put a `Reduction` together.
@@ -112,9 +120,13 @@ def open_step(
       [[2.0], [2.0]]
     """
     if reduce_first is not None:
-        updates = _averaged(updates, reduce_first)
+        updates, weight = _averaged(updates, reduce_first, weight)
+    counts = as_weight(weight, axis_name)
     leaves, treedef = jax.tree.flatten(updates)
-    return OpenStep(treedef, leaves, reducible(updates, axis_name))
+    positions = reducible(updates, axis_name)
+    if counts is not None:
+        leaves = _replaced(leaves, positions, [if_counted(counts, leaves[i]) for i in positions])
+    return OpenStep(treedef, leaves, positions, counts)
 
 
 def reducible(updates: PyTree, axis_name: AxisName | None) -> list[int]:
@@ -173,10 +185,11 @@ def check_reduce_first(reduce_first: Any, axis_name: AxisName) -> None:
         )
 
 
-def _averaged(updates: PyTree, reduce_first: AxisName) -> PyTree:
-    """The exact mean over the fast axes, in the gradients' own dtypes."""
-    opened = open_step(updates, reduce_first)
-    return opened.tree(mean_each(opened.arrays, reduce_first))
+def _averaged(updates: PyTree, reduce_first: AxisName, weight: Any) -> tuple[PyTree, Array | None]:
+    """The exact mean over the fast axes, in the gradients' own dtypes, and what it counts."""
+    opened = open_step(updates, reduce_first, weight=weight)
+    reduced, counted = weighted_mean_each(opened.arrays, opened.weight, reduce_first)
+    return opened.tree(reduced.means), counted and counted.mean
 
 
 class Field(NamedTuple):

@@ -25,10 +25,20 @@ from jaxcomp._base.leaves import (
     checked_residual_dtype,
     compute_dtype,
 )
-from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn, Schedule
+from jaxcomp._base.typing import (
+    Array,
+    AxisName,
+    BucketFn,
+    DType,
+    MatrixDimsFn,
+    PyTree,
+    RankFn,
+    Schedule,
+)
 from jaxcomp._lowrank.matricize import LeafPlan, stacked_matrix_dims
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._mesh.marks import common_mark, is_ours, marked
+from jaxcomp._reducers.buckets import checked_buckets, in_buckets
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
@@ -73,6 +83,7 @@ def powersgd(
     feedback_every: int = 1,
     reduce_first: AxisName | None = None,
     alternating: bool = False,
+    buckets: int | BucketFn = 1,
     gpu_kernels: bool = False,
 ) -> Reducer:
     r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
@@ -148,6 +159,13 @@ def powersgd(
         the fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
       alternating: Send one factor a step, in one all-reduce: left factors in the first compressed
         update, right ones in the second, and so on. See above.
+      buckets: Cuts the leaves into so many groups, from the last layer to the first as the backward
+        pass makes their gradients, each with two all-reduces of its own. All but the last group's
+        can then travel while the backward pass goes on; outputs and bytes are the same. Layers are
+        ordered by their names, and embeddings belong to the last group; where that is not the order
+        of the model, give a function of (key path, leaf) that returns the group's number, from 0
+        for what is sent first. To any avail only with ``start_step=0`` and without `alternating`: a
+        conditional, which those need, waits for all gradients.
       gpu_kernels: Use the Pallas kernels for NVIDIA GPUs inside `jax.shard_map` and `jax.pmap`:
         fewer kernels to launch and no temporary copies. Compiled for H200s only, and compared
         with the plain form in interpret mode, but not yet run on a GPU; elsewhere without effect.
@@ -198,6 +216,7 @@ def powersgd(
         feedback_every=check_int("feedback_every", feedback_every, 1),
         reduce_first=reduce_first,
         alternating=check_flag("alternating", alternating),
+        buckets=checked_buckets(buckets),
         gpu_kernels=check_flag("gpu_kernels", gpu_kernels),
     )
     if alternating and not warm_start:
@@ -210,17 +229,27 @@ def powersgd(
         return _init(options, params)
 
     def update(
-        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PowerSGDState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, PowerSGDState]:
         del params, extra_args
-        result = _reduce(options, updates, state, want_sent=False)
+        result = _reduce(options, updates, state, weight, want_sent=False)
         return result.updates, result.state
 
     def reduce(
-        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PowerSGDState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        return _reduce(options, updates, state, want_sent=True)
+        return _reduce(options, updates, state, weight, want_sent=True)
 
     counted = functools.partial(count_bytes, options)
     return Reducer(init, reduce, axis_name, update=update, made_by=made_by, count_bytes=counted)
@@ -264,8 +293,10 @@ def _state(
     return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
 
 
-def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: bool) -> Reduction:
-    opened = open_step(updates, options.axis_name, options.reduce_first)
+def _reduce(
+    options: Options, updates: PyTree, state: PowerSGDState, weight: Any, want_sent: bool
+) -> Reduction:
+    opened = open_step(updates, options.axis_name, options.reduce_first, weight)
     gradients = opened.tree(opened.arrays)
     plans = options.plan(gradients)
     memory = _fitted_memory(options, plans, gradients, state)
@@ -277,8 +308,9 @@ def _reduce(options: Options, updates: PyTree, state: PowerSGDState, want_sent: 
         options.wire_dtype(x.dtype for x in opened.arrays),
         want_sent,
         is_ours(state.mark, options.axis_name),
+        [] if options.buckets == 1 else in_buckets(gradients, options.buckets),
     )
-    result = step.run(opened.leaves, memory, state.count)
+    result = step.run(opened.leaves, memory, state.count, opened.weight)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
     commit = result.finite & (state.count >= options.start_step)
     mark = marked(state.mark, options.axis_name, commit)

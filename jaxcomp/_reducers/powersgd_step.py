@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._base.leaves import compute_dtype, widest
-from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank import grouped
 from jaxcomp._lowrank.cholesky_qr import ROUNDS, ROUNDS_TO_SPAN
 from jaxcomp._lowrank.kernels import compiler_found
@@ -32,6 +32,7 @@ from jaxcomp._mesh.axes import (
     other_axes,
 )
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
+from jaxcomp._mesh.weights import Weight, WeightedMeans, weighted_mean
 from jaxcomp._reducers.contract import all_finite
 from jaxcomp._reducers.int8_factors import reduce_int8
 from jaxcomp._reducers.opening import nan_unless
@@ -56,6 +57,7 @@ class Options:
     feedback_every: int
     reduce_first: AxisName | None
     alternating: bool
+    buckets: int | BucketFn
     gpu_kernels: bool
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
@@ -130,14 +132,19 @@ class Step:
     wire: Any
     want_sent: bool
     ours: Array  # bool scalar: whether the residual is this replica's; if not, it is left out
+    buckets: list[list[int]]  # positions of what is sent together, in this order; []: of all
     kernels: grouped.Kernels | None = None  # None: plain JAX, one leaf after the other
+    after: Array | None = None  # bool scalar: whether what was sent before this is finite
 
-    def run(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
+    def run(
+        self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
+    ) -> Result:
         """An exact average before `start_step`, a compressed one from then on."""
+        arguments = leaves, memory, count, weight
         if not self._for_gpus():
-            return self._run(leaves, memory, count)
+            return self._run(*arguments)
         on_gpus = dataclasses.replace(self, kernels=grouped.Kernels())
-        return lax.platform_dependent(leaves, memory, count, cuda=on_gpus._run, default=self._run)
+        return lax.platform_dependent(*arguments, cuda=on_gpus._run, default=self._run)
 
     def _for_gpus(self) -> bool:
         """Whether the kernels for GPUs are worth tracing.
@@ -149,7 +156,9 @@ class Step:
         asked = self.options.gpu_kernels and compiler_found()
         return bool(self.chosen) and mapped and not other_axes() and asked
 
-    def _run(self, leaves: list[Array], memory: Memory, count: Array) -> Result:
+    def _run(
+        self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
+    ) -> Result:
         options = self.options
         started = None if options.start_step == 0 else count >= options.start_step
         totals, left = self._totals_and_left(leaves, memory, count, started)
@@ -157,18 +166,12 @@ class Step:
         left_turn = (count - options.start_step) % 2 == 0
 
         def factors() -> _Agreed:
-            if not options.alternating:
-                return self._two_sided(totals, left, dense, memory, count)
-            return lax.cond(
-                left_turn,
-                lambda: self._one_sided(totals, dense, memory.q, left=True),
-                lambda: self._one_sided(totals, dense, memory.p, left=False),
-            )
+            return self._in_buckets(totals, left, dense, memory, count, weight)
 
         switch = functools.partial(from_step, count, options.start_step)
         agreed = switch(lambda: self._nothing(dense), factors)
         outputs, sent, finite = switch(
-            lambda: self._plain(totals, dense), lambda: self._rebuilt(agreed)
+            lambda: self._plain(totals, dense, weight), lambda: self._rebuilt(agreed)
         )
         commit = finite if started is None else finite & started
         new = Memory(*(list(field) for field in memory))
@@ -191,6 +194,82 @@ class Step:
                 new.residual[i] = x
         return Result(self._in_order(outputs), new, finite, self._in_order(sent))
 
+    def _in_buckets(
+        self,
+        totals: list[Array],
+        left: list[Array] | None,
+        dense: list[Array],
+        memory: Memory,
+        count: Array,
+        weight: Weight | None,
+    ) -> _Agreed:
+        """What the buckets agree on, one after the other, put together.
+
+        Each needs to know of the one before that it is finite. Otherwise XLA would merge their
+        all-reduces into one, which waits for the last gradient.
+        """
+        if len(self.buckets) < 2:
+            return self._agree(totals, left, dense, memory, count, weight)
+        of_chosen = {i: k for k, i in enumerate(self.chosen)}
+        of_dense = {i: k for k, i in enumerate(self.dense)}
+        found: list[_Agreed] = []
+        order: list[int] = []  # of the compressed leaves, and then of the others
+        order_dense: list[int] = []
+        for bucket in self.buckets:
+            own = [of_chosen[i] for i in bucket if i in of_chosen]
+            rest = [of_dense[i] for i in bucket if i in of_dense]
+            after = found[-1].finite if found else None
+            part = dataclasses.replace(
+                self,
+                chosen=[self.chosen[k] for k in own],
+                dense=[self.dense[k] for k in rest],
+                after=after,
+            )
+            agreed = part._agree(
+                [totals[k] for k in own],
+                None if left is None else [left[k] for k in own],
+                [dense[k] for k in rest],
+                memory,
+                count,
+                weight,
+            )
+            finite = agreed.finite if after is None else after & agreed.finite
+            found.append(agreed._replace(finite=finite))
+            order += own
+            order_dense += rest
+
+        def thin(pick: Callable[[_Agreed], list[Array]]) -> list[Array]:
+            return _sorted_by(order, [x for agreed in found for x in pick(agreed)])
+
+        def whole(pick: Callable[[_Agreed], list[Array]]) -> list[Array]:
+            return _sorted_by(order_dense, [x for agreed in found for x in pick(agreed)])
+
+        return _Agreed(
+            _Factors(thin(lambda x: x.means.p), thin(lambda x: x.means.q)),
+            _Factors(thin(lambda x: x.own.p), thin(lambda x: x.own.q)),
+            whole(lambda x: x.dense),
+            whole(lambda x: x.dense_sent),
+            found[-1].finite,
+        )
+
+    def _agree(
+        self,
+        totals: list[Array],
+        left: list[Array] | None,
+        dense: list[Array],
+        memory: Memory,
+        count: Array,
+        weight: Weight | None,
+    ) -> _Agreed:
+        """Both factors, or the one whose turn it is."""
+        if not self.options.alternating:
+            return self._two_sided(totals, left, dense, memory, count, weight)
+        return lax.cond(
+            (count - self.options.start_step) % 2 == 0,
+            lambda: self._one_sided(totals, dense, memory.q, weight, left=True),
+            lambda: self._one_sided(totals, dense, memory.p, weight, left=False),
+        )
+
     def _two_sided(
         self,
         totals: list[Array],
@@ -198,19 +277,20 @@ class Step:
         dense: list[Array],
         memory: Memory,
         count: Array,
+        weight: Weight | None,
     ) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""
         options, n = self.options, len(totals)
         if left is None:
             left = self._multiply(totals, self._right_bases(memory, count), transposed=False)
-        first = self._reduce([*left, *dense], thin=n)
+        first, weight = self._reduce([*left, *dense], weight, thin=n)
 
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
         mean_left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
         right = self._multiply(totals, p, transposed=True)
-        second = self._reduce(right, thin=n)
+        second, _ = self._reduce(right, weight, thin=n)
         return self._agreed(
             _Factors(p, second.means),
             _Factors(p, second.sent),
@@ -219,13 +299,19 @@ class Step:
         )
 
     def _one_sided(
-        self, totals: list[Array], dense: list[Array], others: list[Any], left: bool
+        self,
+        totals: list[Array],
+        dense: list[Array],
+        others: list[Any],
+        weight: Weight | None,
+        *,
+        left: bool,
     ) -> _Agreed:
         """Factors of one side from those of the other, in one all-reduce."""
         n = len(totals)
         bases = self._bases(self._beside(others), self.options.eps)
         own = self._multiply(totals, bases, transposed=not left)
-        reduced = self._reduce([*own, *dense], thin=n)
+        reduced, _ = self._reduce([*own, *dense], weight, thin=n)
         pairs = [(x, bases) if left else (bases, x) for x in (reduced.means[:n], reduced.sent[:n])]
         means, sent = (_Factors(*pair) for pair in pairs)
         return self._agreed(means, sent, reduced, reduced.finite)
@@ -269,12 +355,14 @@ class Step:
             dense = nan_unless(finite, agreed.dense)
         return _Rebuilt([*outputs, *dense], sent, finite)
 
-    def _plain(self, totals: list[Array], dense: list[Array]) -> _Rebuilt:
+    def _plain(self, totals: list[Array], dense: list[Array], weight: Weight | None) -> _Rebuilt:
         """Exact averages, in one all-reduce. Before `start_step` the sums are the gradients."""
         gradients = [
             x.astype(self.plans[i].dtype) for i, x in zip(self.chosen, totals, strict=True)
         ]
-        reduced = reduce_mean([*gradients, *dense], self.options.axis_name, self.wire)
+        axis_name = self.options.axis_name
+        exact = functools.partial(reduce_mean, axis_name=axis_name, wire_dtype=self.wire)
+        reduced, _ = weighted_mean(exact, [*gradients, *dense], weight, axis_name, self.wire)
         sent = reduced.sent if self.want_sent else []
         return _Rebuilt(nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
 
@@ -302,16 +390,21 @@ class Step:
             return jnp.where(due, added, 0.0), jnp.where(due | ~self.ours, 0.0, 1.0)
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
-    def _reduce(self, parts: list[Array], *, thin: int) -> Reduced:
+    def _reduce(self, parts: list[Array], weight: Weight | None, *, thin: int) -> WeightedMeans:
+        if self.after is not None:
+            parts = nan_unless(self.after, parts)
+        axis_name = self.options.axis_name
         if self.options.int8_factors:
-            return reduce_int8(parts, self.options.axis_name, thin=thin)
-        return reduce_mean(
-            parts,
-            self.options.axis_name,
-            self.wire,
+            by_shares = functools.partial(reduce_int8, axis_name=axis_name, thin=thin)
+            return weighted_mean(by_shares, parts, weight, axis_name)
+        mean = functools.partial(
+            reduce_mean,
+            axis_name=axis_name,
+            wire_dtype=self.wire,
             thin=thin,
             divide_packed=self.kernels is not None,
         )
+        return weighted_mean(mean, parts, weight, axis_name, self.wire)
 
     def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
         """Orthonormal right factors to begin a power iteration with."""
@@ -403,8 +496,7 @@ class Step:
 
     def _in_order(self, values: Sequence[Array]) -> list[Array]:
         """From the compressed leaves and then the others to the order of the leaves."""
-        pairs = zip(self.chosen + self.dense, values, strict=True) if values else ()
-        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+        return _sorted_by(self.chosen + self.dense, values) if values else []
 
     def _views(self) -> list[MatrixView]:
         return [view for i in self.chosen if (view := self.plans[i].view) is not None]
@@ -428,6 +520,11 @@ def _random(
     for number in path:
         key = jax.random.fold_in(key, number)
     return jax.random.normal(key, shape, compute_dtype(plan.dtype))
+
+
+def _sorted_by(keys: Sequence[int], values: Sequence[Array]) -> list[Array]:
+    pairs = sorted(zip(keys, values, strict=True), key=lambda pair: pair[0])
+    return [value for _, value in pairs]
 
 
 def _replaced_if(flag: Array, old: Array, new: Array) -> Array:

@@ -17,8 +17,9 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.collectives import replica_index
-from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
+from jaxcomp._mesh.collectives import Reduced, replica_index
+from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
+from jaxcomp._mesh.weights import weighted_mean
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
@@ -117,19 +118,31 @@ def quantized_allreduce(
         return QuantizedState(jnp.zeros([], jnp.int32))
 
     def reduce(
-        updates: PyTree, state: QuantizedState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: QuantizedState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        step = open_step(updates, axis_name, reduce_first)
+        step = open_step(updates, axis_name, reduce_first, weight)
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(seed), state.count)
             key = jax.random.fold_in(key, replica_index(axis_name))
         arrays = [x.astype(jnp.float32) for x in step.arrays]
-        layouts = [BlockLayout.of(x.size, axis_size(axis_name), block_size) for x in arrays]
-        means, sent, finite = mean_by_shares(arrays, layouts, axis_name, key)
+        replicas = axis_size(axis_name)
+
+        def mean(parts: list[Array]) -> Reduced:
+            layouts: list[Layout] = [BlockLayout.of(x.size, replicas, block_size) for x in arrays]
+            # A weight that rides along, which no integer could hold.
+            layouts += [ExactLayout(x.size, replicas, x.dtype) for x in parts[len(arrays) :]]
+            return mean_by_shares(parts, layouts, axis_name, key)
+
+        reduced, _ = weighted_mean(mean, arrays, step.weight, axis_name)
         new = QuantizedState(jnp.asarray(optax.safe_increment(state.count)))
-        return step.close(means, new, finite, sent=sent, old=state)
+        return step.close(reduced.means, new, reduced.finite, sent=reduced.sent, old=state)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del step

@@ -88,8 +88,15 @@ def switch_at(
         return SwitchState(jnp.zeros([], jnp.int32), before.init(params), after.init(params))
 
     def reduce(
-        updates: PyTree, state: SwitchState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: SwitchState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> Reduction:
+        if weight is not None:
+            extra_args["weight"] = weight
         if axis_name:
             state = mark_local(state, axis_name)
 

@@ -13,7 +13,12 @@ from jaxcomp._base.checks import check_flag, check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
-from jaxcomp._reducers.contract import Transformation, bytes_of, call_text
+from jaxcomp._reducers.contract import (
+    Transformation,
+    bytes_of,
+    call_text,
+    check_not_weighed,
+)
 
 
 def accumulate(
@@ -89,6 +94,7 @@ def accumulate(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.MultiStepsState]:
+        check_not_weighed(made_by, extra_args)
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         seen = state.mini_step + 1
 

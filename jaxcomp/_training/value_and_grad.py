@@ -21,8 +21,8 @@ from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_tuple, known_equal
-from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
+from jaxcomp._mesh.weights import Weight, as_weight, weighted_mean_each
 from jaxcomp._states.replicas import state_specs
 from jaxcomp._states.stacked import place_stacked, stack, unstack
 from jaxcomp._training.gradients import local_value_and_grad
@@ -80,12 +80,15 @@ class ValueAndGrad:
         like = self.reducer.init(params)  # says also how the leaves lie over the other axes
         return place_stacked(state, the_mesh(self.mesh, self.axis_name), self.axis_name, like)
 
-    def __call__(self, state: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Value and averaged gradients; call it inside `jax.jit`.
 
         Args:
           state: From `init`, `restore`, or the last call.
           *args: As `fun` takes them: global arrays.
+          weight: How much each replica counts, an array of shape (replicas,): the number of
+            examples or tokens in its part of the batch, 0 to sit the step out. None if all count
+            the same. The value, the gradients and averaged auxiliary output are weighted means.
           **kwargs: As `fun` takes them: scalars, random keys, and what is no array.
 
         Returns:
@@ -94,7 +97,7 @@ class ValueAndGrad:
 
         Raises:
           ValueError: If there is no mesh, an argument does not fit its specification, parameters
-            are sharded over `axis_name`, or the state is of another number of replicas.
+            are sharded over `axis_name`, or state or weights are of another number of replicas.
         """
         mesh, axes = the_mesh(self.mesh, self.axis_name), axis_tuple(self.axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
@@ -106,7 +109,7 @@ class ValueAndGrad:
         arrays = {
             i: resharded(x, mesh, specs[i], axes) for i, x in enumerate(leaves) if _is_array(x)
         }
-        state_spec = state_specs(state, self.axis_name)
+        state_spec, along = state_specs(state, self.axis_name), PartitionSpec(self.axis_name)
         state = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), state, state_spec)
 
         def differentiate(arrays: dict[int, Any]) -> Any:
@@ -116,25 +119,29 @@ class ValueAndGrad:
             )
             return function(*args, **kwargs)
 
-        def on_replica(state: PyTree, arrays: dict[int, Any]) -> Any:
+        weight = _checked_weight(weight, replicas)
+        own_weight = {} if weight is None else {"weight": resharded(weight, mesh, along, axes)}
+
+        def on_replica(state: PyTree, arrays: dict[int, Any], own_weight: dict[str, Any]) -> Any:
             value, grads = boundary.explicit(differentiate, typed)(arrays)
             args, _ = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             update = optax.with_extra_args_support(self.reducer).update
-            grads, own = update(grads, unstack(state), self._params(args))
-            return (self._reported(value), grads), stack(own)
+            grads, own = update(grads, unstack(state), self._params(args), **own_weight)
+            counts = as_weight(own_weight.get("weight"), self.axis_name)
+            return (self._reported(value, counts), grads), stack(own)
 
         value_spec = self._aux_specs() if self.has_aux else PartitionSpec()
         boundary, typed = Boundary(mesh, axes), typed_specs(arrays)
         mapped = jax.shard_map(
             on_replica,
             mesh=boundary.mesh,
-            in_specs=(state_spec, {i: specs[i] for i in arrays}),
+            in_specs=(state_spec, {i: specs[i] for i in arrays}, dict.fromkeys(own_weight, along)),
             out_specs=((value_spec, PartitionSpec()), state_spec),
             axis_names=set(axes),
             check_vma=self.check_vma,
         )
         like = (value_spec, typed_specs(self._params(args))), typed_specs(state)
-        return boundary.automatic(mapped, like)(state, arrays)
+        return boundary.automatic(mapped, like)(state, arrays, own_weight)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """What is differentiated, in the form that `jax.value_and_grad` gives gradients in.
@@ -152,7 +159,7 @@ class ValueAndGrad:
             return args[self.argnums]
         return tuple(args[i] for i in self.argnums)
 
-    def _reported(self, value: Any) -> Any:
+    def _reported(self, value: Any, weight: Weight | None) -> Any:
         """Value and auxiliary output, averaged in one all-reduce or with an axis of replicas."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(value)
         kinds = ["mean"] * len(paths)
@@ -164,7 +171,8 @@ class ValueAndGrad:
             for i, (path, x) in enumerate(paths)
             if kinds[i] == "mean" and not _is_common(path, x, self.axis_name)
         ]
-        means = mean_each([as_local(leaves[i], self.axis_name) for i in averaged], self.axis_name)
+        own = [as_local(leaves[i], self.axis_name) for i in averaged]
+        means = weighted_mean_each(own, weight, self.axis_name).reduced.means
         for i, mean in zip(averaged, means, strict=True):
             leaves[i] = mean
         rows = [
@@ -294,6 +302,22 @@ def value_and_grad(
     flag = check_flag("has_aux", has_aux)
     checked = check_flag("check_vma", check_vma)
     return ValueAndGrad(fun, reducer, axis_name, mesh, argnums, flag, aux, batch_specs, checked)
+
+
+def _checked_weight(weight: Any, replicas: int) -> Any:
+    """The weights of all replicas; None if they were not given.
+
+    Raises:
+      ValueError: If they are not as many.
+    """
+    if weight is None:
+        return None
+    if np.shape(weight) != (replicas,):
+        raise ValueError(
+            f"`weight` must have shape ({replicas},), a number for each replica, got "
+            f"{np.shape(weight)}."
+        )
+    return jnp.asarray(weight)
 
 
 def _is_array(leaf: Any) -> bool:
