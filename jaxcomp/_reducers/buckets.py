@@ -19,7 +19,7 @@ from jaxcomp._base.typing import BucketFn, KeyPath, PyTree
 _FIRST_LAYER = re.compile(r"embed|\bwte\b|\bwpe\b", re.IGNORECASE)
 
 
-def checked_buckets(buckets: Any) -> int | BucketFn:
+def checked_buckets(buckets: int | BucketFn) -> int | BucketFn:
     """The argument ``buckets``.
 
     Raises:

@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
+from benchmarks.gpu_program import schedule
 from benchmarks.gpu_program.count import count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.report import table
@@ -108,3 +109,32 @@ def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
 def test_a_child_that_fails_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert gpu_program.compiled({}, 10) == {"error": "ended with 1"}
+
+
+SCHEDULED = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %a = f32[8]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/jvp()/mul"}
+  %b = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/mul"}
+  %start = f32[8]{0} all-reduce-start(%b), to_apply=%add
+  %c = f32[8]{0} fusion(%b), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/add"}
+  %view = f32[8]{0} bitcast(%c), metadata={op_name="jit(f)/transpose(jvp())/reshape"}
+  %d = f32[8]{0} fusion(%view), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/exp"}
+  %done = f32[8]{0} all-reduce-done(%start)
+  ROOT %e = f32[8]{0} fusion(%done, %d), kind=kLoop, metadata={op_name="jit(f)/add"}
+}
+"""
+
+
+def test_a_schedule_says_what_an_all_reduce_hides_behind():
+    found = schedule.read(parse(SCHEDULED))
+    assert found.backward == 3
+    assert found.transfers == [schedule.Transfer(bytes=32, begins_after=1, ends_after=3)]
+    assert "33%  100%  2 kernels" in str(found)
+
+
+@pytest.mark.parametrize("wrong", [["--buckets", "0"], ["--blocks", "0"]])
+def test_a_schedule_of_nothing_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        schedule.main(wrong)
+    assert f"`{wrong[0]}` must be" in capsys.readouterr().err

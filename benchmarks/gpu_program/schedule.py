@@ -1,0 +1,98 @@
+"""What travels behind the backward pass: a training step's schedule on GPUs that are not there.
+
+    python -m benchmarks.gpu_program.schedule --buckets 4
+
+Compiles a training step of GPT-2 small with `powersgd(buckets=...)` for eight GPUs and says of
+every all-reduce where it starts and ends, and how many kernels of the backward pass run meanwhile.
+Installs nothing; see `python -m benchmarks.gpu_program --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from importlib.metadata import version
+
+import jaxcomp
+from benchmarks.common.arguments import at_least
+from benchmarks.gpu_program.hlo import Instruction, Module, parse
+from benchmarks.gpu_program.target import TARGETS, mesh_of
+from benchmarks.gpu_program.training_step import lowered
+from benchmarks.gpu_program.worker import AXIS
+
+_NO_KERNEL = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant", "after-all"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One asynchronous all-reduce in the order of the program."""
+
+    bytes: int
+    begins_after: int  # kernels of the backward pass
+    ends_after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The backward pass and what crosses beside it."""
+
+    backward: int  # kernels
+    transfers: list[Transfer]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.backward} kernels in the backward pass",
+            "",
+            " bytes  starts   ends  behind",
+        ]
+        for x in self.transfers:
+            begin, end = x.begins_after / self.backward, x.ends_after / self.backward
+            behind = x.ends_after - x.begins_after
+            lines.append(f"{x.bytes:>9,}  {begin:>6.0%}  {end:>4.0%}  {behind} kernels")
+        return "\n".join(lines)
+
+
+def read(module: Module) -> Schedule:
+    """The all-reduces of a scheduled program, and the kernels of its backward pass."""
+    seen, began, transfers = 0, {}, []
+    for x in module.entry.instructions:
+        if x.opcode == "all-reduce-start":
+            began[x.name] = seen
+        elif x.opcode == "all-reduce-done":
+            transfers.append(Transfer(x.bytes, began[x.operands[0]], seen))
+        elif _is_backward(x):
+            seen += 1
+    return Schedule(seen, transfers)
+
+
+def _is_backward(x: Instruction) -> bool:
+    """Whether JAX made this kernel from the transpose of the model."""
+    return x.opcode not in _NO_KERNEL and "transpose(jvp" in x.attributes
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_program.schedule",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--buckets", type=int, default=4, metavar="N", help="(default: %(default)s)")
+    add("--blocks", type=int, default=12, metavar="N", help="(default: %(default)s)")
+    add("--rank", type=int, default=4, metavar="R", help="(default: %(default)s)")
+    add("--target", choices=TARGETS, default="h200", help="(default: %(default)s)")
+    given = parser.parse_args(argv)
+    try:
+        for name in ("buckets", "blocks", "rank"):
+            at_least(f"--{name}", getattr(given, name), 1)
+        mesh = mesh_of(given.target, 8, AXIS)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    reducer = jaxcomp.powersgd(given.rank, axis_name=AXIS, start_step=0, buckets=given.buckets)
+    program = lowered(reducer, given.blocks, mesh).compile()
+    print(f"jaxlib {version('jaxlib')}, {given.target}, {reducer!r}")
+    print(read(parse(program.as_text())))
+
+
+if __name__ == "__main__":
+    main()
