@@ -102,7 +102,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     return value if array else float(value)
 
 
-def check_static_number(name: str, value: Any, minimum: float) -> float:
+def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:
     """Like `check_number` for a value that shapes the program and so cannot be traced.
 
     Raises:
@@ -110,7 +110,7 @@ def check_static_number(name: str, value: Any, minimum: float) -> float:
     """
     if _is_array(value):
         raise ParameterError(name, f"must be a Python number.{_static_hint(name, value)}")
-    return float(check_number(name, value, minimum))
+    return float(check_number(name, value, minimum, maximum))
 
 
 def _is_array(value: Any) -> bool:

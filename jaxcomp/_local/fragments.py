@@ -1,17 +1,23 @@
-"""Parameters in fragments of about equal size, to be averaged one at a time."""
+"""Parameters in fragments, of about equal size or by name, to be averaged one at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
-from jaxcomp._base.typing import PyTree
+from jaxcomp._base.typing import KeyPath, PyTree
+
+# How many fragments, or a pattern for each.
+Split: TypeAlias = int | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,38 +25,86 @@ class Fragments:
     """Which fragment each leaf belongs to, in flattening order; -1 for one that is not floating."""
 
     owner: tuple[int, ...]
+    count: int
 
-    def take(self, tree: PyTree, k: int) -> PyTree:
-        """The tree with `optax.MaskedNode` in place of every other fragment's leaves.
+    def take(self, tree: PyTree, k: int | None = None) -> PyTree:
+        """The tree with `optax.MaskedNode` in place of all leaves but fragment `k`'s.
 
-        Key paths stay as they are: a reducer may decide by a leaf's name.
+        Key paths stay as they are: a reducer may decide by a leaf's name. None for all fragments,
+        which leaves out what is not floating.
         """
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten(
             [
-                leaf if owner == k else optax.MaskedNode()
+                leaf if self._has(k, owner) else optax.MaskedNode()
                 for leaf, owner in zip(leaves, self.owner, strict=True)
             ]
         )
 
-    def put(self, tree: PyTree, part: PyTree, k: int) -> PyTree:
-        """`tree` with the leaves of fragment `k` from `part`."""
+    def put(self, tree: PyTree, part: PyTree, k: int | None = None) -> PyTree:
+        """`tree` with the leaves of fragment `k`, or of all, from `part`."""
         leaves, treedef = jax.tree.flatten(tree)
         values = iter(jax.tree.leaves(part))
         return treedef.unflatten(
             [
-                next(values) if owner == k else leaf
+                next(values) if self._has(k, owner) else leaf
                 for leaf, owner in zip(leaves, self.owner, strict=True)
             ]
         )
 
+    @staticmethod
+    def _has(k: int | None, owner: int) -> bool:
+        return owner >= 0 if k is None else owner == k
 
-def make_fragments(params: PyTree, count: int) -> Fragments:
-    """Spreads the floating leaves over `count` fragments, the largest leaf first, to the lightest.
+
+def check_split(fragments: Any) -> Split:
+    """Reads the argument `fragments`.
 
     Raises:
-      ValueError: If there are fewer floating leaves than fragments, or a leaf is complex.
+      ValueError: If it is neither a positive integer nor a sequence of regular expressions.
     """
+    if not isinstance(fragments, (list, tuple)):
+        return check_int("fragments", fragments, 1)
+    for pattern in fragments:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"`fragments` has {pattern!r}, which is no regular expression: {error}. Pass a "
+                "number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
+            ) from error
+    if not fragments:
+        raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
+    return tuple(fragments)
+
+
+def make_fragments(params: PyTree, split: Split) -> Fragments:
+    """Gives every floating leaf a fragment.
+
+    A number of fragments: the largest leaf first, to the lightest fragment. Patterns: the first
+    that is found in the leaf's path, written as ``blocks/0/kernel``.
+
+    Raises:
+      ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
+    """
+    paths, sizes = _floating(params)
+    if isinstance(split, tuple):
+        owner = {i: _first_match(paths[i], split) for i in sizes}
+        missing = [pattern for k, pattern in enumerate(split) if k not in owner.values()]
+        if missing:
+            raise ValueError(
+                f"`fragments` has the pattern {missing[0]!r}, and no floating leaf is left for it. "
+                "A leaf belongs to the first pattern that is found in its path; correct it, or "
+                "leave it out."
+            )
+    else:
+        owner = _evenly(sizes, split)
+    count = split if isinstance(split, int) else len(split)
+    return Fragments(tuple(owner.get(i, -1) for i in range(len(paths))), count)
+
+
+def _floating(params: PyTree) -> tuple[list[KeyPath], dict[int, int]]:
+    """All paths, and the bytes of the floating leaves by position."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     sizes = {}
     for i, (path, leaf) in enumerate(leaves):
@@ -62,12 +116,27 @@ def make_fragments(params: PyTree, count: int) -> Fragments:
             )
         if jnp.issubdtype(dtype, jnp.floating):
             sizes[i] = math.prod(np.shape(leaf)) * jnp.dtype(dtype).itemsize
+    return [path for path, _ in leaves], sizes
+
+
+def _first_match(path: KeyPath, patterns: tuple[str, ...]) -> int:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for k, pattern in enumerate(patterns):
+        if re.search(pattern, name):
+            return k
+    raise ValueError(
+        f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never be "
+        "averaged. Add one for it, such as '.*' at the end for all that are left."
+    )
+
+
+def _evenly(sizes: dict[int, int], count: int) -> dict[int, int]:
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "
             "Pass at most as many fragments as leaves."
         )
-    owner = [-1] * len(leaves)
+    owner = {}
     load = [0] * count
     members = [0] * count
     for i in sorted(sizes, key=lambda i: (-sizes[i], i)):
@@ -76,4 +145,4 @@ def make_fragments(params: PyTree, count: int) -> Fragments:
         owner[i] = k
         load[k] += sizes[i]
         members[k] += 1
-    return Fragments(tuple(owner))
+    return owner

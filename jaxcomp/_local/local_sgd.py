@@ -1,11 +1,12 @@
 """Local SGD as an Optax transformation: an inner optimizer on each replica, averages now and then.
 
-`_periods` says when replicas meet, `_outer` what they do then; this file is the step between.
+`periods` says when replicas meet, `meeting` what they do then; this file is the step between.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,14 @@ from jaxcomp._base.leaves import wider
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, make_fragments
-from jaxcomp._local.meeting import AverageInnerState, Meeting, Part, average, check_meeting
+from jaxcomp._local.meeting import (
+    AverageInnerState,
+    Meeting,
+    Outer,
+    Part,
+    average,
+    check_meeting,
+)
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
 from jaxcomp._mesh.axes import as_local, switch
@@ -31,9 +39,11 @@ def local_sgd(
     axis_name: AxisName,
     start_step: int = 0,
     reducer: optax.GradientTransformation | None = None,
-    outer: optax.GradientTransformation | None = None,
+    outer: Outer | None = None,
     average_inner_state: AverageInnerState = False,
-    fragments: int = 1,
+    fragments: int | Sequence[str] = 1,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
     offset: int | None = None,
     local_axis_name: AxisName | None = None,
 ) -> Transformation:
@@ -53,6 +63,14 @@ def local_sgd(
     momentum=0.9, nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the
     whole step.
 
+    Streaming DiLoCo averages a fragment of the parameters at a time. With a delay :math:`\tau` and
+    a share :math:`\alpha`, for a fragment whose turn is after step :math:`t`,
+
+    .. math::
+        a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v^{t - \tau})\Big)
+            && \text{(after step } t - \tau \text{)} \\
+        p_w^t &\leftarrow (1 - \alpha)\, a + \alpha\, p_w^t && \text{(after step } t \text{)}
+
     Parameters differ between replicas until they are averaged: under `jax.pmap` and `jax.vmap`
     nothing need be done; under `jax.shard_map` give them a leading axis of replicas and
     ``P(axis_name)``. As an Optax update, an average leaves the parameters within one unit in the
@@ -71,12 +89,22 @@ def local_sgd(
         and to the gradients before `start_step`. None averages exactly. Its state begins anew at
         `start_step`, because gradients and pseudo-gradients have different scales; and its own
         ``start_step`` counts averages, so give ``start_step=0`` to compress from the first.
-      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's. In a
-        hierarchy it and the reducer act at the widest level; narrower ones average parameters.
+      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's; or a list of
+        them, one for each fragment. In a hierarchy it, the reducer and `fragment_update_alpha` act
+        at the widest level; narrower ones average parameters.
       average_inner_state: What happens to momenta at an average. False: each replica keeps its own,
         as in torch and DiLoCo. True: averaged too. "reset": begun anew; schedules go on.
-      fragments: Average one such part of the leaves at a time, evenly staggered over `sync_every`
-        (streaming DiLoCo): the same bytes in total, peaks that many times lower.
+      fragments: Average one such part of the leaves at a time (streaming DiLoCo): the same bytes in
+        total, peaks that many times lower. A number, for parts of about equal size; or a list of
+        regular expressions, where a leaf belongs to the first that is found in its path, written
+        ``blocks/0/kernel``. The turn of fragment ``k`` of ``n``, from 1, is after
+        ``k * sync_every // n`` steps of each period, rounded down where ``n`` does not divide it.
+      fragment_sync_delay: Steps between the average of a fragment and its use: less than
+        ``sync_every // fragments``. Nothing in between depends on it. The average is sent so many
+        steps before the fragment's turn, and the anchor holds it until then. Time is hidden where
+        one program has all of these steps: by `local_sgd_round`.
+      fragment_update_alpha: Share of its own parameters, from 0 to 1, that a replica keeps at the
+        fragment's turn. Replicas then stay different, and `anchor` is what they agree on.
       offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come
         after `start_step`; by default ``offset=start_step``, so that a round precedes the first
         average. torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
@@ -90,9 +118,9 @@ def local_sgd(
 
     Raises:
       ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a
-        period does not divide the next; in ``init``, if there are more fragments than leaves; at
-        tracing time, if `params` is missing, the axis is not bound, or a gradient was already
-        reduced.
+        period does not divide the next; in ``init``, if a fragment has no leaf or a leaf no
+        fragment; at tracing time, if `params` is missing, the axis is not bound, or a gradient was
+        already reduced.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -107,6 +135,17 @@ def local_sgd(
       >>> jax.vmap(train, axis_name="data")(jnp.array([0.0, 16.0])).tolist()
       [7.5, 7.5]
 
+      Streaming DiLoCo: the embedding and the rest take turns after 3 and 6 steps, and what each
+      replica sends is on its way during one step.
+
+      >>> tx = jaxcomp.local_sgd(
+      ...     optax.adamw(1e-3), sync_every=6, axis_name="data", fragments=["embedding", ".*"],
+      ...     outer=optax.sgd(0.7, momentum=0.9, nesterov=True), fragment_sync_delay=1,
+      ...     fragment_update_alpha=0.5)
+      >>> params = {"embedding": jnp.zeros((8, 4)), "head": jnp.zeros(8)}
+      >>> [tx.bytes(params, step=step).bytes_after for step in range(6)]
+      [0, 128, 0, 0, 32, 0]
+
     References:
       Stich: Local SGD Converges Fast and Communicates Little. ICLR 2019.
       Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD. ICLR 2020.
@@ -114,13 +153,12 @@ def local_sgd(
       Douillard et al.: Streaming DiLoCo with Overlapping Communication. 2025.
     """
     made_by = call_text("local_sgd", locals())
-    periods = check_periods(sync_every, axis_name, start_step, offset, fragments)
-    meeting = check_meeting(axis_name, reducer, outer, average_inner_state)
-    if periods.fragments > 1 and average_inner_state is not False:
-        raise ValueError(
-            f"average_inner_state={average_inner_state!r} needs fragments=1: the inner state "
-            "belongs to all parameters, and only a fragment of them is averaged at a time."
-        )
+    periods = check_periods(
+        sync_every, axis_name, start_step, offset, fragments, fragment_sync_delay
+    )
+    meeting = check_meeting(
+        axis_name, periods, reducer, outer, average_inner_state, fragment_update_alpha
+    )
     if local_axis_name is not None:
         check_known("local_axis_name", local_axis_name, axis_name)
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
@@ -139,7 +177,7 @@ class _LocalSGD:
     local_axis_name: AxisName | None
 
     def init(self, params: PyTree) -> LocalSGDState:
-        return init_state(self.meeting, params, self.inner.init(params), self.periods.fragments)
+        return init_state(self.meeting, params, self.inner.init(params), self.periods.split)
 
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
@@ -158,7 +196,7 @@ class _LocalSGD:
             )
         axis_name = self.meeting.axis_name
         reducible(updates, axis_name)
-        fragments = make_fragments(params, self.periods.fragments)
+        fragments = make_fragments(params, self.periods.split)
         gradients, reducer = self._gradients(updates, state, fragments)
         before = as_local(unbox(state.inner), axis_name)
         step, inner = self.inner.update(gradients, before, params, **extra)
@@ -167,7 +205,7 @@ class _LocalSGD:
         count = jnp.asarray(optax.safe_increment(state.count))
         event = self.periods.due(count, state.last_sync)
         last_sync = jnp.where(
-            (event > 0) | (count <= self.periods.start_step), count, state.last_sync
+            self.periods.meets(event) | (count <= self.periods.start_step), count, state.last_sync
         )
         after = _AfterStep(self, fragments, params, step, inner, state._replace(reducer=reducer))
         branches = [after.stay, *after.events()]
@@ -219,36 +257,58 @@ class _AfterStep:
 
     def events(self) -> list[Any]:
         """A branch for each event of `Periods.due`, in its order."""
-        levels, count = self.run.periods.levels, self.run.periods.fragments
-        if count > 1:
-            return [lambda k=k: self._meet(k) for k in range(count)]
-        narrow = [lambda axes=level.axes: self._mean(axes) for level in levels[:-1]]
-        return [*narrow, lambda: self._meet(0)]
+        numbers = range(self.fragments.count)
+        if self.run.periods.delay:
+            sent = [lambda k=k: self._send(k) for k in numbers]
+            return [*sent, *[lambda k=k: self._receive(k) for k in numbers]]
+        narrow = [
+            lambda axes=level.axes: self._mean(axes) for level in self.run.periods.levels[:-1]
+        ]
+        return [*narrow, *[lambda k=k: self._meet(k) for k in numbers]]
 
     def share(self) -> tuple[PyTree, LocalSGDState]:
         """The end of the shared steps: their result is the anchor, the reducer begins anew.
 
         Replicas are equal here, in all but what the type checker knows: the average proves it.
         """
-        meeting, count = self.run.meeting, self.run.periods.fragments
+        meeting = self.run.meeting
         anchor = average(optax.apply_updates(self.params, self.step), meeting.axis_name)
-        _, _, reducer = meeting.init(anchor, self.fragments, count)
+        _, _, reducer = meeting.init(anchor, self.fragments)
         state = self.state._replace(anchor=anchor, reducer=reducer, inner=box(self.inner))
         return self._towards(anchor), state
 
     def _meet(self, k: int) -> tuple[PyTree, LocalSGDState]:
         """All replicas, on fragment `k`."""
-        take, state, meeting = self.fragments.take, self.state, self.run.meeting
-        anchor = () if meeting.plain else take(state.anchor, k)
-        averaged = meeting.meet(anchor, self._local(k), self._begin)
-        new = self.fragments.put(self.params, averaged.params, k)
-        if not meeting.plain:
-            state = state._replace(
-                anchor=self.fragments.put(state.anchor, averaged.params, k),
-                reducer=_with(state.reducer, k, averaged.reducer),
-                outer=_with(state.outer, k, averaged.outer) if state.outer else (),
-            )
-        return self._towards(new, k), state._replace(inner=box(averaged.inner))
+        averaged, state = self._average(k)
+        return self._mixed(averaged.params, k), state
+
+    def _send(self, k: int) -> tuple[PyTree, LocalSGDState]:
+        """The average of fragment `k` into the anchor; the replica goes on by itself."""
+        return self.step, self._average(k)[1]
+
+    def _receive(self, k: int) -> tuple[PyTree, LocalSGDState]:
+        """What was sent of fragment `k` some steps ago."""
+        shared = self.fragments.take(self.state.anchor, k)
+        return self._mixed(shared, k), self.state._replace(inner=box(self.inner))
+
+    def _average(self, k: int) -> tuple[Part, LocalSGDState]:
+        """Fragment `k` averaged, and the state with it."""
+        state, meeting = self.state, self.run.meeting
+        anchor = self.fragments.take(state.anchor, k) if meeting.anchored else ()
+        averaged = meeting.meet(k, anchor, self._local(k), self._begin)
+        state = state._replace(inner=box(averaged.inner))
+        if not meeting.anchored:
+            return averaged, state
+        return averaged, state._replace(
+            anchor=self.fragments.put(state.anchor, averaged.params, k),
+            reducer=_with(state.reducer, k, averaged.reducer),
+            outer=_with(state.outer, k, averaged.outer) if state.outer else (),
+        )
+
+    def _mixed(self, shared: PyTree, k: int) -> PyTree:
+        """The update to what the replica goes on with in fragment `k`."""
+        new = self.run.meeting.mix(shared, self._local(k).params)
+        return self._towards(self.fragments.put(self.params, new, k), k)
 
     def _mean(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
         """The replicas along some of the axes."""
@@ -269,7 +329,7 @@ class _AfterStep:
     def _towards(self, new: PyTree, k: int | None = None) -> PyTree:
         """The update that leads to `new`; the inner optimizer's for what is not averaged."""
         step = self.step
-        for j in range(self.run.periods.fragments) if k is None else [k]:
+        for j in range(self.fragments.count) if k is None else [k]:
             here, there = self.fragments.take(self.params, j), self.fragments.take(new, j)
             step = self.fragments.put(
                 step, jax.tree.map(_difference, self.fragments.take(step, j), here, there), j

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._base.checks import check_static_number
 from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -23,6 +24,8 @@ from jaxcomp._reducers.contract import bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
+# One for all fragments, or one for each.
+Outer: TypeAlias = optax.GradientTransformation | Sequence[optax.GradientTransformation]
 
 
 def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> PyTree:
@@ -92,14 +95,21 @@ class Meeting:
 
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
-    optimizer: optax.GradientTransformationExtraArgs | None
+    optimizers: tuple[optax.GradientTransformationExtraArgs, ...]  # for each fragment, or none
     exact: bool  # no reducer was given: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
+    alpha: float  # share of the local parameters that is kept
+    late: bool  # what is averaged is used some updates later
 
     @property
     def plain(self) -> bool:
         """Whether the parameters themselves are averaged: neither reducer nor optimizer."""
-        return self.exact and self.optimizer is None
+        return self.exact and not self.optimizers
+
+    @property
+    def anchored(self) -> bool:
+        """Whether `local_sgd` keeps an anchor."""
+        return self.late or not self.plain
 
     def sent(self, periods: Periods, inner_init: InnerInit | None, replicas: int | None) -> Sent:
         """The bytes of averages at these times."""
@@ -115,22 +125,20 @@ class Meeting:
             shares_start=not self.plain,
         )
 
-    def init(self, params: PyTree, fragments: Fragments, count: int) -> tuple[Any, Any, Any]:
+    def init(self, params: PyTree, fragments: Fragments) -> tuple[Any, Any, Any]:
         """(anchor, outer states, reducer states), a state for each fragment."""
-        parts = [fragments.take(params, k) for k in range(count)]
+        parts = [fragments.take(params, k) for k in range(fragments.count)]
         reducer = tuple(self.reducer.init(part) for part in parts)
-        if self.plain:
-            return (), (), reducer
         # A copy, because a training step that donates its state must not see one buffer twice.
-        anchor = jax.tree.map(jnp.copy, params)
-        if self.optimizer is None:
-            return anchor, (), reducer
-        return anchor, tuple(self.optimizer.init(part) for part in parts), reducer
+        anchor = jax.tree.map(jnp.copy, params) if self.anchored else ()
+        outer = tuple(tx.init(part) for tx, part in zip(self.optimizers, parts, strict=False))
+        return anchor, outer, reducer
 
-    def meet(self, anchor: PyTree, local: Part, begin: InnerInit) -> Part:
+    def meet(self, k: int, anchor: PyTree, local: Part, begin: InnerInit) -> Part:
         """The average of one fragment over all replicas, or the outer step with its mean.
 
         Args:
+          k: Which fragment.
           anchor: The fragment as it was after the last outer step; unused for a plain average.
           local: This replica's parameters and states.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
@@ -143,10 +151,10 @@ class Meeting:
         else:
             reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor)
         outer = local.outer
-        if self.optimizer is None:
-            updates = jax.tree.map(jnp.negative, reduced)
+        if self.optimizers:
+            updates, outer = self.optimizers[k].update(reduced, outer, anchor)
         else:
-            updates, outer = self.optimizer.update(reduced, outer, anchor)
+            updates = jax.tree.map(jnp.negative, reduced)
         inner = local.inner
         if self.average_inner is True:
             inner = average(inner, self.axis_name)
@@ -162,6 +170,21 @@ class Meeting:
             params = average(params, axes)
         return self._reset(local._replace(params=params, inner=inner), begin)
 
+    def mix(self, shared: PyTree, local: PyTree) -> PyTree:
+        """What a replica goes on with: the parameters that all agree on, and a share of its own.
+
+        An element of its own that is not finite is left out, so that it does not outlive a meeting.
+        """
+        if not self.alpha:
+            return shared
+
+        def one(shared: Array, local: Array) -> Array:
+            wide = compute_dtype(shared.dtype)
+            mixed = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
+            return jnp.where(jnp.isfinite(local), mixed.astype(shared.dtype), shared)
+
+        return jax.tree.map(one, shared, local)
+
     def _reset(self, averaged: Part, begin: InnerInit) -> Part:
         if self.average_inner != "reset":
             return averaged
@@ -170,18 +193,22 @@ class Meeting:
 
 
 def check_meeting(
-    axis_name: AxisName, reducer: Any, outer: Any, average_inner_state: Any
+    axis_name: AxisName,
+    periods: Periods,
+    reducer: Any,
+    outer: Any,
+    average_inner_state: Any,
+    alpha: Any,
 ) -> Meeting:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share.
 
     Raises:
       ValueError: If one is unusable.
     """
-    for name, value in (("reducer", reducer), ("outer", outer)):
-        if value is not None and not (hasattr(value, "init") and hasattr(value, "update")):
-            raise ValueError(
-                f"`{name}` must be an Optax gradient transformation or None, got {value!r}."
-            )
+    if not (reducer is None or _is_transformation(reducer)):
+        raise ValueError(
+            f"`reducer` must be an Optax gradient transformation or None, got {reducer!r}."
+        )
     axes = getattr(reducer, "axis_name", axis_name)
     if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
         raise ValueError(
@@ -192,13 +219,45 @@ def check_meeting(
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
+    if average_inner_state is not False and (periods.fragments > 1 or periods.delay):
+        raise ValueError(
+            f"average_inner_state={average_inner_state!r} needs fragments=1 and "
+            "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
+            "part of them is averaged."
+        )
     return Meeting(
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
-        None if outer is None else optax.with_extra_args_support(outer),
+        _check_outer(outer, periods.fragments),
         reducer is None,
         average_inner_state,
+        check_static_number("fragment_update_alpha", alpha, 0, 1),
+        periods.delay > 0,
     )
+
+
+def _check_outer(outer: Any, fragments: int) -> tuple[Any, ...]:
+    """An optimizer for each fragment, or none."""
+    if outer is None:
+        return ()
+    each = isinstance(outer, (list, tuple)) and not _is_transformation(outer)
+    optimizers: tuple[Any, ...] = tuple(outer) if each else (outer,) * fragments
+    wrong = [optimizer for optimizer in optimizers if not _is_transformation(optimizer)]
+    if wrong:
+        raise ValueError(
+            "`outer` must be an Optax gradient transformation, one for each fragment or None, got "
+            f"{wrong[0]!r}."
+        )
+    if len(optimizers) != fragments:
+        raise ValueError(
+            f"`outer` has {len(optimizers)} optimizers, and there are {fragments} fragments. Pass "
+            "one for each, or a single one for all."
+        )
+    return tuple(optax.with_extra_args_support(optimizer) for optimizer in optimizers)
+
+
+def _is_transformation(value: Any) -> bool:
+    return hasattr(value, "init") and hasattr(value, "update")
 
 
 def reset(state: PyTree, initial: PyTree) -> PyTree:

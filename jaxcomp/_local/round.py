@@ -1,11 +1,11 @@
-"""A whole round of local SGD as one call: local steps in a scan, then one exact average."""
+"""A whole round of local SGD as one call: local steps in scans, and exact averages between."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,24 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._local.fragments import make_fragments
-from jaxcomp._local.meeting import AverageInnerState, InnerInit, Meeting, Part, check_meeting
-from jaxcomp._local.periods import Level, Periods
+from jaxcomp._local.fragments import Fragments, make_fragments
+from jaxcomp._local.meeting import (
+    AverageInnerState,
+    InnerInit,
+    Meeting,
+    Outer,
+    Part,
+    check_meeting,
+)
+from jaxcomp._local.periods import Periods, check_periods
 from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
 from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import check_mesh_axes, resharded
+from jaxcomp._reducers.contract import call_text
 from jaxcomp._states.replicas import state_specs
 from jaxcomp._states.stacked import place_stacked, stack, unstack
 from jaxcomp._training.on_mesh import batch_spec, check_params, check_replica_axis
@@ -33,15 +41,37 @@ from jaxcomp._training.on_mesh import batch_spec, check_params, check_replica_ax
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
+class _Local(NamedTuple):
+    """A replica in a round."""
+
+    params: PyTree
+    inner: PyTree
+    auxiliary: list[Any]  # of each scan so far
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class LocalSGDRound:
     """What `local_sgd_round` returns: `init`, and the round itself as a call."""
 
     step_fn: StepFn
-    sync_every: int
+    periods: Periods
     meeting: Meeting
     inner_init: InnerInit | None
     mesh: Mesh | None = None
+    made_by: str = ""
+
+    def __repr__(self) -> str:
+        return self.made_by
+
+    @property
+    def sync_every(self) -> int:
+        """Local steps in a round."""
+        return self.periods.levels[0].period
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether replicas differ after a round, so that the state has their parameters."""
+        return self.periods.fragments > 1 or self.meeting.alpha > 0
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
         """The state before the first round.
@@ -63,9 +93,16 @@ class LocalSGDRound:
                     "inner_init=optimizer.init."
                 )
             inner_state = self.inner_init(params)
-        state = init_state(self.meeting, params, inner_state, 1)
+        state = init_state(self.meeting, params, inner_state, self.periods.split)
         # Between rounds the parameters are the anchor.
         state = state._replace(anchor=())
+        if self.keeps_local:
+            floating = make_fragments(params, self.periods.split).take(params)
+            local = box(jax.tree.map(jnp.asarray, floating))
+            bound = is_bound(self.meeting.axis_name)
+            state = state._replace(
+                local=as_local(local, self.meeting.axis_name) if bound else local
+            )
         if self.mesh is None or is_bound(self.meeting.axis_name):
             return state
         check_params(params, self.mesh, axis_tuple(self.meeting.axis_name))
@@ -83,7 +120,7 @@ class LocalSGDRound:
             `mesh` those of all replicas: the second axis is split between them.
 
         Returns:
-          ``(params, state, auxiliary)``: the parameters, equal on every replica; the state; and
+          ``(params, state, auxiliary)``: what all replicas agree on, equal on each; the state; and
           what `step_fn` returned besides, stacked over the steps, this replica's own. With a `mesh`
           the latter has a leading axis of replicas.
 
@@ -134,6 +171,55 @@ class LocalSGDRound:
         self, params: PyTree, state: LocalSGDState, batches: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """The round of one replica."""
+        periods, meeting = self.periods, self.meeting
+        fragments = make_fragments(params, periods.split)
+        local = fragments.put(params, unbox(state.local)) if self.keeps_local else params
+        run = _Local(local, unbox(state.inner), [])
+        averages: list[Part] = []
+        for k, turn in enumerate(periods.ends):
+            since = periods.ends[k - 1] if k else 0
+            run = self._steps(run, batches, since, turn - periods.delay)
+            averages.append(self._average(k, params, run, state, fragments))
+            run = run._replace(inner=averages[k].inner)
+            # With a delay these steps are the collective's time: they do not depend on it.
+            run = self._steps(run, batches, turn - periods.delay, turn)
+            new = meeting.mix(averages[k].params, fragments.take(run.params, k))
+            run = run._replace(params=fragments.put(run.params, new, k))
+        shared = run.params
+        for k, averaged in enumerate(averages):
+            shared = fragments.put(shared, averaged.params, k)
+        count = state.count + self.sync_every
+        own = box((run.inner, fragments.take(run.params) if self.keeps_local else ()))
+        inner, local = as_local(own, meeting.axis_name)
+        state = LocalSGDState(
+            count=count,
+            last_sync=count,
+            inner=inner,
+            anchor=state.anchor,
+            outer=tuple(averaged.outer for averaged in averages) if state.outer else (),
+            reducer=tuple(averaged.reducer for averaged in averages),
+            local=local,
+        )
+        return shared, state, _joined(run.auxiliary)
+
+    def _average(
+        self, k: int, params: PyTree, run: _Local, state: LocalSGDState, fragments: Fragments
+    ) -> Part:
+        """Fragment `k` averaged."""
+        outer = state.outer[k] if state.outer else ()
+        local = Part(fragments.take(run.params, k), run.inner, outer, state.reducer[k])
+
+        def begin(part: PyTree) -> PyTree:
+            if self.inner_init is None:
+                return run.inner
+            return self.inner_init(fragments.put(run.params, part, k))
+
+        return self.meeting.meet(k, fragments.take(params, k), local, begin)
+
+    def _steps(self, run: _Local, batches: Any, begin: int, end: int) -> _Local:
+        """The local steps from number `begin` up to `end` of the round."""
+        if begin == end:
+            return run
         axis_name = self.meeting.axis_name
 
         def step(carry: Any, batch: Any) -> Any:
@@ -148,28 +234,11 @@ class LocalSGDRound:
             # What a step sets anew, a constant say, would change the type of the carry.
             return (_local_floats(params, axis_name), as_local(inner, axis_name)), auxiliary
 
-        start = (_local_floats(params, axis_name), as_local(unbox(state.inner), axis_name))
-        (local_params, inner), auxiliary = lax.scan(step, start, batches, length=self.sync_every)
-
-        fragments = make_fragments(params, 1)
-        outer = state.outer[0] if state.outer else ()
-        local = Part(fragments.take(local_params, 0), inner, outer, state.reducer[0])
-
-        def begin(part: PyTree) -> PyTree:
-            return (
-                self.inner_init(fragments.put(local_params, part, 0)) if self.inner_init else inner
-            )
-
-        averaged = self.meeting.meet(fragments.take(params, 0), local, begin)
-        count = state.count + self.sync_every
-        state = state._replace(
-            count=count,
-            last_sync=count,
-            inner=as_local(box(averaged.inner), axis_name),
-            outer=(averaged.outer,) if state.outer else (),
-            reducer=(averaged.reducer,),
-        )
-        return fragments.put(local_params, averaged.params, 0), state, auxiliary
+        if end - begin < self.sync_every:
+            batches = jax.tree.map(lambda x: x[begin:end], batches)
+        start = (_local_floats(run.params, axis_name), as_local(run.inner, axis_name))
+        (params, inner), auxiliary = lax.scan(step, start, batches, length=end - begin)
+        return _Local(params, inner, [*run.auxiliary, auxiliary])
 
     def bytes(
         self, params: PyTree, *, replicas: int | None = None, step: int | None = None
@@ -187,9 +256,7 @@ class LocalSGDRound:
         Raises:
           ValueError: If the reducer does not know what it sends.
         """
-        axes = axis_tuple(self.meeting.axis_name)
-        periods = Periods((Level(axes, self.sync_every),), None, 0, 0, 1)
-        sent = self.meeting.sent(periods, self.inner_init, replicas)
+        sent = self.meeting.sent(self.periods, self.inner_init, replicas)
         return sent.count_bytes(params, step)
 
     def _check_batches(self, batches: Any) -> None:
@@ -208,8 +275,11 @@ def local_sgd_round(
     sync_every: int,
     axis_name: AxisName,
     reducer: optax.GradientTransformation | None = None,
-    outer: optax.GradientTransformation | None = None,
+    outer: Outer | None = None,
     average_inner_state: AverageInnerState = False,
+    fragments: int | Sequence[str] = 1,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
     inner_init: InnerInit | None = None,
     mesh: Mesh | None = None,
 ) -> LocalSGDRound:
@@ -227,6 +297,13 @@ def local_sgd_round(
     round depends on `sync_every`: rounds of several lengths can share a state, for periods that
     change.
 
+    With a delay the round is one program in which an average and the steps until its use share no
+    data, so that the compiler runs them side by side: of a round of 32 steps with a delay of 8, the
+    collective has 8 steps' time. Each fragment has two loops, and the step is compiled in each.
+    Where not all parameters meet at the end (with fragments or a share `fragment_update_alpha`),
+    `params` are what the replicas agree on, the anchor of Streaming DiLoCo, and the state has each
+    replica's own.
+
     Args:
       step_fn: ``(params, inner_state, batch) -> (params, inner_state, auxiliary)``.
       sync_every: Local steps in a round.
@@ -235,6 +312,9 @@ def local_sgd_round(
       outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`.
       average_inner_state: As in `local_sgd`. BatchNorm statistics, or anything else floating that
         shall always be averaged, can be a part of `params` where there is no outer optimizer.
+      fragments: As in `local_sgd`.
+      fragment_sync_delay: As in `local_sgd`.
+      fragment_update_alpha: As in `local_sgd`.
       inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed for "reset", and
         a convenience for `LocalSGDRound.init`.
       mesh: For a loop in `jax.jit` over sharded arrays: the mesh that the replicas are on. The
@@ -265,12 +345,25 @@ def local_sgd_round(
       >>> params.tolist()
       [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]
 
+      Streaming DiLoCo: what a replica has done after the first step is sent and averaged beside the
+      second.
+
+      >>> run = jaxcomp.local_sgd_round(
+      ...     step, sync_every=2, axis_name="data", fragment_sync_delay=1)
+      >>> params, state, losses = jax.vmap(run, in_axes=(None, None, 0), axis_name="data")(
+      ...     jnp.zeros(3), run.init(jnp.zeros(3), optimizer.init(jnp.zeros(3))), batches)
+      >>> params[0].tolist()
+      [4.0, 4.0, 4.0]
+
     References:
       Those of `local_sgd`.
     """
-    check_axis_name(axis_name)
+    made_by = call_text("local_sgd_round", locals())
     length = check_int("sync_every", sync_every, 1)
-    meeting = check_meeting(axis_name, reducer, outer, average_inner_state)
+    periods = check_periods(length, axis_name, 0, 0, fragments, fragment_sync_delay)
+    meeting = check_meeting(
+        axis_name, periods, reducer, outer, average_inner_state, fragment_update_alpha
+    )
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
     if inner_init is not None and not callable(inner_init):
@@ -284,7 +377,14 @@ def local_sgd_round(
         )
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)
-    return LocalSGDRound(step_fn, length, meeting, inner_init, mesh)
+    return LocalSGDRound(step_fn, periods, meeting, inner_init, mesh, made_by)
+
+
+def _joined(auxiliary: list[Any]) -> Any:
+    """What the steps returned besides, stacked over all of them."""
+    if len(auxiliary) == 1:
+        return auxiliary[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *auxiliary)
 
 
 def _local_floats(params: PyTree, axis_name: AxisName) -> PyTree:

@@ -55,7 +55,8 @@ class Sent:
         inner = exact_leaves(self._inner(params), "inner state ")
         if count == 1 and event < len(levels):  # a narrow level: a plain average
             return CompressionStats.of([*exact_leaves(params), *inner])
-        part = make_fragments(params, count).take(params, event - 1 if count > 1 else 0)
+        split = make_fragments(params, self.periods.split)
+        part = split.take(params, event - 1 if count > 1 else 0)
         if self.reduced is None:
             return CompressionStats.of([*exact_leaves(part), *inner])
         return CompressionStats.of([*self.reduced(part, nth).leaves, *inner])
@@ -86,16 +87,17 @@ class Sent:
         if self.reduced is None:
             parts = [CompressionStats.of(dense_leaves(params))]
         else:
-            split, count = make_fragments(params, self.periods.fragments), self.periods.fragments
+            split, count = make_fragments(params, self.periods.split), self.periods.fragments
             parts = [self.reduced(split.take(params, k), step) for k in range(count)]
         if self.shares_start and step == self.periods.start_step - 1:
             parts.append(CompressionStats.of(exact_leaves(params)))
         return _combined(params, parts)
 
     def _events(self, begin: int, end: int) -> np.ndarray:
-        """The event after each of the updates numbered ``begin + 1`` to ``end`` (from 1)."""
+        """The average after each of the updates numbered ``begin + 1`` to ``end`` (from 1)."""
         if self.periods.schedule is None:
-            return np.asarray(self.periods.due(jnp.arange(begin + 1, end + 1), jnp.int32(0)))
+            due = self.periods.due(jnp.arange(begin + 1, end + 1), jnp.int32(0))
+            return np.where(self.periods.sends(due), due, 0)
         events, last = [], self.periods.start_step
         for count in range(begin + 1, end + 1):
             events.append(int(self.periods.due(jnp.int32(count), jnp.int32(last))))

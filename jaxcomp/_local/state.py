@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._local.fragments import make_fragments
+from jaxcomp._local.fragments import Split, make_fragments
 from jaxcomp._local.meeting import Meeting
 from jaxcomp._mesh.axes import as_local, is_bound
 
@@ -21,24 +21,29 @@ class LocalSGDState(NamedTuple):
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
     inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
-    anchor: PyTree  # parameters after the last outer step, or (): plain averages; replicated
+    # Parameters after the last outer step, or (): plain averages, used at once. With a delay they
+    # hold what is still to be used. Replicated.
+    anchor: PyTree
     outer: PyTree  # a state of the outer optimizer for each fragment, or (); replicated
     reducer: PyTree  # a state of the reducer for each fragment; it declares its own fields
+    # In rounds whose end not all parameters meet at, or meet wholly: this replica's floating ones,
+    # (1, ...) like `inner`; otherwise (). Per replica.
+    local: PyTree = ()
 
     # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("inner",)
+    per_replica = ("inner", "local")
 
     @property
     def synced(self) -> Array:
-        """Whether the last step ended in an average; boolean scalar, equal on every replica."""
+        """Whether the last step set parameters to an average; bool scalar, equal on replicas."""
         return (self.count == self.last_sync) & (self.count > 0)
 
 
-def init_state(meeting: Meeting, params: PyTree, inner: PyTree, fragments: int) -> LocalSGDState:
+def init_state(meeting: Meeting, params: PyTree, inner: PyTree, split: Split) -> LocalSGDState:
     """The state before the first step."""
     # Two arrays: a training step that donates its state must not see one buffer twice.
     count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    anchor, outer, reducer = meeting.init(params, make_fragments(params, fragments), fragments)
+    anchor, outer, reducer = meeting.init(params, make_fragments(params, split))
     inner = box(jax.tree.map(jnp.asarray, inner))
     if is_bound(meeting.axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.

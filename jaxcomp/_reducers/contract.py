@@ -283,6 +283,9 @@ def shown(value: Any) -> str:
         return "optax.GradientTransformation(...)"
     if isinstance(value, np.dtype):
         return repr(value.name)
+    if type(value) in (list, tuple):
+        parts = ", ".join(map(shown, value))
+        return f"[{parts}]" if type(value) is list else f"({parts}{',' * (len(value) == 1)})"
     if callable(value) and not isinstance(value, Transformation):
         return getattr(value, "__qualname__", type(value).__name__)
     return repr(value)

@@ -75,6 +75,44 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any, gradient: Any = towards) 
     return jax.jit(jax.vmap(step, axis_name=AXIS))
 
 
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def streaming_diloco(
+    start: Any, targets: Any, period: int, turn: int, delay: int = 0, alpha: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """One fragment under Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
+
+    With ``delay=alpha=0`` and ``turn=period`` it is DiLoCo's Algorithm 1.
+
+    Args:
+      start: The initial parameters.
+      targets: What each replica goes `towards`, ``(n, steps, *shape)``.
+      period: Steps from one use of an average to the next.
+      turn: The first use comes after this step, counted from 1.
+      delay: Steps from the average to its use.
+      alpha: Share of the local parameters that is kept.
+
+    Returns:
+      The local parameters after each step, ``(n, steps, *shape)``, and the global ones.
+    """
+    targets = np.asarray(targets, np.float64)
+    local = np.full_like(targets[:, 0], start)
+    anchor, momentum, pseudo = local[0], 0.0, np.nan
+    trajectory, anchors = [], []
+    for step in range(1, targets.shape[1] + 1):
+        local = local - 0.1 * (local - targets[:, step - 1])
+        if (step + delay - turn) % period == 0:
+            pseudo = anchor - local.mean(0)
+        if (step - turn) % period == 0:
+            momentum = 0.9 * momentum + pseudo
+            anchor = anchor - 0.7 * (pseudo + 0.9 * momentum)
+            local = (1 - alpha) * anchor + alpha * local
+        trajectory.append(local)
+        anchors.append(anchor)
+    return np.stack(trajectory, axis=1), np.stack(anchors)
+
+
 def compile_step(tx: Any, params: Any, n: int) -> str:
     """The HLO of one update under shard_map, for parameters with a leading axis of replicas."""
     state = jax.eval_shape(tx.init, params)

@@ -40,6 +40,7 @@ CASES = [
     ({"rank": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
     ({"rank": 2, "fragments": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
     ({"fragments": 3}, None),
+    ({"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5}, None),
     (
         {"comm_dtype": jnp.float16},
         functools.partial(
