@@ -56,32 +56,61 @@ def count(module: Module, computation: Computation | None = None) -> Counts:
     sizes = {x.name: x.bytes for x in computation.instructions}
     counts = Counts()
     for x in computation.instructions:
-        if x.opcode in _FREE or x.opcode.endswith("-done"):
+        counts.add(_count_one(module, computation, x, sizes))
+    return counts
+
+
+def beside_collectives(module: Module) -> list[tuple[str, float]]:
+    """Each asynchronous collective of the entry computation, and the kernels that run beside it.
+
+    That is, those between its start and its done in the order in which the program is scheduled,
+    a loop's as often as it turns.
+    """
+    scheduled = module.entry.instructions
+    sizes = {x.name: x.bytes for x in scheduled}
+    found = []
+    for i, start in enumerate(scheduled):
+        if not start.opcode.endswith("-start"):
             continue
-        if found := _COLLECTIVE.match(x.opcode):
-            counts.collectives += _collective(found[1], computation, x)
-        elif x.opcode == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
-            body = count(module, module.computations[x.called("body")[0]])
-            condition = count(module, module.computations[x.called("condition")[0]])
-            body.add(condition)
-            counts.add(body, int(trips[1]) if trips else 1)
-        elif x.opcode == "conditional":
-            names = x.called("branch_computations") or [
-                *x.called("true_computation"),
-                *x.called("false_computation"),
-            ]
-            branches = [count(module, module.computations[name]) for name in names]
-            counts.add(max(branches, key=lambda branch: branch.bytes_moved))
-        elif x.opcode in ("call", "async-start"):
-            name = (x.called("to_apply") or x.called("calls"))[0]
-            counts.add(count(module, module.computations[name]))
-        else:
-            counts.kernels += 1
-            counts.bytes_moved += kernel_bytes(module, x, sizes)
-            target = re.search(r'custom_call_target="([^"]+)"', x.attributes)
-            if target and target[1] != TRITON:
-                counts.library_calls[target[1]] += 1
+        sent = _count_one(module, module.entry, start, sizes).collectives
+        done = next(j for j, x in enumerate(scheduled) if start.name in x.operands)
+        between = [_count_one(module, module.entry, x, sizes) for x in scheduled[i + 1 : done]]
+        if sent:
+            found.append((str(sent[0]["kind"]), sum(counts.kernels for counts in between)))
+    return found
+
+
+def _count_one(
+    module: Module, computation: Computation, x: Instruction, sizes: dict[str, int]
+) -> Counts:
+    """Counts of one instruction of a computation with all that it calls."""
+    counts = Counts()
+    if x.opcode in _FREE or x.opcode.endswith("-done"):
+        return counts
+    if found := _COLLECTIVE.match(x.opcode):
+        counts.collectives += _collective(found[1], computation, x)
+    elif x.opcode == "while":
+        trips = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
+        body = count(module, module.computations[x.called("body")[0]])
+        condition = count(module, module.computations[x.called("condition")[0]])
+        body.add(condition)
+        counts.add(body, int(trips[1]) if trips else 1)
+    elif x.opcode == "conditional":
+        names = x.called("branch_computations") or [
+            *x.called("true_computation"),
+            *x.called("false_computation"),
+        ]
+        branches = [count(module, module.computations[name]) for name in names]
+        counts.add(max(branches, key=lambda branch: branch.bytes_moved))
+    elif x.opcode in ("call", "async-start"):
+        name = (x.called("to_apply") or x.called("calls"))[0]
+        counts.add(count(module, module.computations[name]))
+    else:
+        counts.kernels += 1
+        counts.bytes_moved += kernel_bytes(module, x, sizes)
+        target = re.search(r'custom_call_target="([^"]+)"', x.attributes)
+        if target and target[1] != TRITON:
+            counts.library_calls[target[1]] += 1
     return counts
 
 

@@ -181,8 +181,9 @@ class LocalSGDRound:
             run = self._steps(run, batches, since, turn - periods.delay)
             averages.append(self._average(k, params, run, state, fragments))
             run = run._replace(inner=averages[k].inner)
-            # With a delay these steps are the collective's time: they do not depend on it.
-            run = self._steps(run, batches, turn - periods.delay, turn)
+            # With a delay these steps are the collective's time: they do not depend on it. Not as a
+            # loop, because XLA does not know how long that takes, and may wait before it.
+            run = self._steps(run, batches, turn - periods.delay, turn, unroll=True)
             new = meeting.mix(averages[k].params, fragments.take(run.params, k))
             run = run._replace(params=fragments.put(run.params, new, k))
         shared = run.params
@@ -216,7 +217,9 @@ class LocalSGDRound:
 
         return self.meeting.meet(k, fragments.take(params, k), local, begin)
 
-    def _steps(self, run: _Local, batches: Any, begin: int, end: int) -> _Local:
+    def _steps(
+        self, run: _Local, batches: Any, begin: int, end: int, unroll: bool = False
+    ) -> _Local:
         """The local steps from number `begin` up to `end` of the round."""
         if begin == end:
             return run
@@ -237,7 +240,9 @@ class LocalSGDRound:
         if end - begin < self.sync_every:
             batches = jax.tree.map(lambda x: x[begin:end], batches)
         start = (_local_floats(run.params, axis_name), as_local(run.inner, axis_name))
-        (params, inner), auxiliary = lax.scan(step, start, batches, length=end - begin)
+        (params, inner), auxiliary = lax.scan(
+            step, start, batches, length=end - begin, unroll=unroll
+        )
         return _Local(params, inner, [*run.auxiliary, auxiliary])
 
     def bytes(
@@ -298,11 +303,11 @@ def local_sgd_round(
     change.
 
     With a delay the round is one program in which an average and the steps until its use share no
-    data, so that the compiler runs them side by side: of a round of 32 steps with a delay of 8, the
-    collective has 8 steps' time. Each fragment has two loops, and the step is compiled in each.
-    Where not all parameters meet at the end (with fragments or a share `fragment_update_alpha`),
-    `params` are what the replicas agree on, the anchor of Streaming DiLoCo, and the state has each
-    replica's own.
+    data, so that the compiler runs them side by side. It takes longer to compile: the step is
+    compiled once for the loop before each average, and for each of the `fragment_sync_delay` steps
+    beside it. Where not all parameters meet at the end (with fragments, or a share that replicas
+    keep), `params` are what the replicas agree on, the anchor of Streaming DiLoCo, and the state
+    has each replica's own.
 
     Args:
       step_fn: ``(params, inner_state, batch) -> (params, inner_state, auxiliary)``.

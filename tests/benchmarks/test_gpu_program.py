@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
 from benchmarks.gpu_program import schedule
-from benchmarks.gpu_program.count import count, kernel_bytes
+from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.report import table
 
@@ -52,6 +52,11 @@ def test_a_program_is_its_kernels_loops_and_dearest_branches():
     assert counts.kernels == len(BY_HAND) + 5 * 3 + 1
     assert counts.library_calls == {"cusolver_potrf_ffi": 1}
     assert counts.collectives == [{"kind": "all-reduce", "dtype": "f32", "bytes": MATRIX}]
+
+
+def test_kernels_beside_a_collective():
+    # The product, its double, the factorisation, two sums, and what reads the factors.
+    assert beside_collectives(MODULE) == [("all-reduce", 6)]
 
 
 def test_a_pallas_kernel_that_leaves_operands_unread_says_so_in_its_name():
