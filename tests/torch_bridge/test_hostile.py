@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 NONE, POP = b"N", b"0"
 HUGE = files.tensor_call(
-    size=(60 << 20,), stride=(0,), source=files.storage(kind=("torch", "ByteStorage"))
+    size=(25 << 20,), stride=(0,), source=files.storage("1", 24, ("torch", "ByteStorage"))
 )
 
 
@@ -96,8 +96,10 @@ def refused(path, raw, **options):
 @pytest.mark.parametrize("name", bodies())
 def test_values_that_would_take_hours_gigabytes_or_an_error_of_pythons(tmp_path, name):
     document = files.whole(files.dictionary(state_dict=b"}", extra=bodies()[name]))
-    storages = {"data/0": bytes(24)}
-    refused(tmp_path / "f.pt", files.archive(document, storages))
+    storages = {"data/0": bytes(24), "data/1": bytes(24)}
+    message = refused(tmp_path / "f.pt", files.archive(document, storages))
+    assert "ndarray where a list" in message or "expanded" not in name or name.startswith("sizes")
+    assert "sizes and strides are no" in message or not name.startswith("sizes")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import plain, printable
+from torch_bridge._convert.optimizer_groups import is_optimizer
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import matrix_shape
@@ -117,12 +118,17 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
             if name != "start_powerSGD_iter":
                 facts[name] = f"{value:g}" if isinstance(value, float) else str(value)
     if checkpoint.optimizer is not None:
-        groups = checkpoint.optimizer.get("param_groups", ())
-        states = len(checkpoint.optimizer.get("state", ()))
-        facts["optimizer"] = f"{len(groups)} group(s), state of {states} parameters"
+        facts["optimizer"] = _optimizer(checkpoint.optimizer)
     if checkpoint.extra:
         facts["beside it"] = ", ".join(checkpoint.extra)
     return facts
+
+
+def _optimizer(optimizer: dict[str, Any]) -> str:
+    if not is_optimizer(optimizer):
+        return "not as an optimizer's state_dict() has it"
+    groups, states = optimizer["param_groups"], optimizer["state"]
+    return f"{len(groups)} group(s), state of {len(states)} parameters"
 
 
 def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:

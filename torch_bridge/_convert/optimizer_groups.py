@@ -175,7 +175,7 @@ def read_entries(
       ValueError: If names are needed and not there.
       CheckpointMismatch: With every unknown name and every state of another shape.
     """
-    if not _is_optimizer(optimizer):
+    if not is_optimizer(optimizer):
         raise CheckpointMismatch(
             "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
             "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
@@ -214,7 +214,8 @@ def read_entries(
     return entries
 
 
-def _is_optimizer(value: Any) -> bool:
+def is_optimizer(value: Mapping[str, Any]) -> bool:
+    """Whether it is laid out as ``torch.optim.Optimizer.state_dict()``."""
     state, groups = (value.get(name) for name in ("state", "param_groups"))
     return (
         isinstance(state, Mapping)

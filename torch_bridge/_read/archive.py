@@ -64,7 +64,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
         limit = 3 * size + (64 << 20) - _UNCOUNTED
         budget = Budget(limit if max_bytes is None else max_bytes)
         # Each opcode takes a byte of a file that is not compressed; 100 000 tensors take 4 million.
-        opcodes = min(20_000_000, 1_000_000 + size // 4)
+        opcodes = min(20_000_000, 500_000 + size // 3)
         report = _Meter(size, progress)
         if size == 0:
             raise Malformed("an empty file where a torch.save archive was expected")
