@@ -1,0 +1,177 @@
+"""What no shape tells: it is recognised, said or asked for. And what 16 bits keep of a run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import torch_bridge
+from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
+from torch_bridge._hook.buckets import pack
+
+pytestmark = pytest.mark.torch
+
+
+def values(*shape, dtype=np.float32):
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def kernels(**shapes):
+    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
+
+
+# --- weights stored (in, out) -----------------------------------------------------------------
+
+
+def blocks(*straight, square="square"):
+    """Two matrices that are not square and one that is; `straight` ones are stored (in, out)."""
+    shapes = {"up": (8, 24), "down": (24, 8)}
+    model = {n: values(*(s if n in straight else s[::-1])) for n, s in shapes.items()}
+    weights = {f"{name}.weight": value for name, value in {**model, square: values(8, 8)}.items()}
+    return weights, kernels(**shapes, **{square: (8, 8)})
+
+
+@pytest.mark.parametrize(
+    ("straight", "options", "transposed"),
+    [
+        (("up", "down"), {}, False),  # the square one follows the others
+        (("up", "down"), {"conv1d": "up|down"}, True),  # unless somebody says otherwise
+        ((), {}, True),
+        ((), {"conv1d": "square"}, False),
+        (("up",), {"conv1d": "square"}, False),
+        (("up",), {"conv1d": "nothing"}, True),
+    ],
+)
+def test_square_matrices_stored_in_out(straight, options, transposed):
+    model, like = blocks(*straight)
+    params = torch_bridge.params_from_torch(model, like, **options)
+    square = model["square.weight"]
+    np.testing.assert_array_equal(params["square"]["kernel"], square.T if transposed else square)
+    up = model["up.weight"]
+    np.testing.assert_array_equal(params["up"]["kernel"], up if "up" in straight else up.T)
+    back = torch_bridge.params_to_torch(params, model, **options)
+    assert all(np.array_equal(back[name], model[name]) for name in model)
+
+
+def test_square_matrices_of_which_the_others_disagree_are_asked_about():
+    model, like = blocks("up")
+    with pytest.raises(CheckpointMismatch, match="conv1d=") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert [line.split()[0] for line in error.value.ambiguous] == ["square"]
+
+
+def test_layers_of_one_name_decide_before_the_rest():
+    model, like = blocks("up", square="h.1.up")
+    like["h_1"] = {"up": like.pop("h.1.up")}
+    params = torch_bridge.params_from_torch(model, like)
+    np.testing.assert_array_equal(params["h_1"]["up"]["kernel"], model["h.1.up.weight"])
+
+
+# --- a flatten --------------------------------------------------------------------------------
+
+
+def network(places, *behind, convs=1):
+    """Convolutions with 8 channels, an fc behind that has `places` inputs a channel, and more."""
+    model = {f"conv{k}.weight": values(8, 3 if k == 0 else 8, 3, 3) for k in range(convs)}
+    like = {f"conv{k}": (3, 3, 3 if k == 0 else 8, 8) for k in range(convs)}
+    model["fc.weight"], like["fc"] = values(10, 8 * places), (8 * places, 10)
+    for name in behind:
+        model[f"{name}.weight"], like[name] = values(4, 8, 3, 3), (3, 3, 8, 4)
+    return model, kernels(**like)
+
+
+def test_a_square_map_is_recognised():
+    model, like = network(16)
+    found = torch_bridge.params_from_torch(model, like)["fc"]["kernel"]
+    moved = model["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0).reshape(128, 10)
+    np.testing.assert_array_equal(found, moved)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (network(12), (8, 3, 4)),  # no square
+        (network(16, "later"), (8, 4, 4)),  # a convolution follows: a decoder perhaps
+        (network(4, convs=4), (8, 2, 2)),  # as many branches as places, one behind the other
+    ],
+    ids=["not square", "a convolution follows", "side by side"],
+)
+def test_a_map_that_may_be_something_else_is_asked_about(model, shape):
+    torch_model, like = model
+    with pytest.raises(CheckpointMismatch, match="flatten=") as error:
+        torch_bridge.params_from_torch(torch_model, like)
+    assert [line.split()[0] for line in error.value.ambiguous] == ["fc"]
+    said = torch_bridge.params_from_torch(torch_model, like, flatten={"fc": shape})
+    pooled = torch_bridge.params_from_torch(torch_model, like, flatten={"fc": None})
+    weight = torch_model["fc.weight"]
+    moved = weight.reshape(10, *shape).transpose(2, 3, 1, 0).reshape(-1, 10)
+    np.testing.assert_array_equal(said["fc"]["kernel"], moved)
+    np.testing.assert_array_equal(pooled["fc"]["kernel"], weight.T)
+
+
+def run(model, ranks=1, dtype=np.float32):
+    """A checkpoint at rank 2 with one bucket and momentum."""
+    layout = BucketLayout.from_order([list(model)], model)
+    factors, errors = {}, []
+    for slot in layout.factor_slots(2, 2.0):
+        factors[slot.entry.name] = tuple(values(n, slot.rank) for n in (slot.rows, slot.cols))
+    for rank in range(ranks):
+        errors.append({name: values(*w.shape) * (rank + 1) for name, w in model.items()})
+    records = []
+    for error in errors:
+        buffers = pack(layout, 2, 2.0, error, factors)
+        cast = [{b: flat.astype(dtype) for b, flat in part.items()} for part in buffers]
+        records.append(PowerSGDRecord(2, 20, *cast, start_powerSGD_iter=5))
+    state = {k: {"momentum_buffer": values(*w.shape)} for k, w in enumerate(model.values())}
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}
+    optimizer = {"state": state, "param_groups": [{**group, "params": list(range(len(model)))}]}
+    arrays = {name: weight.astype(dtype) for name, weight in model.items()}
+    return Checkpoint(arrays, tuple(records), optimizer, layout, world_size=ranks)
+
+
+def test_a_state_in_another_order_than_its_parameters_is_refused():
+    model, like = network(16)
+    checkpoint = run(model)
+    forgotten = torch_bridge.params_from_torch(model, like, flatten={"fc": None})
+    for convert in (
+        lambda params: torch_bridge.powersgd_from_torch(
+            checkpoint, params, matrix_dims=torch_bridge.torch_matrix_dims
+        ),
+        lambda params: torch_bridge.optimizer_from_torch(checkpoint.optimizer, model, params),
+    ):
+        with pytest.raises(CheckpointMismatch, match="in another order") as error:
+            convert(forgotten)
+        assert [line.split()[0] for line in error.value.mis_shaped] == ["fc/kernel"]
+        assert "flatten" in error.value.parameters
+        convert(torch_bridge.params_from_torch(model, like))
+
+
+# --- 16 bits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("dtype", "bits"), [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
+def test_what_16_bits_keep_of_a_run(dtype, bits, ranks):
+    model = {"fc.weight": values(24, 32), "head.weight": values(48, 24)}
+    source = run(model, ranks, dtype)
+    like = kernels(fc=(32, 24), head=(24, 48))
+    params, _, opt_state, _ = torch_bridge.to_flax(source, like)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
+    assert opt_state[0].q["fc"]["kernel"].dtype == jnp.float32
+    document = torch_bridge.to_torch(params, opt_state, source)
+    slots = document["powersgd"]
+    for name in ("p_memory_dict", "q_memory_dict"):
+        old = getattr(source.powersgd[0], name)[0]
+        assert str(slots[name][0].dtype).removeprefix("torch.") == np.dtype(dtype).name
+        np.testing.assert_array_equal(slots[name][0].float(), old.astype(np.float32))
+    for name, weight in source.model.items():
+        kept = document["state_dict"][name].float()
+        np.testing.assert_array_equal(kept, weight.astype(np.float32))
+    mean = source.mean_error(0)
+    error = document["errors"][0][0].float().numpy()
+    if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
+        np.testing.assert_array_equal(error, mean)
+    assert np.max(np.abs(error - mean) / np.abs(mean)) <= 2.0**-bits
