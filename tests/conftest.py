@@ -1,5 +1,6 @@
 """Eight CPU devices, strict dtype promotion, quick compilation; all set before JAX starts."""
 
+import gc
 import tempfile
 
 import xla
@@ -23,10 +24,16 @@ settings.register_profile("jaxcomp", deadline=None, derandomize=True, max_exampl
 settings.load_profile("jaxcomp")
 
 
+def pytest_collection_finish():
+    """What was imported stays, and need not be searched whenever tracing has made many objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
+def pytest_runtest_teardown():
     """Compiled programs and their constants are gigabytes by the end of a suite that keeps them."""
-    if nextitem is None or nextitem.path != item.path or memory.has_grown():
+    if memory.has_grown():
         memory.forget()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from runners import forget_programs
 
-_GROWTH = 600 << 20
+_GROWTH = 500 << 20
 _left = 0
 
 

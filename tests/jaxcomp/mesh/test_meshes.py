@@ -1,8 +1,6 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
 import math
-import subprocess
-import sys
 
 import hlo
 import jax
@@ -12,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from leaves import random_grads
-from paths import LANGUAGE_MODEL
 
 import jaxcomp
 from jaxcomp._mesh.collectives import reduce_mean
@@ -276,21 +273,6 @@ def test_bfloat16_gradients_beside_automatic_axes(wire):
     output = jax.jit(mapped)(grads)
     assert output.dtype == jnp.bfloat16
     np.testing.assert_array_equal(output.astype(jnp.float32), 1)
-
-
-def test_the_example_trains():
-    script = LANGUAGE_MODEL / "hybrid_mesh.py"
-    arguments = ["--mode", "replicated", "--width", "32", "--steps", "10", "--rank", "2"]
-    result = subprocess.run(
-        [sys.executable, script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "bytes between hosts" in result.stdout
-    assert "step   10  loss" in result.stdout
 
 
 def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():

@@ -20,7 +20,6 @@ from benchmarks.faults import (
     complete,
     free_port,
     held_out,
-    run_resized,
 )
 
 STEPS = 16
@@ -29,9 +28,13 @@ ARGUMENTS = [*MODEL, "--eval-every", "8"]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Held-out losses of two processes with two devices each, from the start to the end."""
-    directory = tmp_path_factory.mktemp("plain")
-    return held_out(run_resized(directory, [*ARGUMENTS, "--local-devices", "2"], [2], STEPS))
+    """Held-out losses of this process alone with four devices, from the start to the end."""
+    log = tmp_path_factory.mktemp("plain") / "curve.jsonl"
+    command = [*ARGUMENTS, "--log", str(log), "--steps", str(STEPS)]
+    arguments = train_multihost.command_line().parse_args(command)
+    with jax.numpy_dtype_promotion("standard"):
+        train_multihost.train(arguments, jax.devices()[:4])
+    return held_out(log)
 
 
 def assert_same_curve(log, expected):
@@ -40,7 +43,19 @@ def assert_same_curve(log, expected):
     np.testing.assert_allclose(list(curve.values()), [expected[step] for step in curve], rtol=2e-5)
 
 
+def open_mpi(process, processes):
+    """What mpirun sets; JAX derives the coordinator's port from the number of the job."""
+    number = (free_port(61440) - 61440) * 4096
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{number}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": str(processes),
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+    }
+
+
 def test_a_dead_process_ends_the_others_and_a_restart_continues(tmp_path, uninterrupted):
+    """In the restart Open MPI says who the others are."""
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "curve.jsonl"
     checkpoints.mkdir()
     arguments = [*ARGUMENTS, "--log", log, "--checkpoint-dir", checkpoints, "--resume"]
@@ -59,21 +74,14 @@ def test_a_dead_process_ends_the_others_and_a_restart_continues(tmp_path, uninte
 
     saved = complete(checkpoints)
     assert saved < STEPS
-    job = Job(2, tmp_path, *arguments, STEPS, "--check-every", 5)
+    environment = [open_mpi(i, 2) for i in range(2)]
+    arguments += [STEPS, "--check-every", 5, "--local-devices", 2]
+    job = Job(2, tmp_path, *arguments, scheduler=environment)
     assert job.wait(150) == [0, 0], job.said() + job.said(1)
-    assert job.start() == saved
+    assert f"on 4 cpu devices of 2 processes, from step {saved}\n" in job.said()
+    assert f"step    {STEPS}  loss" in job.said()
+    assert "step" not in job.said(1)  # process 0 does the talking
     assert_same_curve(log, uninterrupted)
-
-
-def open_mpi(process, processes):
-    """What mpirun sets; JAX derives the coordinator's port from the number of the job."""
-    number = (free_port(61440) - 61440) * 4096
-    return {
-        "OMPI_MCA_orte_hnp_uri": f"{number}.0;tcp://127.0.0.1:34911",
-        "OMPI_COMM_WORLD_SIZE": str(processes),
-        "OMPI_COMM_WORLD_RANK": str(process),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
-    }
 
 
 def slurm(process, processes):
@@ -85,16 +93,6 @@ def slurm(process, processes):
         "SLURM_PROCID": str(process),
         "SLURM_LOCALID": str(process),
     }
-
-
-def test_open_mpi_says_who_the_others_are(tmp_path):
-    environment = [open_mpi(i, 2) for i in range(2)]
-    arguments = [*ARGUMENTS, "--steps", STEPS, "--stop-at", 2]  # compiled before
-    job = Job(2, tmp_path, *arguments, scheduler=environment)
-    assert job.wait(150) == [0, 0], job.said() + job.said(1)
-    assert "on 2 cpu devices of 2 processes, from step 0" in job.said()
-    assert "step     2  loss" in job.said()
-    assert "step" not in job.said(1)  # process 0 does the talking
 
 
 def test_processes_that_start_from_different_parameters_are_told(tmp_path):

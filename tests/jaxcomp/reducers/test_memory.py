@@ -110,8 +110,10 @@ def close(a, b, atol):
     np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize(("wire", "atol"), [(None, 1e-4), (jnp.float16, 0.1), (jnp.bfloat16, 0.5)])
+@pytest.mark.parametrize(
+    ("mapping", "wire", "atol"),
+    [*((m, None, 1e-4) for m in MAPPINGS), ("vmap", jnp.float16, 0.1), ("pmap", jnp.bfloat16, 0.5)],
+)
 def test_operands_of_their_own_change_no_value(mapping, wire, atol, monkeypatch):
     grads = random_grads(SHAPES, 3, 3)
     grads["bias"] = grads["bias"].astype(jnp.float16)
@@ -137,8 +139,13 @@ def dims(path, leaf):
     return default_matrix_dims(path, leaf)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("options", [{}, {"feedback_every": 2, "residual_dtype": jnp.bfloat16}])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    [
+        *((m, {}) for m in MAPPINGS),
+        ("shard_map", {"feedback_every": 2, "residual_dtype": jnp.bfloat16}),
+    ],
+)
 def test_residuals_in_blocks_are_those_of_whole_products(mapping, options, monkeypatch):
     shapes = SHAPES | {"stack": (7, 20, 24), "mixed": (6, 30, 5)}
     grads = random_grads(shapes, 2, 4)
