@@ -61,13 +61,20 @@ def own_hook(state, bucket):
     return torch_bridge.waiting_hook(state, bucket)
 
 
-HOOKS = {"own": own_hook, "half": fp16_compress_wrapper(torch_bridge.waiting_hook)}
+HOOKS = {
+    "own": own_hook,
+    "rebuilt": own_hook,
+    "half": fp16_compress_wrapper(torch_bridge.waiting_hook),
+}
 
 
-def fresh():
+def fresh(case):
+    """The model in several buckets, which DDP cuts anew if it need not look for unused layers."""
     torch.manual_seed(1)
+    module, looks = Network(), case != "rebuilt"
+    module.unused.requires_grad_(looks)
     model = nn.parallel.DistributedDataParallel(
-        Network(), bucket_cap_mb=0.01, find_unused_parameters=True
+        module, bucket_cap_mb=0.01, find_unused_parameters=looks
     )
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
     return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
@@ -87,7 +94,7 @@ def train(model, optimizer, step, rank):
 
 
 def stayed(case, rank, folder):
-    model, optimizer = fresh()
+    model, optimizer = fresh(case)
     state = PowerSGDState(None, RANK, start_powerSGD_iter=START)
     model.register_comm_hook(state, HOOKS[case])
     losses = []
@@ -104,7 +111,7 @@ def returned(case, rank, folder):
     while not path.exists():
         assert time.monotonic() < end, "JAX left nothing"
         time.sleep(0.05)
-    model, optimizer = fresh()
+    model, optimizer = fresh(case)
     document = torch.load(path, weights_only=True)
     model.module.load_state_dict(document["state_dict"])
     optimizer.load_state_dict(document["optimizer"])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 
 import flax.linen as nn
 import jax
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 # Largest difference of the losses, in JAX and after the way back. Half: torch computes P, Q and the
 # error in float16 there, of which JAX narrows what goes on the wire alone.
-TOLERANCE = {"own": 1e-5, "half": 1e-4}
+TOLERANCE = {"own": 1e-5, "rebuilt": 1e-5, "half": 1e-4}
 
 
 class FlaxNetwork(nn.Module):
@@ -41,10 +42,13 @@ def steps_in_jax(path, out):
     """From the one file to the other, with what `load` and `to_flax` say and nothing else."""
     checkpoint = torch_bridge.load(path)
     like = jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 7, 7, 3)))
-    with pytest.warns(UserWarning, match=r"The state of unused/kernel"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         variables, transformation, opt_state, first = torch_bridge.to_flax(checkpoint, like)
+    trained = "unused.weight" in checkpoint.layout.names
+    assert [str(warning.message).split()[3] for warning in said] == ["unused/kernel"] * trained
     assert first == job.MOVES[0]
-    assert len(checkpoint.layout.buckets) == 3
+    assert len(checkpoint.layout.buckets) == (3 if trained else 2)
 
     def step(params, statistics, opt_state, x, y):
         def loss_fn(params):
