@@ -17,7 +17,7 @@ from torch_bridge._base.schema import (
 )
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._read.unpickle import brief
+from torch_bridge._read.values import brief
 
 FORMAT = "torch_bridge.checkpoint"
 _VERSION = 1

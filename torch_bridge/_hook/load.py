@@ -19,7 +19,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
 from torch_bridge._read.archive import read_archive
-from torch_bridge._read.unpickle import Forbidden, Global, Malformed
+from torch_bridge._read.values import Forbidden, Global, Malformed
 
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._read.globals import STORAGES, UNTYPED, Budget, Storage, allow_list
-from torch_bridge._read.unpickle import Global, Machine, Malformed
+from torch_bridge._read.globals import allow_list
+from torch_bridge._read.tensors import STORAGES, UNTYPED, Budget, Storage
+from torch_bridge._read.unpickle import Machine
+from torch_bridge._read.values import Global, Malformed
 
 Progress = Callable[[int, int], None]
 
