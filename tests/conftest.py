@@ -6,7 +6,7 @@ import tempfile
 import xla
 
 # What was compiled serves this run only, in the modules to come and in processes that tests start.
-CACHE = tempfile.TemporaryDirectory(prefix="jaxcomp-tests-")
+CACHE = tempfile.TemporaryDirectory(prefix="jaxcomp-tests-", ignore_cleanup_errors=True)
 xla.compile_quickly(CACHE.name)
 
 import jax  # noqa: E402
@@ -43,9 +43,10 @@ def pytest_unconfigure():
 
 # A worker that begins one of these as the last would keep the others waiting.
 LONGEST = (
-    *("test_programs.py", "test_examples.py", "test_adopt.py", "test_processes.py"),
-    *("test_battery.py", "test_int8_factors.py", "test_value_and_grad.py", "test_powersgd.py"),
-    *("test_memory.py", "test_mixed_precision.py", "test_cluster.py", "test_migration.py"),
+    *("test_int8_factors.py", "test_examples.py", "test_battery.py", "test_programs.py"),
+    *("test_adopt.py", "test_processes.py", "test_local_sgd.py", "test_streaming.py"),
+    *("test_memory.py", "test_mixed_precision.py", "test_powersgd.py", "test_value_and_grad.py"),
+    *("test_kernels.py", "test_migration.py", "test_docs.py", "test_cluster.py"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -35,12 +36,9 @@ def test_a_run_that_moves_has_the_losses_of_one_that_stays(tmp_path):
     assert (tmp_path / "losses.png").stat().st_size > 1000
 
 
-def test_a_case_that_does_not_exist(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--only", "resnet"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2
-    assert "cnn-sgd-rank1" in done.stderr
+def test_a_case_that_does_not_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["from_torch.py", "--out", str(tmp_path), "--only", "resnet"])
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module("from_torch").main()
+    assert exit_.value.code == 2
+    assert "cnn-sgd-rank1" in capsys.readouterr().err
