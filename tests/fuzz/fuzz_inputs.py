@@ -1,0 +1,254 @@
+"""Files that torch could nearly have written, by classes of damage, for the fuzzer."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+import pickletools
+import random
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
+
+import torch
+import torch_files as files
+
+import torch_bridge
+
+GLOBALS = [
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("collections", "OrderedDict"),
+    ("torch", "FloatStorage"),
+    ("torch", "Size"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy", "dtype"),
+    ("numpy.random._pickle", "__randomstate_ctor"),
+    ("builtins", "set"),
+    ("_codecs", "encode"),
+    ("torch", "device"),
+    ("pathlib", "PosixPath"),
+]
+Dice = random.Random
+
+
+def documents() -> list[dict[Any, Any]]:
+    """What good files hold."""
+    own = {
+        "format": "torch_bridge.checkpoint", "version": 1, "world_size": 2,
+        "state_dict": {"w": torch.ones(3)}, "optimizer": None, "powersgd": None, "errors": [{}],
+        "layout": None, "extra": {"epoch": 3},
+    }  # fmt: skip
+    adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
+    state = files.hook_state()
+    slots = {name: value for name, value in state.__getstate__().items() if name != "rng"}
+    return [
+        files.documented(),
+        {"state_dict": files.model().state_dict()},
+        own,
+        {"comm_hook_state": state, "optimizer": adam},
+        {"comm_hook_state": slots, "state_dict": {"w": torch.ones(100)}},
+    ]
+
+
+def pickle_of(document: Any) -> bytes:
+    """The ``data.pkl`` of what torch.save makes of `document`."""
+    with zipfile.ZipFile(io.BytesIO(files.saved(document))) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+        return archive.read(name)
+
+
+STORAGES = {f"data/{index}": bytes(1024) for index in range(40)}
+LEGACY = b"".join(
+    pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+)
+
+
+def opcodes(pickled: bytes) -> list[bytes]:
+    """A pickle as its opcodes, arguments included."""
+    starts = [position for _, _, position in pickletools.genops(pickled)]
+    return [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
+
+
+def _atom(dice: Dice) -> bytes:
+    """A value, made of few opcodes."""
+    texts = ["storage", "0", "", "w", "module.w", "a" * 300, "format", "\ud800", "cpu", "latin1"]
+    return dice.choice(
+        [
+            lambda: b"N",
+            lambda: b"\x88",
+            lambda: b")",
+            lambda: b"]",
+            lambda: b"}",
+            lambda: b"\x8f",
+            lambda: files.integer(dice.choice([0, -1, 1, 7, 2**31, 2**40, 2**62, -(2**62)])),
+            lambda: b"G" + struct.pack(">d", dice.choice([0.0, 1e300, float("nan")])),
+            lambda: _text(dice.choice(texts)),
+            lambda: files.glob(*dice.choice(GLOBALS)),
+            lambda: files.storage(str(dice.randrange(3)), dice.choice([0, 6, 1024, 2**40])),
+            lambda: files.tensor_call(
+                size=(dice.choice([0, 2, 2**20]),), stride=(dice.choice([0, 1]),)
+            ),
+            lambda: files.tup(*[_atom(dice) for _ in range(dice.randrange(4))]),
+            lambda: b"C" + bytes([3]) + b"abc",
+        ]
+    )()
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _grammar(dice: Dice) -> bytes:
+    """A document out of nothing."""
+    names = ["state_dict", "comm_hook_state", "optimizer", "layout", "extra", "format", "errors"]
+    body = b"}("
+    for name in dice.sample(names, dice.randrange(1, 5)):
+        value = _atom(dice)
+        if dice.random() < 0.4:
+            value = files.call(files.glob(*dice.choice(GLOBALS)), *[_atom(dice) for _ in range(3)])
+        if dice.random() < 0.2:
+            value += _atom(dice) + b"b"
+        body += _text(name) + value
+    return files.whole(body + b"u", 4)
+
+
+def _inserted(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    where = dice.randrange(1, len(ops))
+    return [*ops[:where], _atom(dice), *ops[where:]]
+
+
+def _deleted(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    where = dice.randrange(1, len(ops))
+    return ops[:where] + ops[where + dice.randrange(1, 4) :]
+
+
+def _replaced(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    where = dice.randrange(1, len(ops) - 1)
+    return [*ops[:where], _atom(dice), *ops[where + 1 :]]
+
+
+def _swapped(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    one, other = dice.randrange(1, len(ops) - 1), dice.randrange(1, len(ops) - 1)
+    ops = list(ops)
+    ops[one], ops[other] = ops[other], ops[one]
+    return ops
+
+
+def _repeated(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    where = dice.randrange(1, len(ops) - 1)
+    return ops[:where] + ops[where : where + 3] * dice.choice([2, 50, 3000]) + ops[where + 3 :]
+
+
+def _globals(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    return [files.glob(*dice.choice(GLOBALS)) if op[:1] == b"c" and dice.random() < 0.1 else op
+            for op in ops]  # fmt: skip
+
+
+def _bytes(dice: Dice, ops: list[bytes]) -> list[bytes]:
+    raw = bytearray(b"".join(ops))
+    for _ in range(dice.randrange(1, 6)):
+        raw[dice.randrange(len(raw))] = dice.randrange(256)
+    return [bytes(raw)]
+
+
+CHANGES: dict[str, Callable[[Dice, list[bytes]], list[bytes]]] = {
+    "opcode inserted": _inserted,
+    "opcodes deleted": _deleted,
+    "opcode replaced": _replaced,
+    "opcodes swapped": _swapped,
+    "opcodes repeated": _repeated,
+    "other globals": _globals,
+    "bytes of a pickle": _bytes,
+}
+ODD = [
+    None, True, 0, -1, 10**30, float("nan"), float("inf"), "text", "\ud800", b"bytes", (), [], {},
+    [[1]], {1: 2, "1": 3}, {"a": {}}, {1, 2}, 2 + 1j, torch.ones(2), torch.ones(()),
+    torch.Size([2]), torch.float16, torch.ones(1).expand(1 << 24), torch.ones(2, dtype=torch.int8),
+    collections.Counter("ab"), 10**400, "w" * 100_000,
+]  # fmt: skip
+
+
+def _spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = tree.items() if isinstance(tree, dict) else ()
+    for key, value in enumerate(tree) if isinstance(tree, list) else items:
+        yield (*path, key)
+        yield from _spots(value, (*path, key))
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    return list(map(_copied, tree)) if isinstance(tree, list) else tree
+
+
+def _odd_entry(dice: Dice, document: Any) -> bytes:
+    """A document of which one entry is of another kind, or gone, or has another name."""
+    changed = _copied(document)
+    *path, last = dice.choice(list(_spots(changed)))
+    parent = changed
+    for key in path:
+        parent = parent[key]
+    if isinstance(parent, dict) and dice.random() < 0.3:
+        parent[dice.choice([1, "1", None, (1, 2), "format", "w"])] = parent.pop(last)
+    elif dice.random() < 0.1:
+        del parent[last]
+    else:
+        parent[last] = dice.choice(ODD)
+    return files.saved(changed)
+
+
+def _odd_layout(dice: Dice) -> bytes:
+    layout = torch_bridge.BucketLayout.from_manifest([[("w", (3,)), ("v", (2, 4))]]).to_json()
+    text = list(layout)
+    for _ in range(dice.randrange(1, 5)):
+        text[dice.randrange(len(text))] = dice.choice('[]{}",:0123456789ae-')
+    model = files.dictionary(w=files.tensor_call())
+    return files.archive(
+        files.whole(files.dictionary(state_dict=model, layout=_text("".join(text)))), STORAGES
+    )
+
+
+def _odd_directory(dice: Dice, good: bytes) -> bytes:
+    """Other numbers in the headers of a zip file, and entries twice."""
+    raw, start = bytearray(good), good.index(b"PK\x01\x02")
+    for _ in range(dice.randrange(1, 4)):
+        raw[dice.randrange(start, len(raw))] = dice.choice([0, 1, 255, dice.randrange(256)])
+    if dice.random() < 0.3:
+        raw[start:start] = raw[start : start + dice.randrange(200)] * dice.choice([1, 3000])
+    return bytes(raw)
+
+
+def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
+    """Files without end, each with its class."""
+    dice, known = Dice(seed), documents()
+    pickles = [opcodes(pickle_of(document)) for document in known]
+    good, old = (
+        files.saved(known[0], _use_new_zipfile_serialization=is_zip) for is_zip in (True, False)
+    )
+    plain = [{"a": [1, "b"]}, [2.5, None], "text", 7, {"state_dict": {}}, (1, {2})]
+    while True:
+        for name, change in CHANGES.items():
+            body = b"".join(change(dice, dice.choice(pickles)))
+            if dice.random() < 0.2:
+                yield f"{name}, legacy", LEGACY + body + pickle.dumps([], 2)
+            else:
+                method = dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+                yield name, files.archive(body, STORAGES, method)
+        yield "grammar", files.archive(_grammar(dice), STORAGES)
+        yield "bytes of a legacy file", _bytes(dice, [old])[0]
+        yield "bytes of an archive", _bytes(dice, [good])[0]
+        yield "zip directory", _odd_directory(dice, good)
+        yield "cut short", dice.choice([good, old])[: dice.randrange(len(good))]
+        yield "layout", _odd_layout(dice)
+        yield "entry of another kind", _odd_entry(dice, dice.choice(known))
+        yield "plain pickle", pickle.dumps(dice.choice(plain), dice.randrange(5))
