@@ -113,8 +113,9 @@ def local_sgd(
         `start_step`: torch's ``PostLocalSGDState(subgroup=...)``, for a fast network inside a node.
 
     Returns:
-      A transformation from local gradients to this replica's updates. ``update`` needs `params`.
-      Its state is a `LocalSGDState`.
+      A transformation from local gradients to this replica's updates. ``update`` needs `params`;
+      ``update(..., weight=w)`` says how much this replica counts wherever gradients or parameters
+      are averaged in that step, 0 to sit an average out. Its state is a `LocalSGDState`.
 
     Raises:
       ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a
@@ -187,7 +188,13 @@ class _LocalSGD:
         return sent.count_bytes(params, step)
 
     def update(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+        self,
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra: Any,
     ) -> tuple[PyTree, LocalSGDState]:
         if params is None:
             raise ValueError(
@@ -197,7 +204,8 @@ class _LocalSGD:
         axis_name = self.meeting.axis_name
         reducible(updates, axis_name)
         fragments = make_fragments(params, self.periods.split)
-        gradients, reducer = self._gradients(updates, state, fragments)
+        given = {} if weight is None else {"weight": weight}
+        gradients, reducer = self._gradients(updates, state, fragments, given)
         before = as_local(unbox(state.inner), axis_name)
         step, inner = self.inner.update(gradients, before, params, **extra)
         step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
@@ -207,7 +215,8 @@ class _LocalSGD:
         last_sync = jnp.where(
             self.periods.meets(event) | (count <= self.periods.start_step), count, state.last_sync
         )
-        after = _AfterStep(self, fragments, params, step, inner, state._replace(reducer=reducer))
+        state = state._replace(reducer=reducer)
+        after = _AfterStep(self, fragments, params, step, inner, state, weight)
         branches = [after.stay, *after.events()]
         if self.periods.start_step and not self.meeting.plain:
             branches.append(after.share)
@@ -216,7 +225,7 @@ class _LocalSGD:
         return step, state._replace(count=count, last_sync=last_sync)
 
     def _gradients(
-        self, updates: PyTree, state: LocalSGDState, fragments: Fragments
+        self, updates: PyTree, state: LocalSGDState, fragments: Fragments, given: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         """The gradients that the inner optimizer sees, and the reducer's states."""
 
@@ -224,12 +233,12 @@ class _LocalSGD:
             if self.local_axis_name is None:
                 return updates, state.reducer
             mean = allreduce(axis_name=self.local_axis_name)
-            return mean.update(updates, optax.EmptyState())[0], state.reducer
+            return mean.update(updates, optax.EmptyState(), **given)[0], state.reducer
 
         def everywhere() -> tuple[PyTree, PyTree]:
             reduced, states = updates, []
             for k, old in enumerate(state.reducer):
-                part, new = self.meeting.reducer.update(fragments.take(updates, k), old)
+                part, new = self.meeting.reducer.update(fragments.take(updates, k), old, **given)
                 reduced = fragments.put(reduced, part, k)
                 states.append(new)
             return reduced, tuple(states)
@@ -250,6 +259,7 @@ class _AfterStep:
     step: PyTree
     inner: PyTree  # inner state after the step
     state: LocalSGDState  # inner state not yet in it
+    weight: Any  # of this replica; None if all count the same
 
     def stay(self) -> tuple[PyTree, LocalSGDState]:
         """No average: the inner optimizer's step, exactly."""
@@ -295,7 +305,7 @@ class _AfterStep:
         """Fragment `k` averaged, and the state with it."""
         state, meeting = self.state, self.run.meeting
         anchor = self.fragments.take(state.anchor, k) if meeting.anchored else ()
-        averaged = meeting.meet(k, anchor, self._local(k), self._begin)
+        averaged = meeting.meet(k, anchor, self._local(k), self._begin, self.weight)
         state = state._replace(inner=box(averaged.inner))
         if not meeting.anchored:
             return averaged, state
@@ -312,7 +322,7 @@ class _AfterStep:
 
     def _mean(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
         """The replicas along some of the axes."""
-        averaged = self.run.meeting.mean(self._local(0), axes, self._begin)
+        averaged = self.run.meeting.mean(self._local(0), axes, self._begin, self.weight)
         new = self.fragments.put(self.params, averaged.params, 0)
         return self._towards(new), self.state._replace(inner=box(averaged.inner))
 

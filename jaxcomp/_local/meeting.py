@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_static_number
+from jaxcomp._base.checks import check_flag, check_static_number
 from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -18,9 +19,10 @@ from jaxcomp._local.fragments import Fragments
 from jaxcomp._local.periods import Periods
 from jaxcomp._local.sent import Sent
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
-from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._mesh.weights import as_weight, weighted_mean_each
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.contract import bytes_of
+from jaxcomp._reducers.opening import all_finite
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -28,7 +30,9 @@ InnerInit: TypeAlias = Callable[[PyTree], PyTree]
 Outer: TypeAlias = optax.GradientTransformation | Sequence[optax.GradientTransformation]
 
 
-def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> PyTree:
+def average(
+    tree: PyTree, axis_name: AxisName, *, when: Array | None = None, weight: Any = None
+) -> PyTree:
     r"""The mean of every floating leaf over the replicas; the end of a run of local steps.
 
     .. math:: \bar x = \frac{1}{W} \sum_{w=1}^{W} x_w
@@ -44,6 +48,8 @@ def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> 
       when: A boolean scalar, the same on every replica: average only if it is true. With
         ``when=state.synced`` for a `LocalSGDState`, BatchNorm statistics are averaged together with
         the parameters, and the steps in between still hold no collective.
+      weight: How much this replica counts, a number; what one of weight 0 holds, NaN or not, counts
+        for nothing. None if all count the same.
 
     Returns:
       The same tree. Without `when` it is equal on every replica, bit for bit, and replicated under
@@ -61,7 +67,8 @@ def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> 
     axis_size(axis_name)  # so that an unbound axis is named even if there is nothing to average
     if when is not None:
         return switch(
-            jnp.asarray(when).astype(jnp.int32), [lambda: tree, lambda: average(tree, axis_name)]
+            jnp.asarray(when).astype(jnp.int32),
+            [lambda: tree, lambda: average(tree, axis_name, weight=weight)],
         )
     leaves, treedef = jax.tree.flatten(tree)
     positions = []
@@ -75,7 +82,8 @@ def average(tree: PyTree, axis_name: AxisName, *, when: Array | None = None) -> 
             positions.append(i)
     local = [jnp.asarray(leaves[i]) for i in positions]
     wide = as_local([x.astype(compute_dtype(x.dtype)) for x in local], axis_name)
-    for i, x, mean in zip(positions, local, mean_each(wide, axis_name), strict=True):
+    means = weighted_mean_each(wide, as_weight(weight, axis_name), axis_name).reduced.means
+    for i, x, mean in zip(positions, local, means, strict=True):
         leaves[i] = mean.astype(x.dtype)
     return treedef.unflatten(leaves)
 
@@ -100,6 +108,7 @@ class Meeting:
     average_inner: AverageInnerState
     alpha: float  # share of the local parameters that is kept
     late: bool  # what is averaged is used some updates later
+    drop_non_finite: bool  # who comes with a value that is not finite does not count
 
     @property
     def plain(self) -> bool:
@@ -134,7 +143,9 @@ class Meeting:
         outer = tuple(tx.init(part) for tx, part in zip(self.optimizers, parts, strict=False))
         return anchor, outer, reducer
 
-    def meet(self, k: int, anchor: PyTree, local: Part, begin: InnerInit) -> Part:
+    def meet(
+        self, k: int, anchor: PyTree, local: Part, begin: InnerInit, weight: Any = None
+    ) -> Part:
         """The average of one fragment over all replicas, or the outer step with its mean.
 
         Args:
@@ -142,14 +153,17 @@ class Meeting:
           anchor: The fragment as it was after the last outer step; unused for a plain average.
           local: This replica's parameters and states.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
+          weight: How much this replica counts; None if all count the same.
         """
         if self.plain:
-            return self.mean(local, self.axis_name, begin)
+            return self.mean(local, self.axis_name, begin, weight)
+        weight, dropped = self._counting(local.params, weight)
         pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
         if self.exact:
-            reduced, reducer = average(pseudo, self.axis_name), local.reducer
+            reduced, reducer = average(pseudo, self.axis_name, weight=weight), local.reducer
         else:
-            reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor)
+            given = {} if weight is None else {"weight": weight}
+            reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor, **given)
         outer = local.outer
         if self.optimizers:
             updates, outer = self.optimizers[k].update(reduced, outer, anchor)
@@ -157,18 +171,19 @@ class Meeting:
             updates = jax.tree.map(jnp.negative, reduced)
         inner = local.inner
         if self.average_inner is True:
-            inner = average(inner, self.axis_name)
+            inner = average(inner, self.axis_name, weight=weight)
         averaged = Part(optax.apply_updates(anchor, updates), inner, outer, reducer)
-        return self._reset(averaged, begin)
+        return self._reset(averaged, begin, dropped)
 
-    def mean(self, local: Part, axes: AxisName, begin: InnerInit) -> Part:
+    def mean(self, local: Part, axes: AxisName, begin: InnerInit, weight: Any = None) -> Part:
         """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
         params, inner = local.params, local.inner
+        weight, dropped = self._counting(params, weight)
         if self.average_inner is True:
-            params, inner = average((params, inner), axes)
+            params, inner = average((params, inner), axes, weight=weight)
         else:
-            params = average(params, axes)
-        return self._reset(local._replace(params=params, inner=inner), begin)
+            params = average(params, axes, weight=weight)
+        return self._reset(local._replace(params=params, inner=inner), begin, dropped)
 
     def mix(self, shared: PyTree, local: PyTree) -> PyTree:
         """What a replica goes on with: the parameters that all agree on, and a share of its own.
@@ -185,11 +200,24 @@ class Meeting:
 
         return jax.tree.map(one, shared, local)
 
-    def _reset(self, averaged: Part, begin: InnerInit) -> Part:
-        if self.average_inner != "reset":
+    def _counting(self, params: PyTree, weight: Any) -> tuple[Any, Array | None]:
+        """This replica's weight, and whether it was dropped; None if nobody is."""
+        if not self.drop_non_finite:
+            return weight, None
+        finite = all_finite(jax.tree.leaves(params))
+        own = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
+        return jnp.where(finite, own, 0), ~finite
+
+    def _reset(self, averaged: Part, begin: InnerInit, dropped: Array | None) -> Part:
+        everybody = self.average_inner == "reset"
+        if not everybody and dropped is None:
             return averaged
-        state = reset(averaged.inner, begin(averaged.params))
-        return averaged._replace(inner=as_local(state, self.axis_name))
+        state = as_local(reset(averaged.inner, begin(averaged.params)), self.axis_name)
+        if dropped is not None and not everybody:
+            # Its momenta are no more finite than what they led to.
+            pick = functools.partial(jnp.where, dropped)
+            state = jax.tree.map(pick, state, averaged.inner)
+        return averaged._replace(inner=state)
 
 
 def check_meeting(
@@ -199,6 +227,7 @@ def check_meeting(
     outer: Any,
     average_inner_state: Any,
     alpha: Any,
+    drop_non_finite: Any = False,
 ) -> Meeting:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share.
 
@@ -225,6 +254,11 @@ def check_meeting(
             "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
             "part of them is averaged."
         )
+    if check_flag("drop_non_finite", drop_non_finite) and (periods.fragments > 1 or periods.delay):
+        raise ValueError(
+            "drop_non_finite=True needs fragments=1 and fragment_sync_delay=0: what is not finite "
+            "in one part spreads to the others before their turn."
+        )
     return Meeting(
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
@@ -233,6 +267,7 @@ def check_meeting(
         average_inner_state,
         check_static_number("fragment_update_alpha", alpha, 0, 1),
         periods.delay > 0,
+        drop_non_finite,
     )
 
 

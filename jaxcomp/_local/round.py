@@ -35,7 +35,12 @@ from jaxcomp._mesh.explicit import check_mesh_axes, resharded
 from jaxcomp._reducers.contract import call_text
 from jaxcomp._states.replicas import state_specs
 from jaxcomp._states.stacked import place_stacked, stack, unstack
-from jaxcomp._training.on_mesh import batch_spec, check_params, check_replica_axis
+from jaxcomp._training.on_mesh import (
+    batch_spec,
+    check_params,
+    check_replica_axis,
+    replica_weights,
+)
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -109,7 +114,7 @@ class LocalSGDRound:
         return place_stacked(state, self.mesh, self.meeting.axis_name)
 
     def __call__(
-        self, params: PyTree, state: LocalSGDState, batches: Any
+        self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """One round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
 
@@ -118,6 +123,9 @@ class LocalSGDRound:
           state: From `init`, or the last round.
           batches: This replica's batches, each leaf with a leading axis of `sync_every`. With a
             `mesh` those of all replicas: the second axis is split between them.
+          weight: How much this replica counts in the averages, a number, 0 to sit the round out.
+            With a `mesh` an array of all replicas' weights, of shape (replicas,). None if all count
+            the same.
 
         Returns:
           ``(params, state, auxiliary)``: what all replicas agree on, equal on each; the state; and
@@ -130,11 +138,11 @@ class LocalSGDRound:
         """
         self._check_batches(batches)
         if self.mesh is None or is_bound(self.meeting.axis_name):
-            return self._on_replica(params, state, batches)
-        return self._on_mesh(self.mesh, params, state, batches)
+            return self._on_replica(params, state, batches, weight)
+        return self._on_mesh(self.mesh, params, state, batches, weight)
 
     def _on_mesh(
-        self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any
+        self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """The round as a `shard_map` over the replicas."""
         axis_name = self.meeting.axis_name
@@ -147,10 +155,12 @@ class LocalSGDRound:
             P(),
             state_specs(state, axis_name),
             batch_spec(rows, batches, 2, axis_name, replicas),
+            None if weight is None else P(axis_name),
         )
+        weight = replica_weights(weight, replicas)
 
-        def on_replica(params: PyTree, state: LocalSGDState, batches: Any) -> Any:
-            params, state, auxiliary = self._on_replica(params, unstack(state), batches)
+        def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
+            params, state, auxiliary = self._on_replica(params, unstack(state), batches, weight)
             rows = jax.tree.map(lambda x: as_local(jnp.asarray(x), axis_name)[None], auxiliary)
             return params, stack(state), rows
 
@@ -161,14 +171,14 @@ class LocalSGDRound:
             out_specs=(P(), specs[1], P(axis_name)),
             axis_names=set(axes),
         )
-        state, batches = (
+        state, batches, weight = (
             jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), tree, spec)
-            for tree, spec in zip((state, batches), specs[1:], strict=True)
+            for tree, spec in zip((state, batches, weight), specs[1:], strict=True)
         )
-        return mapped(params, state, batches)
+        return mapped(params, state, batches, weight)
 
     def _on_replica(
-        self, params: PyTree, state: LocalSGDState, batches: Any
+        self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """The round of one replica."""
         periods, meeting = self.periods, self.meeting
@@ -179,7 +189,7 @@ class LocalSGDRound:
         for k, turn in enumerate(periods.ends):
             since = periods.ends[k - 1] if k else 0
             run = self._steps(run, batches, since, turn - periods.delay)
-            averages.append(self._average(k, params, run, state, fragments))
+            averages.append(self._average(k, params, run, state, fragments, weight))
             run = run._replace(inner=averages[k].inner)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
@@ -204,7 +214,13 @@ class LocalSGDRound:
         return shared, state, _joined(run.auxiliary)
 
     def _average(
-        self, k: int, params: PyTree, run: _Local, state: LocalSGDState, fragments: Fragments
+        self,
+        k: int,
+        params: PyTree,
+        run: _Local,
+        state: LocalSGDState,
+        fragments: Fragments,
+        weight: Any,
     ) -> Part:
         """Fragment `k` averaged."""
         outer = state.outer[k] if state.outer else ()
@@ -215,7 +231,7 @@ class LocalSGDRound:
                 return run.inner
             return self.inner_init(fragments.put(run.params, part, k))
 
-        return self.meeting.meet(k, fragments.take(params, k), local, begin)
+        return self.meeting.meet(k, fragments.take(params, k), local, begin, weight)
 
     def _steps(
         self, run: _Local, batches: Any, begin: int, end: int, unroll: bool = False
@@ -285,6 +301,7 @@ def local_sgd_round(
     fragments: int | Sequence[str] = 1,
     fragment_sync_delay: int = 0,
     fragment_update_alpha: float = 0.0,
+    drop_non_finite: bool = False,
     inner_init: InnerInit | None = None,
     mesh: Mesh | None = None,
 ) -> LocalSGDRound:
@@ -320,8 +337,11 @@ def local_sgd_round(
       fragments: As in `local_sgd`.
       fragment_sync_delay: As in `local_sgd`.
       fragment_update_alpha: As in `local_sgd`.
-      inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed for "reset", and
-        a convenience for `LocalSGDRound.init`.
+      drop_non_finite: A replica with a value in what it would give to an average that is not
+        finite does not count in it. It goes on with the others' mean, and its inner state begins
+        anew, for which `inner_init` is needed. If nobody is left, the mean is NaN.
+      inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed where an inner
+        state may begin anew, and a convenience for `LocalSGDRound.init`.
       mesh: For a loop in `jax.jit` over sharded arrays: the mesh that the replicas are on. The
         round then maps itself over `axis_name`, with Auto or Explicit axes, and what each replica
         has of its own is a global array with a leading axis of replicas.
@@ -367,7 +387,13 @@ def local_sgd_round(
     length = check_int("sync_every", sync_every, 1)
     periods = check_periods(length, axis_name, 0, 0, fragments, fragment_sync_delay)
     meeting = check_meeting(
-        axis_name, periods, reducer, outer, average_inner_state, fragment_update_alpha
+        axis_name,
+        periods,
+        reducer,
+        outer,
+        average_inner_state,
+        fragment_update_alpha,
+        drop_non_finite,
     )
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
@@ -375,10 +401,10 @@ def local_sgd_round(
         raise ValueError(
             f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
         )
-    if average_inner_state == "reset" and inner_init is None:
+    if (average_inner_state == "reset" or drop_non_finite) and inner_init is None:
+        asked = "drop_non_finite=True" if drop_non_finite else "average_inner_state='reset'"
         raise ValueError(
-            "average_inner_state='reset' needs `inner_init`, the inner optimizer's init: "
-            "inner_init=optimizer.init."
+            f"{asked} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
         )
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -91,3 +92,19 @@ def check_replica_axis(state: PyTree, replicas: int) -> None:
             )
 
     map_leaves(check, state)
+
+
+def replica_weights(weight: Any, replicas: int) -> Any:
+    """The weights of all replicas; None if they were not given.
+
+    Raises:
+      ValueError: If they are not as many.
+    """
+    if weight is None:
+        return None
+    if np.shape(weight) != (replicas,):
+        raise ValueError(
+            f"`weight` must have shape ({replicas},), a number for each replica, got "
+            f"{np.shape(weight)}."
+        )
+    return jnp.asarray(weight)

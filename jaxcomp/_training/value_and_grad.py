@@ -26,7 +26,13 @@ from jaxcomp._mesh.weights import Weight, as_weight, weighted_mean_each
 from jaxcomp._states.replicas import state_specs
 from jaxcomp._states.stacked import place_stacked, stack, unstack
 from jaxcomp._training.gradients import local_value_and_grad
-from jaxcomp._training.on_mesh import batch_spec, check_params, check_replica_axis, the_mesh
+from jaxcomp._training.on_mesh import (
+    batch_spec,
+    check_params,
+    check_replica_axis,
+    replica_weights,
+    the_mesh,
+)
 
 _AUX = ("mean", "stack")
 
@@ -119,7 +125,7 @@ class ValueAndGrad:
             )
             return function(*args, **kwargs)
 
-        weight = _checked_weight(weight, replicas)
+        weight = replica_weights(weight, replicas)
         own_weight = {} if weight is None else {"weight": resharded(weight, mesh, along, axes)}
 
         def on_replica(state: PyTree, arrays: dict[int, Any], own_weight: dict[str, Any]) -> Any:
@@ -302,22 +308,6 @@ def value_and_grad(
     flag = check_flag("has_aux", has_aux)
     checked = check_flag("check_vma", check_vma)
     return ValueAndGrad(fun, reducer, axis_name, mesh, argnums, flag, aux, batch_specs, checked)
-
-
-def _checked_weight(weight: Any, replicas: int) -> Any:
-    """The weights of all replicas; None if they were not given.
-
-    Raises:
-      ValueError: If they are not as many.
-    """
-    if weight is None:
-        return None
-    if np.shape(weight) != (replicas,):
-        raise ValueError(
-            f"`weight` must have shape ({replicas},), a number for each replica, got "
-            f"{np.shape(weight)}."
-        )
-    return jnp.asarray(weight)
 
 
 def _is_array(leaf: Any) -> bool:

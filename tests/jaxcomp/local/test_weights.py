@@ -1,0 +1,140 @@
+"""Local SGD with replicas that do not count the same, and with one that went wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runners import AXIS, mesh_of
+
+import jaxcomp
+
+WEIGHTS = np.array([3, 1, 0, 2], np.float32)
+TARGETS = np.array([0.0, 6.0, np.nan, 3.0], np.float32)[:, None] * np.ones(8, np.float32)
+MEETINGS = {
+    "average": {},
+    "outer": {"outer": optax.sgd(1.0)},
+    "reducer": {"reducer": jaxcomp.allreduce(axis_name=AXIS)},
+    "delayed": {"fragment_sync_delay": 1},
+}
+
+
+def mean(values, weights):
+    """Over the replicas that count."""
+    kept = weights > 0
+    return np.average(values[kept], axis=0, weights=weights[kept])
+
+
+def stepwise(tx, weights, steps, targets=TARGETS):
+    """Parameters of each replica after so many steps of half the way to its target."""
+
+    def run(target, weight):
+        params = jnp.zeros(8)
+        state = tx.init(params)
+        for _ in range(steps):
+            given = {} if weight is None else {"weight": weight}
+            updates, state = tx.update(params - target, state, params, **given)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return jax.jit(jax.vmap(run, axis_name=AXIS))(targets, weights)
+
+
+@pytest.mark.parametrize("name", ["average", "outer", "reducer"])
+def test_an_average_is_weighted_and_who_sits_out_takes_it_too(name):
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, **MEETINGS[name])
+    # Finite, because no update of Optax's makes NaN into anything else.
+    params = stepwise(tx, WEIGHTS, 2, np.nan_to_num(TARGETS, nan=64))
+    expected = mean(0.75 * TARGETS, WEIGHTS)
+    np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 8)), rtol=1e-5)
+
+
+def test_gradients_before_the_local_steps_are_weighted():
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, start_step=2, axis_name=AXIS)
+    params = stepwise(tx, WEIGHTS, 1)
+    expected = 0.5 * mean(TARGETS, WEIGHTS)
+    np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 8)), rtol=1e-6)
+
+
+def sgd_step(optimizer):
+    def step(params, opt_state, target):
+        grads = params - target.reshape(-1, 8)[0]  # the one example of a batch, or bare
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, None
+
+    return step
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_round_is_weighted(name, on_mesh):
+    optimizer = optax.sgd(0.5)
+    mesh = mesh_of(4) if on_mesh else None
+    run = jaxcomp.local_sgd_round(
+        sgd_step(optimizer), sync_every=2, axis_name=AXIS, mesh=mesh, **MEETINGS[name]
+    )
+    params = jnp.zeros(8)
+    state = run.init(params, optimizer.init(params))
+    batches = np.stack([TARGETS, TARGETS], axis=1)  # (replicas, steps, 8)
+    call = lambda p, s, b, w: run(p, s, b, weight=w)  # noqa: E731
+    if on_mesh:
+        call, batches = jax.jit(call), batches.swapaxes(0, 1)
+        params, _, _ = call(params, state, batches, WEIGHTS)
+    else:
+        mapped = jax.vmap(call, in_axes=(None, None, 0, 0), axis_name=AXIS)
+        params = mapped(params, state, batches, WEIGHTS)[0][0]
+    way = 0.5 if name == "delayed" else 0.75  # sent after the first of the two steps
+    np.testing.assert_allclose(params, mean(way * TARGETS, WEIGHTS), rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [None, np.array([3, 1, 5, 2], np.float32)])
+@pytest.mark.parametrize("name", ["average", "outer", "reducer"])
+def test_a_replica_that_is_not_finite_is_dropped_and_goes_on_with_the_others(name, weights):
+    optimizer = optax.adam(0.1)
+    run = jaxcomp.local_sgd_round(
+        sgd_step(optimizer),
+        sync_every=2,
+        axis_name=AXIS,
+        drop_non_finite=True,
+        inner_init=optimizer.init,
+        **MEETINGS[name],
+    )
+
+    def two_rounds(target, weight):
+        params = jnp.zeros(8)
+        state = run.init(params)
+        for now in (target, jnp.nan_to_num(target)):
+            params, state, _ = run(params, state, jnp.stack([now, now]), weight=weight)
+        return params, state.inner
+
+    mapped = jax.vmap(two_rounds, in_axes=(0, None if weights is None else 0), axis_name=AXIS)
+    with jax.numpy_dtype_promotion("standard"):  # for Adam
+        params, inner = jax.jit(mapped)(TARGETS, weights)
+    assert np.isfinite(params).all()
+    np.testing.assert_array_equal(params, np.broadcast_to(params[:1], params.shape))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(inner)))
+    assert optax.tree.get(inner, "count").reshape(4).tolist() == [4, 4, 2, 4]
+
+
+def test_nobody_is_dropped_unasked_and_a_round_must_know_how_to_begin_anew():
+    params = stepwise(jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS), None, 2)
+    assert np.isnan(params).all()
+    with pytest.raises(ValueError, match="drop_non_finite=True needs `inner_init`"):
+        jaxcomp.local_sgd_round(
+            sgd_step(optax.sgd(0.5)), sync_every=2, axis_name=AXIS, drop_non_finite=True
+        )
+    with pytest.raises(ValueError, match="spreads to the others"):
+        jaxcomp.local_sgd_round(
+            sgd_step(optax.sgd(0.5)),
+            sync_every=2,
+            axis_name=AXIS,
+            fragments=2,
+            drop_non_finite=True,
+            inner_init=optax.sgd(0.5).init,
+        )
+    run = jaxcomp.local_sgd_round(
+        sgd_step(optax.sgd(0.5)), sync_every=2, axis_name=AXIS, mesh=mesh_of(4)
+    )
+    state = run.init(jnp.zeros(8), ())
+    with pytest.raises(ValueError, match=r"`weight` must have shape \(4,\)"):
+        run(jnp.zeros(8), state, np.zeros((2, 4, 8)), weight=np.ones(3))
