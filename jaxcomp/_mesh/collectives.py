@@ -35,6 +35,8 @@ from jaxcomp._mesh.axes import (
 _OWN_OPERAND_BYTES = 1 << 19
 # On GPU the launch of a copy is nothing beside the copy, and the wire is faster.
 _OWN_OPERAND_BYTES_ON_GPU = 1 << 21
+# Stands in the name of a sum that would be one of bfloat16, were there one on CPU.
+WIDENED = "bfloat16_as_float32"
 # XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
 _MOST_OPERANDS = 128
 
@@ -245,7 +247,8 @@ def _psum(xs: list[Array], axis_name: AxisName) -> list[Array]:
         return lax.psum(xs, axis_name)
 
     def wide(xs: list[Array]) -> list[Array]:
-        totals = lax.psum([x.astype(jnp.float32) for x in xs], axis_name)
+        with jax.named_scope(WIDENED):
+            totals = lax.psum([x.astype(jnp.float32) for x in xs], axis_name)
         return [total.astype(dtype) for total in totals]
 
     return lax.platform_dependent(xs, cpu=wide, default=lambda xs: lax.psum(xs, axis_name))
@@ -264,7 +267,8 @@ def _psum_narrow(rounded: list[Array], axis_name: AxisName, wire_dtype: Any) -> 
         return [total.astype(dtype) for total in totals]
 
     def wide(xs: list[Array]) -> list[Array]:
-        return lax.psum(xs, axis_name)
+        with jax.named_scope(WIDENED):
+            return lax.psum(xs, axis_name)
 
     if jnp.dtype(wire_dtype) != jnp.bfloat16:
         return narrow(rounded)

@@ -121,6 +121,11 @@ REDUCERS = {
     "int8": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype=jnp.int8),
     "quantized": lambda: jaxcomp.quantized_allreduce(axis_name="data"),
     "allreduce": lambda: jaxcomp.allreduce(axis_name="data"),
+    # Of which XLA's CPU backend makes float32; a rehearsal there is not two reducers.
+    "bfloat16": lambda: jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
+    "factors in bfloat16": lambda: jaxcomp.powersgd(
+        1, axis_name="data", start_step=0, comm_dtype=jnp.bfloat16
+    ),
 }
 
 
