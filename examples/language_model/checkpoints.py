@@ -1,22 +1,57 @@
-"""Checkpoints of a training run: asynchronous, the last few kept, independent of the device count.
+"""Checkpoints of a training run: asynchronous, checked, independent of the number of devices.
 
 What is saved is the consolidated state (see `jaxcomp.consolidate`): one copy of everything,
-whatever the number of replicas. orbax writes each step into a temporary directory and renames it
-when it is complete, so that a run killed at any moment leaves its last complete checkpoint usable.
+whatever the number of replicas, with a checksum of each leaf beside it. Every process has that copy
+on its host, so the first one writes it alone, and no process waits for another. orbax writes each
+step into a temporary directory and renames it when it is complete, so that a run killed at any
+moment leaves its last complete checkpoint usable; no older one is deleted before the next was read
+back and found to be what was saved.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from flax.training.train_state import TrainState
+from jax.experimental import multihost_utils
+
+import jaxcomp
+
+T = TypeVar("T")
+_LOCK_SECONDS = 10  # the lock of a process that was killed goes with it
 
 
 class CheckpointError(Exception):
     """A checkpoint directory that cannot be used as asked; the message is one sentence."""
+
+
+class WriteError(CheckpointError):
+    """A checkpoint that could not be written, or was not written as it should."""
+
+
+class Unusable(Exception):
+    """A checkpoint that is damaged, cut off, or not one of this program."""
+
+
+class _Written(NamedTuple):
+    """The last checkpoint of this run."""
+
+    step: int
+    like: Any  # its tree, with arrays that take no memory
+    fingerprint: dict[str, str]
 
 
 class Checkpoints:
@@ -25,6 +60,8 @@ class Checkpoints:
     Attributes:
       directory: Where they are.
       every: Steps between two of them.
+      also: Further steps to save after.
+      passed_over: A sentence for each checkpoint that was not used because it is damaged.
     """
 
     def __init__(self, directory: Path, *, every: int, keep: int, resume: bool):
@@ -38,71 +75,234 @@ class Checkpoints:
             that a job that is restarted by a scheduler can always use the same command.
 
         Raises:
-          CheckpointError: The directory is missing or a file, or holds a run and `resume` is False.
+          CheckpointError: The directory is missing or a file, is in use by another run, or holds a
+            run and `resume` is False.
         """
-        self.directory, self.every = directory.absolute(), every
+        self.directory, self.every, self._keep = directory.absolute(), every, keep
+        self.passed_over: list[str] = []
+        self.also: frozenset[int] = frozenset()
+        self._written: _Written | None = None
         if self.directory.exists() and not self.directory.is_dir():
             raise CheckpointError(f"{directory} is a file; checkpoints need a directory")
         missing = self.directory if resume else self.directory.parent
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            item_names=("state", "config"),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
-        )
-        if not resume and self.latest_step is not None:
-            self.close()
+        self._steps = sorted(_saved_steps(self.directory))
+        if not resume and self._steps:
             raise CheckpointError(
                 f"{directory} already holds checkpoints: add --resume, or choose another directory"
             )
+        me = jax.process_index()
+        self._writes = me == 0
+        self._lock: IO[str] | None = _locked(self.directory) if self._writes else None
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+        )
+        handler = ocp.CompositeCheckpointHandler(
+            "state",
+            "config",
+            composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        )
+        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
 
-    @property
-    def latest_step(self) -> int | None:
-        """Steps done by the last complete checkpoint."""
-        return self._manager.latest_step()
+    def due(self, step: int) -> bool:
+        """Whether to save after so many steps; also the place where failed writes are noticed."""
+        self.check()
+        return step % self.every == 0 or step in self.also
 
-    def metadata(self) -> dict[str, Any]:
-        """What was stored beside the state of the last checkpoint.
-
-        Raises:
-          CheckpointError: It is no checkpoint of this program.
-        """
-        args = ocp.args.Composite(config=ocp.args.JsonRestore())
-        try:
-            return self._manager.restore(self.latest_step, args=args)["config"]
-        except KeyError as error:
-            raise CheckpointError(
-                f"cannot resume: the checkpoint in {self.directory / str(self.latest_step)} is not "
-                "one of this program; choose another directory"
-            ) from error
-
-    def restore(self, like: TrainState) -> TrainState:
-        """The last checkpoint.
+    def restored(self, read: Callable[[int], T]) -> T | None:
+        """What `read` makes of the newest checkpoint that is usable for all processes.
 
         Args:
+          read: A function of the steps that a checkpoint has done; raises `Unusable`.
+
+        Returns:
+          Its result; None if there are no checkpoints.
+
+        Raises:
+          CheckpointError: There are checkpoints, and none is usable.
+        """
+        found, unusable = None, []
+        for step in reversed(self._steps):
+            try:
+                found, problem = read(step), ""
+            except Unusable as error:
+                problem = str(error)
+            if np.all(multihost_utils.process_allgather(np.array(not problem))):
+                break
+            path = self.directory / str(step)
+            reason = problem or "another process cannot read it"
+            self.passed_over.append(f"the checkpoint {path} is not used: {reason}")
+            unusable.append(path)
+        else:
+            if unusable:
+                raise CheckpointError(f"cannot resume: {'; '.join(self.passed_over)}")
+            return None
+        for path in unusable if self._writes else ():  # kept, but out of the way of this run
+            path.rename(path.with_name(f"{path.name}.damaged-{int(time.time())}"))
+        return found
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What was stored beside the state of a checkpoint.
+
+        Raises:
+          Unusable: It is damaged, or not one of this program.
+        """
+        args = ocp.args.Composite(config=ocp.args.JsonRestore())
+        with _reading("it is not one of this program, or damaged"):
+            stored = self._orbax.restore(self.directory / str(step), args=args)["config"]
+            checksum = stored.pop("checksum")
+        if checksum != _checksum(stored):
+            raise Unusable("its configuration is not what was saved")
+        return stored
+
+    def restore(self, step: int, like: TrainState, metadata: dict[str, Any]) -> TrainState:
+        """The state of a checkpoint.
+
+        Args:
+          step: The steps that it has done.
           like: A fresh state of the same structure; its values are not used.
+          metadata: As the method of this name gives it.
 
         Returns:
           The consolidated state, on the host.
+
+        Raises:
+          Unusable: It is damaged; the message names the leaves.
         """
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.device_get(like)))
-        return self._manager.restore(self.latest_step, args=args)["state"]
+        with _reading("it is damaged"):
+            state = self._read(step, jax.device_get(like))
+        try:
+            jaxcomp.check_fingerprint(state, metadata["fingerprint"])
+        except jaxcomp.FingerprintMismatch as error:
+            raise Unusable(str(error).split(". ")[0]) from error
+        return state
 
     def save(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Starts to write a checkpoint and returns.
+        """Starts to write a checkpoint and returns; processes but the first do nothing.
 
         Args:
           step: Steps done.
           state: A consolidated state on the host.
           metadata: Stored beside it as JSON: the run's configuration, and what it has counted.
+
+        Raises:
+          WriteError: The one before could not be written.
         """
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(metadata)
-        )
-        self._manager.save(step, args=args)
+        if not self._writes:
+            return
+        self._finish()
+        with self._writing(step):
+            written = _Written(step, jax.tree.map(_empty, state), jaxcomp.fingerprint(state))
+            document = metadata | {"fingerprint": written.fingerprint}
+            config = ocp.args.JsonSave(document | {"checksum": _checksum(document)})
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), config=config)
+            self._orbax.save(self.directory / str(step), args=args)
+            self._written = written
+
+    def check(self) -> None:
+        """Call it often: what fails in the background is then known at once.
+
+        Raises:
+          WriteError: A checkpoint could not be written.
+        """
+        if self._written:
+            with self._writing(self._written.step):
+                self._orbax.check_for_errors()
 
     def close(self) -> None:
-        """Waits for what is being written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits for what is being written.
+
+        Raises:
+          WriteError: It could not be.
+        """
+        try:
+            self._finish()
+        finally:
+            with contextlib.suppress(Exception):  # what failed has been said
+                self._orbax.close()
+            if self._lock:
+                self._lock.close()
+
+    def _finish(self) -> None:
+        """Waits for the last checkpoint, reads it back, and deletes those beyond `keep`."""
+        if self._written is None:
+            return
+        (step, like, saved), self._written = self._written, None
+        with self._writing(step):
+            self._orbax.wait_until_finished()
+            jaxcomp.check_fingerprint(self._read(step, like), saved)
+            for old in sorted(_saved_steps(self.directory))[: -self._keep]:
+                shutil.rmtree(self.directory / str(old))
+
+    def _read(self, step: int, like: Any) -> Any:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        return self._orbax.restore(self.directory / str(step), args=args)["state"]
+
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._written = None
+            good = [s for s in _saved_steps(self.directory) if s < step]
+            kept = f"that of step {max(good)} is untouched" if good else "there is none before it"
+            raise WriteError(
+                f"the checkpoint of step {step} could not be written, and {kept} "
+                f"({_first_line(error)})"
+            ) from error
+
+
+def _saved_steps(directory: Path) -> Iterator[int]:
+    """Of complete checkpoints; one being written has another name."""
+    if directory.is_dir():
+        yield from (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def _locked(directory: Path) -> IO[str]:
+    """Makes the directory this run's own until the process ends, however it ends."""
+    directory.mkdir(exist_ok=True)
+    lock = directory.with_name(f".{directory.name}.lock").open("a+")
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                with lock:
+                    lock.seek(0)
+                    holder = lock.read().strip()
+                raise CheckpointError(
+                    f"{directory} is in use by another run ({holder}); end that one, or choose "
+                    "another directory"
+                ) from error
+            time.sleep(0.2)
+    with contextlib.suppress(OSError):  # who it is does not matter on a full disk
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+    for left in directory.glob("*.orbax-checkpoint-tmp*"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    return lock
+
+
+@contextlib.contextmanager
+def _reading(otherwise: str) -> Iterator[None]:
+    # Damaged files raise whatever the parser in whose way they are raises.
+    try:
+        yield
+    except Exception as error:
+        raise Unusable(f"{otherwise} ({_first_line(error)})") from error
+
+
+def _checksum(document: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _empty(leaf: Any) -> Any:
+    """An array like the leaf that takes no memory; a number as it is."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) if np.ndim(leaf) else leaf
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

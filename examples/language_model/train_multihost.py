@@ -4,8 +4,10 @@ Every process runs this same command. Under SLURM, Open MPI or Kubernetes, JAX f
 who the others are; elsewhere say so with --coordinator, --processes and --process-id.
 
 If a process dies, the others end with a message and exit code 75: within seconds where connections
-break, within --heartbeat-timeout or --start-timeout otherwise. Started again with the same command
-and --resume, the run continues from the last checkpoint, on as many processes as there are then.
+break, within --heartbeat-timeout or --start-timeout otherwise. On SIGTERM or SIGINT to any of them
+all stop after the same step, save it and end with 75; a checkpoint that cannot be written ends the
+run with 74 and the others with 75. Started again with the same command and --resume, the run
+continues from the last checkpoint, on as many processes as there are then.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -31,12 +34,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from train import Log, Parser, open_checkpoints, parser, readable
-from training import CheckpointError, Run, RunConfig, UsageError
+from training import CheckpointError, Run, RunConfig, UsageError, WriteError
+from watch import Watch
 
 import jaxcomp
 
 # EX_TEMPFAIL of sysexits.h: the same command, started again, is likely to work.
-EXIT_PEER_LOST = 75
+EXIT_AGAIN = 75
+EXIT_WRITE = 74  # EX_IOERR: starting again does not help before there is room
+EXIT_STOPPED = 128 + signal.SIGTERM  # where nothing can be saved
 # What only a broken connection, or the coordinator, says; an error of this process alone (out of
 # memory, a full disk) must not pass for one. The errors reach Python under several types, and gloo
 # reports all of its own as UNKNOWN.
@@ -122,6 +128,8 @@ def command_line() -> Parser:
     group.add_argument("--start-timeout", type=int, default=300, help=wait)
     check = "compare the replicas after every so many steps (default: only at the start)"
     group.add_argument("--check-every", type=int, metavar="STEPS", help=check)
+    group.add_argument("--checkpoint-at", type=int, nargs="+", default=(), metavar="STEP",
+                       help="save after these steps, too")  # fmt: skip
     return p
 
 
@@ -153,7 +161,7 @@ def at_most(seconds: float, who: str) -> Iterator[None]:
     leaves nothing to catch.
     """
     message = f"the other processes did not arrive within --start-timeout, {seconds} s; start again"
-    timer = threading.Timer(seconds, leave, (who, message, EXIT_PEER_LOST))
+    timer = threading.Timer(seconds, leave, (who, message, EXIT_AGAIN))
     timer.daemon = True
     timer.start()
     try:
@@ -180,7 +188,7 @@ def connect(arguments: argparse.Namespace, who: str) -> list[Device]:
                 num_processes=arguments.processes,
                 process_id=arguments.process_id,
                 initialization_timeout=arguments.start_timeout + 60,  # `at_most` comes first
-                heartbeat_timeout_seconds=arguments.heartbeat_timeout,
+                heartbeat_timeout_seconds=2 * arguments.heartbeat_timeout + 10,  # `Watch` is first
             )
             return jax.devices()
     except ValueError as error:
@@ -190,12 +198,61 @@ def connect(arguments: argparse.Namespace, who: str) -> list[Device]:
         ) from error
 
 
-def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
+def watch_the_others(arguments: argparse.Namespace, who: str) -> Watch:
+    """From now on this process ends soon after another one."""
+    # Where no coordinator is named, it is found as gloo finds it: by the name of the host.
+    if arguments.coordinator or jax.process_count() == 1:
+        host = (arguments.coordinator or "").rpartition(":")[0]
+    else:
+        own = socket.inet_aton(socket.gethostbyname(socket.gethostname()))
+        first = multihost_utils.broadcast_one_to_all(np.frombuffer(own, np.uint8))
+        host = socket.inet_ntoa(bytes(np.asarray(first)))
+    again = "start the run again with --resume" if arguments.checkpoint_dir else "start again"
+
+    def lost(what: str) -> None:
+        leave(who, f"lost contact with another process; {again} ({what})", EXIT_AGAIN)
+
+    return Watch(host, arguments.heartbeat_timeout, lost)
+
+
+class Stop:
+    """Whether a signal asks this run to end, after a step on which all processes agree."""
+
+    EVERY = 8  # steps between two questions to all, each a collective of a byte
+
+    def __init__(self):
+        """Takes over SIGTERM, from JAX, and SIGINT; a second one does not wait."""
+        self.after: int | None = None  # the step
+        self._asked = False
+        signal.signal(signal.SIGTERM, partial(self._ask, signal.SIG_DFL))
+        signal.signal(signal.SIGINT, partial(self._ask, signal.default_int_handler))
+
+    def __call__(self, done: int) -> bool:
+        """Whether to end after step `done`."""
+        if done % self.EVERY:
+            return False
+        if np.any(multihost_utils.process_allgather(np.array(self._asked))):
+            self.after = done
+        return self.after is not None
+
+    def _ask(self, then: Any, number: int, frame: object) -> None:
+        del frame
+        self._asked = True
+        signal.signal(number, then)
+
+
+def train(
+    arguments: argparse.Namespace,
+    devices: list[Device],
+    asked_to_stop: Callable[[int], bool] = lambda done: False,
+) -> None:
     """Runs to the end, or to where it is stopped. Process 0 does the talking."""
     MAPPINGS["processes"] = partial(Processes, check_every=arguments.check_every)
     chosen = {field.name: getattr(arguments, field.name) for field in fields(RunConfig)}
     config = replace(RunConfig(**chosen), mapping="processes")
     checkpoints = open_checkpoints(arguments)
+    if checkpoints:
+        checkpoints.also = frozenset(arguments.checkpoint_at)
     run, first = Run(config, devices, checkpoints), jax.process_index() == 0
     log = Log(arguments.log, config, run.start) if arguments.log and first else None
     if first:
@@ -203,7 +260,7 @@ def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
         print(f"{run.parameters:,} parameters on {where}, from step {run.start}", flush=True)
         for note in run.notes:
             print(f"note: {note}", flush=True)
-    for record in run.steps(arguments.stop_at):
+    for record in run.steps(arguments.stop_at, asked_to_stop):
         if first and record.held_out is not None:
             loss = f"loss {record.loss:.3f}  held-out {record.held_out:.4f}"
             print(f"step {record.step:5}  {loss}  {readable(record.bytes_sent)} sent", flush=True)
@@ -211,6 +268,8 @@ def train(arguments: argparse.Namespace, devices: list[Device]) -> None:
             log.add(record)
     if checkpoints:
         checkpoints.close()
+        # Nobody ends before the last one is written: JAX takes the end of a process for a failure.
+        multihost_utils.sync_global_devices("saved")
 
 
 def leave(who: str, message: str, code: int) -> NoReturn:
@@ -222,6 +281,15 @@ def leave(who: str, message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+def stop(arguments: argparse.Namespace, who: str, step: int) -> NoReturn:
+    """Ends this process after a signal."""
+    if arguments.checkpoint_dir:
+        saved = f"which is saved; start the run again with --resume ({arguments.checkpoint_dir})"
+        leave(who, f"stopped by a signal after step {step}, {saved}", EXIT_AGAIN)
+    lost = "and nothing is saved without --checkpoint-dir"
+    leave(who, f"stopped by a signal after step {step}, {lost}", EXIT_STOPPED)
+
+
 def main() -> int:
     """The command line's entry point."""
     arguments = command_line().parse_args()
@@ -230,7 +298,14 @@ def main() -> int:
     try:
         devices = connect(arguments, who)
         who = f"process {jax.process_index()}"
-        train(arguments, devices)
+        watch = watch_the_others(arguments, who)
+        asked = Stop()
+        train(arguments, devices, asked)
+        watch.close()
+        if asked.after is not None:
+            stop(arguments, who, asked.after)
+    except WriteError as error:
+        leave(who, f"error: {error}", EXIT_WRITE)
     except (UsageError, CheckpointError, jaxcomp.ReplicaMismatch) as error:
         leave(who, f"error: {error}", 2)
     except KeyboardInterrupt:
@@ -240,7 +315,7 @@ def main() -> int:
             resume = "start the run again with --resume"
             hint = resume if arguments.checkpoint_dir else "start again"
             reason = str(error).splitlines()[0][:200]
-            leave(who, f"lost contact with another process; {hint} ({reason})", EXIT_PEER_LOST)
+            leave(who, f"lost contact with another process; {hint} ({reason})", EXIT_AGAIN)
         traceback.print_exc()
         leave(who, "ended by the error above, and the others with it", 1)
     return 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checkpoints import CheckpointError, Checkpoints
+from checkpoints import CheckpointError, Checkpoints, WriteError
 from data_parallel import MAPPINGS, Device, new_state
 from flax.training.train_state import TrainState
 from lm import (
@@ -174,9 +174,11 @@ class Run:
         self._bytes_at = STRATEGIES[config.strategy].bytes_at(self._options, params, len(devices))
         self._bytes_sent, self._strategy_since = 0.0, 0
         state = new_state(model, params, self._transformation(config.strategy, config.rank))
-        self.start = (checkpoints and checkpoints.latest_step) or 0
-        if checkpoints and self.start:
-            state = self._resumed(checkpoints, state)
+        self.start = 0
+        if checkpoints:
+            found = checkpoints.restored(lambda step: self._resumed(checkpoints, step, state))
+            self.notes += checkpoints.passed_over
+            state = found or state
         self._state = self._mapped.place(state)
 
     def _transformation(self, strategy: str, rank: int) -> optax.GradientTransformation:
@@ -184,9 +186,10 @@ class Run:
         optimizer = adamw(self.config.learning_rate, self.config.steps)
         return STRATEGIES[strategy].transformation(options, optimizer, "data")
 
-    def _resumed(self, checkpoints: Checkpoints, fresh: TrainState) -> TrainState:
-        """The last checkpoint's state; what its run has counted goes on here."""
-        saved = checkpoints.metadata()
+    def _resumed(self, checkpoints: Checkpoints, step: int, fresh: TrainState) -> TrainState:
+        """A checkpoint's state; what its run has counted goes on here."""
+        saved = checkpoints.metadata(step)
+        self.start = step
         self._compare(saved)
         self._bytes_sent = saved["bytes_sent"]
         # A strategy that is new starts afresh: its `start_step` counts from here.
@@ -197,12 +200,12 @@ class Run:
     def _restored(
         self, checkpoints: Checkpoints, fresh: TrainState, saved: dict[str, Any]
     ) -> TrainState:
-        """The last checkpoint; written with another strategy or rank, it is adapted to this one."""
+        """The state; written with another strategy or rank, it is adapted to this one."""
         written = saved["strategy"], saved["rank"]
         if written == (self.config.strategy, self.config.rank):
-            return checkpoints.restore(fresh)
+            return checkpoints.restore(self.start, fresh, saved)
         opt_state = self._transformation(*written).init(fresh.params)
-        state = checkpoints.restore(fresh.replace(opt_state=opt_state))
+        state = checkpoints.restore(self.start, fresh.replace(opt_state=opt_state), saved)
         try:
             adapted = jaxcomp.adapt_state(state.opt_state, fresh.params, fresh.tx)
         except ValueError as error:
@@ -225,7 +228,7 @@ class Run:
             raise UsageError(f"cannot resume: the checkpoint is of a run with {'; '.join(refused)}")
         if self.start > self.config.steps:
             raise UsageError(f"cannot resume: {self.start} steps are done, of {self.config.steps}")
-        self.notes += [f"{_flag(k)} was {v} before the checkpoint" for k, v in changed.items()]
+        self.notes = [f"{_flag(k)} was {v} before the checkpoint" for k, v in changed.items()]
 
     def held_out_loss(self) -> float:
         """Mean loss over the held-out sequences, in nats per byte."""
@@ -241,11 +244,15 @@ class Run:
             np.mean([jax.device_get(self._mapped.evaluate(self._state, b)) for b in batches])
         )
 
-    def steps(self, stop_at: int | None = None) -> Iterator[Record]:
+    def steps(
+        self, stop_at: int | None = None, asked_to_stop: Callable[[int], bool] = lambda done: False
+    ) -> Iterator[Record]:
         """Trains, one record per step.
 
         Args:
           stop_at: Stop early, after so many steps in all, as if interrupted there.
+          asked_to_stop: Called after each step with the number of steps done; if it returns True,
+            the state is saved and the run ends.
 
         Yields:
           A record after each step.
@@ -266,12 +273,15 @@ class Run:
             done, ended = index + 1, index + 1 == last
             held_out = self.held_out_loss() if ended or done % config.eval_every == 0 else None
             bytes_sent += (bytes_step := self._bytes_at(index - self._strategy_since))
-            if self.checkpoints and (ended or done % self.checkpoints.every == 0):
+            stopped = asked_to_stop(done)
+            if self.checkpoints and (ended or stopped or self.checkpoints.due(done)):
                 saved, self._state = self._mapped.consolidated(self._state)
                 counted = {"bytes_sent": bytes_sent, "strategy_since": self._strategy_since}
                 self.checkpoints.save(done, saved, asdict(config) | counted)
             seconds = time.monotonic() - began
             yield Record(done, losses, held_out, bytes_step, bytes_sent, seconds)
+            if stopped:
+                return
 
 
 def _flag(name: str) -> str:
@@ -289,4 +299,12 @@ def _corpus(config: RunConfig) -> Corpus:
     return corpus
 
 
-__all__ = ["CheckpointError", "Checkpoints", "Record", "Run", "RunConfig", "UsageError"]
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Record",
+    "Run",
+    "RunConfig",
+    "UsageError",
+    "WriteError",
+]

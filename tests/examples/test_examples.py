@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from functools import partial
 
@@ -300,16 +301,22 @@ def test_wrong_input_gives_one_sentence(arguments, message, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("items", "message"),
+    ("config", "message"),
     [
-        (("state",), "/run/2 is not one of this program"),
-        (("state", "config"), "another version of this one, which did not store batch_size"),
+        (None, "/run/2 is not used: it is not one of this program"),
+        ({}, "/run/2 is not used: it is not one of this program"),
+        ({"rank": 4, "checksum": 1}, "/run/2 is not used: its configuration is not what was saved"),
+        (
+            {"checksum": zlib.crc32(b"{}")},
+            "another version of this one, which did not store batch_size",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_program_is_refused(items, message, capsys, tmp_path):
-    content = {"state": ocp.args.StandardSave({"a": np.ones(3)}), "config": ocp.args.JsonSave({})}
-    with ocp.CheckpointManager(tmp_path / "run", item_names=items) as manager:
-        manager.save(2, args=ocp.args.Composite(**{name: content[name] for name in items}))
+def test_a_checkpoint_of_another_program_is_refused(config, message, capsys, tmp_path):
+    content = {"state": ocp.args.StandardSave({"a": np.ones(3)})}
+    content |= {} if config is None else {"config": ocp.args.JsonSave(config)}
+    with ocp.CheckpointManager(tmp_path / "run", item_names=tuple(content)) as manager:
+        manager.save(2, args=ocp.args.Composite(**content))
     answer = refusal(capsys, "--checkpoint-dir", tmp_path / "run", "--resume", "--devices", 4)
     assert answer.startswith("cannot resume: the checkpoint ")
     assert message in answer

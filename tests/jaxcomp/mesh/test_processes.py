@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -12,18 +13,19 @@ import pytest
 import train_multihost
 
 import jaxcomp
-from benchmarks.faults import (
-    MODEL,
-    SAID,
-    SURVIVOR_CODES,
-    Job,
-    complete,
-    free_port,
-    held_out,
-)
+from benchmarks.faults.job import AGAIN, MODEL, SAID, Job, complete, free_port, held_out
 
 STEPS = 16
 ARGUMENTS = [*MODEL, "--eval-every", "8"]
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """As they were: the script, which some tests run in this process, takes signals over."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +69,7 @@ def test_a_dead_process_ends_the_others_and_a_restart_continues(tmp_path, uninte
     job.kill(1)
     codes = job.wait(60)
     for i in (0, 2):
-        # Where a connection breaks the example says so; a process that waits in a barrier at that
-        # moment is ended by JAX when the heartbeats fail to come.
-        assert codes[i] in SURVIVOR_CODES
+        assert codes[i] == AGAIN
         assert SAID.search(job.said(i)), job.said(i)
 
     saved = complete(checkpoints)
@@ -82,6 +82,37 @@ def test_a_dead_process_ends_the_others_and_a_restart_continues(tmp_path, uninte
     assert f"step    {STEPS}  loss" in job.said()
     assert "step" not in job.said(1)  # process 0 does the talking
     assert_same_curve(log, uninterrupted)
+
+
+def test_a_signal_to_one_stops_all_after_the_same_saved_step(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    arguments = [*MODEL, "--eval-every", 1000, "--checkpoint-dir", checkpoints, "--resume"]
+    arguments += ["--steps", 100_000, "--checkpoint-every", 100_000]
+    for number, which in ((signal.SIGTERM, 1), (signal.SIGINT, 0)):
+        before, job = complete(checkpoints), Job(2, tmp_path, *arguments)
+        job.wait_until(lambda job=job: job.start() is not None)
+        assert job.start() == before
+        job.processes[which].send_signal(number)
+        assert job.wait(150) == [AGAIN, AGAIN], job.said() + job.said(1)
+        step = complete(checkpoints)
+        assert step > before
+        told = f"stopped by a signal after step {step}, which is saved"
+        for i in range(2):
+            assert f"process {i}: {told}" in job.said(i)
+
+
+def test_a_process_that_hangs_ends_the_others(tmp_path):
+    """The first one, which the others also ask who is there."""
+    job = Job(2, tmp_path, *ARGUMENTS, "--steps", 100_000, "--heartbeat-timeout", 6)
+    job.wait_until(lambda: job.start() is not None)
+    hung, other = job.processes
+    hung.send_signal(signal.SIGSTOP)
+    assert other.wait(60) == AGAIN, job.said(1)  # JAX's own end comes by SIGABRT, after 22 s
+    assert "(process 0 has been silent for " in job.said(1)
+    assert "Check failure stack trace" not in job.said(1)
+    hung.send_signal(signal.SIGCONT)
+    assert job.wait(60)[0] in (AGAIN, -signal.SIGABRT)  # long after the other
 
 
 def slurm(process, processes):

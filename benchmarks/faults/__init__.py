@@ -1,0 +1,1 @@
+"""What a training run loses when processes are killed, stopped or hang, and disks fill or rot."""
