@@ -174,7 +174,7 @@ def test_columns_of_different_size_are_rounded_apart():
     size = jnp.array([1e3, 1.0, 1e-3, 1e-6])
     factors = jax.random.normal(jax.random.key(0), (n, 256, 4)) * size
     mean = jax.vmap(lambda x: reduce_int8([x], AXIS, thin=1).means[0], axis_name=AXIS)
-    error = np.abs(mean(factors)[0] - factors.mean(0)).max(0)
+    error = np.abs(jax.jit(mean)(factors)[0] - factors.mean(0)).max(0)
     assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
 
 
@@ -470,7 +470,7 @@ def test_beside_automatic_axes_only_factors_are_integers():
         in_axes=(0, None),
         axis_name="dcn",
     )
-    expected, wanted = alone(values, state)
+    expected, wanted = jax.jit(alone)(values, state)
     np.testing.assert_allclose(outputs["up"], expected["up"][0], atol=1e-4)
     np.testing.assert_allclose(outputs["bias"], values["bias"].mean(0), rtol=1e-6)
     residual = after.residual["up"].reshape(2, 64, 96)
