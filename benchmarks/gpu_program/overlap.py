@@ -19,16 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 import jaxcomp
 from benchmarks.common.arguments import at_least
 from benchmarks.gpu_program.count import beside_collectives, count
 from benchmarks.gpu_program.hlo import parse
-from benchmarks.gpu_program.target import NEEDED, TARGETS, compiler_found, mesh_of
+from benchmarks.gpu_program.target import (
+    AXIS,
+    NEEDED,
+    TARGETS,
+    compiler_found,
+    mesh_of,
+    placed,
+)
 from benchmarks.overhead.trees import TREES
-
-AXIS = "data"
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
@@ -83,16 +87,12 @@ def make_round(given: argparse.Namespace) -> jaxcomp.LocalSGDRound:
 
 def scheduled(given: argparse.Namespace) -> str:
     """The optimised program of a round, in the order in which it runs."""
-    mesh, run = mesh_of(given.target, given.devices, AXIS), make_round(given)
+    mesh, run = mesh_of(given.target, given.devices), make_round(given)
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in TREES["mlp"]().items()
     }
     state = jax.eval_shape(run.init, params)
     specs = jaxcomp.state_specs(state, AXIS)
-
-    def laid_out(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
-        shape = (given.devices * x.shape[0], *x.shape[1:]) if spec == jax.P(AXIS) else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     mapped = jax.shard_map(
         run,
@@ -100,14 +100,13 @@ def scheduled(given: argparse.Namespace) -> str:
         in_specs=(jax.P(), specs, jax.P(None, AXIS)),
         out_specs=(jax.P(), specs, jax.P(AXIS)),
     )
-    rows = jax.ShapeDtypeStruct(
-        (given.sync_every, 64 * given.devices, 1000),
-        jnp.float32,
-        sharding=NamedSharding(mesh, jax.P(None, AXIS)),
+    rows = jax.ShapeDtypeStruct((given.sync_every, 64, 1000), jnp.float32)
+    arguments = (
+        placed(params, jax.P(), mesh),
+        placed(state, specs, mesh),
+        placed(rows, jax.P(None, AXIS), mesh),
     )
-    params = jax.tree.map(lambda x: laid_out(x, jax.P()), params)
-    state = jax.tree.map(laid_out, state, specs)
-    return jax.jit(mapped).lower(params, state, rows).compile().as_text() or ""
+    return jax.jit(mapped).lower(*arguments).compile().as_text() or ""
 
 
 def main(argv: list[str] | None = None) -> int:

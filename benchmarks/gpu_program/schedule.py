@@ -16,9 +16,8 @@ from importlib.metadata import version
 import jaxcomp
 from benchmarks.common.arguments import at_least
 from benchmarks.gpu_program.hlo import Instruction, Module, parse
-from benchmarks.gpu_program.target import TARGETS, mesh_of
+from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import lowered
-from benchmarks.gpu_program.worker import AXIS
 
 _NO_KERNEL = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant", "after-all"}
 
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for name in ("buckets", "blocks", "rank"):
             at_least(f"--{name}", getattr(given, name), 1)
-        mesh = mesh_of(given.target, 8, AXIS)
+        mesh = mesh_of(given.target, 8)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     reducer = jaxcomp.powersgd(given.rank, axis_name=AXIS, start_step=0, buckets=given.buckets)

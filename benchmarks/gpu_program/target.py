@@ -7,14 +7,17 @@ and the CUDA programming guide's table of compute capabilities.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 TARGETS = ("h200", "a100")
+AXIS = "data"
 NEEDED = (
     "XLA's compiler for NVIDIA GPUs is not installed. Take an environment of its own (5.6 GB): "
     'pip install "jax[cuda12]" optax, or jax[cuda13]; no GPU and no driver are needed.'
@@ -30,8 +33,8 @@ def compiler_found() -> bool:
         return False
 
 
-def mesh_of(target: str, devices: int, axis_name: str) -> jax.sharding.Mesh:
-    """`devices` GPUs of one host along one axis.
+def mesh_of(target: str, devices: int) -> jax.sharding.Mesh:
+    """`devices` GPUs of one host along `AXIS`.
 
     Raises:
       RuntimeError: If the compiler is not installed, with what to install.
@@ -47,4 +50,26 @@ def mesh_of(target: str, devices: int, axis_name: str) -> jax.sharding.Mesh:
     topology = topologies.get_topology_desc(
         "", platform="cuda", target_config=description, topology=f"1x1x{devices}"
     )
-    return topologies.make_mesh(topology, (devices,), (axis_name,))
+    return topologies.make_mesh(topology, (devices,), (AXIS,))
+
+
+def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The shapes of a tree on a mesh; what each replica has of its own is blocks along axis 0.
+
+    Args:
+      tree: Shapes of one replica, those of a batch too.
+      specs: A PartitionSpec for each leaf, or one for all.
+      mesh: The mesh.
+    """
+    if isinstance(specs, jax.P):
+        specs = jax.tree.map(lambda _: specs, tree)
+
+    def one(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
+        times = mesh.shape[AXIS]
+        shape = tuple(
+            n * times if part == AXIS else n
+            for n, part in itertools.zip_longest(x.shape, tuple(spec)[: len(x.shape)])
+        )
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, tree, specs)

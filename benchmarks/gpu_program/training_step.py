@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 import jaxcomp
-from benchmarks.gpu_program.worker import AXIS
+from benchmarks.gpu_program.target import AXIS, placed
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 768, 12, 50_304, 256, 8  # batch: of one device
 
@@ -79,16 +78,11 @@ def lowered(reducer: jaxcomp.Reducer, blocks: int, mesh: jax.sharding.Mesh) -> A
     params, tx = parameters(blocks), optax.chain(reducer, optax.sgd(0.1))
     state = jax.eval_shape(tx.init, params)
     specs = jaxcomp.state_specs(state, AXIS)
-    devices = mesh.shape[AXIS]
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         _, grads = jaxcomp.local_value_and_grad(loss_fn, AXIS)(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
-
-    def laid_out(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
-        shape = (devices * x.shape[0], *x.shape[1:]) if spec == jax.P(AXIS) else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     mapped = jax.shard_map(
         step,
@@ -96,7 +90,7 @@ def lowered(reducer: jaxcomp.Reducer, blocks: int, mesh: jax.sharding.Mesh) -> A
         in_specs=(jax.P(), specs, jax.P(AXIS)),
         out_specs=(jax.P(), specs),
     )
-    params = jax.tree.map(lambda x: laid_out(x, jax.P()), params)
-    tokens = laid_out(jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32), jax.P(AXIS))
-    donating = jax.jit(mapped, donate_argnums=(0, 1))
-    return donating.lower(params, jax.tree.map(laid_out, state, specs), tokens)
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32)
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(
+        placed(params, jax.P(), mesh), placed(state, specs, mesh), placed(tokens, jax.P(AXIS), mesh)
+    )

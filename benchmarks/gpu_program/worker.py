@@ -14,15 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 import jaxcomp
 from benchmarks.gpu_program.count import count
 from benchmarks.gpu_program.hlo import parse
-from benchmarks.gpu_program.target import mesh_of
+from benchmarks.gpu_program.target import AXIS, mesh_of, placed
 from benchmarks.overhead.trees import TREES
-
-AXIS = "data"
 
 
 def _powersgd(**options: Any) -> Callable[[int], jaxcomp.Reducer]:
@@ -49,14 +46,9 @@ RANKLESS = ("allreduce", "allreduce, bfloat16", "quantized_allreduce")
 
 def lowered(tx: jaxcomp.Reducer, shapes: Any, mesh: jax.sharding.Mesh) -> Any:
     """An update with the gradients and the state donated, as a training step would use it."""
-    devices = mesh.shape[AXIS]
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, grads)
     specs = jaxcomp.state_specs(state, AXIS)
-
-    def laid_out(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
-        shape = (devices * x.shape[0], *x.shape[1:]) if spec == jax.P(AXIS) else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     step = jax.shard_map(
         # A mean in the place of every replica's gradient, as an optimizer would use it there.
@@ -66,8 +58,8 @@ def lowered(tx: jaxcomp.Reducer, shapes: Any, mesh: jax.sharding.Mesh) -> Any:
         out_specs=(jax.P(AXIS), specs),
         check_vma=False,
     )
-    grads = {name: laid_out(x, jax.P(AXIS)) for name, x in grads.items()}
-    return jax.jit(step, donate_argnums=(0, 1)).lower(grads, jax.tree.map(laid_out, state, specs))
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    return donating.lower(placed(grads, jax.P(AXIS), mesh), placed(state, specs, mesh))
 
 
 def floor(tx: jaxcomp.Reducer, reducer: str, rank: int, shapes: Any) -> float | None:
@@ -87,7 +79,7 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     shapes, tx = TREES[job["tree"]](), REDUCERS[job["reducer"]](job["rank"])
     values = sum(int(jnp.prod(jnp.array(shape))) for shape in shapes.values())
-    program = lowered(tx, shapes, mesh_of(job["target"], job["devices"], AXIS))
+    program = lowered(tx, shapes, mesh_of(job["target"], job["devices"]))
     start, processor = time.perf_counter(), time.process_time()
     compiled = program.compile()
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
