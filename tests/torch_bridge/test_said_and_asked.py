@@ -149,6 +149,24 @@ def test_a_state_in_another_order_than_its_parameters_is_refused():
         convert(torch_bridge.params_from_torch(model, like))
 
 
+@pytest.mark.parametrize("theirs", [np.float64, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("mine", [np.float32, ml_dtypes.bfloat16])
+def test_another_order_is_noticed_in_another_dtype(theirs, mine):
+    model, like = network(16)
+    checkpoint = run(model, dtype=theirs)
+
+    def convert(**options):
+        params = torch_bridge.params_from_torch(checkpoint.model, like, **options)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, mine), params)
+        return torch_bridge.powersgd_from_torch(
+            checkpoint, params, matrix_dims=torch_bridge.torch_matrix_dims
+        )
+
+    assert convert().count == 20
+    with pytest.raises(CheckpointMismatch, match="in another order"):
+        convert(flatten={"fc": None})
+
+
 # --- 16 bits ----------------------------------------------------------------------------------
 
 

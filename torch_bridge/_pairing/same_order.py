@@ -49,7 +49,11 @@ def _is_permuted(leaf: Any, pairing: Pairing, tensor: Any) -> bool:
     if not known or not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, Tracer):
         return False
     mine, theirs = np.asarray(leaf), pairing.to_flax(to_numpy(tensor))
-    if mine.size == 0 or mine.dtype != theirs.dtype or np.array_equal(mine, theirs):
+    # Cast since then, or before: both rounded to the narrower dtype are equal again.
+    narrow = theirs.dtype if theirs.dtype.itemsize < mine.dtype.itemsize else mine.dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        mine, theirs = mine.astype(narrow, copy=False), theirs.astype(narrow, copy=False)
+    if mine.size == 0 or np.array_equal(mine, theirs):
         return False
     # Cheap before exact: most leaves with other values have another extreme.
     if mine.min() != theirs.min() or mine.max() != theirs.max():
