@@ -83,7 +83,7 @@ def powersgd(
     feedback_every: int = 1,
     reduce_first: AxisName | None = None,
     alternating: bool = False,
-    buckets: int | BucketFn = 1,
+    buckets: int | BucketFn | None = None,
     gpu_kernels: bool = False,
 ) -> Reducer:
     r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
@@ -164,8 +164,8 @@ def powersgd(
         can then travel while the backward pass goes on; outputs and bytes are the same. Layers are
         ordered by their names, and embeddings belong to the last group; where that is not the order
         of the model, give a function of (key path, leaf) that returns the group's number, from 0
-        for what is sent first. To any avail only with ``start_step=0`` and without `alternating`: a
-        conditional, which those need, waits for all gradients.
+        for what is sent first. None for one group. To any avail only with ``start_step=0`` and
+        without `alternating`: a conditional, which those need, waits for all gradients.
       gpu_kernels: Use the Pallas kernels for NVIDIA GPUs inside `jax.shard_map` and `jax.pmap`:
         fewer kernels to launch and no temporary copies. Compiled for H200s only, and compared
         with the plain form in interpret mode, but not yet run on a GPU; elsewhere without effect.
@@ -216,7 +216,7 @@ def powersgd(
         feedback_every=check_int("feedback_every", feedback_every, 1),
         reduce_first=reduce_first,
         alternating=check_flag("alternating", alternating),
-        buckets=checked_buckets(buckets),
+        buckets=None if buckets is None else checked_buckets(buckets),
         gpu_kernels=check_flag("gpu_kernels", gpu_kernels),
     )
     if alternating and not warm_start:
@@ -308,7 +308,7 @@ def _reduce(
         options.wire_dtype(x.dtype for x in opened.arrays),
         want_sent,
         is_ours(state.mark, options.axis_name),
-        [] if options.buckets == 1 else in_buckets(gradients, options.buckets),
+        [] if options.buckets is None else in_buckets(gradients, options.buckets),
     )
     result = step.run(opened.leaves, memory, state.count, opened.weight)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)

@@ -57,7 +57,7 @@ class Options:
     feedback_every: int
     reduce_first: AxisName | None
     alternating: bool
-    buckets: int | BucketFn
+    buckets: int | BucketFn | None
     gpu_kernels: bool
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
