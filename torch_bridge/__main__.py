@@ -121,6 +121,10 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--ignore", metavar="REGEX", help="torch tensors to leave out")
         command.add_argument(
+            "--param-names", type=pathlib.Path, metavar="JSON",
+            help="the names in the order in which the optimizer was given them",
+        )  # fmt: skip
+        command.add_argument(
             "--torch-dims", action="store_true",
             help="see kernels as torch does (torch_bridge.torch_matrix_dims)",
         )  # fmt: skip
@@ -249,7 +253,13 @@ def _prepare(options: argparse.Namespace, notify: Callable[[str], None]) -> None
 
 
 def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
-    from torch_bridge._cli.choices import Choices, import_object, parse_pairing, read_layout
+    from torch_bridge._cli.choices import (
+        Choices,
+        import_object,
+        parse_pairing,
+        read_layout,
+        read_names,
+    )
 
     try:
         return Choices(
@@ -264,6 +274,7 @@ def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
             torch_dims=options.torch_dims,
             missing_ranks=missing_ranks,
             layout=read_layout(options.layout) if options.layout else None,
+            param_names=read_names(options.param_names) if options.param_names else None,
         )
     except CheckpointMismatch:
         raise

@@ -77,7 +77,10 @@ def fresh(case):
         module, bucket_cap_mb=0.01, find_unused_parameters=looks
     )
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-    return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    named = case != "own"  # else what is trained alone, by the layout's names
+    return model, torch.optim.SGD(
+        trained if named else [p for _, p in trained], lr=0.1, momentum=0.9
+    )
 
 
 def loss_of(model, step, rank):

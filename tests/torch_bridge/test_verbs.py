@@ -198,6 +198,33 @@ def test_states_of_the_trained_parameters_alone():
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
 
 
+def test_an_optimizer_of_the_trained_parameters_without_their_names(tmp_path):
+    named = checkpoint()
+    group = dict(named.optimizer["param_groups"][0])
+    names = group.pop("param_names")
+    optimizer = {**named.optimizer, "param_groups": [group]}
+    source = dataclasses.replace(named, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="not finite"):
+        runs = [torch_bridge.to_flax(one, variables()) for one in (named, source)]
+    for mine, theirs in zip(*(jax.tree.leaves(run.opt_state) for run in runs), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    params, _, opt_state, _ = runs[0]
+    unknown = dataclasses.replace(source, layout=None)
+    with pytest.raises(ValueError, match="param_names"):
+        torch_bridge.to_torch(params, opt_state, dataclasses.replace(unknown, powersgd=()))
+    path = tmp_path / "part.pt"
+    torch_bridge.save_for_torch(path, params, like=unknown, optimizer=opt_state, param_names=names)
+    returned = [
+        torch_bridge.to_torch(params, opt_state, source)["optimizer"],
+        torch.load(path, weights_only=True)["optimizer"],
+    ]
+    for back in returned:
+        assert back["state"].keys() >= optimizer["state"].keys()
+        for index, entry in optimizer["state"].items():
+            found = back["state"][index]["momentum_buffer"]
+            np.testing.assert_allclose(found, entry["momentum_buffer"], rtol=1e-6)
+
+
 def test_tied_weights_stay_one_tensor():
     weight = np.random.default_rng(0).standard_normal((48, 24)).astype("f4")
     like = Checkpoint({"embed.weight": weight, "head.weight": weight})

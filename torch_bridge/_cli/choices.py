@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.match import Options, check_pattern
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
@@ -27,6 +29,7 @@ class Choices:
       torch_dims: Use `torch_matrix_dims`, whatever jaxcomp's default cut is.
       missing_ranks: As for `powersgd_from_torch`.
       layout: The bucket layout, if it was given.
+      param_names: As for `optimizer_from_torch`.
     """
 
     params: Any
@@ -34,6 +37,7 @@ class Choices:
     torch_dims: bool = False
     missing_ranks: str = "error"
     layout: BucketLayout | None = None
+    param_names: ParamNames = None
 
     @property
     def matrix_dims(self) -> Any:
@@ -67,12 +71,30 @@ def import_object(reference: str) -> Any:
 
 def read_layout(path: pathlib.Path) -> BucketLayout:
     """A layout file, as ``record_layout(...).to_json()`` gives it."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise CheckpointMismatch(f"{path} is no file. --layout must be a file of JSON.")
     try:
-        return BucketLayout.from_json(path.read_text(encoding="utf-8"))
+        return BucketLayout.from_json(_text(path, "--layout"))
     except (CheckpointMismatch, UnicodeDecodeError) as error:
         raise CheckpointMismatch(f"{path}: {error}") from error
+
+
+def read_names(path: pathlib.Path) -> ParamNames:
+    """A file with a list of names, or of one list of names for each param group."""
+    try:
+        names = json.loads(_text(path, "--param-names"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointMismatch(f"{path} is no JSON: {error}") from error
+    groups = names if isinstance(names, list) and names and isinstance(names[0], list) else [names]
+    if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
+        raise CheckpointMismatch(
+            f"{path}: --param-names must be a list of names, or one list for each param group."
+        )
+    return names
+
+
+def _text(path: pathlib.Path, option: str) -> str:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointMismatch(f"{path} is no file. {option} must be a file of JSON.")
+    return path.read_text(encoding="utf-8")
 
 
 def parse_pairing(

@@ -32,6 +32,7 @@ def train_state(checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
         layout=choices.layout,
         missing_ranks=choices.missing_ranks,
         matrix_dims=choices.matrix_dims,
+        param_names=choices.param_names,
         consume=True,
         **choices.pairing,
     )
@@ -71,7 +72,8 @@ def torch_document(
     """
     notify("reading the Flax checkpoint")
     pairings = pair(like.model, choices.params, **choices.pairing)
-    shapes = shapes_of_run(like, choices.params, pairings, choices.matrix_dims)
+    chosen = (choices.layout, choices.matrix_dims, choices.param_names)
+    shapes = shapes_of_run(like, choices.params, pairings, *chosen)
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
     fresh = hollow(like.optimizer)
@@ -86,4 +88,4 @@ def torch_document(
         "optimizer": tuple(links),
     }
     del entries, reducer, links
-    return assemble(parts, like, fresh, pairings, choices.layout, choices.matrix_dims, notify)
+    return assemble(parts, like, fresh, pairings, *chosen, notify)

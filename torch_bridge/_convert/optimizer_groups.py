@@ -12,6 +12,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
 from torch_bridge._convert.dampened_trace import dampened_trace
+from torch_bridge._hook.buckets import BucketLayout
 
 _MAX_STEPS = 2**31  # optax counts in int32
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -212,6 +213,29 @@ def read_entries(
             mis_shaped=mis_shaped,
         )
     return entries
+
+
+def trained_names(
+    optimizer: Mapping[str, Any], model: Mapping[str, Any], layout: BucketLayout | None
+) -> list[str] | None:
+    """The names of an optimizer that was given the trainable parameters alone, if it is that.
+
+    Args:
+      optimizer: ``torch.optim.Optimizer.state_dict()``.
+      model: Torch state dict of the model.
+      layout: The buckets of DDP, which hold what is trainable.
+
+    Returns:
+      The names of `layout` in the order of `model`, where one group without names of its own has
+      as many parameters; else None, as `read_entries` takes it.
+    """
+    if layout is None or not is_optimizer(optimizer) or len(optimizer["param_groups"]) != 1:
+        return None
+    (group,) = optimizer["param_groups"]
+    known = set(layout.names)
+    if "param_names" in group or len(group["params"]) != len(known):
+        return None
+    return [name for name in model if name in known]
 
 
 def is_optimizer(value: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import jaxcomp
 from jaxcomp.extend import plan_leaves
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames, optimizer_plan
+from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.params import params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._hook.buckets import BucketLayout
@@ -74,7 +75,8 @@ def to_flax(
       matrix_dims: How leaves become matrices. None: as jaxcomp does by default, or as torch does
         where the two cut a leaf apart.
       learning_rate: As for `optimizer_from_torch`: a schedule is not in the file.
-      param_names: As for `optimizer_from_torch`.
+      param_names: As for `optimizer_from_torch`; an optimizer that was given the trainable
+        parameters alone needs none, since they are in the layout.
       consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
@@ -100,7 +102,9 @@ def to_flax(
     found = paired(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
-    links = _links(checkpoint, chosen, found, axis_name, matrix_dims, param_names, learning_rate)
+    links = _links(
+        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate
+    )
     states: list[Any] = []
     if not checkpoint.powersgd:
         states.append(links[0][0].init(chosen))
@@ -129,7 +133,9 @@ def shapes_of_run(
     checkpoint: Checkpoint,
     like: Any,
     pairings: Sequence[Pairing],
+    layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
+    param_names: ParamNames = None,
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
     leaves = {
@@ -138,7 +144,7 @@ def shapes_of_run(
     }
     params = flatten(like).replace(leaves)
     chosen = trained(params)
-    links = _links(checkpoint, chosen, pairings, "data", matrix_dims)
+    links = _links(checkpoint, chosen, pairings, "data", layout, matrix_dims, param_names)
     shapes = jax.eval_shape(_chained(links).init, chosen)
     empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), shapes)
     return FlaxRun(params, _chained(links), empty, _step(checkpoint))
@@ -149,8 +155,9 @@ def _links(
     params: Any,
     pairings: Sequence[Pairing],
     axis_name: str | tuple[str, ...],
+    layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
-    param_names: ParamNames = None,
+    param_names: ParamNames,
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
 ) -> list[tuple[optax.GradientTransformation, Any]]:
     """The reducer with its matrices, and the optimizer with what fills its state."""
@@ -165,6 +172,9 @@ def _links(
         reducer = reducer_from_torch(hook if known else "allreduce_hook", axis_name=axis_name)
     links: list[tuple[optax.GradientTransformation, Any]] = [(reducer, matrix_dims)]
     if checkpoint.optimizer is not None:
+        if param_names is None:
+            layout = layout or checkpoint.layout
+            param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
         links.append(
             optimizer_plan(
                 checkpoint.optimizer,

@@ -14,6 +14,8 @@ from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
+from torch_bridge._convert.optimizer_from_torch import ParamNames
+from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
 from torch_bridge._convert.params import params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
@@ -38,6 +40,7 @@ def to_torch(
     path: str | os.PathLike[str] | None = None,
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
+    param_names: ParamNames = None,
     rules: Rules = (),
     pairings: Sequence[Pairing] | None = None,
     **options: Unpack[PairOptions],
@@ -58,6 +61,7 @@ def to_torch(
       path: A file to write the document to, whole or not at all; an existing one is replaced.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_flax`.
+      param_names: As for `to_flax`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
       **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
@@ -84,7 +88,7 @@ def to_torch(
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
     found = paired(like.model, params, pairings, rules, options)
-    document = assemble(parts, like, like.optimizer, found, layout, matrix_dims)
+    document = assemble(parts, like, like.optimizer, found, layout, matrix_dims, param_names)
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
@@ -108,6 +112,7 @@ def save_for_torch(
     optimizer: Any = None,
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
+    param_names: ParamNames = None,
     rules: Rules = (),
     pairings: Sequence[Pairing] | None = None,
     **options: Unpack[PairOptions],
@@ -122,6 +127,7 @@ def save_for_torch(
       optimizer: The Optax state of the optimizer; None to leave it out.
       layout: As for `to_torch`.
       matrix_dims: As for `to_torch`.
+      param_names: As for `to_torch`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
       **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
@@ -140,7 +146,7 @@ def save_for_torch(
     parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
     found = paired(like.model, params, pairings, rules, options)
     fresh = None if optimizer is None else like.optimizer
-    document = assemble(parts, like, fresh, found, layout, matrix_dims)
+    document = assemble(parts, like, fresh, found, layout, matrix_dims, param_names)
     write_document(pathlib.Path(path), document)
 
 
@@ -151,6 +157,7 @@ def assemble(
     pairings: Sequence[Pairing],
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
+    param_names: ParamNames,
     notify: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """The torch document out of Flax parts.
@@ -162,6 +169,7 @@ def assemble(
       pairings: Of ``params``.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_torch`.
+      param_names: As for `to_torch`.
       notify: Called with the name of each stage.
     """
     notify("converting the parameters")
@@ -193,8 +201,16 @@ def assemble(
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
         notify("converting the optimizer")
-        state = parts.pop("optimizer")
-        optimizer = optimizer_to_torch(state, params, fresh, like.model, pairings=pairings)
+        if param_names is None:
+            param_names = trained_names(fresh, like.model, layout)
+        optimizer = optimizer_to_torch(
+            parts.pop("optimizer"),
+            params,
+            fresh,
+            like.model,
+            param_names=param_names,
+            pairings=pairings,
+        )
     return make_document(
         model=model,
         record=record,
