@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -199,7 +200,7 @@ def _inspect(options: argparse.Namespace) -> None:
     layout = read_layout(options.layout) if options.layout else None
     summary = summarize(_load(options.files, options), layout)
     if options.json:
-        print(json.dumps(summary.to_dict(), indent=2))
+        print(json.dumps(summary.to_dict(), indent=2, allow_nan=False))
         return
     console = Console()
     # A pipe has no width: whole lines are easier to search there than folded ones.
@@ -242,8 +243,17 @@ def _to_torch(options: argparse.Namespace) -> None:
 
 def _refuse_overwriting(options: argparse.Namespace) -> None:
     """Before the work begins. A folder is looked into when its step is known."""
-    if options.out.exists() and not options.out.is_dir() and not options.force:
-        raise CheckpointMismatch(f"{options.out} is there already. Pass --force to overwrite it.")
+    out: pathlib.Path = options.out
+    to_folder = options.command == "to-flax" and out.suffix != ".msgpack"
+    if out.is_dir() and not to_folder:
+        raise CheckpointMismatch(f"{out} is a folder. --out must be a file here.")
+    if os.path.lexists(out) and not out.is_dir():  # a link to nowhere is there, too
+        if to_folder:
+            raise CheckpointMismatch(
+                f"{out} is a file. --out must be a folder, or a file that ends in .msgpack."
+            )
+        if not options.force:
+            raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")
 
 
 def _prepare(options: argparse.Namespace, notify: Callable[[str], None]) -> None:

@@ -246,6 +246,49 @@ def test_a_second_conversion_does_not_overwrite(call, torch_file, tmp_path):
     assert "already holds step 20" in err
 
 
+def test_what_out_may_be_is_said_before_the_work(call, torch_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "folder.msgpack"):
+        pathlib.Path(name).mkdir()
+    pathlib.Path("link.msgpack").symlink_to("nowhere")
+    pathlib.Path("file").write_text("kept")
+    monkeypatch.setattr("torch_bridge.__main__._load", lambda *_: pytest.fail("it was read"))
+    to_torch = ("to-torch", torch_file, "--like", torch_file)
+    for command, out, said in (
+        (("to-flax", torch_file), "folder.msgpack", "is a folder"),
+        (("to-flax", torch_file), "file", "is a file"),
+        (to_torch, "folder", "is a folder"),
+    ):
+        code, _, err = call(*command, *PARAMS, "--out", out, "--force", "--quiet")
+        assert (code, said in err) == (UNUSABLE, True)
+    code, _, err = call("to-flax", torch_file, *PARAMS, "--out", "link.msgpack", "--quiet")
+    assert (code, "--force" in err) == (UNUSABLE, True)
+    assert pathlib.Path("file").read_text() == "kept"
+
+
+def test_an_overwritten_file_keeps_its_mode_and_names_are_read(call, torch_file, tmp_path):
+    path, names = tmp_path / "run.msgpack", tmp_path / "names.json"
+    path.touch(0o600)
+    names.write_text(json.dumps(list(Model().state_dict())))
+    arguments = ("to-flax", torch_file, *PARAMS, "--out", path, "--force", "--quiet")
+    assert call(*arguments, "--param-names", names)[0] == OK
+    assert path.stat().st_mode & 0o777 == 0o600
+    names.write_text('["fc1.weight", 2]')
+    code, _, err = call(*arguments, "--param-names", names)
+    assert (code, "--param-names must be" in err) == (UNUSABLE, True)
+
+
+def test_json_has_null_for_a_norm_that_is_not_finite(call, tmp_path):
+    value = document()
+    value["comm_hook_state"].q_memory_dict[0][:] = torch.nan
+    torch.save(value, tmp_path / "nan.pt")
+    code, out, _ = call("inspect", tmp_path / "nan.pt", "--json", "--quiet")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert code == OK
+    assert [row["q_norm"] for row in found["parameters"]] == [None] * 4
+    assert any("never used, or the run diverged" in line for line in found["missing"])
+
+
 def test_what_is_left_out_and_what_was_flattened(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     more = {"aux.weight": torch.zeros(3, 3), "aux.bias": torch.zeros(3)}

@@ -15,7 +15,7 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its name when the block ends, and goes if it fails.
 
     The bytes are on the disk before the name changes, so that a crash leaves the old file or the
-    new one.
+    new one. The new file has the mode of the old one.
 
     Args:
       path: The file to replace; its folder must exist.
@@ -28,6 +28,8 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name:.200}.{secrets.token_hex(8)}.tmp")
     with temporary.open("xb") as file:
         try:
+            with contextlib.suppress(FileNotFoundError):  # what was private stays private
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())

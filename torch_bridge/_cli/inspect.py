@@ -60,8 +60,13 @@ class Summary:
     missing: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
-        return dataclasses.asdict(self)
+        """The same as plain values, for JSON, which has no NaN: such a norm is None."""
+        plain_values = dataclasses.asdict(self)
+        for row in plain_values["parameters"]:
+            for key in ("q_norm", "error_norm"):
+                if row[key] is not None and not math.isfinite(row[key]):
+                    row[key] = None
+        return plain_values
 
 
 def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Summary:
@@ -86,7 +91,9 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Sum
     parameters = tuple(_parameters(checkpoint, record, layout))
     for row in parameters:
         if not all(norm is None or math.isfinite(norm) for norm in (row.q_norm, row.error_norm)):
-            missing.append(f"a finite state of {row.name} (never used?); it will start afresh")
+            missing.append(
+                f"a finite state of {row.name} (never used, or the run diverged); it starts afresh"
+            )
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
     return Summary(facts, parameters, tuple(missing))

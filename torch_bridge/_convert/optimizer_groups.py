@@ -235,7 +235,8 @@ def trained_names(
     known = set(layout.names)
     if "param_names" in group or len(group["params"]) != len(known):
         return None
-    return [name for name in model if name in known]
+    names = [name for name in model if name in known]
+    return names if len(names) == len(known) else None
 
 
 def is_optimizer(value: Mapping[str, Any]) -> bool:

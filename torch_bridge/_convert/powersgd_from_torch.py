@@ -74,7 +74,7 @@ def powersgd_from_torch(
     Warns:
       UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves; each gets
         it, and the next steps are equivalent in kind, not equal. Or a leaf is not finite, as that
-        of a layer that was never used; it starts afresh.
+        of a layer that was never used, or of a run that diverged; it starts afresh.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.ones(64, "f4")}, {0: np.ones(8)}, {0: np.ones(8)})
@@ -114,9 +114,8 @@ def powersgd_from_torch(
                 factors[index] = jnp.array(q)
     if afresh:
         warnings.warn(
-            f"The state of {printable(', '.join(afresh))} in the file is not finite, as torch "
-            "leaves it where a layer is never used. It starts afresh, with a new Q and no "
-            "residual.",
+            f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
+            "never used, or the run diverged. It starts afresh, with a new Q and no residual.",
             stacklevel=2,
         )
     _warn_packed(found, source)
