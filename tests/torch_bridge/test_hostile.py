@@ -49,6 +49,26 @@ def colliding():
     return b"}(" + b"".join(keys) + b"u"
 
 
+def chosen_keys():
+    """More numbers and tuples than are read, whose hashes a file can choose, in every container."""
+    numbers = [files.integer(2 * k + 1) for k in range(1 << 14)] + [files.integer(-5)]
+    half = b"".join(numbers[: 1 << 13])
+    pairs = b"(" + b"".join(number + b"N\x86" for number in numbers) + b"t"
+    listed = b"(" + b"".join(numbers) + b"t"
+    tuples = b"".join(files.integer(k) + b"K\x01\x86N" for k in range((1 << 12) + 1))
+    return {
+        "number keys": b"}(" + b"N".join(numbers) + b"Nu",
+        "number keys one by one": b"}" + b"".join(number + b"Ns" for number in numbers),
+        "number keys of several": b"](\x8f(" + half + b"\x90(" + half + b"\x91\x8f(K\x09\x90e",
+        "numbers in a set": files.call(files.glob("builtins", "set"), listed),
+        "numbers in a frozenset": files.call(files.glob("builtins", "frozenset"), listed),
+        "number keys of a mapping": files.call(files.glob("collections", "OrderedDict"), pairs),
+        "short tuple keys": b"}(" + tuples + b"u",
+        "attributes without names": files.call(files.glob("argparse", "Namespace"))
+        + b"}" + files.integer(7) + b"Ns}\x86b",
+    }  # fmt: skip
+
+
 def bodies():
     randomness = files.glob("numpy.random._pickle", "__randomstate_ctor") + b")R"
     return {
@@ -63,6 +83,7 @@ def bodies():
         ),
         "a generator made of an expanded array": randomness + HUGE + b"b",
         "tuple keys of one hash": colliding(),
+        **chosen_keys(),
         "an int where a storage belongs": files.tensor_call(source=b"K\x07"),
         "an array in a persistent id": files.tup(
             files.tensor_call(), files.glob("torch", "FloatStorage"), files.text("0"),
@@ -118,6 +139,50 @@ def test_compressed_streams_of_pushes(tmp_path, stream):
     raw = files.archive(files.whole(stream), compression=zipfile.ZIP_DEFLATED)
     assert len(raw) < 50_000
     refused(tmp_path / "f.pt", raw, max_bytes=9 << 20)
+
+
+def built_often():
+    """Small calls that each make something of kilobytes, which the file repeats."""
+    words = b"B" + struct.pack("<I", 2496) + bytes(2496)
+    key = files.call(
+        files.glob("numpy._core.numeric", "_frombuffer"), words,
+        files.call(files.glob("numpy", "dtype"), files.text("u4")),
+        files.tup(files.integer(624)), files.text("C"),
+    )  # fmt: skip
+    state = files.tup(files.text("MT19937"), key, b"K\x01", b"K\x00", b"G" + bytes(8))
+    generator = files.glob("numpy.random._pickle", "__randomstate_ctor")
+    size = files.tup(b"K\x00", *[b"K\x01"] * 63)
+    tensor = files.tup(files.storage("0", 6), b"K\x00", size, size, b"\x89", NONE)
+    rebuild = files.glob("torch._utils", "_rebuild_tensor_v2")
+    kept = lambda first, second: first + put(0) + POP + second + put(1) + POP  # noqa: E731
+    return {
+        "generators": kept(generator, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 20_000,
+        "empty tensors": kept(rebuild, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000,
+    }
+
+
+@pytest.mark.parametrize("name", built_often())
+def test_what_small_calls_make_is_charged(tmp_path, name):
+    stream = files.whole(built_often()[name] + b"e")
+    raw = files.archive(stream, {"data/0": bytes(24)}, zipfile.ZIP_DEFLATED)
+    assert len(raw) < 10_000
+    assert "max_bytes" in refused(tmp_path / "f.pt", raw, max_bytes=32 << 20)
+
+
+def test_a_name_that_is_repeated_takes_no_memory(tmp_path):
+    path = tmp_path / "f.pt"
+    body = files.dictionary(state_dict=b"}", extra=b"](" + b"ctorch\nint8\n" * 100_000 + b"e")
+    path.write_bytes(files.archive(files.whole(body)))
+    tokens = load(path).extra["extra"]
+    assert len(tokens) == 100_000
+    assert len(set(map(id, tokens))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\nprint(1)\n", "class A:\n    pass\n", "call me\nnow\n"]
+)
+def test_text_is_called_no_checkpoint_rather_than_unsafe(tmp_path, text):
+    assert "torch.save did not write" in refused(tmp_path / "f.pt", text.encode())
 
 
 def test_opcodes_that_do_nothing_are_counted(tmp_path):

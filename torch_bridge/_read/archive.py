@@ -20,7 +20,7 @@ import numpy as np
 from torch_bridge._read.globals import allow_list
 from torch_bridge._read.tensors import STORAGES, UNTYPED, Budget, Storage
 from torch_bridge._read.unpickle import Machine
-from torch_bridge._read.values import Global, Malformed
+from torch_bridge._read.values import Global, Keys, Malformed
 
 Progress = Callable[[int, int], None]
 
@@ -134,7 +134,8 @@ def _read_zip(file: io.BufferedReader, budget: Budget, opcodes: int, report: _Me
                 raise Malformed("one storage with two sizes or types")
             return found
 
-        allowed, constructors = allow_list(budget)
+        keys = Keys()
+        allowed, constructors = allow_list(budget, keys)
         stream = records.read_array("data.pkl", None)
         budget.claim(stream.size)
         machine = Machine(
@@ -143,6 +144,7 @@ def _read_zip(file: io.BufferedReader, budget: Budget, opcodes: int, report: _Me
             reduce=constructors,
             persistent_load=persistent_load,
             charge=budget.claim,
+            keys=keys,
             max_opcodes=opcodes,
         )
         del stream
@@ -274,13 +276,15 @@ def _read_legacy(file: io.BufferedReader, budget: Budget, opcodes: int, report: 
             storages[name] = Storage(raw, dtype)
         return storages[name]
 
-    allowed, constructors = allow_list(budget)
+    keys = Keys()
+    allowed, constructors = allow_list(budget, keys)
     machine = Machine(
         data,
         allowed=allowed,
         reduce=constructors,
         persistent_load=persistent_load,
         charge=budget.claim,
+        keys=keys,
         max_opcodes=opcodes,
     )
     try:

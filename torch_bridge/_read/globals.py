@@ -15,12 +15,13 @@ import numpy as np
 
 from torch_bridge._base.schema import RandomStateRecord
 from torch_bridge._read.tensors import DTYPES, STORAGES, Budget, tensor_constructors
-from torch_bridge._read.values import Forbidden, Global, Malformed, Pending, brief, plain_key
+from torch_bridge._read.values import Forbidden, Global, Keys, Malformed, Pending, brief
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
 
 _MAX_PATH = 4096
+_GENERATOR_BYTES = 4 * 624 + 1000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
 
 # Values that a checkpoint may mention; nothing here is ever called.
@@ -55,11 +56,12 @@ _NAMED_VALUES = {
 }
 
 
-def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., Any]]]:
+def allow_list(budget: Budget, keys: Keys) -> tuple[frozenset[str], dict[str, Callable[..., Any]]]:
     """The globals that may appear, and the constructors of those that may be called.
 
     Args:
       budget: What the arrays of this file are charged to.
+      keys: What checks and counts its keys.
 
     Returns:
       All names allowed, and name -> constructor.
@@ -78,6 +80,7 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
         **rebuild,
         "torch._tensor._rebuild_from_type_v2": from_type,
         **_PLAIN,
+        **_containers(keys),
         **_numpy_constructors(budget),
     }
     values = {f"torch.{name}" for name in DTYPES} | set(STORAGES) | _NAMED_VALUES
@@ -87,13 +90,23 @@ def allow_list(budget: Budget) -> tuple[frozenset[str], dict[str, Callable[..., 
 # --- plain Python values --------------------------------------------------------------------
 
 
-def _mapping(items: Any = ()) -> dict:
-    pairs = items.items() if isinstance(items, dict) else _plain_list(items)
-    return {plain_key(key): value for key, value in pairs}
+def _containers(keys: Keys) -> dict[str, Callable[..., Any]]:
+    def mapping(items: Any = ()) -> dict:
+        return keys.fill_dict({}, items.items() if isinstance(items, dict) else _plain_list(items))
 
+    def default_dict(factory: Any = None, items: Any = ()) -> dict:
+        return mapping(items)
 
-def _default_dict(factory: Any = None, items: Any = ()) -> dict:
-    return _mapping(items)
+    def plain_set(items: Any = ()) -> set:
+        return keys.fill_set(set(), _plain_list(items))
+
+    return {
+        "collections.OrderedDict": mapping,
+        "collections.Counter": mapping,
+        "collections.defaultdict": default_dict,
+        "builtins.set": plain_set,
+        "builtins.frozenset": lambda items=(): frozenset(plain_set(items)),
+    }
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
@@ -157,6 +170,8 @@ def _hook_state(*args: Any) -> Pending:
 def _slots(state: Any) -> dict:
     # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
     if isinstance(state, tuple) and len(state) == 2:
+        if any(type(name) is not str for part in state for name in part or ()):
+            raise Malformed("an object whose attributes have no names")  # uncounted, else
         state = {**(state[0] or {}), **(state[1] or {})}
     if not isinstance(state, dict):
         raise Malformed("a PowerSGDState without its slots")
@@ -168,14 +183,9 @@ def _namespace(*args: Any) -> Pending:
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _mapping,
-    "collections.Counter": _mapping,
-    "collections.defaultdict": _default_dict,
     "_codecs.encode": _encode,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
-    "builtins.set": lambda items=(): set(map(plain_key, _plain_list(items))),
-    "builtins.frozenset": lambda items=(): frozenset(map(plain_key, _plain_list(items))),
     "builtins.complex": _complex,
     "pathlib.PosixPath": _path,
     "pathlib._local.PosixPath": _path,
@@ -213,14 +223,21 @@ def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def scalar(dtype: Any, raw: Any) -> Any:
         return array_from(raw, dtype, (), False)[()]
 
+    def random_state(*_: Any) -> Pending:
+        def build(state: Any) -> RandomStateRecord:
+            budget.claim(_GENERATOR_BYTES)  # it has words of its own
+            return _random_state_record(state)
+
+        return Pending("numpy.random.RandomState", build)
+
     return {
         "numpy._core.multiarray._reconstruct": unbuilt_array,
         "numpy._core.multiarray.scalar": scalar,
         "numpy._core.numeric._frombuffer": from_buffer,
         "numpy.dtype": _numpy_dtype,
-        "numpy.random._pickle.__randomstate_ctor": _random_state,
+        "numpy.random._pickle.__randomstate_ctor": random_state,
         "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
-        "numpy.random.__RandomState_ctor": _random_state,
+        "numpy.random.__RandomState_ctor": random_state,
         "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _bit_generator,
     }
 
@@ -244,10 +261,6 @@ def _numpy_dtype(code: Any, *_: Any) -> Pending:
 def _bit_generator(*_: Any) -> Pending:
     # Its own state is repeated in the RandomState that wraps it, and its seed was used up.
     return Pending("numpy bit generator", lambda state: None)
-
-
-def _random_state(*_: Any) -> Pending:
-    return Pending("numpy.random.RandomState", _random_state_record)
 
 
 def _random_state_record(state: Any) -> RandomStateRecord:

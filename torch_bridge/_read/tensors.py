@@ -48,6 +48,7 @@ _STORAGE_DTYPES = {
     "Bool": "bool",
 }
 UNTYPED = np.dtype(np.uint8)
+_VIEW_BYTES = 128  # of an array itself; 16 more for each axis
 # torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
 STORAGES: dict[str, np.dtype] = {
     f"torch.{place}{kind}Storage": DTYPES[name]
@@ -168,6 +169,7 @@ def view(
         raise Malformed("a tensor whose offset, sizes or strides are no counts")
     if len(size) != len(stride):
         raise Malformed("a tensor whose sizes and strides differ in number")
+    budget.claim(_VIEW_BYTES + 16 * len(size))
     numel = math.prod(size)
     if numel:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

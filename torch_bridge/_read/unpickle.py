@@ -14,6 +14,7 @@ idea of a reduced machine.
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -21,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._read.values import Forbidden, Global, Malformed, Pending, plain_key, settle
+from torch_bridge._read.values import Forbidden, Global, Keys, Malformed, Pending, settle
 
 # Bytes charged: for an entry of the memo or of a set, of a list, of a dictionary, for a number, for
 # an entry of the stack and of the lists that are made of it.
 _MEMO_BYTES, _SLOT_BYTES, _ITEM_BYTES, _NUMBER_BYTES, _STACK_BYTES = 96, 16, 160, 40, 32
 _TEXT_BYTES = 4  # at most, for a character
 _BETWEEN = 1 << 14  # opcodes from one look at the stack to the next
+_NAME = re.compile(r"[\w.<>-]+")
 
 
 # Globals that copy what they are given.
@@ -58,6 +60,7 @@ class Machine:
       persistent_load: Persistent id -> value.
       charge: Called with the bytes that a value takes, before it is made; raises when it is too
         much.
+      keys: What checks and counts the keys of the whole file.
       max_opcodes: How many opcodes may run.
       pos: Where the pickle starts.
 
@@ -73,6 +76,7 @@ class Machine:
         reduce: Constructors,
         persistent_load: Callable[[Any], Any],
         charge: Callable[[int], None],
+        keys: Keys,
         max_opcodes: int,
         pos: int = 0,
     ) -> None:
@@ -82,10 +86,12 @@ class Machine:
         self._reduce = reduce
         self._persistent_load = persistent_load
         self._charge = charge
+        self._keys = keys
         self._opcodes_left = max_opcodes
         self._stack: list[Any] = []
         self._charged = 0  # entries of the stack
         self._memo: dict[int, Any] = {}
+        self._tokens: dict[str, Global] = {}  # one per name, as they are not charged
 
     def load(self) -> Any:
         """Run to STOP and return the value.
@@ -187,8 +193,8 @@ class Machine:
             raise Malformed("a global's name is not text")
         full = canonical(module, name)
         if full not in self._allowed:
-            raise Forbidden(full)
-        self._push(Global(full))
+            raise _refusal(full)
+        self._push(self._tokens.setdefault(full, Global(full)))
 
     def _construct(self, target: Any, args: Any) -> None:
         if not isinstance(target, Global) or not isinstance(args, tuple):
@@ -233,8 +239,7 @@ class Machine:
             raise Malformed("a dictionary key has no value")
         target = self._top(dict)
         self._charge(len(pairs) // 2 * _ITEM_BYTES)
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            target[plain_key(key)] = value
+        self._keys.fill_dict(target, zip(pairs[::2], pairs[1::2], strict=True))
 
     def _setitem(self) -> None:
         value = self._pop()
@@ -253,12 +258,12 @@ class Machine:
     def _additems(self) -> None:
         values = self._pop_to_mark()
         self._charge(len(values) * _MEMO_BYTES)
-        self._top(set).update(map(plain_key, values))
+        self._keys.fill_set(self._top(set), values)
 
     def _frozenset(self) -> None:
         values = self._pop_to_mark()
         self._charge(len(values) * _MEMO_BYTES)
-        self._push_charged(frozenset(map(plain_key, values)))
+        self._push_charged(frozenset(self._keys.fill_set(set(), values)))
 
     def _op_reduce(self) -> None:
         args = self._pop()
@@ -267,7 +272,7 @@ class Machine:
     def _inst(self) -> None:
         # A class and its arguments in one, of protocol 0: torch never writes it.
         module, name = self._line(), self._line()
-        raise Forbidden(canonical(module, name))
+        raise _refusal(canonical(module, name))
 
     def _extension(self, form: str) -> None:
         raise Forbidden(f"copyreg extension code {self._number(form)}")
@@ -316,6 +321,13 @@ def _checked(name: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise Malformed(f"arguments that {name} cannot have") from error
+
+
+def _refusal(name: str) -> Malformed | Forbidden:
+    """The error for a global that is not allowed; nothing has a name with spaces but text."""
+    if _NAME.fullmatch(name):
+        return Forbidden(name)
+    return Malformed("a file that torch.save did not write")
 
 
 def canonical(module: str, name: str) -> str:

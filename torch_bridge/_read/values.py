@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Hashing a key costs time in proportion to its size, every time, and integers of more than 61 bits
@@ -12,6 +12,10 @@ _MAX_KEY_BITS = 64
 _MAX_PART_BITS = 60
 _MAX_KEY_LENGTH = 1 << 16
 _MAX_KEY_PARTS = 8
+# Python hashes numbers, and tuples of them, the same in every process: keys of any size can be
+# chosen so that each one meets all before it. These many take half a second.
+_MAX_CHOSEN_KEYS = 1 << 14
+_MAX_CHOSEN_TUPLES = 1 << 12
 
 
 class Malformed(Exception):
@@ -69,6 +73,46 @@ class Pending:
 def settle(value: Any) -> Any:
     """The value of an object that the file left unbuilt; any other value as it is."""
     return value.value if isinstance(value, Pending) else value
+
+
+class Keys:
+    """Checks the keys of one file, and counts those whose hashes the file can choose.
+
+    Text and bytes are hashed with a secret of the process; 0, 1, 2, ... never meet each other.
+    """
+
+    def __init__(self) -> None:
+        self._chosen = self._tuples = 0
+
+    def checked(self, key: Any, position: int) -> Any:
+        """`key`, which may join a dictionary or set that has `position` entries.
+
+        Raises:
+          Malformed: Hashing it may not end, or the file has too many keys of this kind.
+        """
+        key = plain_key(key)
+        if isinstance(key, str | bytes) or (type(key) is int and key == position):
+            return key
+        self._chosen += 1
+        self._tuples += isinstance(key, tuple)
+        if self._chosen > _MAX_CHOSEN_KEYS or self._tuples > _MAX_CHOSEN_TUPLES:
+            raise Malformed(
+                f"dictionaries and sets with more than {_MAX_CHOSEN_KEYS} keys, or "
+                f"{_MAX_CHOSEN_TUPLES} tuples, that are neither text nor 0, 1, 2, ... in order"
+            )
+        return key
+
+    def fill_dict(self, target: dict, pairs: Iterable[Any]) -> dict:
+        """`target`, with the (key, value) of `pairs`."""
+        for key, value in pairs:
+            target[self.checked(key, len(target))] = value
+        return target
+
+    def fill_set(self, target: set, values: Iterable[Any]) -> set:
+        """`target`, with `values`."""
+        for value in values:
+            target.add(self.checked(value, len(target)))
+        return target
 
 
 def plain_key(key: Any) -> Any:
