@@ -20,6 +20,7 @@ import torch_files as files
 
 import torch_bridge
 from torch_bridge import BucketLayout, CheckpointMismatch, load
+from torch_bridge._cli.files import read_flax
 
 pytestmark = pytest.mark.torch
 
@@ -166,7 +167,7 @@ def test_what_small_calls_make_is_charged(tmp_path, name):
     stream = files.whole(built_often()[name] + b"e")
     raw = files.archive(stream, {"data/0": bytes(24)}, zipfile.ZIP_DEFLATED)
     assert len(raw) < 10_000
-    assert "max_bytes" in refused(tmp_path / "f.pt", raw, max_bytes=32 << 20)
+    assert "max_bytes" in refused(tmp_path / "f.pt", raw, max_bytes=12 << 20)
 
 
 def test_a_name_that_is_repeated_takes_no_memory(tmp_path):
@@ -226,6 +227,43 @@ def test_layouts_that_no_model_has(layout):
     with pytest.raises(CheckpointMismatch):
         BucketLayout.from_json(layout)
     assert time.process_time() - start < 5
+
+
+def test_a_layout_is_charged_what_it_is_parsed_to(tmp_path):
+    names = '{"name":[[0],[0]]},' * 200_000
+    text = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{names}0]]}}'
+    body = files.dictionary(state_dict=b"}", layout=files.text(text))
+    raw = files.archive(files.whole(body), compression=zipfile.ZIP_DEFLATED)
+    assert len(raw) < 50_000
+    assert "max_bytes" in refused(tmp_path / "f.pt", raw)
+
+
+@pytest.mark.parametrize("shared", ["dictionaries", "buffers"])
+def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
+    path = tmp_path / "f.pt"
+    layout = BucketLayout.from_manifest([[("w", (512, 512))]])
+    error = {0: torch.full((512 * 512,), 0.1)}
+    slots = {"matrix_approximation_rank": 1, "iter": 9, "p_memory_dict": {}, "q_memory_dict": {}}
+    errors = [error if shared == "dictionaries" else dict(error) for _ in range(6_000)]
+    torch.save({
+        "format": "torch_bridge.checkpoint", "version": 1, "state_dict": {"w": torch.zeros(2)},
+        "powersgd": slots, "errors": errors, "layout": layout.to_json(),
+    }, path)  # fmt: skip
+    start = time.process_time()
+    checkpoint = load(path)
+    mean = checkpoint.mean_errors(layout)["w"]
+    assert time.process_time() - start < 2
+    assert len(checkpoint.powersgd) == 6_000
+    assert np.all(mean == np.float32(0.1))
+
+
+def test_the_mean_of_errors_counts_every_rank():
+    once, thrice = {0: np.float32([1, 2])}, {0: np.float32([5, 10])}
+    records = [
+        torch_bridge.PowerSGDRecord(1, 9, error, {}, {}) for error in (thrice, once, thrice, thrice)
+    ]
+    mean = torch_bridge.Checkpoint({}, tuple(records)).mean_error(0)
+    np.testing.assert_array_equal(mean, [4, 8])
 
 
 def test_names_of_thousands_of_wrappers():
@@ -348,6 +386,17 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     (tmp_path / ".metadata").touch()
     with pytest.raises(CheckpointMismatch, match="dcp_to_torch"):
         load(tmp_path)
+
+
+def test_a_pipe_behind_a_linked_folder_is_not_waited_for(tmp_path):
+    outside, checkpoint = tmp_path / "outside", tmp_path / "checkpoint" / "0"
+    outside.mkdir()
+    checkpoint.mkdir(parents=True)
+    os.mkfifo(outside / "_METADATA")
+    (checkpoint / "circle").symlink_to(checkpoint)
+    (checkpoint / "state").symlink_to(outside)
+    with pytest.raises(CheckpointMismatch, match="_METADATA is a pipe, a socket or a device"):
+        read_flax(checkpoint.parent, {})
 
 
 def test_a_legacy_file_that_was_cut(tmp_path):

@@ -94,13 +94,14 @@ def _read_orbax(path: pathlib.Path, template: Any) -> Any:
 
 def _refuse_pipes(path: pathlib.Path) -> None:
     """What is neither file nor folder would be waited for; also inside of an orbax directory."""
-    inside = (
-        pathlib.Path(folder) / name
-        for folder, _, names in os.walk(path, followlinks=False)
-        for name in names
-    )
-    for file in (path, *inside):
-        mode = os.stat(file).st_mode
+    waiting, seen = [path], set()
+    while waiting:
+        file = waiting.pop()
+        facts = os.stat(file)
+        mode, identity = facts.st_mode, (facts.st_dev, facts.st_ino)
+        if stat.S_ISDIR(mode) and identity not in seen:  # links can lead in circles
+            seen.add(identity)
+            waiting += file.iterdir()
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise CheckpointMismatch(f"{file} is a pipe, a socket or a device, and no checkpoint.")
 

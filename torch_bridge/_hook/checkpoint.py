@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -84,12 +85,18 @@ class Checkpoint:
 
     def mean_error(self, bucket: int) -> np.ndarray:
         """The mean of the errors of the ranks at hand in one bucket, flat, float32."""
-        first, *others = (record.error_dict[bucket] for record in self.powersgd)
-        # One rank's buffer is only read, so it needs no copy.
-        mean = first.astype(np.float32, copy=bool(others))
-        for error in others:
-            mean += error.astype(np.float32, copy=False)
+        # `to_torch` writes one buffer for all ranks: what they share is read once.
+        errors = [record.error_dict[bucket] for record in self.powersgd]
+        keys = [(error.__array_interface__["data"][0], error.dtype.str) for error in errors]
+        ranks = collections.Counter(keys)
+        first, *others = dict(zip(keys, errors, strict=True)).items()
+        # One buffer is only read, so it needs no copy.
+        mean = first[1].astype(np.float32, copy=bool(others))
         if others:
+            mean *= ranks[first[0]]
+            for key, error in others:
+                part = error.astype(np.float32, copy=False)
+                mean += part if ranks[key] == 1 else part * ranks[key]
             mean /= len(self.powersgd)
         return mean
 

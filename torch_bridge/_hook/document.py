@@ -94,17 +94,19 @@ def _records(hook: dict[str, Any], errors: Sequence[Any]) -> list[PowerSGDRecord
     """One record per rank: what all ranks share, and each one's error."""
     if not 1 <= len(errors) <= MAX_RANKS or not all(isinstance(e, dict) for e in errors):
         raise SchemaError(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS} ranks")
-    if any(error.keys() != errors[0].keys() for error in errors):
+    # `to_torch` writes one dictionary for all ranks.
+    distinct = {id(error): error for error in errors}
+    if any(error.keys() != errors[0].keys() for error in distinct.values()):
         raise SchemaError("`errors` of the ranks have different buckets")
     if len(errors) * len(errors[0]) > _MAX_BUFFERS:
         raise SchemaError(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     rng = hook.get("rng")
     rng = None if rng is None else RandomStateRecord.from_plain(rng)
     first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
-    records = [first]
-    for error in errors[1:]:
-        arrays = bucket_arrays("error_dict", error)
-        records.append(dataclasses.replace(first, error_dict=arrays))
-    if any(record.error_sizes != first.error_sizes for record in records):
+    records = {
+        key: dataclasses.replace(first, error_dict=bucket_arrays("error_dict", error))
+        for key, error in distinct.items()
+    }
+    if any(record.error_sizes != first.error_sizes for record in records.values()):
         raise SchemaError("`errors` of the ranks have different sizes")
-    return records
+    return [records[id(error)] for error in errors]

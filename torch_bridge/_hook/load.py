@@ -27,6 +27,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 # Every value of a file is checked before it is used; should one slip through, the file is at fault.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _MAX_NODES, _MAX_DEPTH = 1_000_000, 64  # of 100 000 parameters: 600 000
+_PARSED_BYTES = 30  # of memory, at most, for a character of a layout
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
@@ -103,7 +104,11 @@ def _size_of(file: pathlib.Path) -> int:
 
 def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, int], None]) -> Any:
     try:
-        return read_archive(file, max_bytes, progress)
+        value, budget = read_archive(file, max_bytes, progress)
+        layout = value.get("layout") if isinstance(value, dict) else None
+        if isinstance(layout, str):  # parsed later, when the budget is gone
+            budget.claim(_PARSED_BYTES * len(layout))
+        return value
     except Forbidden as error:
         raise UnsafeCheckpoint(
             f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "

@@ -44,7 +44,9 @@ _ZIP_DAMAGE = (
 )
 
 
-def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress | None) -> Any:
+def read_archive(
+    path: pathlib.Path, max_bytes: int | None, progress: Progress | None
+) -> tuple[Any, Budget]:
     """Read the value that ``torch.save`` wrote to `path`.
 
     Args:
@@ -54,7 +56,8 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
       progress: Called with bytes read and the size of the file.
 
     Returns:
-      Plain containers, numbers, NumPy arrays and, for what has no plain form, `Global` tokens.
+      Plain containers, numbers, NumPy arrays and, for what has no plain form, `Global` tokens; and
+      what is left to make of them.
 
     Raises:
       Malformed: Not a file of torch's, or a damaged one.
@@ -75,7 +78,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None, progress: Progress |
         is_zip = head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
         value = (_read_zip if is_zip else _read_legacy)(file, budget, opcodes, report)
     report.add(size)  # what was not needed counts as read
-    return value
+    return value, budget
 
 
 def _refuse_others(head: bytes) -> None:
