@@ -258,7 +258,7 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
 
 
 def test_the_mean_of_errors_counts_every_rank():
-    once, thrice = {0: np.float32([1, 2])}, {0: np.float32([5, 10])}
+    once, thrice = {0: np.array([1, 2], np.float32)}, {0: np.array([5, 10], np.float32)}
     records = [
         torch_bridge.PowerSGDRecord(1, 9, error, {}, {}) for error in (thrice, once, thrice, thrice)
     ]
