@@ -42,7 +42,7 @@ def blocks(*straight, square="square"):
         ((), {}, True),
         ((), {"conv1d": "square"}, False),
         (("up",), {"conv1d": "square"}, False),
-        (("up",), {"conv1d": "nothing"}, True),
+        (("up",), {"conv1d": ""}, True),
     ],
 )
 def test_square_matrices_stored_in_out(straight, options, transposed):
@@ -54,6 +54,15 @@ def test_square_matrices_stored_in_out(straight, options, transposed):
     np.testing.assert_array_equal(params["up"]["kernel"], up if "up" in straight else up.T)
     back = torch_bridge.params_to_torch(params, model, **options)
     assert all(np.array_equal(back[name], model[name]) for name in model)
+
+
+def test_patterns_that_match_nothing_are_listed():
+    model, like = blocks("up", "down")
+    said = {"flatten": {"upp": None}, "conv1d": "doun", "conv_transpose": "squar"}
+    with pytest.raises(CheckpointMismatch, match="match no layer") as error:
+        torch_bridge.params_from_torch(model, like, {"up": "up", "op": "up"}, **said)
+    idle = ("rules: op", "flatten: upp", "conv_transpose: squar", "conv1d: doun")
+    assert error.value.unexpected == idle
 
 
 def test_square_matrices_of_which_the_others_disagree_are_asked_about():
@@ -110,6 +119,31 @@ def test_a_map_that_may_be_something_else_is_asked_about(model, shape):
     moved = weight.reshape(10, *shape).transpose(2, 3, 1, 0).reshape(-1, 10)
     np.testing.assert_array_equal(said["fc"]["kernel"], moved)
     np.testing.assert_array_equal(pooled["fc"]["kernel"], weight.T)
+
+
+def test_a_second_head_reads_the_map_too():
+    model, like = network(16)
+    for head, outputs in (("advantage", 4), ("value", 1)):
+        model |= {f"{head}.0.weight": values(24, 128), f"{head}.2.weight": values(outputs, 24)}
+        like |= {f"{head}_0": kernels(x=(128, 24))["x"], f"{head}_2": kernels(x=(24, outputs))["x"]}
+    del model["fc.weight"], like["fc"]
+    found = torch_bridge.params_from_torch(model, like)
+    for head in ("advantage", "value"):
+        weight = model[f"{head}.0.weight"]
+        moved = weight.reshape(24, 8, 4, 4).transpose(2, 3, 1, 0).reshape(128, 24)
+        np.testing.assert_array_equal(found[f"{head}_0"]["kernel"], moved)
+        np.testing.assert_array_equal(found[f"{head}_2"]["kernel"], model[f"{head}.2.weight"].T)
+
+
+def test_a_matrix_behind_a_layer_as_wide_as_the_map_is_asked_about():
+    model, like = network(16)
+    model |= {"hidden.weight": values(128, 10), "last.weight": values(3, 128)}
+    like |= kernels(hidden=(10, 128), last=(128, 3))
+    with pytest.raises(CheckpointMismatch, match="flatten=") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert [line.split()[0] for line in error.value.ambiguous] == ["last"]
+    found = torch_bridge.params_from_torch(model, like, flatten={"last": None})
+    np.testing.assert_array_equal(found["last"]["kernel"], model["last.weight"].T)
 
 
 def run(model, ranks=1, dtype=np.float32):

@@ -11,6 +11,7 @@ from torch_bridge._pairing.layers import dense_cut, orientation
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
 _CLEAR = ("linear", "straight")
+_Facts = tuple[str, int, int, int]  # convolution, its channels and spatial axes, inputs behind it
 Couples = Mapping[TorchUnit, FlaxUnit]
 
 
@@ -73,11 +74,12 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
     """Matrices behind a convolution that have several inputs per channel.
 
     Torch flattens (C, H, W) and Flax (H, W, C), so that the columns of such a matrix have to move,
-    and no shape shows it. Nothing but normalisation stands between the two in the state dict; a
-    second matrix with as many inputs (the log-variance beside the mean) counts, too. It is sure
-    where the map is square and no further convolution follows, as at the end of a classifier.
+    and no shape shows it. Nothing but normalisation stands between the two in the state dict; every
+    later matrix with as many inputs (the log-variance beside the mean, a second head) counts, too.
+    It is sure where the map is square, no further convolution follows, as at the end of a
+    classifier, and no other matrix has as many outputs.
     """
-    found: dict[TorchUnit, tuple[str, int, int, int]] = {}
+    found: dict[TorchUnit, _Facts] = {}
     kernels = [u for u in units if u.family == "weight" and len(_shapes(u, couples.get(u))[0]) > 2]
     before: tuple[str, int, int] | None = None  # name, channels and spatial axes of a convolution
     width = 0
@@ -88,7 +90,7 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
             channels = shape[1] if form_of(unit, target) == "transposed" else shape[0]
             before, width = (unit.name, channels, len(shape) - 2), 0
         elif shape and unit.family == "weight" and target is not None and before is not None:
-            n_in = shape[0] if storage(unit, target) == "straight" else shape[-1]
+            n_in = _inputs(unit, target)
             if width in (0, n_in) and _is_map(n_in, *before[1:]):
                 width, found[unit] = n_in, (*before, n_in)
             else:
@@ -96,15 +98,50 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
         elif unit.family != "norm":
             before = None
     # In every one of many blocks it is something else, an embedding of the time for example.
-    blocks = collections.Counter(unit.stem.words for unit in found)
+    behind = {(unit.stem.words, facts[0]) for unit, facts in found.items()}
+    blocks = collections.Counter(words for words, _ in behind)
+    found = {unit: facts for unit, facts in found.items() if blocks[unit.stem.words] == 1}
+    found, doubtful = _with_further_heads(units, couples, found)
     last = units.index(kernels[-1]) if kernels else 0
     alike = collections.Counter(unit.stem.words for unit in kernels)
     branches = alike[kernels[-1].stem.words] if kernels else 0
     return {
-        unit: _map(unit.name, *facts, sure=units.index(unit) > last, branches=branches)
+        unit: _map(
+            unit.name,
+            *facts,
+            sure=units.index(unit) > last and unit not in doubtful,
+            branches=branches,
+        )
         for unit, facts in found.items()
-        if blocks[unit.stem.words] == 1
     }
+
+
+def _inputs(unit: TorchUnit, target: FlaxUnit) -> int:
+    shape = _shapes(unit, target)[0]
+    return shape[0] if storage(unit, target) == "straight" else shape[-1]
+
+
+def _with_further_heads(
+    units: Sequence[TorchUnit], couples: Couples, found: Mapping[TorchUnit, _Facts]
+) -> tuple[dict[TorchUnit, _Facts], set[TorchUnit]]:
+    """Adds later matrices that may read a map, too, and says which may read a layer instead."""
+    known: dict[int, _Facts] = {}  # inputs -> the map
+    heads: dict[TorchUnit, _Facts] = {}
+    doubtful: set[TorchUnit] = set()
+    outputs: set[int] = set()
+    for unit in units:
+        shape, kernel = _shapes(unit, couples.get(unit))
+        if unit.family != "weight" or len(shape) != 2 or not kernel:
+            continue
+        n_in = _inputs(unit, couples[unit])
+        facts = found.get(unit)
+        if facts is not None and facts not in known.values():
+            known[n_in] = heads[unit] = facts  # the first behind its convolution
+        elif n_in in known:
+            heads[unit] = facts or known[n_in]
+            doubtful |= {unit} if n_in in outputs else set()
+        outputs.add(shape[0] * shape[1] // n_in if n_in else 0)
+    return heads, doubtful
 
 
 def _is_map(n_in: int, channels: int, axes: int) -> bool:
