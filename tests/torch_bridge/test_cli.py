@@ -215,6 +215,16 @@ def test_msgpack_is_flax_serialization(call, torch_file, tmp_path):
             USAGE,
             "KeyError",
         ),
+        (
+            ["to-flax", "checkpoint.pt", "--params", "os:getcwd", "--out", "x"],
+            USAGE,
+            "the result is a str",
+        ),
+        (
+            ["to-flax", "checkpoint.pt", *PARAMS, "--flatten", "fc9=2,2,2", "--out", "x"],
+            UNUSABLE,
+            "flatten: fc9",
+        ),
         (["to-flax", "adagrad.pt", *PARAMS, "--out", "x"], UNUSABLE, "optax"),
         (["to-flax", "names.pt", *PARAMS, "--out", "x"], UNUSABLE, "layout names parameters"),
     ],

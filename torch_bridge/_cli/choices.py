@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import BucketLayout
@@ -49,8 +51,8 @@ def import_object(reference: str) -> Any:
     """The object that ``package.module:name`` names; a function is called.
 
     Raises:
-      ValueError: The reference has another form, there is no such module or name, or the user's
-        code fails.
+      ValueError: The reference has another form, there is no such module or name, the user's code
+        fails, or gives something else than parameters.
     """
     module, colon, name = reference.partition(":")
     if not colon or not module or not name:
@@ -60,13 +62,21 @@ def import_object(reference: str) -> Any:
         value = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-        return value() if callable(value) else value
+        value = value() if callable(value) else value
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--params {reference}: {error}") from error
     except Exception as error:  # it is the user's code, so it may raise anything
         raise ValueError(f"--params {reference}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(
+                f"--params {reference}: {jax.tree_util.keystr(path) or 'the result'} is a "
+                f"{type(leaf).__name__}. It must be a tree of Flax parameters, or of their shapes "
+                "as jax.eval_shape gives them."
+            )
+    return value
 
 
 def read_layout(path: pathlib.Path) -> BucketLayout:

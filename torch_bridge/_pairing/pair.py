@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict
 
+import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -80,14 +81,15 @@ def pair(
         as many inputs as outputs, which no shape tells from a Conv. Without it, the name decides.
       conv1d: Regular expression of the module names of layers that keep their weight ``(in, out)``
         and go to a Dense, as transformers' ``Conv1D``. It is needed for a square weight only where
-        no other layer of its kind shows it.
+        no other layer of its kind shows it; ``""`` says that there is none.
       ignore: Regular expression of tensor names that shall be left out.
 
     Returns:
       The pairings, in the natural order of the leaves. Every conversion takes them as `pairings`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, or with
+        the patterns (those of `ignore` excepted) that match nothing.
 
     Example:
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
@@ -95,9 +97,56 @@ def pair(
       >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
-    rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    options = Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d)
     model = named(model)
+    options = _options(rules, flatten, conv_transpose, conv1d)
+    _refuse_idle(model, options)
+    return _pair_with(model, like, options, ignore)
+
+
+def _options(
+    rules: Rules = (),
+    flatten: Flatten | None = None,
+    conv_transpose: str | None = None,
+    conv1d: str | None = None,
+    **_: Any,
+) -> Options:
+    rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
+    return Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d)
+
+
+def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
+    """Refuse patterns that match nothing: what is misspelled would be ignored without a word."""
+    asked = [("rules", pattern) for pattern, _ in options.rules]
+    asked += [("flatten", pattern) for pattern, _ in options.flatten]
+    asked += [("conv_transpose", options.conv_transpose), ("conv1d", options.conv1d)]
+    asked = [(name, pattern) for name, pattern in asked if pattern]
+    if not asked or any(isinstance(value, jax.ShapeDtypeStruct) for value in model.values()):
+        return  # a layout's shapes are a part of a model
+    shapes = {name: shape_of(value) for name, value in model.items()}
+    modules = {
+        unit.name
+        for split in (False, True)
+        for unit in torch_units(shapes, split_attention=split, buffers=True)
+    }
+    tensors = set(clean_names(list(model)).values())
+    known = {"rules": modules | tensors}
+    idle = [
+        (name, pattern)
+        for name, pattern in asked
+        if not any(re.fullmatch(pattern, text) for text in known.get(name, modules))
+    ]
+    if idle:
+        raise CheckpointMismatch(
+            "Some patterns match no layer of the torch model, and they have to match a whole "
+            "name. Correct them or leave them out.",
+            unexpected=[f"{name}: {pattern}" for name, pattern in idle],
+            parameters=sorted({name for name, _ in idle}),
+        )
+
+
+def _pair_with(
+    model: Mapping[str, Any], like: Any, options: Options, ignore: str | None
+) -> tuple[Pairing, ...]:
     if ignore:
         cleaned = clean_names(list(model))
         model = {n: v for n, v in model.items() if not re.fullmatch(ignore, cleaned[n])}
@@ -144,13 +193,15 @@ def paired(
                 "like, or pass them to torch_bridge.pair."
             )
         return _fitted(pairings, like)
+    model, parsed, ignore = named(model), _options(rules, **options), options.get("ignore")
+    _refuse_idle(model, parsed)
     try:
-        return pair(model, like, rules, **options)
+        return _pair_with(model, like, parsed, ignore)
     except CheckpointMismatch:
         if not optional:
             raise
-        needed = {name: value for name, value in named(model).items() if name not in optional}
-        return pair(needed, like, rules, **options)
+        needed = {name: value for name, value in model.items() if name not in optional}
+        return _pair_with(needed, like, parsed, ignore)
 
 
 def _fitted(pairings: Sequence[Pairing], like: Any) -> tuple[Pairing, ...]:
