@@ -89,7 +89,7 @@ def pair(
 
     Raises:
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, or with
-        the patterns (those of `ignore` excepted) that match nothing.
+        those patterns of `rules`, `flatten` and `conv1d` that match nothing.
 
     Example:
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
@@ -118,7 +118,7 @@ def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
     """Refuse patterns that match nothing: what is misspelled would be ignored without a word."""
     asked = [("rules", pattern) for pattern, _ in options.rules]
     asked += [("flatten", pattern) for pattern, _ in options.flatten]
-    asked += [("conv_transpose", options.conv_transpose), ("conv1d", options.conv1d)]
+    asked += [("conv1d", options.conv1d)]
     asked = [(name, pattern) for name, pattern in asked if pattern]
     if not asked or any(isinstance(value, jax.ShapeDtypeStruct) for value in model.values()):
         return  # a layout's shapes are a part of a model
