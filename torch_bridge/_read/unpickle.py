@@ -29,7 +29,7 @@ from torch_bridge._read.values import Forbidden, Global, Keys, Malformed, Pendin
 _MEMO_BYTES, _SLOT_BYTES, _ITEM_BYTES, _NUMBER_BYTES, _STACK_BYTES = 96, 16, 160, 40, 32
 _TEXT_BYTES = 4  # at most, for a character
 _BETWEEN = 1 << 14  # opcodes from one look at the stack to the next
-_NAME = re.compile(r"[\w.<>-]+")
+_NAME = re.compile(r"\S+")
 
 
 # Globals that copy what they are given.
