@@ -32,7 +32,7 @@ from benchmarks.cluster.job import ENVIRONMENT
 from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import UNLIMITED, Strategy, parse_rate, parse_strategy
 from benchmarks.cluster.report import Case, figures_of
-from benchmarks.common.arguments import listed, one_of
+from benchmarks.common.arguments import command_line, listed, one_of
 from benchmarks.common.models import FULL, MLP, TINY
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import markdown
@@ -47,11 +47,7 @@ _NET_OF_HEADERS = (9_000 - 52) / (9_000 + 14)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.advise_error",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.advise_error", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     calibrating = commands.add_parser("calibrate", help="measure the machine")
     calibrating.add_argument("--processes", type=int, default=2, metavar="N")

@@ -18,7 +18,6 @@ Writes cluster.json (everything, each sample too), cluster.md and cluster.png.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -40,7 +39,7 @@ from benchmarks.cluster.plan import (
     parse_strategy,
 )
 from benchmarks.cluster.report import BUSY, Case, all_figures, conditions, figures_of, table
-from benchmarks.common.arguments import at_least, listed, one_of
+from benchmarks.common.arguments import at_least, command_line, listed, one_of
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 
@@ -86,11 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> tuple[Plan, Path, bool]:
     """Arguments as a plan, where the results go, and whether only the report is made."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.cluster", __doc__)
     shown = " (default: %(default)s)"
     add = parser.add_argument
     add("--processes", type=int, default=2, metavar="N", help="at least 2" + shown)

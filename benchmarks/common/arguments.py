@@ -1,12 +1,25 @@
-"""Checks of command-line values that several benchmarks share; a `ValueError` says what to give."""
+"""The command lines' common part, and checks of values; a `ValueError` says what to give."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
+
+
+def command_line(
+    module: str, doc: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser for ``python -m module``; its ``--help`` is the module's docstring as it stands."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def at_least(name: str, value: N, least: N) -> N:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from benchmarks.common.arguments import command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.convergence.report import append_run, provenance, read_runs, summarise, write_report
@@ -31,13 +32,8 @@ OUT = RESULTS / "convergence"
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        epilog="strategies:\n"
-        + "".join(f"  {name:28} {s.summary}\n" for name, s in STRATEGIES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    known = "".join(f"  {name:28} {s.summary}\n" for name, s in STRATEGIES.items())
+    p = command_line("benchmarks.convergence", __doc__, "strategies:\n" + known)
     shown = " (default: %(default)s)"
     p.add_argument("--only", nargs="+", metavar="PATTERN", help="strategies, with * and ?")
     p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.arguments import at_least
+from benchmarks.common.arguments import at_least, command_line
 from benchmarks.common.machine import describe, sentence
 from benchmarks.faults.job import MODEL, held_out
 from benchmarks.faults.runs import (
@@ -82,11 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.faults", __doc__)
     shown = " (default: %(default)s)"
     counts = ", ".join(f"{n} {what}" for what, n in COUNTS.items() if n)
     parser.add_argument("what", choices=COUNTS)

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, listed, one_of, positive_int
+from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.gpu_program.report import table
@@ -35,11 +35,7 @@ from benchmarks.overhead.trees import TREES
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_program",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.gpu_program", __doc__)
     shown = " (default: %(default)s)"
     add = parser.add_argument
     add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)

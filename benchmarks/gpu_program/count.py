@@ -15,7 +15,7 @@ from collections.abc import Callable
 from benchmarks.gpu_program.hlo import Computation, Instruction, Module, arrays
 
 # These cost nothing: names for a part of the memory.
-_FREE = {
+FREE = {
     "parameter",
     "constant",
     "tuple",
@@ -69,11 +69,8 @@ def beside_collectives(module: Module) -> list[tuple[str, float]]:
     scheduled = module.entry.instructions
     sizes = {x.name: x.bytes for x in scheduled}
     found = []
-    for i, start in enumerate(scheduled):
-        if not start.opcode.endswith("-start"):
-            continue
-        sent = _count_one(module, module.entry, start, sizes).collectives
-        done = next(j for j, x in enumerate(scheduled) if start.name in x.operands)
+    for i, done in module.entry.asynchronous:
+        sent = _count_one(module, module.entry, scheduled[i], sizes).collectives
         between = [_count_one(module, module.entry, x, sizes) for x in scheduled[i + 1 : done]]
         if sent:
             found.append((str(sent[0]["kind"]), sum(counts.kernels for counts in between)))
@@ -85,7 +82,7 @@ def _count_one(
 ) -> Counts:
     """Counts of one instruction of a computation with all that it calls."""
     counts = Counts()
-    if x.opcode in _FREE or x.opcode.endswith("-done"):
+    if x.opcode in FREE or x.opcode.endswith("-done"):
         return counts
     if found := _COLLECTIVE.match(x.opcode):
         counts.collectives += _collective(found[1], computation, x)

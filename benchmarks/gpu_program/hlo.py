@@ -48,6 +48,14 @@ class Computation:
         """The one whose result is the computation's."""
         return next(x for x in self.instructions if x.root)
 
+    @property
+    def asynchronous(self) -> Iterator[tuple[int, int]]:
+        """Places of what starts something and of the done that waits for it."""
+        for i, start in enumerate(self.instructions):
+            if start.opcode.endswith("-start"):
+                done = (j for j, x in enumerate(self.instructions) if start.name in x.operands)
+                yield i, next(done)
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:

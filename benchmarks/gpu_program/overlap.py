@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
-from benchmarks.common.arguments import at_least
+from benchmarks.common.arguments import at_least, command_line
 from benchmarks.gpu_program.count import beside_collectives, count
 from benchmarks.gpu_program.hlo import parse
 from benchmarks.gpu_program.target import (
@@ -37,11 +37,7 @@ from benchmarks.overhead.trees import TREES
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_program.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.gpu_program.overlap", __doc__)
     add = parser.add_argument
     add("--sync-every", type=int, default=8, metavar="H", help="(default: %(default)s)")
     add("--fragments", type=int, default=1, metavar="N", help="(default: %(default)s)")

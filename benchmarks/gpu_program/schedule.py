@@ -9,17 +9,16 @@ Installs nothing; see `python -m benchmarks.gpu_program --help`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 from importlib.metadata import version
 
 import jaxcomp
-from benchmarks.common.arguments import at_least
+from benchmarks.common.arguments import at_least, command_line
+from benchmarks.gpu_program.count import FREE
 from benchmarks.gpu_program.hlo import Instruction, Module, parse
 from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import lowered
-
-_NO_KERNEL = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant", "after-all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Schedule:
         lines = [
             f"{self.backward} kernels in the backward pass",
             "",
-            " bytes  starts   ends  behind",
+            "    bytes  starts  ends  behind",
         ]
         for x in self.transfers:
             begin, end = x.begins_after / self.backward, x.ends_after / self.backward
@@ -53,28 +52,24 @@ class Schedule:
 
 def read(module: Module) -> Schedule:
     """The all-reduces of a scheduled program, and the kernels of its backward pass."""
-    seen, began, transfers = 0, {}, []
-    for x in module.entry.instructions:
-        if x.opcode == "all-reduce-start":
-            began[x.name] = seen
-        elif x.opcode == "all-reduce-done":
-            transfers.append(Transfer(x.bytes, began[x.operands[0]], seen))
-        elif _is_backward(x):
-            seen += 1
-    return Schedule(seen, transfers)
+    scheduled = module.entry.instructions
+    seen = list(itertools.accumulate(map(_is_backward, scheduled)))
+    transfers = [
+        Transfer(scheduled[done].bytes, seen[start], seen[done])
+        for start, done in sorted(module.entry.asynchronous, key=lambda places: places[1])
+        if scheduled[start].opcode == "all-reduce-start"
+    ]
+    return Schedule(seen[-1], transfers)
 
 
 def _is_backward(x: Instruction) -> bool:
     """Whether JAX made this kernel from the transpose of the model."""
-    return x.opcode not in _NO_KERNEL and "transpose(jvp" in x.attributes
+    moves = x.opcode in FREE or x.opcode.startswith("all-reduce-")
+    return not moves and "transpose(jvp" in x.attributes
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_program.schedule",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.gpu_program.schedule", __doc__)
     add = parser.add_argument
     add("--buckets", type=int, default=4, metavar="N", help="(default: %(default)s)")
     add("--blocks", type=int, default=12, metavar="N", help="(default: %(default)s)")

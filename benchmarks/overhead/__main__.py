@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, listed, one_of, positive_int
+from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD, describe
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.overhead.report import plot, table
@@ -42,11 +42,7 @@ class WorkerFailed(RuntimeError):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("benchmarks.overhead", __doc__)
     shown = " (default: %(default)s)"
     add = parser.add_argument
     add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)
