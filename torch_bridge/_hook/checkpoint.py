@@ -87,7 +87,10 @@ class Checkpoint:
         """The mean of the errors of the ranks at hand in one bucket, flat, float32."""
         # `to_torch` writes one buffer for all ranks: what they share is read once.
         errors = [record.error_dict[bucket] for record in self.powersgd]
-        keys = [(error.__array_interface__["data"][0], error.dtype.str) for error in errors]
+        keys = [
+            (error.__array_interface__["data"][0], error.shape, error.strides, error.dtype.str)
+            for error in errors
+        ]
         ranks = collections.Counter(keys)
         first, *others = dict(zip(keys, errors, strict=True)).items()
         # One buffer is only read, so it needs no copy.
