@@ -16,9 +16,9 @@ from jaxcomp._lowrank.matricize import (
 )
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
+from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
-from jaxcomp._mesh.weights import Weight, WeightedMeans, weighted_mean
+from jaxcomp._mesh.weights import Weight, WeightedMeans, mean_each, weighted_mean
 from jaxcomp._reducers.contract import reduction_of
 from jaxcomp._reducers.opening import OpenStep, open_step
 

@@ -168,25 +168,6 @@ def _reduce_groups(
     return Reduced(means, sent, finite)
 
 
-def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
-    """Averages each array in its own dtype: one all-reduce for every dtype among them.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> def mean(x):
-      ...     return extend.mean_each([x, x.astype(jnp.bfloat16)], "data")
-      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
-      [[2.0, 2.0], [2.0, 2.0]]
-    """
-    means: dict[int, Array] = {}
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
-        means.update(zip(chosen, reduced.means, strict=True))
-    return [means[i] for i in range(len(leaves))]
-
-
 def replica_index(axis_name: AxisName) -> Array:
     """This replica's number, from 0; int32 scalar."""
     return lax.axis_index(axis_name)

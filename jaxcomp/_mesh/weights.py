@@ -120,7 +120,7 @@ def weighted_mean(
 def weighted_mean_each(
     leaves: Sequence[Array], weight: Weight | None, axis_name: AxisName
 ) -> WeightedMeans:
-    """As `mean_each`: each array in its own dtype, one all-reduce for every dtype among them."""
+    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
     means, sent = list(leaves), list(leaves)
     finite = jnp.array(True)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -135,6 +135,20 @@ def weighted_mean_each(
         for i, mean, own in zip(chosen, reduced.means, reduced.sent, strict=True):
             means[i], sent[i] = mean, own
     return WeightedMeans(Reduced(means, sent, finite), weight)
+
+
+def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
+    """Averages each array in its own dtype: one all-reduce for every dtype among them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def mean(x):
+      ...     return extend.mean_each([x, x.astype(jnp.bfloat16)], "data")
+      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
+      [[2.0, 2.0], [2.0, 2.0]]
+    """
+    return weighted_mean_each(leaves, None, axis_name).reduced.means
 
 
 def _written(own: Array, axis_name: AxisName, wire_dtype: Any) -> Array:

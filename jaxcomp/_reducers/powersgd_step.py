@@ -93,6 +93,18 @@ class Result(NamedTuple):
     sent: list[Array]  # like outputs: this replica's own part of them; empty unless wanted
 
 
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What the replicas begin to agree from, in one update."""
+
+    totals: list[Array]  # of the compressed leaves: gradient plus residual
+    left: list[Array] | None  # their left factors, where the sums came with them
+    dense: list[Array]  # the other leaves
+    memory: Memory
+    count: Array
+    weight: Weight | None
+
+
 class _Factors(NamedTuple):
     """Left and right factors of the compressed leaves: their products are the leaves' values."""
 
@@ -163,19 +175,16 @@ class Step:
         started = None if options.start_step == 0 else count >= options.start_step
         totals, left = self._totals_and_left(leaves, memory, count, started)
         dense = [leaves[i] for i in self.dense]
-        left_turn = (count - options.start_step) % 2 == 0
-
-        def factors() -> _Agreed:
-            return self._in_buckets(totals, left, dense, memory, count, weight)
-
+        given = _Given(totals, left, dense, memory, count, weight)
         switch = functools.partial(from_step, count, options.start_step)
-        agreed = switch(lambda: self._nothing(dense), factors)
+        agreed = switch(lambda: self._nothing(dense), lambda: self._in_buckets(given))
         outputs, sent, finite = switch(
             lambda: self._plain(totals, dense, weight), lambda: self._rebuilt(agreed)
         )
         commit = finite if started is None else finite & started
         new = Memory(*(list(field) for field in memory))
         if options.alternating:
+            left_turn = self._is_left_turn(count)
             self._replace(new.p, commit & left_turn, agreed.means.p)
             self._replace(new.q, commit & ~left_turn, agreed.means.q)
         elif options.warm_start:
@@ -194,31 +203,21 @@ class Step:
                 new.residual[i] = x
         return Result(self._in_order(outputs), new, finite, self._in_order(sent))
 
-    def _in_buckets(
-        self,
-        totals: list[Array],
-        left: list[Array] | None,
-        dense: list[Array],
-        memory: Memory,
-        count: Array,
-        weight: Weight | None,
-    ) -> _Agreed:
+    def _in_buckets(self, given: _Given) -> _Agreed:
         """What the buckets agree on, one after the other, put together.
 
         Each needs to know of the one before that it is finite. Otherwise XLA would merge their
         all-reduces into one, which waits for the last gradient.
         """
         if len(self.buckets) < 2:
-            return self._agree(totals, left, dense, memory, count, weight)
-        of_chosen = {i: k for k, i in enumerate(self.chosen)}
-        of_dense = {i: k for k, i in enumerate(self.dense)}
+            return self._agree(given)
+        parts: list[Step] = []
         found: list[_Agreed] = []
-        order: list[int] = []  # of the compressed leaves, and then of the others
-        order_dense: list[int] = []
+        after = None
         for bucket in self.buckets:
-            own = [of_chosen[i] for i in bucket if i in of_chosen]
-            rest = [of_dense[i] for i in bucket if i in of_dense]
-            after = found[-1].finite if found else None
+            inside = set(bucket)
+            own = [k for k, i in enumerate(self.chosen) if i in inside]
+            rest = [k for k, i in enumerate(self.dense) if i in inside]
             part = dataclasses.replace(
                 self,
                 chosen=[self.chosen[k] for k in own],
@@ -226,64 +225,58 @@ class Step:
                 after=after,
             )
             agreed = part._agree(
-                [totals[k] for k in own],
-                None if left is None else [left[k] for k in own],
-                [dense[k] for k in rest],
-                memory,
-                count,
-                weight,
+                dataclasses.replace(
+                    given,
+                    totals=[given.totals[k] for k in own],
+                    left=None if given.left is None else [given.left[k] for k in own],
+                    dense=[given.dense[k] for k in rest],
+                )
             )
-            finite = agreed.finite if after is None else after & agreed.finite
-            found.append(agreed._replace(finite=finite))
-            order += own
-            order_dense += rest
+            after = agreed.finite if after is None else after & agreed.finite
+            parts.append(part)
+            found.append(agreed)
+        assert after is not None  # there are buckets
+        return self._joined(parts, found, after)
 
-        def thin(pick: Callable[[_Agreed], list[Array]]) -> list[Array]:
-            return _sorted_by(order, [x for agreed in found for x in pick(agreed)])
+    def _joined(self, parts: list[Step], found: list[_Agreed], finite: Array) -> _Agreed:
+        """What the buckets agreed on, in the order of all leaves."""
+        order = [i for part in parts for i in part.chosen]
+        order_dense = [i for part in parts for i in part.dense]
 
-        def whole(pick: Callable[[_Agreed], list[Array]]) -> list[Array]:
-            return _sorted_by(order_dense, [x for agreed in found for x in pick(agreed)])
+        def factors(each: list[_Factors]) -> _Factors:
+            p, q = ([x for factors in each for x in factors[side]] for side in (0, 1))
+            return _Factors(_sorted_by(order, p), _sorted_by(order, q))
 
         return _Agreed(
-            _Factors(thin(lambda x: x.means.p), thin(lambda x: x.means.q)),
-            _Factors(thin(lambda x: x.own.p), thin(lambda x: x.own.q)),
-            whole(lambda x: x.dense),
-            whole(lambda x: x.dense_sent),
-            found[-1].finite,
+            factors([agreed.means for agreed in found]),
+            factors([agreed.own for agreed in found]),
+            _sorted_by(order_dense, [x for agreed in found for x in agreed.dense]),
+            _sorted_by(order_dense, [x for agreed in found for x in agreed.dense_sent]),
+            finite,
         )
 
-    def _agree(
-        self,
-        totals: list[Array],
-        left: list[Array] | None,
-        dense: list[Array],
-        memory: Memory,
-        count: Array,
-        weight: Weight | None,
-    ) -> _Agreed:
+    def _agree(self, given: _Given) -> _Agreed:
         """Both factors, or the one whose turn it is."""
         if not self.options.alternating:
-            return self._two_sided(totals, left, dense, memory, count, weight)
+            return self._two_sided(given)
         return lax.cond(
-            (count - self.options.start_step) % 2 == 0,
-            lambda: self._one_sided(totals, dense, memory.q, weight, left=True),
-            lambda: self._one_sided(totals, dense, memory.p, weight, left=False),
+            self._is_left_turn(given.count),
+            lambda: self._one_sided(given, given.memory.q, left=True),
+            lambda: self._one_sided(given, given.memory.p, left=False),
         )
 
-    def _two_sided(
-        self,
-        totals: list[Array],
-        left: list[Array] | None,
-        dense: list[Array],
-        memory: Memory,
-        count: Array,
-        weight: Weight | None,
-    ) -> _Agreed:
+    def _is_left_turn(self, count: Array) -> Array:
+        """Whether an alternating update sends left factors."""
+        return (count - self.options.start_step) % 2 == 0
+
+    def _two_sided(self, given: _Given) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""
-        options, n = self.options, len(totals)
+        options, totals, n = self.options, given.totals, len(given.totals)
+        left = given.left
         if left is None:
-            left = self._multiply(totals, self._right_bases(memory, count), transposed=False)
-        first, weight = self._reduce([*left, *dense], weight, thin=n)
+            bases = self._right_bases(given.memory, given.count)
+            left = self._multiply(totals, bases, transposed=False)
+        first, weight = self._reduce([*left, *given.dense], given.weight, thin=n)
 
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
@@ -298,20 +291,12 @@ class Step:
             first.finite & second.finite,
         )
 
-    def _one_sided(
-        self,
-        totals: list[Array],
-        dense: list[Array],
-        others: list[Any],
-        weight: Weight | None,
-        *,
-        left: bool,
-    ) -> _Agreed:
+    def _one_sided(self, given: _Given, others: list[Any], *, left: bool) -> _Agreed:
         """Factors of one side from those of the other, in one all-reduce."""
-        n = len(totals)
+        n = len(given.totals)
         bases = self._bases(self._beside(others), self.options.eps)
-        own = self._multiply(totals, bases, transposed=not left)
-        reduced, _ = self._reduce([*own, *dense], weight, thin=n)
+        own = self._multiply(given.totals, bases, transposed=not left)
+        reduced, _ = self._reduce([*own, *given.dense], given.weight, thin=n)
         pairs = [(x, bases) if left else (bases, x) for x in (reduced.means[:n], reduced.sent[:n])]
         means, sent = (_Factors(*pair) for pair in pairs)
         return self._agreed(means, sent, reduced, reduced.finite)

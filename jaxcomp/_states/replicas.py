@@ -18,8 +18,9 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_tuple
-from jaxcomp._mesh.collectives import largest, mean_each
+from jaxcomp._mesh.collectives import largest
 from jaxcomp._mesh.per_replica import map_leaves
+from jaxcomp._mesh.weights import mean_each
 from jaxcomp._states.stacked import mean_of_replicas
 
 
