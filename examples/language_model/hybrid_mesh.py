@@ -9,8 +9,6 @@ split; then gradients are averaged exactly over "fast", and compressed over "slo
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,6 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import ModelConfig, Transformer, init_params, load_corpus, loss_fn, training_batch
-from replica_groups import replica_groups
 from train import Parser
 
 import jaxcomp
@@ -91,21 +88,10 @@ def make_step(
     return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
-def slow_bytes(compiled: str, fast_devices: int) -> int:
-    """Bytes of the all-reduces between hosts, per device, read from the compiled program."""
-    total = 0
-    for line in compiled.splitlines():
-        result, found, _ = line.partition(" all-reduce(")
-        if not found:
-            continue
-        # Devices are numbered row by row: hosts are so many devices apart.
-        if any(device // fast_devices != group[0] // fast_devices
-               for group in replica_groups(line) for device in group):  # fmt: skip
-            for kind, dims in re.findall(r"(f32|bf16|f16)\[([\d,]*)\]", result):
-                total += math.prod(int(n) for n in dims.split(",") if n) * (
-                    4 if kind == "f32" else 2
-                )
-    return total
+def slow_bytes(compiled: Any, mesh: Mesh) -> int:
+    """Bytes of the all-reduces between hosts, per device, of a compiled program."""
+    crossing = jaxcomp.wire(compiled, mesh=mesh).over(SLOW)
+    return sum(x.bytes for x in crossing if x.kind == "all-reduce")
 
 
 def command_line() -> Parser:
@@ -150,7 +136,7 @@ def main() -> None:
     batch = partial(training_batch, text, seed=0, size=16, context=64)
     step = step.lower(params, state, jax.device_put(batch(0), rows)).compile()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    sent = slow_bytes(step.as_text(), mesh.shape[FAST])
+    sent = slow_bytes(step, mesh)
     print(f"{size:,} parameters; bytes between hosts, per device and step: {sent:,}", flush=True)
     for index in range(arguments.steps):
         params, state, losses = step(params, state, jax.device_put(batch(index), rows))

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -35,9 +36,9 @@ import training
 from data_parallel import ShardMap, new_state
 from hlo import collectives
 from paths import LANGUAGE_MODEL
-from replica_groups import replica_groups
 
 import jaxcomp
+from jaxcomp._wire.hlo import replica_groups
 
 STEPS, STOP = 12, 6
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
@@ -352,6 +353,13 @@ def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     assert twentieth < tenth < np.log(256)
 
 
+def program_of(line):
+    """A compiled program of one instruction, and its mesh of two hosts with four devices each."""
+    text = f"HloModule m, num_partitions=8\n\nENTRY %main (a: f32[2]) -> f32[2] {{\n  {line}\n}}\n"
+    mesh = jax.sharding.AbstractMesh((2, 4), (hybrid_mesh.SLOW, hybrid_mesh.FAST))
+    return types.SimpleNamespace(as_text=lambda: text), mesh
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -366,14 +374,14 @@ def test_replica_groups_as_xla_writes_them(groups, expected):
     line = f"%sum = (f32[2,3], bf16[4]) all-reduce(%a, %b), replica_groups={groups}, to_apply=%add"
     assert replica_groups(line) == expected
     crossing = any(0 in group and 4 in group for group in expected)
-    assert hybrid_mesh.slow_bytes(line, fast_devices=4) == (6 * 4 + 4 * 2) * crossing
+    assert hybrid_mesh.slow_bytes(*program_of(line)) == (6 * 4 + 4 * 2) * crossing
 
 
 @pytest.mark.parametrize("groups", ["?", "mesh['slow'=2,'fast'=4] {'fast':(1)2}"])
 def test_replica_groups_in_an_unknown_form_are_not_counted_as_none(groups):
     line = f"%sum = f32[2] all-reduce(%a), replica_groups={groups}, to_apply=%add"
     with pytest.raises(ValueError, match="in a form unknown here"):
-        hybrid_mesh.slow_bytes(line, fast_devices=4)
+        hybrid_mesh.slow_bytes(*program_of(line))
 
 
 @pytest.mark.parametrize(
