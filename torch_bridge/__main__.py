@@ -197,7 +197,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from torch_bridge._cli.choices import read_layout
     from torch_bridge._cli.inspect import render, summarize
 
-    layout = read_layout(options.layout) if options.layout else None
+    layout = read_layout(options.layout, options.max_bytes) if options.layout else None
     summary = summarize(_load(options.files, options), layout)
     if options.json:
         print(json.dumps(summary.to_dict(), indent=2, allow_nan=False))
@@ -271,6 +271,7 @@ def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
         read_names,
     )
 
+    most = options.max_bytes
     try:
         return Choices(
             params=import_object(options.params),
@@ -283,8 +284,8 @@ def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
             ),
             torch_dims=options.torch_dims,
             missing_ranks=missing_ranks,
-            layout=read_layout(options.layout) if options.layout else None,
-            param_names=read_names(options.param_names) if options.param_names else None,
+            layout=read_layout(options.layout, most) if options.layout else None,
+            param_names=read_names(options.param_names, most) if options.param_names else None,
         )
     except CheckpointMismatch:
         raise

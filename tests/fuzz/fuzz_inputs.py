@@ -12,12 +12,13 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import torch
 import torch_files as files
+from colliding_keys import colliding_keys
 
 import torch_bridge
 
@@ -59,17 +60,36 @@ def documents() -> list[dict[Any, Any]]:
     ]
 
 
-def pickle_of(document: Any) -> bytes:
-    """The ``data.pkl`` of what torch.save makes of `document`."""
+class Good(NamedTuple):
+    """A good file, to be made anew around another pickle.
+
+    Attributes:
+      opcodes: Of its pickle, arguments included.
+      around: Pickle -> file; with the tensors of this file, so that reading goes on behind them.
+    """
+
+    opcodes: list[bytes]
+    around: Callable[[bytes], bytes]
+
+
+def good_zip(document: Any, methods: Callable[[], int]) -> Good:
+    """What torch.save makes of `document`."""
     with zipfile.ZipFile(io.BytesIO(files.saved(document))) as archive:
-        name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
-        return archive.read(name)
+        entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    data = {name: raw for name, raw in entries.items() if name.startswith("data/")}
+    return Good(opcodes(entries["data.pkl"]), lambda body: files.archive(body, data, methods()))
 
 
-STORAGES = {f"data/{index}": bytes(1024) for index in range(40)}
-LEGACY = b"".join(
-    pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
-)
+def good_legacy(document: Any) -> Good:
+    """What torch.save made of it before 1.6: the pickle is the fourth of five."""
+    raw, ends = files.saved(document, _use_new_zipfile_serialization=False), [0]
+    for _ in range(4):
+        ends.append(ends[-1] + 1 + [*pickletools.genops(raw[ends[-1] :])][-1][2])
+    head, pickled, tail = raw[: ends[3]], raw[ends[3] : ends[4]], raw[ends[4] :]
+    return Good(opcodes(pickled), lambda body: head + body + tail)
+
+
+STORAGES = {f"data/{index}": bytes(24) for index in range(3)}
 
 
 def opcodes(pickled: bytes) -> list[bytes]:
@@ -91,9 +111,9 @@ def _atom(dice: Dice) -> bytes:
             lambda: b"\x8f",
             lambda: files.integer(dice.choice([0, -1, 1, 7, 2**31, 2**40, 2**62, -(2**62)])),
             lambda: b"G" + struct.pack(">d", dice.choice([0.0, 1e300, float("nan")])),
-            lambda: _text(dice.choice(texts)),
+            lambda: files.text(dice.choice(texts)),
             lambda: files.glob(*dice.choice(GLOBALS)),
-            lambda: files.storage(str(dice.randrange(3)), dice.choice([0, 6, 1024, 2**40])),
+            lambda: files.storage(str(dice.randrange(3)), dice.choice([0, 6, 6, 1024, 2**40])),
             lambda: files.tensor_call(
                 size=(dice.choice([0, 2, 2**20]),), stride=(dice.choice([0, 1]),)
             ),
@@ -101,11 +121,6 @@ def _atom(dice: Dice) -> bytes:
             lambda: b"C" + bytes([3]) + b"abc",
         ]
     )()
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(raw)) + raw
 
 
 def _grammar(dice: Dice) -> bytes:
@@ -118,7 +133,7 @@ def _grammar(dice: Dice) -> bytes:
             value = files.call(files.glob(*dice.choice(GLOBALS)), *[_atom(dice) for _ in range(3)])
         if dice.random() < 0.2:
             value += _atom(dice) + b"b"
-        body += _text(name) + value
+        body += files.text(name) + value
     return files.whole(body + b"u", 4)
 
 
@@ -209,12 +224,17 @@ def _odd_entry(dice: Dice, document: Any) -> bytes:
 
 def _odd_layout(dice: Dice) -> bytes:
     layout = torch_bridge.BucketLayout.from_manifest([[("w", (3,)), ("v", (2, 4))]]).to_json()
+    layout = layout.replace('"v"', dice.choice(['"v"', '"v"', r'"\u0077"', r'"\u0076"']))
     text = list(layout)
     for _ in range(dice.randrange(1, 5)):
         text[dice.randrange(len(text))] = dice.choice('[]{}",:0123456789ae-')
+    if dice.random() < 0.7:  # JSON still, with another value for a number
+        text, numbers = list(layout), [k for k, c in enumerate(layout) if c.isdigit()]
+        odd = ["-1", "[]", "null", "true", "2.0", "1e9", "9" * 30, '"1"', "{}", "NaN", "0"]
+        text[dice.choice(numbers)] = dice.choice(odd)
     model = files.dictionary(w=files.tensor_call())
     return files.archive(
-        files.whole(files.dictionary(state_dict=model, layout=_text("".join(text)))), STORAGES
+        files.whole(files.dictionary(state_dict=model, layout=files.text("".join(text)))), STORAGES
     )
 
 
@@ -231,24 +251,25 @@ def _odd_directory(dice: Dice, good: bytes) -> bytes:
 def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
     """Files without end, each with its class."""
     dice, known = Dice(seed), documents()
-    pickles = [opcodes(pickle_of(document)) for document in known]
+    method = lambda: dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])  # noqa: E731
+    zips = [good_zip(document, method) for document in known]
+    legacies = [good_legacy(document) for document in known]
     good, old = (
         files.saved(known[0], _use_new_zipfile_serialization=is_zip) for is_zip in (True, False)
     )
     plain = [{"a": [1, "b"]}, [2.5, None], "text", 7, {"state_dict": {}}, (1, {2})]
     while True:
         for name, change in CHANGES.items():
-            body = b"".join(change(dice, dice.choice(pickles)))
-            if dice.random() < 0.2:
-                yield f"{name}, legacy", LEGACY + body + pickle.dumps([], 2)
-            else:
-                method = dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-                yield name, files.archive(body, STORAGES, method)
+            is_legacy = dice.random() < 0.2
+            base = dice.choice(legacies if is_legacy else zips)
+            changed = base.around(b"".join(change(dice, base.opcodes)))
+            yield f"{name}, legacy" if is_legacy else name, changed
         yield "grammar", files.archive(_grammar(dice), STORAGES)
         yield "bytes of a legacy file", _bytes(dice, [old])[0]
         yield "bytes of an archive", _bytes(dice, [good])[0]
         yield "zip directory", _odd_directory(dice, good)
         yield "cut short", dice.choice([good, old])[: dice.randrange(len(good))]
         yield "layout", _odd_layout(dice)
+        yield "colliding keys", colliding_keys(dice)
         yield "entry of another kind", _odd_entry(dice, dice.choice(known))
         yield "plain pickle", pickle.dumps(dice.choice(plain), dice.randrange(5))

@@ -170,7 +170,7 @@ def glob(module: str, name: str) -> bytes:
 
 
 def text(value: str) -> bytes:
-    raw = value.encode()
+    raw = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 

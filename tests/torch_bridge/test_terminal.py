@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
+import pathlib
+import tracemalloc
 
 import flax.serialization
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import torch
 import torch_files as files
 
 import torch_bridge
-from torch_bridge import CheckpointMismatch, load
+from torch_bridge import BucketLayout, CheckpointMismatch, load
 from torch_bridge.__main__ import OK, UNUSABLE, USAGE, main
 from torch_bridge._base.atomic import replacing
 
@@ -61,6 +65,73 @@ def test_a_layout_that_is_a_pipe_is_not_waited_for(tmp_path, capsys):
     arguments = ["inspect", str(tmp_path / "f.pt"), "--layout", str(tmp_path / "pipe")]
     assert main(arguments) == UNUSABLE
     assert "no file" in capsys.readouterr().err
+
+
+def _save_model(path, value=1.0):
+    shapes = {"fc1.weight": (24, 32), "fc1.bias": (24,), "fc2.weight": (48, 24), "fc2.bias": (48,)}
+    model = {name: torch.full(shape, value) for name, shape in shapes.items()}
+    torch.save({"state_dict": model}, path)
+    return model
+
+
+def test_files_of_json_are_charged_before_they_are_read(tmp_path, capsys):
+    source, big, layout = (tmp_path / name for name in ("f.pt", "big.json", "layout.json"))
+    model = _save_model(source)
+    big.write_text("[" + "[]," * (5 << 20) + "[]]")
+    convert = ["to-flax", str(source), "--params", "cli_model:params", "--out", str(tmp_path / "x")]
+    commands = [["inspect", str(source), "--layout"], [*convert, "--layout"]]
+    tracemalloc.start()
+    try:
+        for command in (*commands, [*convert, "--param-names"]):
+            assert main([*command, str(big), "--quiet"]) == UNUSABLE
+            said = capsys.readouterr().err
+            assert "big.json: contents that unpack to more" in said
+            assert "on the command line: --max-bytes" in said
+        assert tracemalloc.get_traced_memory()[1] < 15 << 20
+    finally:
+        tracemalloc.stop()
+    layout.write_text(BucketLayout.from_order([list(model)], model).to_json())
+    small = [*convert, "--layout", str(layout), "--quiet", "--max-bytes"]
+    assert main([*small, "9000"]) == UNUSABLE
+    assert main([*small, "9000000"]) == OK
+
+
+def _bias(folder):
+    with ocp.CheckpointManager(folder) as manager:
+        assert manager.all_steps() == [0]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return float(manager.restore(0, args=args)["state"]["params"]["fc1"]["bias"][0])
+
+
+@pytest.mark.parametrize("moment", ["saved", "moved"])
+def test_an_old_step_goes_when_the_new_one_is_complete(tmp_path, capsys, monkeypatch, moment):
+    source, out = tmp_path / "f.pt", tmp_path / "orbax"
+    convert = ["to-flax", str(source), "--params", "cli_model:params", "--quiet", "--out", str(out)]
+    _save_model(source, 1)
+    assert main(convert) == OK
+    _save_model(source, 2)
+    save, rename = ocp.CheckpointManager.save, pathlib.Path.rename
+
+    def saved(manager, step, **options):
+        save(manager, step, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def moved(path, target):
+        if path.name == "0" and target == out / "0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        if moment == "saved":
+            patched.setattr(ocp.CheckpointManager, "save", saved)
+        else:
+            patched.setattr(pathlib.Path, "rename", moved)
+        assert main([*convert, "--force"]) == UNUSABLE
+    assert "No space left" in capsys.readouterr().err
+    assert _bias(out) == 1
+    assert main([*convert, "--force"]) == OK
+    assert _bias(out) == 2
+    assert [path.name for path in out.iterdir() if path.name.endswith(".tmp")] == []
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, capsys):

@@ -16,9 +16,11 @@ import jax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.match import Options, check_pattern
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
+from torch_bridge._read.tensors import Budget
+from torch_bridge._read.values import Malformed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +81,30 @@ def import_object(reference: str) -> Any:
     return value
 
 
-def read_layout(path: pathlib.Path) -> BucketLayout:
-    """A layout file, as ``record_layout(...).to_json()`` gives it."""
+def read_layout(path: pathlib.Path, max_bytes: int | None = None) -> BucketLayout:
+    """A layout file, as ``record_layout(...).to_json()`` gives it.
+
+    Raises:
+      CheckpointMismatch: It is no layout, or takes more than `max_bytes` (None: three times its
+        size and 64 MiB).
+    """
+    text = _text(path, "--layout", max_bytes)
     try:
-        return BucketLayout.from_json(_text(path, "--layout"))
-    except (CheckpointMismatch, UnicodeDecodeError) as error:
+        return BucketLayout.from_json(text)
+    except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{path}: {error}") from error
 
 
-def read_names(path: pathlib.Path) -> ParamNames:
-    """A file with a list of names, or of one list of names for each param group."""
+def read_names(path: pathlib.Path, max_bytes: int | None = None) -> ParamNames:
+    """A file with a list of names, or of one list of names for each param group.
+
+    Raises:
+      CheckpointMismatch: As for `read_layout`.
+    """
+    text = _text(path, "--param-names", max_bytes)
     try:
-        names = json.loads(_text(path, "--param-names"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        names = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointMismatch(f"{path} is no JSON: {error}") from error
     groups = names if isinstance(names, list) and names and isinstance(names[0], list) else [names]
     if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
@@ -101,10 +114,21 @@ def read_names(path: pathlib.Path) -> ParamNames:
     return names
 
 
-def _text(path: pathlib.Path, option: str) -> str:
+def _text(path: pathlib.Path, option: str, max_bytes: int | None) -> str:
+    """The text of a file of JSON, charged with what parsing may take before it is read."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise CheckpointMismatch(f"{path} is no file. {option} must be a file of JSON.")
-    return path.read_text(encoding="utf-8")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            Budget(3 * size + (64 << 20) if max_bytes is None else max_bytes).claim(
+                PARSED_BYTES * size
+            )
+            return file.read(size).decode()
+        except Malformed as error:
+            raise CheckpointMismatch(f"{path}: {error}", parameters=error.parameters) from error
+        except UnicodeDecodeError as error:
+            raise CheckpointMismatch(f"{path}: {error}") from error
 
 
 def parse_pairing(

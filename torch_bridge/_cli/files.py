@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
+import shutil
 import stat
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 import numpy as np
 
 from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 # As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
@@ -39,19 +44,46 @@ def write_flax(
         return
     import orbax.checkpoint as ocp
 
-    with ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG)) as manager:
-        step = int(state["step"])
-        if step in manager.all_steps():
-            if not force:
-                raise CheckpointMismatch(
-                    f"{path} already holds step {step}. Choose another --out, or pass --force to "
-                    f"overwrite it."
-                )
-            manager.delete(step)
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(dict(config))
-        )
-        manager.save(step, args=args)
+    step = int(state["step"])
+    args = ocp.args.Composite(
+        state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(dict(config))
+    )
+    with _orbax(path) as manager:
+        there = step in manager.all_steps()
+        if there and not force:
+            raise CheckpointMismatch(
+                f"{path} already holds step {step}. Choose another --out, or pass --force to "
+                f"overwrite it."
+            )
+        if not there:
+            manager.save(step, args=args)
+    if there:
+        _replace_step(path, step, args)
+
+
+def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
+    import orbax.checkpoint as ocp
+
+    return ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG))
+
+
+def _replace_step(path: pathlib.Path, step: int, args: Any) -> None:
+    """Save a step that is there already: the old one goes when the new one is complete."""
+    # Inside of `path`, which may be a mounted file system of its own.
+    temporary = path / f".{step}.{secrets.token_hex(8)}.tmp"
+    place, new, old = path / str(step), temporary / str(step), temporary / "old"
+    try:
+        with _orbax(temporary) as manager:
+            manager.save(step, args=args)
+        place.rename(old)
+        try:
+            new.rename(place)
+        except OSError:
+            old.rename(place)
+            raise
+    finally:
+        if place.exists():  # else both are kept
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +117,7 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
 def _read_orbax(path: pathlib.Path, template: Any) -> Any:
     import orbax.checkpoint as ocp
 
-    with ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG)) as manager:
+    with _orbax(path) as manager:
         if manager.latest_step() is None:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
         args = ocp.args.Composite(state=ocp.args.StandardRestore(template))

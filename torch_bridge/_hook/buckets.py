@@ -34,6 +34,7 @@ from torch_bridge._hook.entries import (
 _FORMAT = "torch_bridge.BucketLayout"
 _VERSION = 1
 _MAX_AXES = 64  # as torch
+PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.names import unwrapped
 from torch_bridge._base.schema import SchemaError, is_slots, record_from_slots
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
 from torch_bridge._read.archive import read_archive
@@ -27,7 +27,6 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 # Every value of a file is checked before it is used; should one slip through, the file is at fault.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _MAX_NODES, _MAX_DEPTH = 1_000_000, 64  # of 100 000 parameters: 600 000
-_PARSED_BYTES = 30  # of memory, at most, for a character of a layout
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
@@ -107,7 +106,7 @@ def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, in
         value, budget = read_archive(file, max_bytes, progress)
         layout = value.get("layout") if isinstance(value, dict) else None
         if isinstance(layout, str):  # parsed later, when the budget is gone
-            budget.claim(_PARSED_BYTES * len(layout))
+            budget.claim(PARSED_BYTES * len(layout))
         return value
     except Forbidden as error:
         raise UnsafeCheckpoint(
@@ -140,10 +139,14 @@ def _interpret(file: pathlib.Path, value: Any) -> Checkpoint:
 
 def _documented(value: dict[Any, Any]) -> Checkpoint:
     rest = dict(value)
-    hook = _take(rest, _HOOK_KEYS)
+    parts = [rest.get(name) for name in (*_MODEL_KEYS, *_HOOK_KEYS)]
+    # A flat state_dict may have parameters of these names.
+    flat = not any(isinstance(part, dict) for part in parts)
+    flat &= any(isinstance(part, np.ndarray) for part in parts)
+    hook = None if flat else _take(rest, _HOOK_KEYS)
     if hook is not None and not is_slots(hook):
         raise SchemaError("`comm_hook_state` is no PowerSGDState")
-    model = _take(rest, _MODEL_KEYS)
+    model = None if flat else _take(rest, _MODEL_KEYS)
     # A list of them is kept as it is, in `extra`.
     named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
     optimizer = _walkable(rest.pop(named[0])) if named else None

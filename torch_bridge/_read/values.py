@@ -13,9 +13,9 @@ _MAX_PART_BITS = 60
 _MAX_KEY_LENGTH = 1 << 16
 _MAX_KEY_PARTS = 8
 # Python hashes numbers, and tuples of them, the same in every process: keys of any size can be
-# chosen so that each one meets all before it. These many take half a second.
-_MAX_CHOSEN_KEYS = 1 << 14
-_MAX_CHOSEN_TUPLES = 1 << 12
+# chosen so that each one meets all before it. These many comparisons, of 16 384 numbers with each
+# other, take half a second; those of tuples take longer.
+_MAX_COMPARISONS, _TUPLE_COMPARISON = 1 << 27, 16
 
 
 class Malformed(Exception):
@@ -76,29 +76,33 @@ def settle(value: Any) -> Any:
 
 
 class Keys:
-    """Checks the keys of one file, and counts those whose hashes the file can choose.
+    """Checks the keys of one file, and counts what those cost whose hashes the file can choose.
 
-    Text and bytes are hashed with a secret of the process; 0, 1, 2, ... never meet each other.
+    Text and bytes are hashed with a secret of the process; 0, 1, 2, ... never meet each other. Any
+    other key may be compared with all such keys of its dictionary or set.
     """
 
     def __init__(self) -> None:
-        self._chosen = self._tuples = 0
+        self._chosen = self._comparisons = 0
 
     def checked(self, key: Any, position: int) -> Any:
         """`key`, which may join a dictionary or set that has `position` entries.
 
         Raises:
-          Malformed: Hashing it may not end, or the file has too many keys of this kind.
+          Malformed: Hashing it may not end, or such keys may take too long.
         """
         key = plain_key(key)
         if isinstance(key, str | bytes) or (type(key) is int and key == position):
             return key
+        weight = _TUPLE_COMPARISON if isinstance(key, tuple) else 1
+        self._comparisons += weight * min(position, self._chosen)
         self._chosen += 1
-        self._tuples += isinstance(key, tuple)
-        if self._chosen > _MAX_CHOSEN_KEYS or self._tuples > _MAX_CHOSEN_TUPLES:
+        if self._comparisons > _MAX_COMPARISONS:
             raise Malformed(
-                f"dictionaries and sets with more than {_MAX_CHOSEN_KEYS} keys, or "
-                f"{_MAX_CHOSEN_TUPLES} tuples, that are neither text nor 0, 1, 2, ... in order"
+                "a dictionary or set of more than 16384 numbers as keys, or 4096 tuples, other "
+                "than 0, 1, 2, ... in order: such keys can be chosen so that reading them takes "
+                "hours. If you trust the file, read it with torch.load and save it with text as "
+                "keys (str(key)) or with the keys in a tensor"
             )
         return key
 
