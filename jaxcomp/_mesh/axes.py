@@ -51,8 +51,12 @@ def spread(xs: list[Array], thin: int) -> list[Array]:
         length, axis = max(
             ((n, i) for i, n in enumerate(x.shape) if n % devices == 0), default=(0, 0)
         )
+        if not length:
+            return x
         spec = [axes if i == axis else None for i in range(x.ndim)]
-        return lax.with_sharding_constraint(x, PartitionSpec(*spec)) if length else x
+        # Whole first: layouts travel backwards too, into the gradient and the model that made it.
+        x = lax.with_sharding_constraint(x, PartitionSpec())
+        return lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
     return [lay_out(x) if i < thin else x for i, x in enumerate(xs)] if axes else xs
 

@@ -49,7 +49,7 @@ def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: i
     axes = axis_tuple(axis_name)
     if spec is None:
         spec = PartitionSpec(axis_name)
-        specs = jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), arg)
+        specs = jax.tree.map(lambda x: PartitionSpec() if is_common(x) else spec, arg)
     else:
         specs = jax.tree.broadcast(spec, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -67,6 +67,31 @@ def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: i
         return PartitionSpec(*kept)
 
     return jax.tree_util.tree_map_with_path(checked, arg, specs)
+
+
+def check_something_is_split(specs: list[PartitionSpec]) -> None:
+    """Refuses a batch that a function closes over: it works, and saves nobody any work.
+
+    Raises:
+      ValueError: If every argument is the same for all replicas.
+    """
+    if not any(len(spec) for spec in specs):
+        raise ValueError(
+            "No argument of `fun` is split between the replicas: a batch that it closes over is "
+            "computed whole by each of them. Call value_and_grad(state, params, batch); if `fun` "
+            "makes its own examples, pass batch_specs=P()."
+        )
+
+
+def is_common(leaf: Any) -> bool:
+    """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
+    return not np.ndim(leaf) or _is_raw_key(leaf)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """A key of `jax.random.PRNGKey` has an axis, which is not one of examples."""
+    raw = jax.eval_shape(jax.random.PRNGKey, 0)
+    return np.shape(leaf) == raw.shape and jnp.result_type(leaf) == raw.dtype
 
 
 def _only(part: Any, axes: tuple[str, ...]) -> Any:

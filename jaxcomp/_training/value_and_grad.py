@@ -30,6 +30,8 @@ from jaxcomp._training.on_mesh import (
     batch_spec,
     check_params,
     check_replica_axis,
+    check_something_is_split,
+    is_common,
     replica_weights,
     the_mesh,
 )
@@ -102,8 +104,9 @@ class ValueAndGrad:
           `has_aux`. The value is the mean over the replicas.
 
         Raises:
-          ValueError: If there is no mesh, an argument does not fit its specification, parameters
-            are sharded over `axis_name`, or state or weights are of another number of replicas.
+          ValueError: If there is no mesh, an argument does not fit its specification, none is
+            split between the replicas, parameters are sharded over `axis_name`, or state or weights
+            are of another number of replicas.
         """
         mesh, axes = the_mesh(self.mesh, self.axis_name), axis_tuple(self.axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
@@ -111,6 +114,8 @@ class ValueAndGrad:
         check_params(self._params(args), mesh, axes)
         leaves, treedef = jax.tree.flatten((args, kwargs))
         specs = jax.tree.leaves(self._arg_specs(args, kwargs, axes, replicas))
+        if self.batch_specs is None:
+            check_something_is_split(specs)
         # What is no array stays as it is: a flag that `fun` branches on, a function.
         arrays = {
             i: resharded(x, mesh, specs[i], axes) for i, x in enumerate(leaves) if _is_array(x)
@@ -215,7 +220,7 @@ class ValueAndGrad:
         arrays = [
             leaf_name(path)
             for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]
-            if _is_array(leaf) and np.ndim(leaf)
+            if _is_array(leaf) and not is_common(leaf)
         ]
         if arrays:
             raise ValueError(
@@ -257,8 +262,9 @@ def value_and_grad(
         the auxiliary output.
       batch_specs: How the arguments that are not differentiated are split between the replicas: a
         PartitionSpec for all, or a tuple with one for each, which may be a tree. By default along
-        the leading axis; scalars and random keys without axes are the same for all. Axes of the
-        mesh other than `axis_name` are left to the compiler.
+        the leading axis; scalars and random keys, of `jax.random.key` or `PRNGKey`, are the same
+        for all: `fun` makes its own with ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``
+        (dropout). Axes of the mesh other than `axis_name` are left to the compiler.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
         `fun` with operations that it cannot type.

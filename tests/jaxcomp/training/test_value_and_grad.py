@@ -245,6 +245,25 @@ def test_auxiliary_output_is_averaged_or_stacked(kind):
     np.testing.assert_allclose(aux["mean"], np.mean(x), rtol=1e-4)
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_random_key_is_the_same_for_all_and_no_batch_of_two(make):
+    mesh = grid(data=2)
+
+    def fun(params, x, key, *, other):
+        own = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        aux = [jax.random.bits(seed) for seed in (key, other, own)]
+        return loss(params, x), aux
+
+    reducer, params, x = REDUCERS["allreduce"](), parameters(mesh), batches(mesh)[0]
+    value_and_grad = jaxcomp.value_and_grad(fun, reducer, mesh=mesh, has_aux=True, aux="stack")
+    state = value_and_grad.init(params)
+    ((_, aux), _), _ = jax.jit(value_and_grad)(state, params, x, make(5), other=make(6))
+    (a, b), (c, d), (e, f) = map(np.asarray, aux)
+    assert a == b == jax.random.bits(make(5))
+    assert c == d == jax.random.bits(make(6))
+    assert e != f
+
+
 def test_several_argnums_and_batch_specs():
     mesh = grid()
     params, x = parameters(mesh), batches(mesh)[0]
@@ -341,6 +360,8 @@ def test_what_is_wrong_is_said_before_anything_runs():
         value_and_grad(state, params, jnp.zeros((6, 32)))
     with pytest.raises(ValueError, match=r"keyword argument .*'x'.* by position"):
         value_and_grad(state, params, x=x)
+    with pytest.raises(ValueError, match=r"No argument .* is split .* batch that it closes over"):
+        jaxcomp.value_and_grad(lambda p: loss(p, x), reducer, mesh=mesh)(state, params)
     with pytest.raises(ValueError, match="2 entries and `fun` was called with 1"):
         jaxcomp.value_and_grad(loss, reducer, mesh=mesh, batch_specs=(P(), P()))(state, params, x)
     with pytest.raises(ValueError, match="called with 0 arguments, and argnums=0"):
