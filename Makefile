@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check docs format clean
 
 help:
 	@echo "make demo    train a small language model several ways; table, picture and JSON in out/"
 	@echo "make test    run the test suite"
 	@echo "make check   lint, formatting, types"
+	@echo "make docs    build the documentation as a site in out/docs/"
 	@echo "make format  rewrite the sources in the house format, and the programs in the documents"
 	@echo "make clean   remove .venv, caches and out/"
 
@@ -25,6 +26,10 @@ $(VENV)/.test: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
 	@touch $@
 
+$(VENV)/.docs: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
 demo: $(VENV)/.examples
 	$(BIN)/python examples/language_model/demo.py
 
@@ -35,6 +40,11 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Any warning is an error: a link that leads nowhere, a public name without a place in the reference.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d out/doctrees docs out/docs
+	@echo "out/docs/index.html"
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix-only .

@@ -30,6 +30,7 @@ from jaxcomp._training.fingerprint import FingerprintMismatch, check_fingerprint
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
 from jaxcomp._training.sampling import sharded_indices
 from jaxcomp._training.value_and_grad import ValueAndGrad, value_and_grad
+from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
 from jaxcomp._wire.wire import Collective, Wire, wire
 

@@ -106,8 +106,8 @@ class Reducer(Transformation):
 
     Args:
       init: From parameters to a consolidated state.
-      reduce: A function of (local gradients, state, parameters or None, **extra arguments) that
-        returns a `Reduction`. `jaxcomp.extend.open_step` opens and closes it. With a parameter
+      reduce: A function of local gradients, state, parameters or None, and extra arguments by name
+        that returns a `Reduction`. `jaxcomp.extend.open_step` opens and closes it. With a parameter
         ``weight`` among the extra ones it takes weights; otherwise they are refused.
       axis_name: The mapped axis or axes of the replicas.
       update: Optax's update function; by default made of `reduce`.
@@ -221,7 +221,7 @@ def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
       tx: A `Reducer`, or any Optax transformation from local gradients to averages.
 
     Returns:
-      A function of (updates, state, params, **extra arguments) that returns a `Reduction`.
+      A function of updates, state, params and extra arguments by name that returns a `Reduction`.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -20,6 +20,7 @@ from paths import ROOT
 from runners import mesh_of
 
 import jaxcomp
+import torch_bridge
 
 
 def blocks(page, language="python"):
@@ -58,6 +59,17 @@ def test_every_public_function_has_an_example(module):
         member = getattr(module, name)
         assert member.__doc__, name
         assert ">>>" in member.__doc__ or not inspect.isfunction(member), name
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    listed = re.findall(r":: ([\w.]+)$", (ROOT / "docs/site/api.md").read_text(), re.MULTILINE)
+    public = [
+        f"{module.__name__}.{name}"
+        for module in (jaxcomp, jaxcomp.extend, torch_bridge)
+        for name in module.__all__
+        if name != "extend"
+    ]
+    assert sorted(listed) == sorted(public)
 
 
 def test_the_programs_about_checkpoints_run_and_a_restart_repeats_the_run(tmp_path, monkeypatch):
