@@ -501,7 +501,7 @@ def test_ambiguous_layers_are_refused_until_a_rule_decides():
         params_from_torch(model, like)
     assert len(caught.value.ambiguous) == 2
     for rules in ({"slow": "x"}, [(r"slow\.weight", "x/kernel"), ("fast", "y")]):
-        params = params_from_torch(model, like, rules)
+        params = params_from_torch(model, like, rules, conv1d="")
         assert params["x"]["kernel"][0, 0] == 1
         assert params["y"]["kernel"][0, 0] == 0
     with pytest.raises(CheckpointMismatch, match="neither a leaf nor a module"):
@@ -514,7 +514,7 @@ def test_rules_move_indices():
     }
     like = {f"block_{k}": {n: {"kernel": np.ones((4, 4))} for n in ("p", "q")} for k in (0, 1)}
     rules = {r"h\.(\d+)\.u": r"block_\1/q", r"h\.(\d+)\.v": r"block_\1/p"}
-    params = params_from_torch(model, like, rules)
+    params = params_from_torch(model, like, rules, conv1d="")
     assert [int(params[f"block_{k}"][n]["kernel"][0, 0]) for k in (0, 1) for n in "pq"] == [
         1,
         0,
@@ -548,7 +548,7 @@ def test_rule_takes_a_packed_linear_apart():
 def test_numbers_follow_natural_order():
     model = {f"{2 * k}.weight": np.full((4, 4), k) for k in range(12)}
     like = {f"Dense_{k}": {"kernel": np.ones((4, 4))} for k in range(12)}
-    params = params_from_torch(model, like)
+    params = params_from_torch(model, like, conv1d="")
     assert [int(params[f"Dense_{k}"]["kernel"][0, 0]) for k in range(12)] == list(range(12))
 
 
@@ -570,7 +570,7 @@ def test_modules_of_the_same_name_decide():
         side: {f"Dense_{k}": {"kernel": np.ones((4, 4))} for k in (0, 1)}
         for side in ("left", "right")
     }
-    params = params_from_torch(model, like)
+    params = params_from_torch(model, like, conv1d="")
     assert int(params["right"]["Dense_1"]["kernel"][0, 0]) == ord("r") + 2
     assert int(params["left"]["Dense_0"]["kernel"][0, 0]) == ord("l")
 
@@ -587,7 +587,7 @@ def test_separate_projections_meet_flax_attention():
         f"Block_{k}": {"attn": {name: {"kernel": np.ones(shapes[name])} for name in shapes}}
         for k in (0, 1)
     }
-    params = params_from_torch(model, like)
+    params = params_from_torch(model, like, conv1d="")
     for k in (0, 1):
         for j, name in enumerate(names.values()):
             assert np.all(params[f"Block_{k}"]["attn"][name]["kernel"] == 10 * k + j)
@@ -604,7 +604,8 @@ def test_dtypes_are_kept(dtype):
 
 def test_result_does_not_share_memory_with_torch():
     module = torch.nn.Linear(2, 2)
-    params = params_from_torch(module.state_dict(), {"kernel": np.ones((2, 2)), "bias": np.ones(2)})
+    like = {"kernel": np.ones((2, 2)), "bias": np.ones(2)}
+    params = params_from_torch(module.state_dict(), like, conv1d="")
     before = jax.tree.map(np.copy, params)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -643,6 +644,7 @@ def test_round_trip_and_matrix_order(shape, transposed, data):
         {"c.weight": weight},
         {"c": {"kernel": np.ones(flax_shape)}},
         conv_transpose=".*" if transposed else "-",
+        conv1d="",
     )
     leaf = pairing.to_flax(weight)
     assert leaf.shape == flax_shape
@@ -683,9 +685,9 @@ def test_random_stacks_there_and_back(kinds, data):
                 model |= {f"{k}.running_mean": w(size=a), f"{k}.running_var": w(size=a)}
                 statistics[name] = {"mean": np.zeros(a), "var": np.zeros(a)}
     like = {"params": params, "batch_stats": statistics}
-    variables = params_from_torch(model, like)
+    variables = params_from_torch(model, like, flatten={".*": None}, conv1d="")
     assert jax.tree.structure(variables) == jax.tree.structure(like)
-    back = params_to_torch(variables, model)
+    back = params_to_torch(variables, model, flatten={".*": None}, conv1d="")
     for name, value in model.items():
         np.testing.assert_array_equal(back[name], value)
 

@@ -23,6 +23,21 @@ def kernels(**shapes):
     return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
 
 
+def test_names_that_become_one_are_refused():
+    model = {"_orig_mod.fc.weight": values(4, 3), "fc.weight": -values(4, 3), "fc.bias": values(4)}
+    like = {"fc": {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}}
+    for convert in (
+        lambda: torch_bridge.params_from_torch(model, like),
+        lambda: torch_bridge.params_to_torch(like, model),
+        lambda: torch_bridge.to_flax(Checkpoint(model), like),
+    ):
+        with pytest.raises(ValueError, match="Names become one") as error:
+            convert()
+        assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
+    compiled = {f"module._orig_mod.{name}": model[name] for name in ("fc.weight", "fc.bias")}
+    assert torch_bridge.params_from_torch(compiled, like)["fc"]["kernel"].shape == (3, 4)
+
+
 # --- weights stored (in, out) -----------------------------------------------------------------
 
 
@@ -79,6 +94,35 @@ def test_layers_of_one_name_decide_before_the_rest():
     np.testing.assert_array_equal(params["h_1"]["up"]["kernel"], model["h.1.up.weight"])
 
 
+def test_square_matrices_alone_are_taken_for_linear_and_named():
+    model = {f"fc{k}.weight": values(8, 8) + k for k in range(2)}
+    like = kernels(fc0=(8, 8), fc1=(2, 4, 8))
+    with pytest.warns(UserWarning, match=r'fc0, fc1 are taken for Linear.*conv1d=""'):
+        found = torch_bridge.params_from_torch(model, like)
+    said = torch_bridge.params_from_torch(model, like, conv1d="")  # without a warning
+    jax.tree.map(np.testing.assert_array_equal, found, said)
+    np.testing.assert_array_equal(said["fc0"]["kernel"], model["fc0.weight"].T)
+    straight = torch_bridge.params_from_torch(model, like, conv1d="fc0")
+    np.testing.assert_array_equal(straight["fc0"]["kernel"], model["fc0.weight"])
+    # With nn.MultiheadAttention in it, a model is of torch's own layers.
+    model |= {"attention.in_proj_weight": values(24, 8), "attention.out_proj.weight": values(8, 8)}
+    heads = dict.fromkeys(("query", "key", "value"), (8, 2, 4))
+    like["attention"] = kernels(**heads, out=(2, 4, 8))
+    torch_bridge.params_from_torch(model, like)
+
+
+def test_a_packed_matrix_that_is_stored_in_out_cannot_be_taken_apart():
+    model = {"c_attn.weight": values(8, 24), "c_attn.bias": values(24)}
+    part = {"kernel": np.zeros((8, 8)), "bias": np.zeros(8)}
+    like = dict.fromkeys(("query", "key", "value"), part)
+    with pytest.raises(CheckpointMismatch, match="3 layers side by side") as error:
+        torch_bridge.params_from_torch(model, like, {"c_attn": "query|key|value"}, conv1d="c_attn")
+    line = error.value.mis_shaped[0]
+    assert line.startswith("c_attn.weight (8, 24) <-> query/kernel (8, 8): stored (in, out)")
+    assert "one kernel of shape (8, 24)" in line
+    assert "numpy.split(weight, 3, axis=1)" in line
+
+
 # --- a flatten --------------------------------------------------------------------------------
 
 
@@ -90,6 +134,16 @@ def network(places, *behind, convs=1):
     for name in behind:
         model[f"{name}.weight"], like[name] = values(4, 8, 3, 3), (3, 3, 8, 4)
     return model, kernels(**like)
+
+
+def declared_before(places, first="fc"):
+    """The fc is an attribute of the module before its convolutions are, or between them."""
+    model, like = network(places, convs=2)
+    order = {"fc": ("fc", "conv0", "conv1"), "conv0": ("conv0", "fc", "conv1")}[first]
+    model["conv0.weight"] = np.repeat(model["conv0.weight"], 3, axis=0)
+    model["conv1.weight"] = np.repeat(model["conv1.weight"], 3, axis=1)
+    like |= kernels(conv0=(3, 3, 3, 24), conv1=(3, 3, 24, 8))
+    return {f"{name}.weight": model[f"{name}.weight"] for name in order}, like
 
 
 def test_a_square_map_is_recognised():
@@ -105,8 +159,11 @@ def test_a_square_map_is_recognised():
         (network(12), (8, 3, 4)),  # no square
         (network(16, "later"), (8, 4, 4)),  # a convolution follows: a decoder perhaps
         (network(4, convs=4), (8, 2, 2)),  # as many branches as places, one behind the other
+        (network(7), (8, 1, 7)),  # a prime number of places
+        (declared_before(16), (8, 4, 4)),
+        (declared_before(7, "conv0"), (8, 7, 1)),
     ],
-    ids=["not square", "a convolution follows", "side by side"],
+    ids=["not square", "a convolution follows", "side by side", "prime", "before", "between"],
 )
 def test_a_map_that_may_be_something_else_is_asked_about(model, shape):
     torch_model, like = model

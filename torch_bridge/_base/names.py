@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from torch_bridge._base.errors import CheckpointMismatch
+
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
 
@@ -23,6 +25,22 @@ def unwrapped(names: Sequence[str]) -> list[str]:
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Each name with what it reads without the wrappers' words, wherever they stand."""
+    """Each name with what it reads without the wrappers' words, wherever they stand.
+
+    Raises:
+      CheckpointMismatch: Names become one, so that a tensor would be lost; all such are listed.
+    """
     kept = [".".join(word for word in name.split(".") if word not in _WORDS) for name in names]
-    return dict(zip(names, unwrapped(kept), strict=True))
+    cleaned = dict(zip(names, unwrapped(kept), strict=True))
+    first = {clean: name for name, clean in reversed(cleaned.items())}
+    if len(first) < len(cleaned):
+        raise CheckpointMismatch(
+            "Names become one without the words of DDP, FSDP and torch.compile. Rename or drop one "
+            "of each two before the conversion.",
+            ambiguous=[
+                f"{first[clean]} and {name}"
+                for name, clean in cleaned.items()
+                if first[clean] != name
+            ],
+        )
+    return cleaned

@@ -77,12 +77,12 @@ def powersgd_from_torch(
         of a layer that was never used, or of a run that diverged; it starts afresh.
 
     Example:
-      >>> record = PowerSGDRecord(1, 20, {0: np.ones(64, "f4")}, {0: np.ones(8)}, {0: np.ones(8)})
-      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 8))]])
+      >>> record = PowerSGDRecord(1, 20, {0: np.ones(96, "f4")}, {0: np.ones(8)}, {0: np.ones(12)})
+      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 12))]])
       >>> checkpoint = Checkpoint({}, (record,), layout=layout, world_size=1)
-      >>> state = powersgd_from_torch(checkpoint, {"fc": {"kernel": jnp.zeros((8, 8))}})
+      >>> state = powersgd_from_torch(checkpoint, {"fc": {"kernel": jnp.zeros((12, 8))}})
       >>> int(state.count), state.q["fc"]["kernel"].shape
-      (20, (8, 1))
+      (20, (12, 1))
     """
     record = record_of(checkpoint)
     source = Source.of(checkpoint, layout, missing_ranks)

@@ -80,12 +80,12 @@ def powersgd_to_torch(
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
-      >>> params = {"fc": {"kernel": jnp.zeros((8, 8))}}
+      >>> params = {"fc": {"kernel": jnp.zeros((12, 8))}}
       >>> state = jaxcomp.powersgd(1, axis_name="data").init(params)._replace(count=7)
-      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 8))]])
+      >>> layout = BucketLayout.from_manifest([[("fc.weight", (8, 12))]])
       >>> back = powersgd_to_torch(state, params, layout=layout)
       >>> back.iter, back.start_powerSGD_iter, back.q_memory_dict[0].shape
-      (7, 9, torch.Size([8]))
+      (7, 9, torch.Size([12]))
     """
     from torch_bridge._job.resume import state_from_record
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch_bridge._pairing.layers import dense_cut, orientation
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
 _CLEAR = ("linear", "straight")
+_IMAGE = 4  # channels, at most
 _Facts = tuple[str, int, int, int]  # convolution, its channels and spatial axes, inputs behind it
 Couples = Mapping[TorchUnit, FlaxUnit]
 
@@ -27,8 +27,11 @@ def storage(unit: TorchUnit, target: FlaxUnit) -> str:
     A Linear keeps its weight (out, in), transformers' Conv1D (in, out).
     """
     shape, kernel = _shapes(unit, target)
-    if not kernel or len(shape) != 2 or unit.part is not None:
+    if not kernel or len(shape) != 2:
         return "none"
+    # Rows of a packed one; what nn.MultiheadAttention packs.
+    if unit.part is not None or unit.entries["weight"][0].endswith("in_proj_weight"):
+        return "linear"
     forms = (bool(dense_cut(kernel, *shape[::-1])), bool(dense_cut(kernel, *shape)))
     names = {(True, True): "both", (True, False): "linear", (False, True): "straight"}
     return names.get(forms, "none")
@@ -42,13 +45,15 @@ def _shapes(unit: TorchUnit, target: FlaxUnit | None) -> tuple[tuple[int, ...], 
 
 
 def storage_of_its_kind(unit: TorchUnit, couples: Couples) -> str:
-    """How a square matrix is stored, from those that are not square; ``both`` if they disagree.
+    """How a square matrix is stored, from those that are not square.
 
-    The layers of the same name decide, else those of the same module, else all.
+    The layers of the same name decide, else those of the same module, else all. ``both`` if these
+    disagree, ``none`` if there are none: what torch itself calls attention or LSTM counts, too.
     """
     clear = {u: form for u, t in couples.items() if (form := storage(u, t)) in _CLEAR}
     if "straight" not in clear.values():
-        return "linear"
+        of_torch = any(unit.family in ("attention", "recurrent") for unit in couples)
+        return "linear" if clear or of_torch else "none"
     module, _, name = unit.name.rpartition(".")
     for part, word in ((2, name), (0, module)):
         kind = {form for u, form in clear.items() if u.name.rpartition(".")[part] == word}
@@ -77,7 +82,8 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
     and no shape shows it. Nothing but normalisation stands between the two in the state dict; every
     later matrix with as many inputs (the log-variance beside the mean, a second head) counts, too.
     It is sure where the map is square, no further convolution follows, as at the end of a
-    classifier, and no other matrix has as many outputs.
+    classifier, no other matrix has as many outputs, and none was declared before a convolution that
+    it may stand behind.
     """
     found: dict[TorchUnit, _Facts] = {}
     kernels = [u for u in units if u.family == "weight" and len(_shapes(u, couples.get(u))[0]) > 2]
@@ -87,11 +93,10 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
         target = couples.get(unit)
         shape = _shapes(unit, target)[0]
         if target is not None and unit in kernels:
-            channels = shape[1] if form_of(unit, target) == "transposed" else shape[0]
-            before, width = (unit.name, channels, len(shape) - 2), 0
+            before, width = (unit.name, _channels(unit, target)[1], len(shape) - 2), 0
         elif shape and unit.family == "weight" and target is not None and before is not None:
             n_in = _inputs(unit, target)
-            if width in (0, n_in) and _is_map(n_in, *before[1:]):
+            if width in (0, n_in) and _is_map(n_in, before[1]):
                 width, found[unit] = n_in, (*before, n_in)
             else:
                 before = None
@@ -102,6 +107,7 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
     blocks = collections.Counter(words for words, _ in behind)
     found = {unit: facts for unit, facts in found.items() if blocks[unit.stem.words] == 1}
     found, doubtful = _with_further_heads(units, couples, found)
+    early = _declared_before(units, couples, found)
     last = units.index(kernels[-1]) if kernels else 0
     alike = collections.Counter(unit.stem.words for unit in kernels)
     branches = alike[kernels[-1].stem.words] if kernels else 0
@@ -109,11 +115,17 @@ def maybe_flattened(units: Sequence[TorchUnit], couples: Couples) -> dict[TorchU
         unit: _map(
             unit.name,
             *facts,
-            sure=units.index(unit) > last and unit not in doubtful,
+            sure=units.index(unit) > last and unit not in doubtful and not early,
             branches=branches,
         )
-        for unit, facts in found.items()
+        for unit, facts in {**found, **early}.items()
     }
+
+
+def _channels(unit: TorchUnit, target: FlaxUnit) -> tuple[int, int]:
+    """Of the input, in a group, and of the output of a convolution."""
+    a, b = _shapes(unit, target)[0][:2]
+    return (a, b) if form_of(unit, target) == "transposed" else (b, a)
 
 
 def _inputs(unit: TorchUnit, target: FlaxUnit) -> int:
@@ -144,11 +156,51 @@ def _with_further_heads(
     return heads, doubtful
 
 
-def _is_map(n_in: int, channels: int, axes: int) -> bool:
-    """Whether so many inputs can be a map of more than one place, and with two axes of 2 x 2."""
-    places, left = divmod(n_in, channels)
-    sides = (n for n in range(2, math.isqrt(places) + 1) if places % n == 0)
-    return left == 0 and places > 1 and (axes == 1 or next(sides, 0) > 0)
+def _declared_before(
+    units: Sequence[TorchUnit], couples: Couples, found: Collection[TorchUnit]
+) -> dict[TorchUnit, _Facts]:
+    """Matrices that may read a convolution which their own module, or one in it, declares later.
+
+    Not those that have as many inputs as another layer has outputs, whose inputs they rather are,
+    and not those that feed the next convolution.
+    """
+    outputs: dict[TorchUnit, int] = {}
+    convolutions: list[tuple[int, TorchUnit]] = []
+    for position, unit in enumerate(units):
+        shape, kernel = _shapes(unit, couples.get(unit))
+        if unit.family == "weight" and len(shape) == 2:
+            n_in = _inputs(unit, couples[unit]) if kernel else shape[0]
+            outputs[unit] = shape[0] * shape[1] // max(n_in, 1)
+        elif unit.family == "weight" and len(shape) > 2:
+            convolutions.append((position, unit))
+    early: dict[TorchUnit, _Facts] = {}
+    for unit, n_out in outputs.items():
+        n_in, module = _inputs(unit, couples[unit]), unit.name.rpartition(".")[0]
+        later = [u for p, u in convolutions if p > units.index(unit) and _is_in(u.name, module)]
+        if unit in found or not later or not _shapes(unit, couples[unit])[1]:
+            continue
+        fed = _channels(later[0], couples[later[0]])[0]
+        feeds = fed > _IMAGE and n_out % fed == 0
+        if feeds or any(n == n_in for u, n in outputs.items() if u is not unit):
+            continue
+        # The last one that it can read decides: all its channels, averaged, or a map of them.
+        for conv in reversed(later):
+            channels = _channels(conv, couples[conv])[1]
+            if _is_map(n_in, channels):
+                axes = len(_shapes(conv, couples[conv])[0]) - 2
+                early[unit] = (conv.name, channels, axes, n_in)
+            if n_in == channels or unit in early:
+                break
+    return early
+
+
+def _is_in(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
+
+
+def _is_map(n_in: int, channels: int) -> bool:
+    """Whether so many inputs can be a map of several places; one of one channel has one order."""
+    return channels > 1 and n_in % channels == 0 and n_in > channels
 
 
 def _map(
@@ -165,7 +217,7 @@ def _map(
         return Map(shape)
     return Map(
         shape,
-        f"{name} has {n_in} inputs after {after} with {channels} channels: say from which shape "
-        f"they were flattened with flatten={{{name!r}: {shape}}}, or that they were not with "
+        f"{name} has {n_in} inputs and may read {after} with {channels} channels: say from which "
+        f"shape they were flattened with flatten={{{name!r}: {shape}}}, or that they were not with "
         f"flatten={{{name!r}: None}}",
     )

@@ -90,13 +90,13 @@ class _Draft:
         else:
             self.clash(tensor, leaf)
 
-    def clash(self, tensor: str, leaf: str) -> None:
+    def clash(self, tensor: str, leaf: str, why: str = "") -> None:
         """Notes that tensor and leaf belong together and differ in shape."""
         name, torch_shape = self.torch.entries[tensor]
         path, shape = self.flax.entries[leaf]
         self.used.add(tensor)
         self.filled.add(leaf)
-        self.built.mis_shaped.append(f"{name} {torch_shape} <-> {'/'.join(path)} {shape}")
+        self.built.mis_shaped.append(f"{name} {torch_shape} <-> {'/'.join(path)} {shape}{why}")
 
     def finish(self) -> Built:
         for key, (name, shape) in self.torch.entries.items():
@@ -175,7 +175,7 @@ def _linear(
     shape, flattened = draft.flax.entries[leaf][1], hints.flattened
     cut = dense_cut(shape, n_in, n_out)
     if not cut or math.prod(flattened or (n_in,)) != n_in or (rows and hints.straight):
-        draft.clash(tensor, leaf)
+        draft.clash(tensor, leaf, _packed_columns(draft, tensor, leaf))
         return
     ins, outs = shape[:cut], shape[cut:]
     order = tuple(range(len(ins)))
@@ -187,6 +187,18 @@ def _linear(
     else:
         axes = (*(len(outs) + axis for axis in order), *range(len(outs)))
         draft.add(tensor, leaf, kind, (*outs, *ins), axes, row_axes=len(outs), rows=rows)
+
+
+def _packed_columns(draft: _Draft, tensor: str, leaf: str) -> str:
+    """What to do with a packed matrix that is stored (in, out), of which rules take rows apart."""
+    shape, parts = draft.torch.entries[tensor][1], draft.torch.part
+    if parts is None or not dense_cut(draft.flax.entries[leaf][1], shape[0], shape[1] // parts[1]):
+        return ""
+    return (
+        f": stored (in, out), it has {parts[1]} layers side by side, which no rule takes apart. "
+        f"Give the Flax model one kernel of shape {shape}, as torch's PowerSGD state is one, too; "
+        f"for parameters alone, put numpy.split(weight, {parts[1]}, axis=1) into the state dict"
+    )
 
 
 def dense_cut(shape: Shape, n_in: int, n_out: int) -> int:

@@ -61,6 +61,7 @@ class Matcher:
     couples: dict[TorchUnit, FlaxUnit] = dataclasses.field(default_factory=dict)
     ambiguous: list[str] = dataclasses.field(default_factory=list)
     undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
+    assumed: list[str] = dataclasses.field(default_factory=list)  # square, taken for a Linear
     known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
     straight_too: bool = False  # matrices that fit as (in, out) only are no mistake
 
@@ -260,14 +261,18 @@ class Matcher:
 
     def _is_straight(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         form = storage(unit, target)
-        if form == "both" and self.options.conv1d is not None:
+        if form != "both":
+            return form == "straight"
+        if self.options.conv1d is not None:
             return re.fullmatch(self.options.conv1d, unit.name) is not None
-        form = storage_of_its_kind(unit, self.couples) if form == "both" else form
+        form = storage_of_its_kind(unit, self.couples)
         if form == "both":
             self.ambiguous.append(
                 f"{unit.name} is square, and others in the model are stored (in, out): say whether "
                 "it is, too, with conv1d=<regular expression>"
             )
+        elif form == "none" and max(unit.entries["weight"][1]) > 1:
+            self.assumed.append(unit.name)
         return form == "straight"
 
     @functools.cached_property

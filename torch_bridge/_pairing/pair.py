@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -13,6 +14,7 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import is_tensor, shape_of, storage_key, to_numpy
+from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Matcher, Options
@@ -81,7 +83,8 @@ def pair(
         as many inputs as outputs, which no shape tells from a Conv. Without it, the name decides.
       conv1d: Regular expression of the module names of layers that keep their weight ``(in, out)``
         and go to a Dense, as transformers' ``Conv1D``. It is needed for a square weight only where
-        no other layer of its kind shows it; ``""`` says that there is none.
+        no other layer of its kind shows it; ``""`` says that there is none. A model of square
+        matrices alone is taken for one of Linear layers, with a warning that names them.
       ignore: Regular expression of tensor names that shall be left out.
 
     Returns:
@@ -302,6 +305,13 @@ def _pair(
             "`rules` (regular expression -> path) and what to leave out with `ignore`.",
             parameters=("rules", "ignore"),
             **problems,
+        )
+    if matcher.assumed:
+        warnings.warn(
+            f"All matrices are square, so that none shows whether it is stored (out, in) or (in, "
+            f"out): {printable(', '.join(matcher.assumed))} are taken for Linear. Say so with "
+            f'conv1d="", or name those of transformers\' Conv1D with conv1d=<regular expression>.',
+            stacklevel=5,
         )
     order = {path: k for k, path in enumerate(tree.shapes)}
     pairings = sorted((p for part in built for p in part.pairings), key=lambda p: order[p.path])
