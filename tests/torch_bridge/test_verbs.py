@@ -198,6 +198,19 @@ def test_states_of_the_trained_parameters_alone():
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
 
 
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_running_statistics_are_neither_lost_nor_stale():
+    source, alone = checkpoint(), variables()["params"]
+    with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
+        torch_bridge.to_flax(source, alone)
+    ignore = ".*running_(mean|var)"
+    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore)
+    with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
+        torch_bridge.to_torch(params, opt_state, source)
+    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore)
+    assert document["state_dict"].keys() == source.model.keys()
+
+
 def test_an_optimizer_of_the_trained_parameters_without_their_names(tmp_path):
     named = checkpoint()
     group = dict(named.optimizer["param_groups"][0])

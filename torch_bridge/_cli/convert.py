@@ -12,6 +12,7 @@ from jaxcomp import PowerSGDState
 from torch_bridge._cli.choices import Choices
 from torch_bridge._cli.files import read_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
+from torch_bridge._convert.params import refuse_lost_statistics
 from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
 from torch_bridge._convert.to_torch import assemble, hollow
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -72,6 +73,7 @@ def torch_document(
     """
     notify("reading the Flax checkpoint")
     pairings = pair(like.model, choices.params, **choices.pairing)
+    refuse_lost_statistics(like.model, choices.params, choices.pairing.get("ignore"))
     chosen = (choices.layout, choices.matrix_dims, choices.param_names)
     shapes = shapes_of_run(like, choices.params, pairings, *chosen)
     for record in like.powersgd:  # the way back needs their shapes only

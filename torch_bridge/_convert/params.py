@@ -118,8 +118,25 @@ def params_from_torch(
     model = named(model)
     found = paired(model, like, pairings, rules, options)
     tree = flatten_tree(like)
-    lost = pairings is None and not tree.has_statistics
-    homeless = _statistics(model, options.get("ignore")) if lost else []
+    if pairings is None:
+        refuse_lost_statistics(model, like, options.get("ignore"))
+    return tree.replace(leaves_from_torch(found, model))
+
+
+def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | None) -> None:
+    """Refuse a Flax tree without a place for the running statistics of a torch model.
+
+    Raises:
+      CheckpointMismatch: They would be lost on the way to JAX, or stale on the way back.
+    """
+    if flatten_tree(like).has_statistics:
+        return
+    homeless = [
+        f"{name} {shape_of(model[name])}"
+        for name, clean in clean_names(list(model)).items()
+        if clean.endswith(("running_mean", "running_var"))
+        and not (ignore and re.fullmatch(ignore, clean))
+    ]
     if homeless:
         raise CheckpointMismatch(
             "The Flax tree has no place for running statistics. Pass linen variables with "
@@ -127,16 +144,6 @@ def params_from_torch(
             unexpected=homeless,
             parameters=("ignore",),
         )
-    return tree.replace(leaves_from_torch(found, model))
-
-
-def _statistics(model: Mapping[str, Any], ignore: str | None) -> list[str]:
-    return [
-        f"{name} {shape_of(model[name])}"
-        for name, clean in clean_names(list(model)).items()
-        if clean.endswith(("running_mean", "running_var"))
-        and not (ignore and re.fullmatch(ignore, clean))
-    ]
 
 
 def params_to_torch(
