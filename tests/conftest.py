@@ -26,7 +26,7 @@ settings.load_profile("jaxcomp")
 
 # Without torch, jaxcomp's own tests remain; they are what must pass on every Python and jax.
 TORCH = importlib.util.find_spec("torch") is not None
-collect_ignore = [] if TORCH else ["torch_bridge", "fuzz"]
+collect_ignore = [] if TORCH else ["torch_bridge", "fuzz", "jaxcomp/local/test_torch.py"]
 
 
 def pytest_report_header():
@@ -59,7 +59,10 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The longest files first; xdist would begin with those of the most tests."""
+    if not TORCH:
+        config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker("torch")])
+        items[:] = [x for x in items if not x.get_closest_marker("torch")]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))

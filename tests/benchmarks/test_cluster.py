@@ -257,6 +257,7 @@ def namespaces_of(run):
 TINY = ("--tiny", "--models", "mlp", "--rates", "100mbit", "--strategies", "powersgd-4")
 
 
+@pytest.mark.torch
 def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
     done = run(*TINY, "--steps", 20, "--out", tmp_path)
     if not networks_work_here():
@@ -298,6 +299,7 @@ def kill_a_process_of(run):
     os.kill(processes_of(run)[0], signal.SIGKILL)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("end", "code", "message"),
     [

@@ -32,7 +32,6 @@ def test_the_padding_of_the_last_batch_counts():
 
 @pytest.mark.torch
 def test_torch_ddp(on_two_devices):
-    pytest.importorskip("torch")
     agree(on_two_devices, ddp_equivalence.in_torch(2))
 
 
