@@ -78,6 +78,12 @@ def known_equal(x: Any, axis_name: AxisName) -> bool:
     return bool(axes) and not set(axes) & _varying(x)
 
 
+def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the axes over which JAX knows `x` to be the same."""
+    varying = _varying(x)
+    return tuple(name for name in _checked_axes(axis_name) if name not in varying)
+
+
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     """The mapped axes as a tuple of names."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)

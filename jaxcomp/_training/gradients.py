@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.axes import as_local, axes_known_equal
 
 
 def local_value_and_grad(
@@ -34,7 +34,8 @@ def local_value_and_grad(
       replica's own. Average the value with `jax.lax.pmean` to report it.
 
     Raises:
-      ValueError: When called, if an axis is not bound.
+      ValueError: When called, if an axis is not bound; under ``check_vma=True``, if `fun` averages
+        over it: the gradient of each replica's own would be too small by the number of replicas.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -54,7 +55,16 @@ def local_value_and_grad(
     def local(*args: Any, **kwargs: Any) -> Any:
         positions = {index % len(args) for index in chosen} if args else set()
         marked = [as_local(a, axis_name) if i in positions else a for i, a in enumerate(args)]
-        return value_and_grad(*marked, **kwargs)
+        value, grads = value_and_grad(*marked, **kwargs)
+        loss = value[0] if value_and_grad_kwargs.get("has_aux") else value
+        if reduced := axes_known_equal(loss, axis_name):
+            raise ValueError(
+                f"The loss is the same on every replica along {reduced[0]!r}: `fun` averages it "
+                "itself, with lax.pmean or psum, or uses none of its arguments. Gradients would be "
+                "too small by the number of replicas. Return the mean over this replica's examples "
+                "alone, and average what is reported behind the gradients."
+            )
+        return value, grads
 
     return local
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,6 +40,23 @@ def check_params(params: PyTree, mesh: Any, axes: tuple[str, ...]) -> None:
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         check_not_spread(path, leaf, known_spec(leaf, mesh), axes)
+
+
+def check_differentiable(params: PyTree) -> None:
+    """Refuses what has no gradient: counters, keys, masks among the parameters.
+
+    Raises:
+      ValueError: Naming the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"The leaf {leaf_name(path)} of the parameters has dtype {dtype} and no gradient. "
+                "Differentiate what is trained alone, nnx.split(model, nnx.Param, ...) or "
+                "eqx.partition(model, eqx.is_inexact_array), and pass the rest as another argument "
+                "of `fun`."
+            )
 
 
 def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: int) -> PyTree:
@@ -81,6 +100,52 @@ def check_something_is_split(specs: list[PartitionSpec]) -> None:
             "computed whole by each of them. Call value_and_grad(state, params, batch); if `fun` "
             "makes its own examples, pass batch_specs=P()."
         )
+
+
+@contextlib.contextmanager
+def type_errors_explained() -> Iterator[None]:
+    """Says what to do about a function that JAX cannot type as its arguments, local to a replica.
+
+    The user has written no `shard_map`, of which JAX's own advice speaks.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "manual axis types" in str(error):
+            error.add_note(
+                "In jaxcomp.value_and_grad arguments of `fun` are each replica's own, and what a "
+                "loop carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the "
+                "type of x, zeros(shape) has not. Or pass check_vma=False: the same gradients."
+            )
+        raise
+
+
+def check_same_rows(args: dict[int, Any], specs: dict[int, PyTree]) -> None:
+    """Refuses to take for a batch, unasked, what is none: a table, statistics, another model.
+
+    Args:
+      args: By position, those that nobody said how to split.
+      specs: For each a PartitionSpec for every leaf.
+
+    Raises:
+      ValueError: If the leaves to be split have not as many rows; naming two that differ.
+    """
+    rows = [
+        (f"{leaf_name(path)} of argument {i}", np.shape(leaf)[0])
+        for i, arg in args.items()
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_flatten_with_path(arg)[0], jax.tree.leaves(specs[i]), strict=True
+        )
+        if len(spec)
+    ]
+    for name, length in rows[1:]:
+        if length != rows[0][1]:
+            raise ValueError(
+                f"The leaf {name} has {length} rows, and {rows[0][0]} has {rows[0][1]}. By default "
+                "everything with axes is taken for examples and split between the replicas. Give "
+                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
+                "shall see whole (tables, statistics, another model's weights)."
+            )
 
 
 def is_common(leaf: Any) -> bool:

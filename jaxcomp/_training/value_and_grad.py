@@ -28,12 +28,15 @@ from jaxcomp._states.stacked import place_stacked, stack, unstack
 from jaxcomp._training.gradients import local_value_and_grad
 from jaxcomp._training.on_mesh import (
     batch_spec,
+    check_differentiable,
     check_params,
     check_replica_axis,
+    check_same_rows,
     check_something_is_split,
     is_common,
     replica_weights,
     the_mesh,
+    type_errors_explained,
 )
 
 _AUX = ("mean", "stack")
@@ -69,6 +72,7 @@ class ValueAndGrad:
         """
         mesh = the_mesh(self.mesh, self.axis_name)
         check_params(params, mesh, axis_tuple(self.axis_name))
+        check_differentiable(params)
         return place_stacked(self.reducer.init(params), mesh, self.axis_name)
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
@@ -112,6 +116,7 @@ class ValueAndGrad:
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, replicas)
         check_params(self._params(args), mesh, axes)
+        check_differentiable(self._params(args))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         specs = jax.tree.leaves(self._arg_specs(args, kwargs, axes, replicas))
         if self.batch_specs is None:
@@ -152,7 +157,8 @@ class ValueAndGrad:
             check_vma=self.check_vma,
         )
         like = (value_spec, typed_specs(self._params(args))), typed_specs(state)
-        return boundary.automatic(mapped, like)(state, arrays, own_weight)
+        with type_errors_explained():
+            return boundary.automatic(mapped, like)(state, arrays, own_weight)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """What is differentiated, in the form that `jax.value_and_grad` gives gradients in.
@@ -217,6 +223,8 @@ class ValueAndGrad:
         specs: list[Any] = [jax.tree.map(lambda _: PartitionSpec(), arg) for arg in args]
         for i, spec in zip(others, given, strict=True):
             specs[i] = batch_spec(spec, args[i], i, self.axis_name, replicas)
+        unasked = [i for i, spec in zip(others, given, strict=True) if spec is None]
+        check_same_rows({i: args[i] for i in unasked}, {i: specs[i] for i in unasked})
         arrays = [
             leaf_name(path)
             for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]
@@ -262,12 +270,13 @@ def value_and_grad(
         the auxiliary output.
       batch_specs: How the arguments that are not differentiated are split between the replicas: a
         PartitionSpec for all, or a tuple with one for each, which may be a tree. By default along
-        the leading axis; scalars and random keys, of `jax.random.key` or `PRNGKey`, are the same
-        for all: `fun` makes its own with ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``
-        (dropout). Axes of the mesh other than `axis_name` are left to the compiler.
+        the leading axis, as long for all of them; scalars and random keys, of `jax.random.key` or
+        `PRNGKey`, are the same for all: `fun` makes its own (dropout) with
+        ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Axes of the mesh other than
+        `axis_name` are left to the compiler.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
-        `fun` with operations that it cannot type.
+        `fun` that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent layers.
 
     Returns:
       A `ValueAndGrad`: ``init(params)`` gives the reducer's state as global arrays, ``restore``
@@ -330,7 +339,7 @@ def _is_common(path: KeyPath, x: Any, axis_name: AxisName) -> bool:
         return True
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise ValueError(
-            f"The auxiliary output {leaf_name(path[1:])} has dtype {x.dtype}, which has no mean "
-            'over the replicas. Return it as float32, or pass aux="stack".'
+            f"The auxiliary output {leaf_name(path[1:])} has dtype {jnp.result_type(x)}, which has "
+            'no mean over the replicas. Return it as float32, or pass aux="stack".'
         )
     return False

@@ -68,6 +68,17 @@ def test_a_loop_learns_as_without_compression_and_goes_on_elsewhere(title, monke
     np.testing.assert_allclose(there, here, rtol=1e-5)
 
 
+def test_an_nnx_model_keeps_its_statistics_and_counters():
+    program = block("nnx.jit", "python").replace(
+        "jnp.tanh,",
+        "nnx.BatchNorm(64, rngs=nnx.Rngs(2)), nnx.Dropout(0.1, rngs=nnx.Rngs(3)), jnp.tanh,",
+    )
+    _, (state, _) = run(program, 2, range(3))
+    model = state[0]["layers"]
+    assert abs(model[1]["mean"][...]).min() > 0
+    assert model[2]["rngs"]["count"][...] == 3
+
+
 def test_jit_loops_change_four_lines_and_one_to_restore():
     for title in ("jit with Auto axes", "jit with Explicit axes", "Equinox", "Haiku"):
         assert len(re.findall(r"^\+", block(title, "diff"), re.M)) == 5

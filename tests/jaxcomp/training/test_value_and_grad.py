@@ -379,3 +379,76 @@ def test_what_is_wrong_is_said_before_anything_runs():
     wrong = state._replace(q={**state.q, "up": jnp.zeros((3, 3))})
     with pytest.raises(ValueError, match=r"q\['up'\]: expected \(32, 2\), got \(3, 3\)"):
         value_and_grad.restore(wrong, params)
+    with pytest.raises(ValueError, match=r"leaf \['count'\] of .* has dtype int32"):
+        value_and_grad.init({**params, "count": jnp.zeros([], jnp.int32)})
+
+
+def test_a_table_is_not_taken_for_a_batch():
+    mesh, table = grid(), jnp.arange(8.0)
+    params, x = parameters(mesh), batches(mesh)[0]
+
+    def weighted(params, x, table):
+        return loss(params, x) * table[jnp.arange(len(x)) % 8].mean()
+
+    def value(batch_specs):
+        value_and_grad = jaxcomp.value_and_grad(
+            weighted, REDUCERS["allreduce"](), mesh=mesh, batch_specs=batch_specs
+        )
+        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x, table)[0][0]
+
+    with pytest.raises(ValueError, match=r"argument 2 has 8 rows, and .* has 16\. .*batch_specs"):
+        value(None)
+    with pytest.raises(ValueError, match="has 8 rows"):
+        value((None, None))
+    np.testing.assert_allclose(value((P("data"), P())), loss(params, x) * 1.5, rtol=1e-6)
+
+
+def test_a_loss_that_averages_itself_is_refused():
+    """Its gradients would be too small, by the number of replicas, and train all the same."""
+    mesh = grid()
+    params, x = parameters(mesh), batches(mesh)[0]
+
+    def gradients(check_vma):
+        value_and_grad = jaxcomp.value_and_grad(
+            lambda params, x: jax.lax.pmean(loss(params, x), "data"),
+            REDUCERS["allreduce"](),
+            mesh=mesh,
+            check_vma=check_vma,
+        )
+        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x)[0][1]
+
+    with pytest.raises(ValueError, match=r"loss is the same on every replica along 'data'"):
+        gradients(check_vma=True)
+    # Without types, differentiation transposes the mean to a sum, and what comes out is right.
+    expected = jax.grad(loss)(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        gradients(check_vma=False),
+        expected,
+    )
+
+
+def test_a_loop_that_begins_with_zeros_is_explained_and_works_unchecked():
+    mesh = grid()
+    params, x = parameters(mesh), batches(mesh)[0]
+
+    def recurrent(params, x):
+        def turn(h, _):
+            return jnp.tanh((h + x) @ params["up"] + params["bias"]) @ params["down"], None
+
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros(x.shape), length=2)[0] ** 2)
+
+    def gradients(check_vma):
+        value_and_grad = jaxcomp.value_and_grad(
+            recurrent, REDUCERS["allreduce"](), mesh=mesh, check_vma=check_vma
+        )
+        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x)[0][1]
+
+    with pytest.raises(TypeError) as error:
+        gradients(check_vma=True)
+    assert "check_vma=False" in error.value.__notes__[0]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        gradients(check_vma=False),
+        jax.grad(recurrent)(params, x),
+    )
