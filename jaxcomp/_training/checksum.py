@@ -9,6 +9,7 @@ from jax import lax
 from jaxcomp._base.typing import Array
 
 
+@jax.jit  # traced once for a shape, of which a model has few
 def checksum(leaf: Array) -> Array:
     """A 32-bit hash of bits and positions. A sum: a sharded leaf is summed where it lies."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
