@@ -67,7 +67,7 @@ class Job:
         }
         for index in range(processes):
             output = (directory / f"output{index}.txt").open("w")
-            command = [sys.executable, str(SCRIPT)]
+            command = [sys.executable, "-m", "benchmarks.faults.program", str(SCRIPT)]
             if not scheduler:
                 command += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes)]
                 command += ["--process-id", str(index)]

@@ -1,23 +1,19 @@
 """Checkpoints of a training run: asynchronous, checked, independent of the number of devices.
 
 What is saved is the consolidated state (see `jaxcomp.consolidate`): one copy of everything,
-whatever the number of replicas, with a checksum of each leaf beside it. Every process has that copy
-on its host, so the first one writes it alone, and no process waits for another. orbax writes each
-step into a temporary directory and renames it when it is complete, so that a run killed at any
-moment leaves its last complete checkpoint usable; no older one is deleted before the next was read
-back and found to be what was saved.
+whatever the number of replicas, with checksums of each leaf and of each file beside it. Every
+process has that copy on its host, so the first one writes it alone, and no process waits for
+another. orbax writes each step into a temporary directory and renames it when it is complete, so
+that a run killed at any moment leaves its last complete checkpoint usable; no older one is deleted
+before the next was read back and found to be what was saved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
+import logging
 import shutil
-import socket
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -25,25 +21,19 @@ from typing import IO, Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from directories import CheckpointError, Unusable, check_seal, locked, saved_steps, seal
 from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
 
 import jaxcomp
 
 T = TypeVar("T")
-_LOCK_SECONDS = 10  # the lock of a process that was killed goes with it
-
-
-class CheckpointError(Exception):
-    """A checkpoint directory that cannot be used as asked; the message is one sentence."""
+# orbax warns with every checkpoint that there is nothing to merge, as there is without OCDBT.
+logging.getLogger("absl").addFilter(lambda x: "Skipping merge of OCDBT" not in x.getMessage())
 
 
 class WriteError(CheckpointError):
     """A checkpoint that could not be written, or was not written as it should."""
-
-
-class Unusable(Exception):
-    """A checkpoint that is damaged, cut off, or not one of this program."""
 
 
 class _Written(NamedTuple):
@@ -52,6 +42,19 @@ class _Written(NamedTuple):
     step: int
     like: Any  # its tree, with arrays that take no memory
     fingerprint: dict[str, str]
+
+
+class _Sealing(ocp.CompositeCheckpointHandler):
+    """Seals the files before the temporary directory gets the name of a complete checkpoint."""
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        seal(Path(directory))
+
+
+@ocp.args.register_with_handler(_Sealing, for_save=True, for_restore=True)
+class _Items(ocp.args.Composite):
+    """What `_Sealing` saves and restores."""
 
 
 class Checkpoints:
@@ -87,21 +90,22 @@ class Checkpoints:
         missing = self.directory if resume else self.directory.parent
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
-        self._steps = sorted(_saved_steps(self.directory))
+        self._steps = sorted(saved_steps(self.directory))
         if not resume and self._steps:
             raise CheckpointError(
                 f"{directory} already holds checkpoints: add --resume, or choose another directory"
             )
         me = jax.process_index()
         self._writes = me == 0
-        self._lock: IO[str] | None = _locked(self.directory) if self._writes else None
+        self._lock: IO[str] | None = locked(self.directory) if self._writes else None
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
         )
-        handler = ocp.CompositeCheckpointHandler(
-            "state",
-            "config",
+        handler = _Sealing(
             composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+            # Without OCDBT each leaf has files of its own, whose paths name it.
+            state=ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone),
+            config=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
         )
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
 
@@ -125,6 +129,7 @@ class Checkpoints:
         found, unusable = None, []
         for step in reversed(self._steps):
             try:
+                check_seal(self.directory / str(step))
                 found, problem = read(step), ""
             except Unusable as error:
                 problem = str(error)
@@ -148,13 +153,9 @@ class Checkpoints:
         Raises:
           Unusable: It is damaged, or not one of this program.
         """
-        args = ocp.args.Composite(config=ocp.args.JsonRestore())
+        args = _Items(config=ocp.args.JsonRestore())
         with _reading("it is not one of this program, or damaged"):
-            stored = self._orbax.restore(self.directory / str(step), args=args)["config"]
-            checksum = stored.pop("checksum")
-        if checksum != _checksum(stored):
-            raise Unusable("its configuration is not what was saved")
-        return stored
+            return self._orbax.restore(self.directory / str(step), args=args)["config"]
 
     def restore(self, step: int, like: TrainState, metadata: dict[str, Any]) -> TrainState:
         """The state of a checkpoint.
@@ -194,9 +195,8 @@ class Checkpoints:
         self._finish()
         with self._writing(step):
             written = _Written(step, jax.tree.map(_empty, state), jaxcomp.fingerprint(state))
-            document = metadata | {"fingerprint": written.fingerprint}
-            config = ocp.args.JsonSave(document | {"checksum": _checksum(document)})
-            args = ocp.args.Composite(state=ocp.args.StandardSave(state), config=config)
+            config = ocp.args.JsonSave(metadata | {"fingerprint": written.fingerprint})
+            args = _Items(state=ocp.args.PyTreeSave(state), config=config)
             self._orbax.save(self.directory / str(step), args=args)
             self._written = written
 
@@ -232,11 +232,12 @@ class Checkpoints:
         with self._writing(step):
             self._orbax.wait_until_finished()
             jaxcomp.check_fingerprint(self._read(step, like), saved)
-            for old in sorted(_saved_steps(self.directory))[: -self._keep]:
+            for old in sorted(saved_steps(self.directory))[: -self._keep]:
                 shutil.rmtree(self.directory / str(old))
 
     def _read(self, step: int, like: Any) -> Any:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        arrays = ocp.checkpoint_utils.construct_restore_args(like)
+        args = _Items(state=ocp.args.PyTreeRestore(like, restore_args=arrays))
         return self._orbax.restore(self.directory / str(step), args=args)["state"]
 
     @contextlib.contextmanager
@@ -245,45 +246,12 @@ class Checkpoints:
             yield
         except Exception as error:
             self._written = None
-            good = [s for s in _saved_steps(self.directory) if s < step]
+            good = [s for s in saved_steps(self.directory) if s < step]
             kept = f"that of step {max(good)} is untouched" if good else "there is none before it"
             raise WriteError(
                 f"the checkpoint of step {step} could not be written, and {kept} "
                 f"({_first_line(error)})"
             ) from error
-
-
-def _saved_steps(directory: Path) -> Iterator[int]:
-    """Of complete checkpoints; one being written has another name."""
-    if directory.is_dir():
-        yield from (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-
-
-def _locked(directory: Path) -> IO[str]:
-    """Makes the directory this run's own until the process ends, however it ends."""
-    directory.mkdir(exist_ok=True)
-    lock = directory.with_name(f".{directory.name}.lock").open("a+")
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                with lock:
-                    lock.seek(0)
-                    holder = lock.read().strip()
-                raise CheckpointError(
-                    f"{directory} is in use by another run ({holder}); end that one, or choose "
-                    "another directory"
-                ) from error
-            time.sleep(0.2)
-    with contextlib.suppress(OSError):  # who it is does not matter on a full disk
-        lock.truncate(0)
-        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-    for left in directory.glob("*.orbax-checkpoint-tmp*"):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    return lock
 
 
 @contextlib.contextmanager
@@ -293,10 +261,6 @@ def _reading(otherwise: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise Unusable(f"{otherwise} ({_first_line(error)})") from error
-
-
-def _checksum(document: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
 def _empty(leaf: Any) -> Any:

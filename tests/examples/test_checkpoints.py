@@ -67,6 +67,28 @@ def flip(path):
     path.write_bytes(content)
 
 
+def test_a_flipped_bit_in_any_file_is_passed_over_with_the_name_of_the_file(opened, capfd):
+    """Before a parser sees it: of orbax's and tensorstore's own errors nothing is printed."""
+    newest = saved(opened(), 1, 2).directory / "2"
+    opened().close()  # which waits until it is written
+    files = [path for folder in ("state", "config") for path in (newest / folder).rglob("*")]
+    files = [path for path in files if path.is_file() and path.stat().st_size]
+    assert len(files) > 6
+    for file in files:
+        whole = file.read_bytes()
+        flip(file)
+        checkpoints = opened()
+        assert read(checkpoints)["step"] == 1
+        name = file.relative_to(newest).as_posix()
+        said = f"the checkpoint {newest} is not used: it is damaged: {name} is not what was saved"
+        assert checkpoints.passed_over == [said]
+        (damaged,) = newest.parent.glob("2.damaged-*")
+        damaged.rename(newest)
+        file.write_bytes(whole)
+    assert read(opened())["step"] == 2
+    assert capfd.readouterr() == ("", "")
+
+
 def largest(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
@@ -75,6 +97,7 @@ DAMAGE = {
     "a flipped bit of a leaf": lambda newest: flip(largest(newest / "state")),
     "a flipped bit of the configuration": lambda newest: flip(newest / "config" / "metadata"),
     "cut off": lambda newest: largest(newest / "state").write_bytes(b""),
+    "a flipped bit of the checksums": lambda newest: flip(newest / "checksums.json"),
     "empty": lambda newest: (shutil.rmtree(newest), newest.mkdir()),
     "foreign": lambda newest: (shutil.rmtree(newest), newest.mkdir(), (newest / "x").touch()),
 }
@@ -144,7 +167,7 @@ def test_one_that_was_not_written_as_it_should_replaces_none(opened, monkeypatch
 
 
 def test_a_directory_belongs_to_one_run(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints._LOCK_SECONDS", 0)
+    monkeypatch.setattr("directories._LOCK_SECONDS", 0)
     opened()
     with pytest.raises(CheckpointError, match=r"in use by another run \(process \d+ on "):
         Checkpoints(tmp_path / "run", every=1, keep=2, resume=True)
