@@ -1,17 +1,21 @@
 """Disturbs a running training job again and again, starts it again, and compares how it ends.
 
-    python -m benchmarks.faults kills
-    python -m benchmarks.faults hangs --count 3 --processes 2 --steps 120
-    sudo python -m benchmarks.faults disks
+    sudo python -m benchmarks.faults                        # everything; root for the full disks
+    python -m benchmarks.faults kills --count 3 --steps 100
+    python -m benchmarks.faults --report                    # the table in docs/faults.md anew
 
 Trains once without a fault and once with faults of one kind, each time started again with the same
-command. `kills` (SIGKILL), `terms` (SIGTERM or SIGINT) and `hangs` (SIGSTOP) strike a random
+command. `kills` (SIGKILL), `terms` (SIGTERM), `ints` (SIGINT) and `hangs` (SIGSTOP) strike a random
 process at a random moment, kills one time in five each while the processes start or while a
 checkpoint is written. `disks` fills the file system of the checkpoints, a small one that it mounts,
-for which it needs root. `flips` flips one bit in any file of the newest checkpoint. `resize`
-continues one run on 4, 2, 3 and 4 processes. Everything runs on this machine, over the loopback
-interface. The exit code is 1 if anything that was saved was lost, a process ended otherwise than it
-should or without a sentence, or the losses differ.
+for which it needs root. `flips` flips one bit in any file of the newest checkpoint and restores as
+a run does; after five more of them it starts the whole job again. Everything runs on this machine,
+over the loopback interface.
+
+Writes benchmarks/results/faults.json after each kind, and the table in docs/faults.md. The exit
+code is 1 if anything that was saved was lost, a process ended otherwise than it should or without a
+sentence, or a loss differs from the undisturbed run's in any digit. `resize` continues one run on
+4, 2, 3 and 4 processes, and prints how far it is from one on 4.
 """
 
 from __future__ import annotations
@@ -19,98 +23,208 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT, SIGTERM
+from typing import Any
 
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.common.machine import describe, sentence
-from benchmarks.faults.job import MODEL, held_out
+from benchmarks.common.paths import RESULTS
+from benchmarks.faults.job import MODEL, Job, complete, held_out, losses
+from benchmarks.faults.report import good, write
 from benchmarks.faults.runs import (
+    Disturbed,
+    Fault,
     FullDisk,
     Strike,
     disturbed,
     hang,
     kill,
+    run_arguments,
     run_resized,
-    terminate,
+    send,
     undisturbed,
 )
 
-COUNTS = {"kills": 20, "terms": 20, "hangs": 10, "disks": 10, "flips": 200, "resize": 0}
-STRIKES: dict[str, Strike] = {"kills": kill, "terms": terminate, "hangs": hang}
+COUNTS = {"kills": 20, "terms": 20, "disks": 10, "hangs": 10, "flips": 200, "ints": 5}
+STRIKES: dict[str, Strike] = {
+    "kills": kill,
+    "terms": send(SIGTERM),
+    "ints": send(SIGINT),
+    "hangs": hang,
+}
+FLIPPED_RESTARTS = 5
+OUT = RESULTS / "faults.json"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    flags = [*MODEL, "--eval-every", str(max(1, given.steps // 4))]
-    run = describe("benchmarks.faults", ("jax", "optax", "flax", "orbax-checkpoint"))
-    print(f"{run['command']}\n{sentence(run['machine'])}", flush=True)
+    signal.signal(SIGTERM, signal.default_int_handler)  # so that no process is left behind
+    results = json.loads(OUT.read_text()) if OUT.exists() else {}
+    if given.report:
+        print(write(results))
+        return 0
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        if given.what == "flips":
-            return flips(given, root, flags)
-        if given.what == "resize":
-            plain = undisturbed(root / "plain", flags, 4, given.steps)
-            other = run_resized(root / "resize", flags, [4, 2, 3, 4], given.steps)
-            compare(plain, other)  # apart by rounding, as the number of replicas differs
+        # One for all starts; those of the run that nothing disturbs fill it.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(name) / "xla")
+        if given.what == ["resize"]:
+            resize(Path(name), given.steps)
             return 0
-        disk = small_disk(root / "disk") if given.what == "disks" else contextlib.nullcontext()
-        with disk as folder:
-            found = disturbed(
-                root / "disturbed",
-                flags,
-                FullDisk(folder) if folder else STRIKES[given.what],
-                processes=given.processes,
-                steps=given.steps,
-                faults=given.count,
-                seed=given.seed,
-                checkpoints=folder and folder / "checkpoints",
-            )
-        print(found)
-        # A run goes on from what it saved, where residuals are their mean: to be equal in every
-        # digit the other one saves after the same steps.
-        plain = undisturbed(
-            root / "plain", flags, given.processes, given.steps, sorted(set(found.saved_after))
-        )
-        same = compare(plain, root / "disturbed" / "curve.jsonl")
-    return int(not (found.good and same))
+        runs = Runs(Path(name), given)
+        for kind in given.what or COUNTS:
+            about = describe("benchmarks.faults", ("jax", "optax", "flax", "orbax-checkpoint"))
+            found = runs.flips() if kind == "flips" else runs.kind(kind)
+            about |= {"processes": given.processes, "steps": given.steps, "seed": given.seed}
+            results[kind] = about | found
+            print(f"{kind}: {'good' if good(results[kind]) else 'NOT GOOD'}", flush=True)
+            if not given.trial:
+                OUT.write_text(json.dumps(results, indent=1) + "\n")
+    if not given.trial:
+        print(write(results))
+    return int(not all(good(results[kind]) for kind in given.what or COUNTS))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     parser = command_line("benchmarks.faults", __doc__)
     shown = " (default: %(default)s)"
-    counts = ", ".join(f"{n} {what}" for what, n in COUNTS.items() if n)
-    parser.add_argument("what", choices=COUNTS)
+    counts = ", ".join(f"{n} {what}" for what, n in COUNTS.items())
+    kinds = f"of {', '.join(COUNTS)}; or resize (default: all of them but that)"
+    parser.add_argument("what", nargs="*", metavar="KIND", help=kinds)
     parser.add_argument("--count", type=int, metavar="N", help=f"of the faults (default: {counts})")
-    parser.add_argument("--processes", type=int, default=4, metavar="N", help=shown.strip())
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help=shown.strip())
+    parser.add_argument("--processes", type=int, default=3, metavar="N", help=shown.strip())
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help=shown.strip())
     parser.add_argument("--seed", type=int, default=0, help="of the faults" + shown)
+    parser.add_argument("--trial", action="store_true", help="print only, write no results")
+    parser.add_argument("--report", action="store_true", help="only write the table anew")
     given = parser.parse_args(argv)
     try:
-        given.count = COUNTS[given.what] if given.count is None else given.count
-        at_least("--count", given.count, 0)
+        if unknown := [k for k in given.what if k not in COUNTS and given.what != ["resize"]]:
+            raise ValueError(f"there is no {unknown[0]!r}; choose {kinds}.")
+        at_least("--count", given.count or 1, 1)
         at_least("--processes", given.processes, 2)
-        at_least("--steps", given.steps, 4)
+        at_least("--steps", given.steps, 40)
     except ValueError as error:
         parser.error(str(error))
     return given
 
 
-def flips(given: argparse.Namespace, root: Path, flags: list[str]) -> int:
-    """The flipped bits, in the checkpoints of a short run."""
-    from benchmarks.faults.flips import flip_bits  # JAX, which the other kinds do without
+class Runs:
+    """Disturbed runs, and the undisturbed one that they are compared with."""
 
-    undisturbed(root / "plain", flags, given.processes, 30)
-    found = flip_bits(
-        root / "plain" / "checkpoints", root / "scratch", flips=given.count, seed=given.seed
-    )
-    print(dataclasses.asdict(found))
-    return int(bool(found.silent or found.lost))
+    def __init__(self, root: Path, given: argparse.Namespace):
+        """`root` is a temporary folder."""
+        self.root, self.given = root, given
+        self.flags = [*MODEL, "--eval-every", str(given.steps // 4)]
+        self._plain: Path | None = None
+
+    def kind(self, kind: str) -> dict[str, Any]:
+        """The faults of one kind, and the losses compared."""
+        given, directory = self.given, self.root / kind
+        disk = small_disk(self.root / "disk") if kind == "disks" else contextlib.nullcontext()
+        with disk as folder:
+            found = disturbed(
+                directory,
+                self.flags,
+                FullDisk(folder) if folder else STRIKES[kind],
+                processes=given.processes,
+                steps=given.steps,
+                faults=given.count or COUNTS[kind],
+                seed=given.seed,
+                checkpoints=folder and folder / "checkpoints",
+            )
+        plain = self.plain()
+        if found.stopped:
+            # A run goes on from what it saved, where residuals are their mean: to be equal in
+            # every digit the other one saves after the same steps.
+            plain = undisturbed(
+                self.root / f"{kind}-plain",
+                self.flags,
+                given.processes,
+                given.steps,
+                sorted(found.stopped),
+            )
+        return compared(plain, found)
+
+    def plain(self) -> Path:
+        """The curve of a run without a fault, and beside it its last checkpoints."""
+        if self._plain is None:
+            arguments = self.given.processes, self.given.steps
+            self._plain = undisturbed(self.root / "plain", self.flags, *arguments)
+        return self._plain
+
+    def flips(self) -> dict[str, Any]:
+        """Flipped bits one after the other, and a few starts of the whole job after one."""
+        plain, seed = self.plain(), self.given.seed
+        checkpoints = plain.parent / "checkpoints"
+        command = [sys.executable, "-m", "benchmarks.faults.flips", checkpoints]
+        command += [self.root / "scratch", self.given.count or COUNTS["flips"], seed]
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        flips = [json.loads(line) for line in done.stdout.splitlines()]
+        restarts, rng = Disturbed(), random.Random(seed)
+        for number in range(min(FLIPPED_RESTARTS, len(flips))):
+            self._restart(self.root / f"flipped{number}", plain.parent, rng, restarts)
+        return {"flips": flips, "stderr": done.stderr} | compared(plain, restarts)
+
+    def _restart(self, directory: Path, plain: Path, rng: random.Random, found: Disturbed) -> None:
+        """The command of a run that had ended, after a bit of its last checkpoint flipped."""
+        from benchmarks.faults.flips import flip  # JAX, which the other kinds do without
+
+        log, checkpoints = directory / "curve.jsonl", directory / "checkpoints"
+        shutil.copytree(plain / "checkpoints", checkpoints)
+        shutil.copy(plain / "curve.jsonl", log)
+        newest = complete(checkpoints)
+        before = max(int(p.name) for p in checkpoints.iterdir() if p.name != str(newest))
+        file, where = flip(checkpoints / str(newest), rng)
+        arguments = [*self.flags, *run_arguments(self.given.steps, log, checkpoints)]
+        job = Job(self.given.processes, directory, *arguments)
+        codes = job.wait(600)
+        told = f"checkpoint {checkpoints / str(newest)} is not used" in job.said()
+        wrong = [] if told and where in job.said() else [f"no sentence names {where}"]
+        wrong += [f"exit codes {codes}"] * any(codes)
+        wrong += ["a stack trace"] * ("Traceback" in job.said())
+        found.faults.append(Fault(f"in {file}", before, codes, 0.0, before, wrong, job.start()))
+        found.curves.append(losses(log))
+        print(found.faults[-1], flush=True)
+
+
+def compared(plain: Path, found: Disturbed) -> dict[str, Any]:
+    """The losses after each start with those of the undisturbed run, in every digit."""
+    expected, last = losses(plain), found.curves[-1]
+    pairs = [(curve[step], expected[step]) for curve in found.curves for step in curve]
+    end = max(expected)
+    return {
+        "faults": [dataclasses.asdict(fault) for fault in found.faults],
+        "stopped": sorted(found.stopped),
+        "compared": len(pairs),
+        "different": sum(a != b for a, b in pairs),
+        "held_out": [expected[end][1], last[end][1] if end in last else None],
+    }
+
+
+def resize(root: Path, steps: int) -> None:
+    """Prints held-out losses, apart by rounding, as the number of replicas differs."""
+    about = describe("benchmarks.faults", ("jax", "optax", "flax", "orbax-checkpoint"))
+    print(f"{about['command']}, {about['date']}\n{sentence(about['machine'])}", flush=True)
+    flags = [*MODEL, "--eval-every", str(steps // 4)]
+    expected = held_out(undisturbed(root / "plain", flags, 4, steps))
+    found = held_out(run_resized(root / "resize", flags, [4, 2, 3, 4], steps))
+    for step, loss in expected.items():
+        print(f"step {step:4}  {loss:.7f}  {found[step]:.7f}  {found[step] / loss - 1:+.2e}")
 
 
 @contextlib.contextmanager
@@ -129,14 +243,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-
-
-def compare(plain: Path, other: Path) -> bool:
-    """Prints the held-out losses of two curves; whether they are equal in every digit."""
-    expected, found = held_out(plain), held_out(other)
-    for step, loss in expected.items():
-        print(f"step {step:4}  {loss:.7f}  {found[step]:.7f}  {found[step] / loss - 1:+.2e}")
-    return all(found[step] == loss for step, loss in expected.items())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,14 @@
-"""Single flipped bits in a checkpoint: which of them a run would go on from without noticing."""
+"""Single flipped bits in the newest checkpoint: which of them a run would go on from.
+
+    python -m benchmarks.faults.flips CHECKPOINTS SCRATCH FLIPS SEED
+
+Prints one JSON object for each.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import os
 import random
 import shutil
 import sys
@@ -20,75 +26,103 @@ from data_parallel import new_state
 from lm import ModelConfig, Transformer, init_params
 from strategies import STRATEGIES, Options, adamw
 
-
-@dataclasses.dataclass
-class Flips:
-    """What became of the flipped bits."""
-
-    flips: int = 0
-    noticed: int = 0  # the checkpoint before was used, and a sentence said so
-    harmless: int = 0  # the newest one was used, and every leaf was what had been saved
-    silent: int = 0  # the newest one was used with other values
-    lost: int = 0  # no checkpoint was used
+State = tuple[int, dict[str, str]]  # a step and the checksums of its leaves
 
 
-def flip_bits(checkpoints: Path, scratch: Path, *, flips: int, seed: int) -> Flips:
-    """Flips one bit after the other in any file of the newest checkpoint, and resumes.
-
-    Args:
-      checkpoints: A directory with two checkpoints of a run at least.
-      scratch: A folder for the damaged copies.
-      flips: How many.
-      seed: Of the files and bits.
-    """
-    rng, found = random.Random(seed), Flips()
-    newest = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
-    expected, _ = _resumed(checkpoints)
-    assert expected is not None  # the caller made them
-    files = [path for path in (checkpoints / str(newest)).rglob("*") if path.is_file()]
-    files = [path.relative_to(checkpoints) for path in files if path.stat().st_size]
+def main() -> None:
+    """The command line."""
+    checkpoints, scratch = Path(sys.argv[1]), Path(sys.argv[2])
+    flips, rng = int(sys.argv[3]), random.Random(int(sys.argv[4]))
+    steps = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    resumed = resumer(checkpoints, steps[-1])
+    newest, _ = resumed(checkpoints)
+    shutil.copytree(checkpoints, scratch, dirs_exist_ok=True)
+    shutil.rmtree(scratch / str(steps[-1]))
+    before, _ = resumed(scratch)
     for _ in range(flips):
-        copy = scratch / "damaged"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(checkpoints, copy)
-        file = copy / rng.choice(files)
-        content = bytearray(file.read_bytes())
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        file.write_bytes(content)
+        shutil.rmtree(scratch)
+        shutil.copytree(checkpoints, scratch, copy_function=os.link)
+        file, where = flip(scratch / str(steps[-1]), rng)
+        found: State | None = None
         try:
-            result, passed_over = _resumed(copy)
+            found, passed_over = resumed(scratch)
         except Exception as error:
-            print(f"{file.name}: {error}", flush=True)
-            result, passed_over = None, []
-        found.flips += 1
-        found.noticed += bool(passed_over) and result is not None
-        found.lost += result is None
-        same = result == expected
-        found.harmless += not passed_over and same
-        found.silent += result is not None and not passed_over and not same
-    return found
-
-
-def _resumed(directory: Path) -> tuple[Any, list[str]]:
-    """The values that a run would go on from, as checksums, and what it passed over."""
-    checkpoints = Checkpoints(directory, every=1, keep=9, resume=True)
-    try:
-        return checkpoints.restored(_reader(checkpoints)), checkpoints.passed_over
-    finally:
-        checkpoints.close()
-
-
-def _reader(checkpoints: Checkpoints) -> Callable[[int], Any]:
-    def read(step: int) -> Any:
-        saved = checkpoints.metadata(step)
-        model = Transformer(
-            ModelConfig(saved["layers"], saved["width"], saved["heads"], saved["context"])
+            passed_over = [f"{type(error).__name__}: {error}"]
+        result = outcome(found, passed_over, newest, before, where)
+        said = [sentence.replace(str(scratch), "") for sentence in passed_over]
+        print(
+            json.dumps({"file": file, "where": where, "outcome": result, "said": said}), flush=True
         )
-        options = Options(saved["rank"], saved["start_step"], saved["comm_dtype"])
-        optimizer = adamw(saved["learning_rate"], saved["steps"])
-        tx = STRATEGIES[saved["strategy"]].transformation(options, optimizer, "data")
-        like = new_state(model, init_params(model, 0), tx)
-        state = checkpoints.restore(step, jax.device_get(like), saved)
-        return step, jaxcomp.fingerprint(state), saved
 
-    return read
+
+def flip(checkpoint: Path, rng: random.Random) -> tuple[str, str]:
+    """One bit of one file; first a kind of file, so that the few large ones are not all there is.
+
+    Returns:
+      The kind, and the file's path in the checkpoint.
+    """
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.stat().st_size:
+            values = path.name.replace(".", "").isdecimal()
+            kinds.setdefault("values of a leaf" if values else path.name, []).append(path)
+    kind = rng.choice(sorted(kinds))
+    file = rng.choice(kinds[kind])
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.unlink()  # the original has the same inode
+    file.write_bytes(content)
+    return kind, str(file.relative_to(checkpoint))
+
+
+def outcome(
+    found: State | None, passed_over: list[str], newest: State, before: State, where: str
+) -> str:
+    """What became of a flipped bit.
+
+    "passed over": a sentence named the file and the checkpoint before was used, or "passed over,
+    file unnamed"; "harmless": the newest one was used, every leaf as saved. The rest must not be:
+    "lost", no checkpoint was used, and "silent", other values were.
+    """
+    if found is None:
+        return "lost"
+    if not passed_over:
+        return "harmless" if found == newest else "silent"
+    if found != before:
+        return "silent"
+    return "passed over" if where in passed_over[0] else "passed over, file unnamed"
+
+
+def resumer(checkpoints: Path, step: int) -> Callable[[Path], tuple[State, list[str]]]:
+    """A function that resumes from a directory as a run does.
+
+    It returns what the run would go on from, and the sentences about what it passed over.
+    """
+    saved = json.loads((checkpoints / str(step) / "config" / "metadata").read_text())
+    model = Transformer(
+        ModelConfig(saved["layers"], saved["width"], saved["heads"], saved["context"])
+    )
+    options = Options(saved["rank"], saved["start_step"], saved["comm_dtype"])
+    optimizer = adamw(saved["learning_rate"], saved["steps"])
+    tx = STRATEGIES[saved["strategy"]].transformation(options, optimizer, "data")
+    like = jax.device_get(new_state(model, init_params(model, 0), tx))
+
+    def resumed(directory: Path) -> tuple[State, list[str]]:
+        opened = Checkpoints(directory, every=1, keep=9, resume=True)
+
+        def read(step: int) -> State:
+            state: Any = opened.restore(step, like, opened.metadata(step))
+            return step, jaxcomp.fingerprint(state)
+
+        try:
+            found = opened.restored(read)
+        finally:
+            opened.close()
+        assert found is not None  # there are checkpoints, or `restored` raises
+        return found, opened.passed_over
+
+    return resumed
+
+
+if __name__ == "__main__":
+    main()

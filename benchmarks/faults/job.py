@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -21,8 +22,13 @@ SCRIPT = LANGUAGE_MODEL / "train_multihost.py"
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--rank", "2"]
 MODEL += ["--batch-size", "24", "--start-step", "5", "--eval-sequences", "240"]
 
-# What a process says whose peer is lost.
-SAID = re.compile("lost contact with another process|the other processes did not arrive")
+# What a process says that ends because of a fault.
+SAID = re.compile(
+    "lost contact with another process|the other processes did not arrive|stopped by a signal"
+    "|could not be written"
+)
+# Python's, Abseil's and glog's.
+STACK_TRACE = re.compile("^Traceback|stack trace|^\\*\\*\\* SIG|^    @ +0x", re.MULTILINE)
 AGAIN, WRITE_FAILED = 75, 74  # the example's exit codes
 
 
@@ -76,10 +82,12 @@ class Job:
                     [*command, *map(str, arguments), *(each[index] if each else ())],
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this program, and no fault
                     env=cache | os.environ | (scheduler[index] if scheduler else {}),
                 )
             )
             output.close()
+        atexit.register(self.end)
 
     def said(self, index: int = 0) -> str:
         """What a process has written so far."""
@@ -109,12 +117,16 @@ class Job:
         end = time.monotonic() + seconds
         while self.running() and time.monotonic() < end:
             time.sleep(0.05)
-        late = [i for i, process in enumerate(self.processes) if process.poll() is None]
-        self.kill(*late)
-        if late:
+        if late := self.end():
             tail = "\n".join(self.said(i)[-500:] for i in late)
             raise TimeoutError(f"processes {late} did not end within {seconds:.0f} s:\n{tail}")
         return [process.returncode for process in self.processes]
+
+    def end(self) -> list[int]:
+        """Kills the processes that are left, and returns their indices."""
+        late = [i for i, process in enumerate(self.processes) if process.poll() is None]
+        self.kill(*late)
+        return late
 
     def kill(self, *indices: int) -> None:
         """SIGKILL, by process id."""
@@ -131,10 +143,15 @@ def steps_done(log: Path) -> int:
         return 0
 
 
+def losses(log: Path) -> dict[int, list[float | None]]:
+    """Training loss of every tenth step, and held-out loss where there is one."""
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return {r["step"]: [r["loss"], r.get("held_out")] for r in records if "step" in r}
+
+
 def held_out(log: Path) -> dict[int, float]:
     """Held-out loss by step."""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {r["step"]: r["held_out"] for r in records if "held_out" in r}
+    return {step: loss for step, (_, loss) in losses(log).items() if loss is not None}
 
 
 def complete(checkpoints: Path) -> int:

@@ -13,35 +13,41 @@ from pathlib import Path
 from benchmarks.faults.job import (
     AGAIN,
     SAID,
+    STACK_TRACE,
     WRITE_FAILED,
     Job,
     being_written,
     complete,
+    losses,
     steps_done,
 )
 
+HEARTBEAT, START = 30, 45  # seconds: the run's --heartbeat-timeout and --start-timeout
 _EVERY = 10  # steps between checkpoints
 _PATIENCE = 180.0  # seconds after which a run that should have ended counts as one that hangs
 
 
 @dataclasses.dataclass
-class Found:
-    """What happened in a disturbed run."""
+class Fault:
+    """One of them, and what came of it."""
 
-    faults: int = 0
-    while_starting: int = 0  # before process 0 had restored the state
-    while_saving: int = 0  # while orbax's temporary directory existed
-    lost_checkpoints: int = 0  # restarts from an earlier one than the last complete one
-    slowest_end: float = 0.0  # seconds from a fault to the end of the last process
-    silent: int = 0  # processes that ended without saying why
-    codes: dict[str, int] = dataclasses.field(default_factory=dict)  # how often each was seen
-    wrong_codes: list[int] = dataclasses.field(default_factory=list)
-    saved_after: list[int] = dataclasses.field(default_factory=list)  # steps, because of a signal
+    moment: str  # while the processes were "starting", "saving" or "training"
+    saved: int  # step of the last complete checkpoint at that moment
+    codes: list[int]  # exit codes, by process
+    seconds: float  # until the last process had ended
+    left: int  # step of the last complete checkpoint after that
+    wrong: list[str]  # what a process should not have done
+    resumed: int | None = None  # step that the next start began at, if it got so far
 
-    @property
-    def good(self) -> bool:
-        """Whether nothing was lost, and everybody ended as documented."""
-        return not (self.lost_checkpoints or self.silent or self.wrong_codes)
+
+@dataclasses.dataclass
+class Disturbed:
+    """A run that was disturbed to its end."""
+
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    # Of each start of the job, with those before it: step -> training loss, held-out loss.
+    curves: list[dict[int, list[float | None]]] = dataclasses.field(default_factory=list)
+    stopped: set[int] = dataclasses.field(default_factory=set)  # steps after which a signal did
 
 
 class Moments:
@@ -73,6 +79,12 @@ class Moments:
         job.wait_until(lambda: steps_done(self.log) >= target)
         time.sleep(self.rng.uniform(0, 0.3))
 
+    def now(self, job: Job) -> str:
+        """Which one it is."""
+        if job.start() is None:
+            return "starting"
+        return "saving" if being_written(self.checkpoints, job.started) else "training"
+
 
 # Disturbs a job; returns all exit codes, and which ones are right for a process other than AGAIN.
 Strike = Callable[[Job, random.Random], tuple[list[int], dict[int, set[int]]]]
@@ -85,11 +97,14 @@ def kill(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
     return job.wait(_PATIENCE), {victim: {-signal.SIGKILL}}
 
 
-def terminate(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
-    """SIGTERM or SIGINT to one process."""
-    victim = rng.randrange(len(job.processes))
-    job.processes[victim].send_signal(rng.choice([signal.SIGTERM, signal.SIGINT]))
-    return job.wait(_PATIENCE), {}
+def send(number: signal.Signals) -> Strike:
+    """A signal to one process, which asks the run to stop."""
+
+    def strike(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
+        rng.choice(job.processes).send_signal(number)
+        return job.wait(_PATIENCE), {}
+
+    return strike
 
 
 def hang(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
@@ -135,56 +150,56 @@ def disturbed(
     faults: int,
     seed: int,
     checkpoints: Path | None = None,
-) -> Found:
-    """Trains to the end, however often it is disturbed on the way; the curve is in curve.jsonl.
+) -> Disturbed:
+    """Trains to the end, however often it is disturbed on the way.
 
     Raises:
       RuntimeError: A run failed for another reason than the fault.
     """
-    rng, found = random.Random(seed), Found()
+    rng, found = random.Random(seed), Disturbed()
     checkpoints, log = checkpoints or directory / "checkpoints", directory / "curve.jsonl"
     checkpoints.mkdir(parents=True, exist_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     arguments = [*arguments, *run_arguments(steps, log, checkpoints)]
     # Short of steps / faults on average, so that the run does not end before the last one.
     moments = Moments(rng, checkpoints, log, stride=0.8 * steps / max(1, faults))
-    saved = 0
     while True:
         job = Job(processes, directory, *arguments)
-        if found.faults < faults:
+        if len(found.faults) < faults:
             moments.wait(job, running=strike is not kill)
-        ended = found.faults == faults or not job.running()
+        ended = len(found.faults) == faults or not job.running()
+        fault = None
         if ended:
-            codes = job.wait(600)
-            if any(codes):
-                raise RuntimeError(f"exit codes {codes}:\n{job.said()[-2000:]}")
+            _succeeded(job)
         else:
-            found.while_saving += being_written(checkpoints, job.started)
-            _strike(strike, job, rng, found)
-        began = job.start()
-        found.while_starting += began is None
-        found.lost_checkpoints += began is not None and began < saved
-        if ended:
+            fault = _struck(strike, job, rng, moments)
+        if found.faults:
+            found.faults[-1].resumed = job.start()
+        found.curves.append(losses(log))
+        if (stopped := job.stopped_after()) is not None:
+            found.stopped.add(stopped)
+        if fault is None:
             return found
-        saved = complete(checkpoints)
-        print(f"fault {found.faults}: checkpoint {saved} is the last complete one", flush=True)
+        found.faults.append(fault)
+        print(f"{len(found.faults):3}: {dataclasses.asdict(fault)}", flush=True)
 
 
-def _strike(strike: Strike, job: Job, rng: random.Random, found: Found) -> None:
-    began = time.monotonic()
+def _struck(strike: Strike, job: Job, rng: random.Random, moments: Moments) -> Fault:
+    moment, saved, began = moments.now(job), complete(moments.checkpoints), time.monotonic()
     codes, own = strike(job, rng)
-    found.faults += 1
-    found.slowest_end = max(found.slowest_end, time.monotonic() - began)
+    seconds, wrong = time.monotonic() - began, []
     for index, code in enumerate(codes):
-        found.codes[str(code)] = found.codes.get(str(code), 0) + 1
-        if code == 0:  # it may have reached the last step just before
-            continue
-        found.wrong_codes += [code] * (code not in own.get(index, {AGAIN}))
         said = job.said(index)
-        told = SAID.search(said) or "stopped by a signal" in said or "could not be written" in said
-        found.silent += not told and code >= 0
-    if (stopped := job.stopped_after()) is not None:
-        found.saved_after.append(stopped)
+        if code == 0 or code < 0:  # at the last step just before; killed, or aborted by JAX
+            wrong += [f"process {index} ended with {code}"] * (code not in {0, *own.get(index, ())})
+            continue
+        if code not in own.get(index, {AGAIN}):
+            wrong.append(f"process {index} ended with {code}")
+        if not SAID.search(said):
+            wrong.append(f"process {index} did not say why it ended")
+        if STACK_TRACE.search(said):
+            wrong.append(f"process {index} printed a stack trace")
+    return Fault(moment, saved, codes, round(seconds, 2), complete(moments.checkpoints), wrong)
 
 
 def run_arguments(steps: int, log: Path, checkpoints: Path) -> list[str]:
@@ -193,7 +208,7 @@ def run_arguments(steps: int, log: Path, checkpoints: Path) -> list[str]:
         "--steps", str(steps), "--log", str(log), "--resume",
         "--checkpoint-dir", str(checkpoints), "--checkpoint-every", str(_EVERY),
         # Whoever waits for a process that died before it joined gives up after the first of these.
-        "--start-timeout", "45", "--heartbeat-timeout", "30",
+        "--start-timeout", str(START), "--heartbeat-timeout", str(HEARTBEAT),
     ]  # fmt: skip
 
 
@@ -211,8 +226,11 @@ def run_resized(directory: Path, arguments: Sequence[str], sizes: list[int], ste
     checkpoints.mkdir(parents=True)
     arguments = [*arguments, *run_arguments(steps, log, checkpoints)]
     for part, size in enumerate(sizes, 1):
-        job = Job(size, directory, *arguments, "--stop-at", steps * part // len(sizes))
-        codes = job.wait(900)
-        if any(codes):
-            raise RuntimeError(f"exit codes {codes}:\n{job.said()[-2000:]}")
+        _succeeded(Job(size, directory, *arguments, "--stop-at", steps * part // len(sizes)))
     return log
+
+
+def _succeeded(job: Job) -> None:
+    codes = job.wait(900)
+    if any(codes):
+        raise RuntimeError(f"exit codes {codes}:\n{job.said()[-2000:]}")

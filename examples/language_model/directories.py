@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 _LOCK_SECONDS = 10  # the lock of a process that was killed goes with it
-_SEAL = "checksums.json"
+_SEAL = "checksums"
 
 
 class CheckpointError(Exception):
@@ -64,8 +64,9 @@ def locked(directory: Path) -> IO[str]:
 
 
 def seal(checkpoint: Path) -> None:
-    """Writes the checksums of all files beside them."""
-    (checkpoint / _SEAL).write_text(json.dumps(_checksums(checkpoint)))
+    """Writes the checksums of all files beside them, and before these their own."""
+    text = json.dumps(_checksums(checkpoint)).encode()
+    (checkpoint / _SEAL).write_bytes(b"%d\n%b" % (zlib.crc32(text), text))
 
 
 def check_seal(checkpoint: Path) -> None:
@@ -78,17 +79,17 @@ def check_seal(checkpoint: Path) -> None:
       Unusable: Naming the files, whose paths name the leaves, or saying that there is no seal.
     """
     try:
-        sealed = json.loads((checkpoint / _SEAL).read_bytes())
+        own, _, text = (checkpoint / _SEAL).read_bytes().partition(b"\n")
+        if own != b"%d" % zlib.crc32(text):
+            raise Unusable(f"it is damaged: {_SEAL} is not what was saved")
+        sealed = json.loads(text)
         found = _checksums(checkpoint, *sealed)
-        wrong = [name for name in sealed if found[name] != sealed[name]]
     except FileNotFoundError as error:
         missing = os.path.relpath(error.filename, checkpoint)
         raise Unusable(f"it is cut off, or not one of this program: {missing} is missing") from None
     except OSError as error:
         raise Unusable(f"it cannot be read: {error}") from error
-    except (TypeError, ValueError):  # no JSON, or no dictionary
-        raise Unusable(f"it is damaged: {_SEAL} is not what was saved") from None
-    if wrong:
+    if wrong := [name for name in sealed if found[name] != sealed[name]]:
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise Unusable(f"it is damaged: {some} {'are' if wrong[1:] else 'is'} not what was saved")
 

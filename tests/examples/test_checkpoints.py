@@ -73,6 +73,7 @@ def test_a_flipped_bit_in_any_file_is_passed_over_with_the_name_of_the_file(open
     opened().close()  # which waits until it is written
     files = [path for folder in ("state", "config") for path in (newest / folder).rglob("*")]
     files = [path for path in files if path.is_file() and path.stat().st_size]
+    files.append(newest / "checksums")
     assert len(files) > 6
     for file in files:
         whole = file.read_bytes()
@@ -97,7 +98,7 @@ DAMAGE = {
     "a flipped bit of a leaf": lambda newest: flip(largest(newest / "state")),
     "a flipped bit of the configuration": lambda newest: flip(newest / "config" / "metadata"),
     "cut off": lambda newest: largest(newest / "state").write_bytes(b""),
-    "a flipped bit of the checksums": lambda newest: flip(newest / "checksums.json"),
+    "a flipped bit of the checksums": lambda newest: flip(newest / "checksums"),
     "empty": lambda newest: (shutil.rmtree(newest), newest.mkdir()),
     "foreign": lambda newest: (shutil.rmtree(newest), newest.mkdir(), (newest / "x").touch()),
 }

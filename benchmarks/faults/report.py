@@ -1,0 +1,94 @@
+"""The table of a run of `benchmarks.faults`, and its place in docs/faults.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.common.machine import sentence
+from benchmarks.common.paths import ROOT
+from benchmarks.common.tables import markdown
+
+PAGE = ROOT / "docs" / "faults.md"
+_BLOCK = re.compile(r"(<!-- python -m benchmarks.faults --report -->\n).*?(?=<!-- end -->)", re.S)
+NAMES = {
+    "kills": "SIGKILL to one process",
+    "terms": "SIGTERM to one process",
+    "ints": "SIGINT to one process",
+    "disks": "full disk",
+    "hangs": "one process hangs (SIGSTOP)",
+    "flips": "restart after a flipped bit",
+}
+_HEADER = ["fault", "times", "while starting / saving", "saved steps lost",
+           "slowest end, s", "exit codes", "said or ended wrongly",
+           "losses compared", "of these different"]  # fmt: skip
+
+
+def write(results: Mapping[str, Any]) -> str:
+    """Puts the table into the page, and returns it."""
+    text = table(results)
+    PAGE.write_text(_BLOCK.sub(lambda found: f"{found[1]}{text}\n", PAGE.read_text()))
+    return text
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, with where and how each kind was measured."""
+    kinds = [kind for kind in NAMES if kind in results]
+    lines = [markdown(_HEADER, [_row(NAMES[kind], results[kind]) for kind in kinds]), ""]
+    if "flips" in results:
+        lines += ["What became of each flipped bit, by the file that it was in:", ""]
+        lines += [flips_table(results["flips"]["flips"]), ""]
+    for kind in kinds:
+        run = results[kind]
+        lines.append(
+            f"{NAMES[kind]}: `{run['command']}`, {run['date']}, {run['processes']} processes, "
+            f"{run['steps']} steps, last held-out loss {run['held_out'][0]!r} undisturbed and "
+            f"{run['held_out'][1]!r} here. {sentence(run['machine'])}\n"
+        )
+    return "\n".join(lines)
+
+
+def _row(name: str, run: Mapping[str, Any]) -> list[str]:
+    faults = run["faults"]
+    moments = Counter(fault["moment"] for fault in faults)
+    codes = Counter(code for fault in faults for code in fault["codes"])
+    return [
+        name,
+        str(len(faults)),
+        f"{moments['starting']} / {moments['saving']}",
+        str(sum(lost(fault) for fault in faults)),
+        f"{max(seconds):.1f}"
+        if (seconds := [f["seconds"] for f in faults if f["seconds"]])
+        else "",
+        ", ".join(f"{code}: {count}" for code, count in sorted(codes.items())),
+        str(sum(bool(fault["wrong"]) for fault in faults)),
+        str(run["compared"]),
+        str(run["different"]),
+    ]
+
+
+def lost(fault: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint that was complete is no longer there, or was not used."""
+    resumed = fault["resumed"]
+    return fault["left"] < fault["saved"] or (resumed is not None and resumed < fault["left"])
+
+
+def flips_table(flips: list[Mapping[str, Any]]) -> str:
+    """A row for each kind of file, a column for each outcome."""
+    outcomes = ["passed over", "passed over, file unnamed", "harmless", "silent", "lost"]
+    counts = Counter((flip["file"], flip["outcome"]) for flip in flips)
+    files = sorted({flip["file"] for flip in flips})
+    rows = [
+        [f"`{f}`" if " " not in f else f, *(str(counts[f, o]) for o in outcomes)] for f in files
+    ]
+    total = [str(sum(counts[f, o] for f in files)) for o in outcomes]
+    return markdown(["flipped in", *outcomes], [*rows, ["all", *total]])
+
+
+def good(run: Mapping[str, Any]) -> bool:
+    """Whether nothing was lost, everybody ended as documented, and all losses are equal."""
+    silent = {flip["outcome"] for flip in run.get("flips", ())} & {"silent", "lost"}
+    wrong = any(lost(fault) or fault["wrong"] for fault in run["faults"])
+    return bool(run["compared"]) and not (silent or wrong or run["different"] or run.get("stderr"))
