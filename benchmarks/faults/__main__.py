@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -40,12 +39,13 @@ from benchmarks.common.arguments import at_least, command_line
 from benchmarks.common.machine import describe, sentence
 from benchmarks.common.paths import RESULTS
 from benchmarks.faults.job import MODEL, Job, complete, held_out, losses
-from benchmarks.faults.report import good, write
+from benchmarks.faults.report import PAGE, good, paged
 from benchmarks.faults.runs import (
     Disturbed,
     Fault,
     FullDisk,
     Strike,
+    compared,
     disturbed,
     hang,
     kill,
@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
     signal.signal(SIGTERM, signal.default_int_handler)  # so that no process is left behind
-    results = json.loads(OUT.read_text()) if OUT.exists() else {}
+    results = saved()
     if given.report:
-        print(write(results))
+        PAGE.write_text(paged(PAGE.read_text(), results))
         return 0
     with tempfile.TemporaryDirectory() as name:
         # One for all starts; those of the run that nothing disturbs fill it.
@@ -89,9 +89,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{kind}: {'good' if good(results[kind]) else 'NOT GOOD'}", flush=True)
             if not given.trial:
                 OUT.write_text(json.dumps(results, indent=1) + "\n")
-    if not given.trial:
-        print(write(results))
+                PAGE.write_text(paged(PAGE.read_text(), results))
     return int(not all(good(results[kind]) for kind in given.what or COUNTS))
+
+
+def saved() -> dict[str, Any]:
+    """The results of each kind so far."""
+    return json.loads(OUT.read_text()) if OUT.exists() else {}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -102,7 +106,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     kinds = f"of {', '.join(COUNTS)}; or resize (default: all of them but that)"
     parser.add_argument("what", nargs="*", metavar="KIND", help=kinds)
     parser.add_argument("--count", type=int, metavar="N", help=f"of the faults (default: {counts})")
-    parser.add_argument("--processes", type=int, default=3, metavar="N", help=shown.strip())
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help=shown.strip())
     parser.add_argument("--steps", type=int, default=400, metavar="N", help=shown.strip())
     parser.add_argument("--seed", type=int, default=0, help="of the faults" + shown)
     parser.add_argument("--trial", action="store_true", help="print only, write no results")
@@ -111,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     try:
         if unknown := [k for k in given.what if k not in COUNTS and given.what != ["resize"]]:
             raise ValueError(f"there is no {unknown[0]!r}; choose {kinds}.")
-        at_least("--count", given.count or 1, 1)
+        at_least("--count", 1 if given.count is None else given.count, 1)
         at_least("--processes", given.processes, 2)
         at_least("--steps", given.steps, 40)
     except ValueError as error:
@@ -200,20 +204,6 @@ class Runs:
         found.faults.append(Fault(f"in {file}", before, codes, 0.0, before, wrong, job.start()))
         found.curves.append(losses(log))
         print(found.faults[-1], flush=True)
-
-
-def compared(plain: Path, found: Disturbed) -> dict[str, Any]:
-    """The losses after each start with those of the undisturbed run, in every digit."""
-    expected, last = losses(plain), found.curves[-1]
-    pairs = [(curve[step], expected[step]) for curve in found.curves for step in curve]
-    end = max(expected)
-    return {
-        "faults": [dataclasses.asdict(fault) for fault in found.faults],
-        "stopped": sorted(found.stopped),
-        "compared": len(pairs),
-        "different": sum(a != b for a, b in pairs),
-        "held_out": [expected[end][1], last[end][1] if end in last else None],
-    }
 
 
 def resize(root: Path, steps: int) -> None:

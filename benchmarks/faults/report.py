@@ -26,11 +26,10 @@ _HEADER = ["fault", "times", "while starting / saving", "saved steps lost",
            "losses compared", "of these different"]  # fmt: skip
 
 
-def write(results: Mapping[str, Any]) -> str:
-    """Puts the table into the page, and returns it."""
-    text = table(results)
-    PAGE.write_text(_BLOCK.sub(lambda found: f"{found[1]}{text}\n", PAGE.read_text()))
-    return text
+def paged(page: str, results: Mapping[str, Any]) -> str:
+    """A page with the table of the results in it."""
+    text = f"{table(results)}\n" if results else ""
+    return _BLOCK.sub(lambda found: found[1] + text, page)
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -91,4 +90,5 @@ def good(run: Mapping[str, Any]) -> bool:
     """Whether nothing was lost, everybody ended as documented, and all losses are equal."""
     silent = {flip["outcome"] for flip in run.get("flips", ())} & {"silent", "lost"}
     wrong = any(lost(fault) or fault["wrong"] for fault in run["faults"])
-    return bool(run["compared"]) and not (silent or wrong or run["different"] or run.get("stderr"))
+    ended = run["compared"] and run["held_out"][1] is not None
+    return bool(ended) and not (silent or wrong or run["different"] or run.get("stderr"))

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.job import (
     AGAIN,
@@ -200,6 +201,20 @@ def _struck(strike: Strike, job: Job, rng: random.Random, moments: Moments) -> F
         if STACK_TRACE.search(said):
             wrong.append(f"process {index} printed a stack trace")
     return Fault(moment, saved, codes, round(seconds, 2), complete(moments.checkpoints), wrong)
+
+
+def compared(plain: Path, found: Disturbed) -> dict[str, Any]:
+    """The losses after each start with those of the undisturbed run, in every digit."""
+    expected, last = losses(plain), found.curves[-1]
+    pairs = [(curve[step], expected[step]) for curve in found.curves for step in curve]
+    end = max(expected)
+    return {
+        "faults": [dataclasses.asdict(fault) for fault in found.faults],
+        "stopped": sorted(found.stopped),
+        "compared": len(pairs),
+        "different": sum(a != b for a, b in pairs),
+        "held_out": [expected[end][1], last[end][1] if end in last else None],
+    }
 
 
 def run_arguments(steps: int, log: Path, checkpoints: Path) -> list[str]:

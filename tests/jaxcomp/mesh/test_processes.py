@@ -102,6 +102,19 @@ def test_a_signal_to_one_stops_all_after_the_same_saved_step(tmp_path):
             assert f"process {i}: {told}" in job.said(i)
 
 
+def test_a_second_signal_does_not_wait():
+    asked = train_multihost.Stop()
+    assert not asked(train_multihost.Stop.EVERY)
+    os.kill(os.getpid(), signal.SIGTERM)  # the first is noted, and asked for after a step
+    assert asked(train_multihost.Stop.EVERY - 1) is False
+    assert asked(train_multihost.Stop.EVERY)
+    assert asked.after == train_multihost.Stop.EVERY
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_process_that_hangs_ends_the_others(tmp_path):
     """The first one, which the others also ask who is there."""
     job = Job(2, tmp_path, *ARGUMENTS, "--steps", 100_000, "--heartbeat-timeout", 6)
