@@ -110,7 +110,7 @@ class Job:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds, or when no process runs any more."""
         while self.running() and not condition():
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def wait(self, seconds: float) -> list[int]:
         """The exit codes. Whatever is left after the time is killed, and a TimeoutError raised."""

@@ -6,18 +6,19 @@ Uses all GPUs, or 8 CPU devices where there is none. Nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data_parallel import MAPPINGS, local_devices
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from strategies import COMM_DTYPES, STRATEGIES
-from training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError
+from training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError, WriteError
 
 EXAMPLES = """
 examples:
@@ -106,19 +107,31 @@ class Log:
             raise UsageError(f"{path} is a directory; --log needs a file")
         kept = [{"config": asdict(config)}]
         if start and path.is_file():
-            records = [json.loads(line) for line in path.read_text().splitlines()]
+            records = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # cut off on a full disk
+                    records.append(json.loads(line))
             kept = [r for r in records if r.get("step", 0) <= start]
         self._path = path
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._write("w", *kept)
 
     def add(self, record: Record) -> None:
-        """Writes a record, if it is one to write."""
+        """Writes a record, if it is one to write.
+
+        Raises:
+          WriteError: It could not be.
+        """
         if record.step % self.EVERY == 0 or record.held_out is not None:
             values = {"step": record.step, "loss": record.loss, "bytes_sent": record.bytes_sent}
             values |= {} if record.held_out is None else {"held_out": record.held_out}
-            values |= {"seconds": round(record.seconds, 3)}
-            with self._path.open("a") as file:  # a killed run leaves its curve
-                file.write(json.dumps(values) + "\n")
+            self._write("a", values | {"seconds": round(record.seconds, 3)})
+
+    def _write(self, mode: str, *records: dict[str, Any]) -> None:
+        try:
+            with self._path.open(mode) as file:  # closed each time: a killed run leaves its curve
+                file.write("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as error:
+            raise WriteError(f"the log {self._path} could not be written ({error})") from error
 
 
 def readable(size: float) -> str:

@@ -17,11 +17,11 @@ import signal
 import subprocess
 import sys
 import types
-import zlib
 from dataclasses import replace
 from functools import partial
 
 import demo
+import directories
 import hybrid_mesh
 import jax
 import jax.numpy as jnp
@@ -185,8 +185,8 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = directory.glob(f"{died}.*")  # orbax's temporary directory, not renamed
     # All of it was written by then; a moment earlier not all of it would have been.
-    for file in (left / "state" / "d").iterdir():
-        file.unlink()
+    for leaf in left.glob("state/params.*"):
+        shutil.rmtree(leaf)
 
     resumed, output = trained("half", "--devices", 4, "--checkpoint-dir", directory, "--resume")
     assert f"from step {STOP}" in output
@@ -302,25 +302,35 @@ def test_wrong_input_gives_one_sentence(arguments, message, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "sealed", "message"),
     [
-        (None, "/run/2 is not used: it is not one of this program"),
-        ({}, "/run/2 is not used: it is not one of this program"),
-        ({"rank": 4, "checksum": 1}, "/run/2 is not used: its configuration is not what was saved"),
-        (
-            {"checksum": zlib.crc32(b"{}")},
-            "another version of this one, which did not store batch_size",
-        ),
+        ({}, False, "/run/2 is not used: it is cut off, or not one of this program: checksums is"),
+        (None, True, "/run/2 is not used: it is not one of this program"),
+        ({}, True, "another version of this one, which did not store batch_size"),
     ],
 )
-def test_a_checkpoint_of_another_program_is_refused(config, message, capsys, tmp_path):
+def test_a_checkpoint_of_another_program_is_refused(config, sealed, message, capsys, tmp_path):
     content = {"state": ocp.args.StandardSave({"a": np.ones(3)})}
     content |= {} if config is None else {"config": ocp.args.JsonSave(config)}
     with ocp.CheckpointManager(tmp_path / "run", item_names=tuple(content)) as manager:
         manager.save(2, args=ocp.args.Composite(**content))
+    if sealed:
+        directories.seal(tmp_path / "run" / "2")
     answer = refusal(capsys, "--checkpoint-dir", tmp_path / "run", "--resume", "--devices", 4)
     assert answer.startswith("cannot resume: the checkpoint ")
     assert message in answer
+
+
+def test_a_log_on_a_full_disk_is_one_sentence(capsys):
+    answer = refusal(capsys, "--log", "/dev/full", "--devices", 4)
+    assert "the log /dev/full could not be written ([Errno 28] No space left on device" in answer
+
+
+def test_a_log_that_was_cut_off_goes_on(tmp_path):
+    path = tmp_path / "curve.jsonl"
+    path.write_text('{"config": 1}\n{"step": 10}\n{"step": 2')
+    train.Log(path, train.RunConfig(), start=10)
+    assert path.read_text() == '{"config": 1}\n{"step": 10}\n'
 
 
 def test_checkpoints_are_not_overwritten_by_a_new_run(interrupted, capsys):
