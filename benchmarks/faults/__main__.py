@@ -108,7 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("what", nargs="*", metavar="KIND", help=kinds)
     parser.add_argument("--count", type=int, metavar="N", help=f"of the faults (default: {counts})")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help=shown.strip())
-    parser.add_argument("--steps", type=int, default=240, metavar="N", help=shown.strip())
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help=shown.strip())
     parser.add_argument("--seed", type=int, default=0, help="of the faults" + shown)
     parser.add_argument("--trial", action="store_true", help="print only, write no results")
     parser.add_argument("--report", action="store_true", help="only write the table anew")

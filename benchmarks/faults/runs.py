@@ -78,7 +78,7 @@ class Moments:
             return
         target = complete(self.checkpoints) + self.rng.uniform(0, self.stride)
         job.wait_until(lambda: steps_done(self.log) >= target)
-        time.sleep(self.rng.uniform(0, 3))  # the log has every tenth step, as checkpoints are
+        time.sleep(self.rng.uniform(0, 1))  # the log has every tenth step, as checkpoints are
 
     def now(self, job: Job) -> str:
         """Which one it is."""

@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 
 _ALIVE, _GOODBYE = b".", b"q"
 # A process that fails for a reason of its own closes its connections; whoever fails for the same
-# reason shall have the time to say so.
-_GRACE = 2.0
+# reason shall have the time to say so. When the first one ends, JAX aborts the others soon.
+_GRACE, _GRACE_FIRST = 2.0, 0.5
 
 
 class Watch:
@@ -72,7 +72,8 @@ class Watch:
             return
         name = self._peers.pop(peer)
         peer.close()
-        if not said and not self._ended.wait(min(_GRACE, self._silence)):
+        grace = _GRACE_FIRST if name == "process 0" else _GRACE
+        if not said and not self._ended.wait(min(grace, self._silence)):
             self._lost(f"{name} has ended")
 
 
