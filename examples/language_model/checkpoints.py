@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 import jaxcomp
 
 T = TypeVar("T")
-# What orbax logs with a stack trace it raises too, and one sentence says it. And it warns with every
+# What orbax logs with a stack trace it raises too, and one sentence says it. It warns with every
 # checkpoint that there is nothing to merge, as there never is without OCDBT.
 logging.getLogger("absl").addFilter(
     lambda record: not record.exc_info and "Skipping merge of OCDBT" not in record.getMessage()
