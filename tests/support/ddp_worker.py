@@ -27,7 +27,7 @@ class Feed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Conv2d(6, 16, 3)
+        self.conv = nn.Conv2d(6, 20, 3)
         self.fc1 = nn.Linear(32, 24)
         self.norm = nn.LayerNorm(24)
         self.fc2 = nn.Linear(24, 48)

@@ -70,7 +70,7 @@ def flax_params():
         return jnp.zeros(shape)
 
     return {
-        "conv": {"kernel": z(3, 3, 6, 16), "bias": z(16)},
+        "conv": {"kernel": z(3, 3, 6, 20), "bias": z(20)},
         "fc1": {"kernel": z(32, 24), "bias": z(24)},
         "norm": {"scale": z(24), "bias": z(24)},
         "fc2": {"kernel": z(24, 48), "bias": z(48)},
