@@ -10,6 +10,10 @@ from runners import AXIS
 
 import jaxcomp
 
+# Always the same one for the same arguments, so that tests of the same shapes share what is
+# compiled for it.
+shared_powersgd = functools.cache(jaxcomp.powersgd)
+
 
 def powersgd(rank: int = 2, **options: object) -> Callable[[int], jaxcomp.Reducer]:
     arguments = {"axis_name": AXIS, "min_compression_rate": 1.0, **options}

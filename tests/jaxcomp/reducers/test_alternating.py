@@ -7,6 +7,7 @@ import optax
 import pytest
 from hlo import collectives
 from leaves import SHAPES, as_matrix, random_grads, with_value, zeros
+from reducers import shared_powersgd
 from reference import Alternating
 from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
 
@@ -14,7 +15,7 @@ import jaxcomp
 
 
 def reducer(rank=2, start_step=0, **kwargs):
-    return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, alternating=True, **kwargs)
+    return shared_powersgd(rank, axis_name=AXIS, start_step=start_step, alternating=True, **kwargs)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -123,7 +124,7 @@ def test_a_constant_low_rank_gradient_is_found():
 
 def test_adapt_state_takes_over_both_factors_and_turns_one_sided_steps_on_and_off():
     grads = random_grads(SHAPES, 2, 3)
-    one_sided, two_sided = reducer(2), jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    one_sided, two_sided = reducer(2), shared_powersgd(2, axis_name=AXIS, start_step=0)
     _, state = simulate("vmap", one_sided, grads, one_sided.init(zeros()))
     state = consolidated(state)
 
@@ -144,8 +145,8 @@ def test_wrong_use_says_what_to_do():
     with pytest.raises(ValueError, match="needs warm_start=True"):
         reducer(warm_start=False)
     with pytest.raises(ValueError, match="`alternating` must be"):
-        jaxcomp.powersgd(axis_name=AXIS, alternating="yes")
-    two_sided = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+        shared_powersgd(axis_name=AXIS, alternating="yes")
+    two_sided = shared_powersgd(2, axis_name=AXIS, start_step=0)
     grads = random_grads(SHAPES, 2, 1)
     with pytest.raises(ValueError, match=r"not made with alternating=True.*adapt_state"):
         simulate("vmap", reducer(), grads, two_sided.init(zeros()))

@@ -1,21 +1,15 @@
 """Steps that must leave no trace, and gradients at the edges of the float range."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from leaves import SHAPES, random_grads, with_value, zeros
+from reducers import shared_powersgd
 from runners import AXIS, MAPPINGS, simulate
 
 import jaxcomp
-
-
-@functools.cache
-def late(start_step):
-    return jaxcomp.powersgd(2, axis_name=AXIS, start_step=start_step)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -27,7 +21,8 @@ def test_one_bad_value_on_one_replica_poisons_the_output_and_nothing_else(
     grads = random_grads(SHAPES, 3, 5)
     bad = dict(grads)
     bad[leaf] = with_value(grads[leaf], (1, 3, 0), np.inf if leaf == "bias" else np.nan)
-    tx, bits = late(start_step), {"optimised": mapping == "shard_map"}
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=start_step)
+    bits = {"optimised": mapping == "shard_map"}
     outputs, state = simulate(mapping, tx, bad, **bits)
     for name in SHAPES:
         assert np.isfinite(outputs[name][:3]).all()
@@ -43,7 +38,7 @@ def test_one_bad_value_on_one_replica_poisons_the_output_and_nothing_else(
 def test_a_bad_step_before_start_step_counts_for_nothing():
     grads = random_grads(SHAPES, 2, 3)
     bad = dict(grads, bias=with_value(grads["bias"], (0, 1, 0), np.nan))
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=2)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=2)
     outputs, state = simulate("vmap", tx, bad, tx.init(zeros()))
     assert not np.isfinite(outputs["bias"][1]).all()
     assert int(state.count) == 2
@@ -51,7 +46,7 @@ def test_a_bad_step_before_start_step_counts_for_nothing():
 
 
 def test_an_overflow_on_a_float16_wire_is_a_bad_step():
-    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, comm_dtype=jnp.float16)
+    tx = shared_powersgd(1, axis_name=AXIS, start_step=0, comm_dtype=jnp.float16)
     grads = random_grads(SHAPES, 2, 2)
     for x in grads.values():
         x[0, 1] *= 1e6
@@ -66,7 +61,7 @@ def test_apply_if_finite_behind_the_reducer_skips_the_step_everywhere(mapping):
     grads = random_grads(SHAPES, 2, 4)
     grads["dense"][1, 2, 0, 0] = np.inf
     tx = optax.chain(
-        jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
+        shared_powersgd(2, axis_name=AXIS, start_step=0),
         optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), max_consecutive_errors=5),
     )
     outputs, state = simulate(mapping, tx, grads, tx.init(zeros()))
@@ -80,10 +75,9 @@ def test_apply_if_finite_behind_the_reducer_skips_the_step_everywhere(mapping):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_tiny_and_huge_gradients_give_finite_results_of_their_size(scale, rank):
     grads = jax.tree.map(lambda g: g * scale, random_grads(SHAPES, 3, 3))
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
     outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
-    plain = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    expected, _ = simulate("vmap", plain, random_grads(SHAPES, 3, 3), plain.init(zeros()))
+    expected, _ = simulate("vmap", tx, random_grads(SHAPES, 3, 3), tx.init(zeros()))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     for name in SHAPES:
         np.testing.assert_allclose(outputs[name] / scale, expected[name], atol=1e-4)
@@ -93,7 +87,7 @@ def test_tiny_and_huge_gradients_give_finite_results_of_their_size(scale, rank):
 def test_zero_gradients_give_zeros_and_the_leaf_recovers(rank):
     grads = random_grads(SHAPES, 2, 6)
     grads["dense"][:, :3] = 0
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
     outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
     assert not np.any(outputs["dense"][:3])
     # Directions were not lost for ever: what goes in comes out or is kept, at full rank.
@@ -107,7 +101,7 @@ def test_rank_deficient_gradients_are_transmitted_exactly(rank):
     u = jax.random.normal(jax.random.key(0), (24, 1))
     v = jax.random.normal(jax.random.key(1), (1, 16))
     grads = {"dense": jnp.broadcast_to(u @ v, (2, 4, 24, 16))}
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
     outputs, state = simulate("vmap", tx, grads, tx.init({"dense": jnp.zeros((24, 16))}))
     np.testing.assert_allclose(outputs["dense"][3], u @ v, atol=1e-5)
     assert np.isfinite(state.residual["dense"]).all()
@@ -117,7 +111,7 @@ def test_rank_deficient_gradients_are_transmitted_exactly(rank):
 def test_float16_gradients_whose_sum_overflows_have_a_mean(start_step):
     grads = {"dense": jnp.full((4, 1, 24, 16), 3e4, jnp.float16)}
     params = {"dense": jnp.zeros((24, 16), jnp.float16)}
-    powersgd = jaxcomp.powersgd(2, axis_name=AXIS, start_step=start_step, comm_dtype="float16")
+    powersgd = shared_powersgd(2, axis_name=AXIS, start_step=start_step, comm_dtype="float16")
     # A low-rank factor of so large a matrix does not fit float16; its mean does.
     transformations = [jaxcomp.allreduce(axis_name=AXIS)]
     transformations += [jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16")]
@@ -129,7 +123,7 @@ def test_float16_gradients_whose_sum_overflows_have_a_mean(start_step):
 
 def test_an_output_too_large_for_its_own_dtype_is_a_bad_step():
     """The factors are float32 and finite; only the cast of the output overflows."""
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=0)
     params = {"dense": jnp.zeros((24, 16), jnp.float16)}
     state = tx.init(params)._replace(residual={"dense": jnp.full((24, 16), 1e5)})
     grads = {"dense": jnp.ones((2, 1, 24, 16), jnp.float16)}

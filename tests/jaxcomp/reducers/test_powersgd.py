@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
+from reducers import shared_powersgd
 from reference import Reference
 from runners import AXIS, MAPPINGS, consolidated, simulate
 
@@ -19,7 +20,7 @@ import jaxcomp
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
     grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
     state = tx.init(zeros())
     outputs, final = simulate(mapping, tx, grads, state)
 
@@ -62,7 +63,7 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
     dtypes = dict(zip(shapes, (dtype for _, dtype in kinds), strict=True))
     grads = random_grads(shapes, n, 1, seed)
     grads = {name: grads[name].astype(dtypes[name]) for name in shapes}
-    tx = jaxcomp.powersgd(
+    tx = shared_powersgd(
         rank,
         axis_name=AXIS,
         start_step=0,
@@ -87,7 +88,7 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4), (7, 1)])
 def test_full_rank_gives_the_exact_mean(shape):
     grads = random_grads({"w": shape}, 3, 2)
-    tx = jaxcomp.powersgd(64, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
+    tx = shared_powersgd(64, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
     outputs, final = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros(shape)}))
     np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
     np.testing.assert_allclose(final.residual["w"].mean(0), 0, atol=1e-5)
@@ -96,7 +97,7 @@ def test_full_rank_gives_the_exact_mean(shape):
 def test_the_residual_stays_bounded():
     """torch's rule lets it grow like sqrt(steps): 3.2 times from 400 to 4 000."""
     n, shape = 4, (24, 16)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=0)
     state = tx.init({"w": jnp.zeros(shape)})
     signal = jax.random.normal(jax.random.key(1), shape)
 
@@ -118,7 +119,7 @@ def test_the_residual_stays_bounded():
 def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
     n, steps, half = 4, 10, 5
     grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=0)
     straight, _ = simulate("vmap", tx, grads, tx.init(zeros()))
 
     first = jax.tree.map(lambda g: g[:, :half], grads)
@@ -138,11 +139,11 @@ def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_before_start_step_gradients_are_averaged_exactly(mapping):
     grads = random_grads(SHAPES, 4, 4)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=2)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=2)
     outputs, state = simulate(mapping, tx, grads, tx.init(zeros()))
     for name in SHAPES:
         np.testing.assert_allclose(outputs[name][:2], grads[name].mean(0)[:2], rtol=1e-5, atol=1e-6)
-    late = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    late = shared_powersgd(2, axis_name=AXIS, start_step=0)
     expected, _ = simulate(
         "vmap", late, jax.tree.map(lambda g: g[:, 2:], grads), late.init(zeros())
     )
@@ -152,13 +153,13 @@ def test_before_start_step_gradients_are_averaged_exactly(mapping):
 
 def test_without_error_feedback_no_residual_is_kept():
     grads = random_grads(SHAPES, 3, 3)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
+    tx = shared_powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
     state = tx.init(zeros())
     assert not jax.tree.leaves(state.residual)
     outputs, state = simulate("vmap", tx, grads, state)
     assert not jax.tree.leaves(state.residual)
     # Same as a residual that is scaled away.
-    other = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_decay=0.0)
+    other = shared_powersgd(2, axis_name=AXIS, start_step=0, error_decay=0.0)
     expected, _ = simulate("vmap", other, grads, other.init(zeros()))
     np.testing.assert_allclose(outputs["conv"], expected["conv"], atol=1e-5)
 
@@ -167,7 +168,7 @@ def test_without_error_feedback_no_residual_is_kept():
 def test_without_warm_start_every_step_draws_a_fresh_factor(mapping):
     one = random_grads({"w": (16, 12)}, 2, 1)["w"]
     grads = {"w": jnp.repeat(one, 3, axis=1)}
-    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, warm_start=False, error_feedback=False)
+    tx = shared_powersgd(1, axis_name=AXIS, start_step=0, warm_start=False, error_feedback=False)
     state = tx.init({"w": jnp.zeros((16, 12))})
     assert not jax.tree.leaves(state.q)
     outputs, _ = simulate(mapping, tx, grads, state)  # asserts that replicas agree
@@ -178,9 +179,9 @@ def test_without_warm_start_every_step_draws_a_fresh_factor(mapping):
 
 def test_error_decay_scales_the_residual_and_may_be_a_schedule():
     grads = random_grads({"dense": (24, 16)}, 2, 4)
-    state = jaxcomp.powersgd(1, axis_name=AXIS).init({"dense": jnp.zeros((24, 16))})
+    state = shared_powersgd(1, axis_name=AXIS).init({"dense": jnp.zeros((24, 16))})
     schedule = optax.linear_schedule(1.0, 0.25, 3)
-    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_decay=schedule)
+    tx = shared_powersgd(1, axis_name=AXIS, start_step=0, error_decay=schedule)
     outputs, _ = simulate("vmap", tx, grads, state)
     matrices = as_matrix("dense", np.asarray(grads["dense"], np.float64))
     reference = Reference(2, 16, 24, state.q["dense"])
@@ -191,13 +192,13 @@ def test_error_decay_scales_the_residual_and_may_be_a_schedule():
 
 def test_feedback_every_accumulates_in_between():
     grads = random_grads({"w": (10, 8)}, 2, 4)
-    tx = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, feedback_every=2)
+    tx = shared_powersgd(1, axis_name=AXIS, start_step=0, feedback_every=2)
     outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((10, 8))}))
     # Nothing is lost: what went in is what came out plus what is still kept.
     total = outputs["w"].sum(0) + state.residual["w"].mean(0)
     np.testing.assert_allclose(total, grads["w"].mean(0).sum(0), atol=1e-4)
     # The first update adds nothing back, the second adds what the first lost.
-    plain = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    plain = shared_powersgd(1, axis_name=AXIS, start_step=0)
     expected, _ = simulate("vmap", plain, grads, plain.init({"w": jnp.zeros((10, 8))}))
     np.testing.assert_allclose(outputs["w"][:2], expected["w"][:2], atol=1e-5)
     assert np.abs(outputs["w"][2] - expected["w"][2]).max() > 1e-3
@@ -208,7 +209,7 @@ def test_a_bfloat16_residual_loses_only_its_rounding():
     grads = random_grads({"w": (32, 24)}, n, steps)
     norms = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, residual_dtype=dtype)
+        tx = shared_powersgd(2, axis_name=AXIS, start_step=0, residual_dtype=dtype)
         outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((32, 24))}))
         assert state.residual["w"].dtype == dtype
         residual = state.residual["w"].astype(jnp.float32)
@@ -230,7 +231,7 @@ def test_rank_function_and_batch_axes_compress_each_layer_of_a_stack():
             return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
         return jaxcomp.MatrixDims(rows=(-1,), cols=(0,))
 
-    tx = jaxcomp.powersgd(
+    tx = shared_powersgd(
         lambda path, leaf: None if path[-1].key == "head" else 2,
         axis_name=AXIS,
         start_step=0,
