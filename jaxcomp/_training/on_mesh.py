@@ -102,20 +102,32 @@ def check_something_is_split(specs: list[PartitionSpec]) -> None:
         )
 
 
-@contextlib.contextmanager
-def type_errors_explained() -> Iterator[None]:
-    """Says what to do about a function that JAX cannot type as its arguments, local to a replica.
+# What JAX says of arrays that differ between replicas, and of shardings that name their axis.
+_TYPES = ("manual axis types",)
+_SHARDINGS = ("manual_axis_type", "AxisType.Manual", "only refer to Auto axes", "context mesh")
 
-    The user has written no `shard_map`, of which JAX's own advice speaks.
+
+@contextlib.contextmanager
+def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
+    """Says what to do about a function that JAX refuses inside of a `jax.shard_map` over `axes`.
+
+    The user has written no `shard_map`, of which JAX's own messages speak.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        if "manual axis types" in str(error):
+        if any(words in str(error) for words in _TYPES):
             error.add_note(
                 "In jaxcomp.value_and_grad arguments of `fun` are each replica's own, and what a "
                 "loop carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the "
                 "type of x, zeros(shape) has not. Or pass check_vma=False: the same gradients."
+            )
+        elif any(words in str(error) for words in _SHARDINGS):
+            error.add_note(
+                f"In jaxcomp.value_and_grad `fun` runs on one replica, and its shardings must not "
+                f"name {' or '.join(map(repr, axes))}, nor hold a mesh on which it is an axis like "
+                "any other: write jax.P(None, 'model') where there was NamedSharding(mesh, "
+                "P('data', 'model')), and take the axis out of the rules for logical names."
             )
         raise
 

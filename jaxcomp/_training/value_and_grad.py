@@ -33,10 +33,10 @@ from jaxcomp._training.on_mesh import (
     check_replica_axis,
     check_same_rows,
     check_something_is_split,
+    errors_explained,
     is_common,
     replica_weights,
     the_mesh,
-    type_errors_explained,
 )
 
 _AUX = ("mean", "stack")
@@ -157,7 +157,7 @@ class ValueAndGrad:
             check_vma=self.check_vma,
         )
         like = (value_spec, typed_specs(self._params(args))), typed_specs(state)
-        with type_errors_explained():
+        with errors_explained(axes):
             return boundary.automatic(mapped, like)(state, arrays, own_weight)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:

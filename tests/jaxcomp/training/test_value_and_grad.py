@@ -452,3 +452,29 @@ def test_a_loop_that_begins_with_zeros_is_explained_and_works_unchecked():
         gradients(check_vma=False),
         jax.grad(recurrent)(params, x),
     )
+
+
+def test_shardings_within_the_loss_name_the_other_axes_only():
+    mesh = grid(data=2, model=2)
+    params, x = parameters(mesh, "tensor"), batches(mesh)[0]
+
+    def call(sharding):
+        def constrained(params, x):
+            hidden = jnp.tanh(x @ params["up"] + params["bias"])
+            hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+            return jnp.mean((hidden @ params["down"] - x) ** 2)
+
+        run = jaxcomp.value_and_grad(constrained, REDUCERS["allreduce"](), mesh=mesh)
+        return jax.eval_shape(run, run.init(params), params, x)[0][0]
+
+    for sharding in (
+        NamedSharding(mesh, P("data", "model")),
+        NamedSharding(mesh, P(None, "model")),
+    ):
+        with pytest.raises(ValueError, match="Auto") as error:
+            call(sharding)
+        assert "must not name 'data'" in error.value.__notes__[0]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Auto") as error:
+        call(P("data", "model"))
+    assert "must not name 'data'" in error.value.__notes__[0]
+    assert call(P(None, "model")).shape == ()
