@@ -130,13 +130,16 @@ class FullDisk:
         self.filler = folder / "filler"
 
     def __call__(self, job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
-        """Writes until there is no room."""
+        """Writes until there is no room, also where deleted checkpoints left some."""
         del rng
-        with contextlib.suppress(OSError), self.filler.open("wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
+        end = time.monotonic() + _PATIENCE
         try:
-            return job.wait(_PATIENCE), {0: {WRITE_FAILED}}
+            while job.running() and time.monotonic() < end:
+                with contextlib.suppress(OSError), self.filler.open("ab", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+                time.sleep(0.05)
+            return job.wait(1), {0: {WRITE_FAILED}}
         finally:
             self.filler.unlink(missing_ok=True)
 

@@ -11,7 +11,6 @@ before the next was read back and found to be what was saved.
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import quiet
 from directories import CheckpointError, Unusable, check_seal, locked, saved_steps, seal
 from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
@@ -28,11 +28,7 @@ from jax.experimental import multihost_utils
 import jaxcomp
 
 T = TypeVar("T")
-# What orbax logs with a stack trace it raises too, and one sentence says it. It warns with every
-# checkpoint that there is nothing to merge, as there never is without OCDBT.
-logging.getLogger("absl").addFilter(
-    lambda record: not record.exc_info and "Skipping merge of OCDBT" not in record.getMessage()
-)
+quiet.orbax()
 
 
 class WriteError(CheckpointError):
