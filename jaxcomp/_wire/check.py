@@ -62,6 +62,11 @@ def check(
       True
     """
     found = wire(compiled, mesh=mesh)
+    if getattr(reducer, "axis_name", None) is None:
+        raise ValueError(
+            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Pass the first "
+            "link of the chain."
+        )
     axes = set(axis_tuple(reducer.axis_name))
     crossing = [x for x in found.collectives if set(x.axes) & axes or x.axes == ("?",)]
     replicas = max((x.devices for x in crossing if set(x.axes) <= axes), default=1)
@@ -84,7 +89,8 @@ def check(
         problems.append(
             f"The reducers in it send {sent:,.0f} bytes where {reducer!r} sends {expected:,}: a "
             "reducer runs twice. Keep it in value_and_grad or in the optimizer's chain, not in "
-            f"both.{_listed(own)}"
+            "both; or, if value_and_grad averages auxiliary output of that size, pass allow=."
+            f"{_listed(own)}"
         )
     elif later > beside and sent == 0:
         problems.append(

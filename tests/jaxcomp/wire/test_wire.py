@@ -186,3 +186,5 @@ def test_a_step_without_its_reducer_is_refused():
     local = compiled(lambda params, x: jnp.tanh(x @ params["in"]), params, sharded)
     with pytest.raises(ValueError, match=r"powersgd\(.*\) is not in this step"):
         jaxcomp.check(local, REDUCERS["now"](), params)
+    with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
+        jaxcomp.check(local, optax.chain(REDUCERS["now"]()), params)
