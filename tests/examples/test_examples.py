@@ -33,7 +33,7 @@ import pytest
 import strategies
 import train
 import training
-from data_parallel import ShardMap, new_state
+from data_parallel import MAPPINGS, Pmap, ShardMap, new_state
 from hlo import collectives
 from paths import LANGUAGE_MODEL
 
@@ -53,11 +53,21 @@ def devices():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def corpus():
-    """Read once; a process of its own reads it again."""
+def made_once():
+    """The text, parameters and programs of runs here; a process of its own makes them again."""
+    initial = functools.cache(lambda *arguments: jax.device_get(lm.init_params(*arguments)))
+    mapped = functools.cache(lambda model, devices: Pmap(partial(lm.loss_fn, model), devices))
     with pytest.MonkeyPatch.context() as patch:
         for module in (training, hybrid_mesh):
             patch.setattr(module, "load_corpus", functools.cache(lm.load_corpus))
+        patch.setattr(training, "init_params", lambda *x: jax.tree.map(jnp.array, initial(*x)))
+        # A program is traced again for another model or transformation, be they equal.
+        patch.setattr(training, "Transformer", functools.cache(lm.Transformer))
+        patch.setattr(training, "adamw", functools.cache(strategies.adamw))
+        transformation = functools.cache(strategies.Strategy.transformation)
+        patch.setattr(strategies.Strategy, "transformation", transformation)
+        pmap = lambda loss_fn, devices: mapped(*loss_fn.args, tuple(devices))  # noqa: E731
+        patch.setitem(MAPPINGS, "pmap", pmap)
         yield
 
 
