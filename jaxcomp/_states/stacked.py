@@ -189,14 +189,18 @@ def place_stacked(
       like: A consolidated state that says how leaves lie over the other axes; by default `state`.
 
     Raises:
-      ValueError: If the shape of a leaf fits neither form, or a leaf is spread over `axis_name`.
+      ValueError: If the shape of a leaf fits neither form, leaves are of both forms, or one is
+        spread over `axis_name`.
     """
     axes = axis_tuple(axis_name)
     replicas = math.prod(mesh.shape[name] for name in axes)
     wrong: list[str] = []
+    own: dict[bool, str] = {}  # a per-replica leaf with an axis of replicas, and one without
 
     def compare(path: KeyPath, wanted: Any, local: bool, leaf: Any) -> None:
         shape, one = np.shape(leaf), np.shape(wanted)
+        if local:
+            own[len(shape) > len(one)] = leaf_name(path)
         if shape != one and not (local and len(shape) == len(one) + 1 and shape[1:] == one):
             forms = f"{one}" + f" or (replicas, *{one})" * local
             wrong.append(f"{leaf_name(path)}: expected {forms}, got {shape}")
@@ -219,6 +223,12 @@ def place_stacked(
         raise ValueError(
             f"The state does not fit these parameters and this reducer:\n  {what}\nPass what "
             "value_and_grad or consolidate returned; for another rank, jaxcomp.adapt_state first."
+        )
+    if len(own) == 2:
+        raise ValueError(
+            f"The leaf {own[True]} of the state has an axis of replicas and {own[False]} has none: "
+            "x[0] of a residual is one replica's, and what the others had not sent would be lost. "
+            "Pass the state as value_and_grad returned it, or jaxcomp.consolidate of it."
         )
     return map_leaves(place, like, state)
 

@@ -379,6 +379,9 @@ def test_what_is_wrong_is_said_before_anything_runs():
     wrong = state._replace(q={**state.q, "up": jnp.zeros((3, 3))})
     with pytest.raises(ValueError, match=r"q\['up'\]: expected \(32, 2\), got \(3, 3\)"):
         value_and_grad.restore(wrong, params)
+    first = state._replace(residual=jax.tree.map(lambda x: x[0], state.residual))
+    with pytest.raises(ValueError, match=r"has an axis of replicas and \.residual.* has none"):
+        value_and_grad.restore(first, params)
     with pytest.raises(ValueError, match=r"leaf \['count'\] of .* has dtype int32"):
         value_and_grad.init({**params, "count": jnp.zeros([], jnp.int32)})
 
