@@ -63,6 +63,7 @@ STRIKES: dict[str, Strike] = {
     "hangs": hang,
 }
 FLIPPED_RESTARTS = 5
+PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint")
 OUT = RESULTS / "faults.json"
 
 
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         runs = Runs(Path(name), given)
         for kind in given.what or COUNTS:
-            about = describe("benchmarks.faults", ("jax", "optax", "flax", "orbax-checkpoint"))
+            about = describe("benchmarks.faults", PACKAGES)
             found = runs.flips() if kind == "flips" else runs.kind(kind)
             about |= {"processes": given.processes, "steps": given.steps, "seed": given.seed}
             bad += [] if good(about | found) else [kind]
@@ -211,7 +212,7 @@ class Runs:
 
 def resize(root: Path, steps: int) -> None:
     """Prints held-out losses, apart by rounding, as the number of replicas differs."""
-    about = describe("benchmarks.faults", ("jax", "optax", "flax", "orbax-checkpoint"))
+    about = describe("benchmarks.faults", PACKAGES)
     print(f"{about['command']}, {about['date']}\n{sentence(about['machine'])}", flush=True)
     flags = [*MODEL, "--eval-every", str(steps // 4)]
     expected = held_out(undisturbed(root / "plain", flags, 4, steps))

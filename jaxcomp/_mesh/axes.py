@@ -74,8 +74,8 @@ def gathered(xs: list[Array], thin: int) -> list[Array]:
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
     """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
-    axes = _checked_axes(axis_name)
-    return bool(axes) and not set(axes) & _varying(x)
+    known = axes_known_equal(x, axis_name)
+    return bool(known) and known == _checked_axes(axis_name)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: i
     axes = axis_tuple(axis_name)
     if spec is None:
         spec = PartitionSpec(axis_name)
-        specs = jax.tree.map(lambda x: PartitionSpec() if is_common(x) else spec, arg)
+        specs = jax.tree.map(lambda x: PartitionSpec() if is_shared(x) else spec, arg)
     else:
         specs = jax.tree.broadcast(spec, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -160,9 +160,9 @@ def check_same_rows(args: dict[int, Any], specs: dict[int, PyTree]) -> None:
             )
 
 
-def is_common(leaf: Any) -> bool:
+def is_shared(leaf: Any) -> bool:
     """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
-    return not np.ndim(leaf) or _is_raw_key(leaf)
+    return not np.ndim(leaf) or (np.ndim(leaf) == 1 and _is_raw_key(leaf))
 
 
 def _is_raw_key(leaf: Any) -> bool:

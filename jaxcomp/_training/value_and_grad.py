@@ -34,7 +34,7 @@ from jaxcomp._training.on_mesh import (
     check_same_rows,
     check_something_is_split,
     errors_explained,
-    is_common,
+    is_shared,
     replica_weights,
     the_mesh,
 )
@@ -115,8 +115,9 @@ class ValueAndGrad:
         mesh, axes = the_mesh(self.mesh, self.axis_name), axis_tuple(self.axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, replicas)
-        check_params(self._params(args), mesh, axes)
-        check_differentiable(self._params(args))
+        params = self._params(args)
+        check_params(params, mesh, axes)
+        check_differentiable(params)
         leaves, treedef = jax.tree.flatten((args, kwargs))
         specs = jax.tree.leaves(self._arg_specs(args, kwargs, axes, replicas))
         if self.batch_specs is None:
@@ -156,7 +157,7 @@ class ValueAndGrad:
             axis_names=set(axes),
             check_vma=self.check_vma,
         )
-        like = (value_spec, typed_specs(self._params(args))), typed_specs(state)
+        like = (value_spec, typed_specs(params)), typed_specs(state)
         with errors_explained(axes):
             return boundary.automatic(mapped, like)(state, arrays, own_weight)
 
@@ -228,7 +229,7 @@ class ValueAndGrad:
         arrays = [
             leaf_name(path)
             for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]
-            if _is_array(leaf) and not is_common(leaf)
+            if _is_array(leaf) and not is_shared(leaf)
         ]
         if arrays:
             raise ValueError(
