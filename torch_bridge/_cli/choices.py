@@ -19,7 +19,7 @@ from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.match import Options, check_pattern
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
-from torch_bridge._read.tensors import Budget
+from torch_bridge._read.tensors import Budget, default_limit
 from torch_bridge._read.values import Malformed
 
 
@@ -121,9 +121,8 @@ def _text(path: pathlib.Path, option: str, max_bytes: int | None) -> str:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            Budget(3 * size + (64 << 20) if max_bytes is None else max_bytes).claim(
-                PARSED_BYTES * size
-            )
+            budget = Budget(default_limit(size) if max_bytes is None else max_bytes)
+            budget.claim(PARSED_BYTES * size)
             return file.read(size).decode()
         except Malformed as error:
             raise CheckpointMismatch(f"{path}: {error}", parameters=error.parameters) from error

@@ -116,11 +116,22 @@ def params_from_torch(
         (2, 3)
     """
     model = named(model)
+    found = paired_whole(model, like, pairings, rules, options)
+    return flatten_tree(like).replace(leaves_from_torch(found, model))
+
+
+def paired_whole(
+    model: Mapping[str, Any],
+    like: Any,
+    pairings: Sequence[Pairing] | None,
+    rules: Rules,
+    options: PairOptions,
+) -> tuple[Pairing, ...]:
+    """`paired` for what converts a whole model, and must not leave running statistics behind."""
     found = paired(model, like, pairings, rules, options)
-    tree = flatten_tree(like)
     if pairings is None:
         refuse_lost_statistics(model, like, options.get("ignore"))
-    return tree.replace(leaves_from_torch(found, model))
+    return found
 
 
 def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | None) -> None:

@@ -14,7 +14,7 @@ from jaxcomp.extend import plan_leaves
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames, optimizer_plan
 from torch_bridge._convert.optimizer_groups import trained_names
-from torch_bridge._convert.params import params_from_torch, refuse_lost_statistics
+from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -99,9 +99,7 @@ def to_flax(
       True
     """
     model = _names(checkpoint, layout)
-    found = paired(model, like, pairings, rules, options)
-    if pairings is None:
-        refuse_lost_statistics(checkpoint.model, like, options.get("ignore"))
+    found = paired_whole(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
     links = _links(

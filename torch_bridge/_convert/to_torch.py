@@ -17,7 +17,7 @@ from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
-from torch_bridge._convert.params import params_to_torch, refuse_lost_statistics
+from torch_bridge._convert.params import paired_whole, params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
 from torch_bridge._convert.to_flax import cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
@@ -87,23 +87,11 @@ def to_torch(
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
-    found = _paired(like, params, pairings, rules, options)
+    found = paired_whole(like.model, params, pairings, rules, options)
     document = assemble(parts, like, like.optimizer, found, layout, matrix_dims, param_names)
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
-
-
-def _paired(
-    like: Checkpoint,
-    params: Any,
-    pairings: Sequence[Pairing] | None,
-    rules: Rules,
-    options: PairOptions,
-) -> tuple[Pairing, ...]:
-    if pairings is None:
-        refuse_lost_statistics(like.model, params, options.get("ignore"))
-    return paired(like.model, params, pairings, rules, options)
 
 
 def reducer_states(opt_state: Any) -> list[PowerSGDState]:
@@ -156,7 +144,7 @@ def save_for_torch(
       ['fc.weight']
     """
     parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
-    found = _paired(like, params, pairings, rules, options)
+    found = paired_whole(like.model, params, pairings, rules, options)
     fresh = None if optimizer is None else like.optimizer
     document = assemble(parts, like, fresh, found, layout, matrix_dims, param_names)
     write_document(pathlib.Path(path), document)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._read.globals import allow_list
-from torch_bridge._read.tensors import STORAGES, UNTYPED, Budget, Storage
+from torch_bridge._read.tensors import STORAGES, UNTYPED, Budget, Storage, default_limit
 from torch_bridge._read.unpickle import Machine
 from torch_bridge._read.values import Global, Keys, Malformed
 
@@ -66,8 +66,7 @@ def read_archive(
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        limit = 3 * size + (64 << 20) - _UNCOUNTED
-        budget = Budget(limit if max_bytes is None else max_bytes)
+        budget = Budget(default_limit(size) - _UNCOUNTED if max_bytes is None else max_bytes)
         # Each opcode takes a byte of a file that is not compressed; 100 000 tensors take 4 million.
         opcodes = min(20_000_000, 500_000 + size // 3)
         report = _Meter(size, progress)

@@ -80,6 +80,11 @@ class Budget:
             )
 
 
+def default_limit(size: int) -> int:
+    """The most bytes that a file of `size` bytes may take, unless the user says another limit."""
+    return 3 * size + (64 << 20)
+
+
 @dataclasses.dataclass
 class Storage:
     """A run of bytes that tensors are views of.
