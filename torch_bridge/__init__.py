@@ -1,4 +1,8 @@
-"""PyTorch DDP checkpoints with PowerSGD, to Flax/JAX and back, losing nothing."""
+"""PyTorch DDP checkpoints with PowerSGD, to Flax/JAX and back, losing nothing.
+
+What makes torch's tensors, and what runs in a torch job, needs torch: without it they raise a
+``ModuleNotFoundError`` that says what to install. Everything else works without torch.
+"""
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.schema import PowerSGDRecord, RandomStateRecord

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._base.framework import import_torch, not_installed
 from torch_bridge._base.terminal import plain, printable
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import load
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RecursionError:
         return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
     except ModuleNotFoundError as error:
-        return _fail(f"{error}: install the extras with pip install 'jaxcomp[torch]' rich", USAGE)
+        return _fail(not_installed(error), USAGE)
     except OSError as error:
         return _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), UNUSABLE)
     return OK
@@ -229,6 +230,7 @@ def _to_torch(options: argparse.Namespace) -> None:
     from torch_bridge._cli.convert import torch_document
     from torch_bridge._job.save import write_document
 
+    import_torch()  # before large files are read
     choices = _choices(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")

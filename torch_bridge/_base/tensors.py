@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from torch_bridge._base.framework import import_torch
+
 # torch dtype name -> (NumPy dtype of the same bits, the integer view that both sides know)
 _NARROW = {
     "bfloat16": (ml_dtypes.bfloat16, "int16"),
@@ -35,10 +37,8 @@ def to_numpy(value: Any) -> np.ndarray:
     narrow = _NARROW.get(str(tensor.dtype).removeprefix("torch."))
     if narrow is None:
         return tensor.numpy()
-    import torch
-
     dtype, integers = narrow
-    return tensor.view(getattr(torch, integers)).numpy().view(dtype)
+    return tensor.view(getattr(import_torch(), integers)).numpy().view(dtype)
 
 
 def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
@@ -48,8 +48,7 @@ def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
       array: The values.
       copy: If False, a writable contiguous array shares its memory with the tensor.
     """
-    import torch
-
+    torch = import_torch()
     array = np.array(array, order="C") if copy else np.require(array, requirements=("C", "W"))
     for name, (dtype, integers) in _NARROW.items():
         if array.dtype == dtype:

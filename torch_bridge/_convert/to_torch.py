@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.framework import import_torch
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
@@ -172,6 +173,7 @@ def assemble(
       param_names: As for `to_torch`.
       notify: Called with the name of each stage.
     """
+    import_torch()
     notify("converting the parameters")
     params = parts.pop("params")
     arrays = params_to_torch(params, like.model, pairings=pairings)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy, to_tensor
 from torch_bridge._hook.buckets import BucketLayout, pack
@@ -33,12 +34,11 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
       >>> state_from_record(record).start_powerSGD_iter
       1202
     """
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
+    hooks = import_torch(HOOKS)
     values: dict[str, Any] = record.hyperparameters
     if record.error_dict or record.q_memory_dict or record.iter >= record.start_powerSGD_iter:
         values["start_powerSGD_iter"] = max(record.start_powerSGD_iter, record.iter + 2)
-    state = PowerSGDState(process_group, **values)
+    state = hooks.PowerSGDState(process_group, **values)
     for name in COUNTERS:
         setattr(state, name, getattr(record, name))
     for name in BUFFERS:
@@ -89,17 +89,11 @@ def resume_powersgd(
       >>> state.iter, state.start_powerSGD_iter
       (20, 20)
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-
-    if hook is None:
-        over_gloo = dist.get_backend(state.process_group) == "gloo"
-        hook = waiting_hook if over_gloo else powerSGD_hook
+    torch = import_torch()
     count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
     start = state.start_powerSGD_iter
     state.start_powerSGD_iter = max(start, count + 3)
-    ddp_model.register_comm_hook(state, hook)
+    ddp_model.register_comm_hook(state, hook or _default_hook(state))
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     with torch.random.fork_rng():
         for _ in range(2):
@@ -113,6 +107,11 @@ def resume_powersgd(
         _reorder(state, layout, present)
     state.iter = count
     state.start_powerSGD_iter = count if begun else start
+
+
+def _default_hook(state: PowerSGDState) -> Callable[..., Any]:
+    over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
+    return waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
 
 
 def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with its own classes
@@ -133,9 +132,7 @@ def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with
       >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
       >>> model.register_comm_hook(state, waiting_hook)
     """
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-
-    future = powerSGD_hook(state, bucket)
+    future = import_torch(HOOKS).powerSGD_hook(state, bucket)
     future.wait()
     return future
 

@@ -1,6 +1,6 @@
 """What runs inside the PyTorch job: record the layout, save everything, and go on exactly.
 
-torch is imported inside functions, so that ``import torch_bridge`` works without it.
+torch is imported when a function is called, so that ``import torch_bridge`` works without it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.framework import import_torch
 from torch_bridge._base.schema import (
     BUFFERS,
     COUNTERS,
@@ -87,12 +88,11 @@ def record_layout(
 
 def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> list[list[int]]:
     """The buckets before the first rebuild: definition order, cut by size, last bucket first."""
-    from torch._C import _distributed_c10d as c10d
-
+    dist = import_torch("torch.distributed")
     wanted = [int(size) for size in str(facts.get("bucket_sizes", "")).split(",") if size.strip()]
     cap = int(facts.get("bucket_cap_bytes", 25 << 20))
     for limits in ([sys.maxsize], [_FIRST_BUCKET_BYTES, cap], [cap]):
-        indices, _ = c10d._compute_bucket_assignment_by_size(
+        indices, _ = dist._compute_bucket_assignment_by_size(
             parameters, limits, [False] * len(parameters)
         )
         order = [list(bucket) for bucket in reversed(indices)]
@@ -200,8 +200,7 @@ def save_checkpoint(
       >>> list(load(path).model), load(path).extra
       (['weight', 'bias'], {'epoch': 3})
     """
-    import torch.distributed as dist
-
+    dist = import_torch("torch.distributed")
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     begun = state is not None and bool(state.error_dict or state.q_memory_dict)
     layout = record_layout(ddp_model, state) if begun else None
@@ -229,9 +228,7 @@ def save_checkpoint(
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
     """Every rank's error on rank 0, in rank order; an empty list elsewhere."""
-    import torch
-    import torch.distributed as dist
-
+    torch, dist = import_torch(), import_torch("torch.distributed")
     own = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
     rank, root = dist.get_rank(group), dist.get_global_rank(group, 0)
     if rank != 0:
@@ -264,7 +261,6 @@ def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
 
 def write_document(path: pathlib.Path, document: Any) -> None:
     """``torch.save``, whole or not at all."""
-    import torch
-
+    torch = import_torch()
     with replacing(path) as file:
         torch.save(document, file)

@@ -1,0 +1,126 @@
+"""Where torch is not installed, what needs it says so in one sentence; the rest works."""
+
+import ast
+import subprocess
+import sys
+import types
+
+import numpy as np
+import optax
+import pytest
+from paths import ROOT
+
+import jaxcomp
+import torch_bridge
+from torch_bridge.__main__ import OK, USAGE, main
+
+SENTENCE = 'This needs torch, which is not installed: pip install "jaxcomp[torch]"'
+KERNEL = np.zeros((12, 8), np.float32)
+PARAMS = {"fc": {"kernel": KERNEL}}
+LIKE = torch_bridge.Checkpoint({"fc.weight": KERNEL.T})
+LAYOUT = torch_bridge.BucketLayout.from_manifest([[("fc.weight", (8, 12))]])
+REDUCER = jaxcomp.powersgd(1, axis_name="data").init(PARAMS)
+MOMENTUM = optax.sgd(0.1, momentum=0.9).init(PARAMS)
+GROUP = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+RECORD = torch_bridge.PowerSGDRecord(1, 20, {0: np.ones(96, np.float32)}, {}, {})
+PARAMETER = types.SimpleNamespace(requires_grad=True)
+# A model of a torch job, as far as functions look at it before they need torch.
+DDP = types.SimpleNamespace(
+    module=types.SimpleNamespace(named_parameters=lambda: [("weight", PARAMETER)]),
+    logger=None,
+    _get_ddp_logging_data=dict,
+)
+
+NEED_IT = {
+    "optimizer_to_torch": lambda path: torch_bridge.optimizer_to_torch(
+        MOMENTUM, PARAMS, {"state": {}, "param_groups": [GROUP]}, LIKE.model
+    ),
+    "powersgd_to_torch": lambda path: torch_bridge.powersgd_to_torch(
+        REDUCER, PARAMS, layout=LAYOUT
+    ),
+    "record_layout": lambda path: torch_bridge.record_layout(DDP),
+    "resume_powersgd": lambda path: torch_bridge.resume_powersgd(DDP, RECORD, LAYOUT, print),
+    "save_checkpoint": lambda path: torch_bridge.save_checkpoint(path, DDP, None),
+    "save_for_torch": lambda path: torch_bridge.save_for_torch(path, PARAMS, like=LIKE),
+    "state_from_record": lambda path: torch_bridge.state_from_record(RECORD),
+    "to_torch": lambda path: torch_bridge.to_torch(PARAMS, (), LIKE, path=path),
+    "waiting_hook": lambda path: torch_bridge.waiting_hook(None, None),
+}
+# They take modules or tensors of torch, or read its files, or have nothing to do with it.
+DO_NOT = {
+    *("BucketEntry", "BucketLayout", "Checkpoint", "CheckpointMismatch", "FlaxRun", "Pairing"),
+    *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "gradient_order", "infer_layout"),
+    *("load", "load_state_dict", "matrix_dims_of", "optimizer_from_torch", "pair"),
+    *("params_from_torch", "params_to_torch", "powersgd_from_torch"),
+    *("powersgd_kwargs_from_torch", "reducer_from_torch", "state_dict", "to_flax"),
+    "torch_matrix_dims",
+}
+
+
+@pytest.fixture(autouse=True)
+def _hidden(monkeypatch):
+    """What `import torch` meets where it is not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+@pytest.mark.parametrize("name", NEED_IT)
+def test_a_function_that_needs_torch_says_so(name, tmp_path):
+    with pytest.raises(ModuleNotFoundError) as caught:
+        NEED_IT[name](tmp_path / "run.pt")
+    assert str(caught.value) == SENTENCE
+    assert caught.value.name == "torch"
+    assert caught.value.__suppress_context__
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_public_name_is_accounted_for():
+    assert NEED_IT.keys() | DO_NOT == set(torch_bridge.__all__)
+    assert not NEED_IT.keys() & DO_NOT
+
+
+def test_what_torch_itself_lacks_is_named_as_it_is(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("import sympy_of_torch")
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'sympy_of_torch'$"):
+        torch_bridge.state_from_record(RECORD)
+
+
+def test_the_command_line_says_it_in_one_line(capsys, tmp_path):
+    files = [str(tmp_path / name) for name in ("jax.msgpack", "torch.pt", "out.pt")]
+    source, like, out = files
+    command = ["to-torch", source, "--like", like, "--params", "cli_model:params", "--out", out]
+    assert main(command) == USAGE
+    assert capsys.readouterr() == ("", f"error: {SENTENCE}\n")
+
+
+def test_without_rich_the_command_line_names_rich(capsys, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["inspect", str(tmp_path / "run.pt")]) == USAGE
+    assert capsys.readouterr() == ("", f"error: {SENTENCE.replace('torch,', 'rich,', 1)}\n")
+
+
+def test_the_help_needs_nothing():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'flax', 'orbax', 'rich')));"
+        "from torch_bridge.__main__ import main; main(['--help'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == OK, run.stderr
+    assert run.stdout.startswith("usage: python -m torch_bridge")
+
+
+def test_no_file_imports_torch_past_its_owner():
+    for file in (ROOT / "torch_bridge").glob("**/*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.partition(".")[0] == "torch"], file
