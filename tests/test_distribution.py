@@ -1,7 +1,10 @@
 """What is published: the sdist runs its own tests, the wheel holds both packages and commands."""
 
+import email
+import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,12 +23,34 @@ SAMPLE = (
 )
 
 
+# What GitHub sets for a job of a branch, and for one of a tag.
+BRANCH = {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}
+TAG = {"GITHUB_REF_TYPE": "tag", "GITHUB_REF_NAME": "v7.0.0"}
+ADDRESS = {
+    "GITHUB_SERVER_URL": "https://forge.example.invalid",
+    "GITHUB_REPOSITORY": "someone/jaxcomp",
+}
+REPOSITORY = "https://forge.example.invalid/someone/jaxcomp"
+
+
+def build(root, place, *arguments, variables=BRANCH):
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(place), *arguments]
+    environment = os.environ | ADDRESS | variables
+    subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+
+
+def metadata(place):
+    (archive,) = place.glob("*.whl")
+    with zipfile.ZipFile(archive) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        return email.message_from_bytes(wheel.read(name))
+
+
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory):
     """A folder with an sdist and a wheel."""
     place = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(place)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    build(ROOT, place)
     return place
 
 
@@ -66,3 +91,57 @@ def test_the_wheel_holds_both_packages_and_both_commands(distribution):
     assert "jaxcomp/py.typed" in names
     assert "jaxcomp = jaxcomp.__main__:main" in scripts
     assert "torch-bridge = torch_bridge.__main__:main" in scripts
+
+
+def test_without_a_tag_the_readme_is_shown_as_it_is(distribution):
+    shown = metadata(distribution)
+    assert shown.get_payload() == (ROOT / "README.md").read_text()
+    assert not shown.get_all("Project-URL")
+
+
+def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist(tmp_path):
+    release, again = tmp_path / "release", tmp_path / "again"
+    build(ROOT, release, variables=TAG)
+    shown = metadata(release)
+    urls = dict(url.split(", ") for url in shown.get_all("Project-URL"))
+    assert urls == {
+        "Homepage": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/v7.0.0/docs/index.md",
+        "Changelog": f"{REPOSITORY}/blob/v7.0.0/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Source": f"{REPOSITORY}/tree/v7.0.0",
+    }
+    text = shown.get_payload()
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert targets
+    assert not [target for target in targets if not target.startswith("https://")]
+    assert not re.search(
+        r"(src|href|srcset)=|^\[[^]]+\]:", text, re.MULTILINE
+    )  # nothing else links
+    relative = re.sub(rf"{REPOSITORY}/(blob|raw|tree)/v7\.0\.0/", "", text)
+    assert relative == (ROOT / "README.md").read_text()
+
+    (archive,) = release.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    build(tmp_path / f"jaxcomp-{jaxcomp.__version__}", again, "-t", "wheel")
+    assert metadata(again).items() == shown.items()
+    assert metadata(again).get_payload() == text
+
+
+def test_code_is_no_link_and_a_link_to_nothing_is_refused(tmp_path):
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "map.svg").touch()
+
+    def shown(text):
+        return hook.with_addresses(text, tmp_path, "https://x.invalid", "v1")
+
+    kept = "`fns[0](x)` [a](https://y.invalid/z) [b](#part)\n```python\nfns[0](x)\n```\n"
+    assert shown(kept) == kept
+    assert shown("[d](docs)") == "[d](https://x.invalid/tree/v1/docs)"
+    assert shown("![`m`](map.svg)") == "![`m`](https://x.invalid/raw/v1/map.svg)"
+    with pytest.raises(ValueError, match=r"nowhere\.md"):
+        shown("[n](nowhere.md#part)")
