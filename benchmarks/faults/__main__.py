@@ -48,6 +48,7 @@ from benchmarks.faults.runs import (
     compared,
     disturbed,
     hang,
+    joined,
     kill,
     run_arguments,
     run_resized,
@@ -135,8 +136,21 @@ class Runs:
         self._plain: Path | None = None
 
     def kind(self, kind: str) -> dict[str, Any]:
-        """The faults of one kind, and the losses compared."""
-        given, directory = self.given, self.root / kind
+        """The faults of one kind, and the losses compared.
+
+        A run that comes to its end before the last fault is followed by another.
+        """
+        count, parts = self.given.count or COUNTS[kind], list[dict[str, Any]]()
+        left = count
+        while left > 0:
+            parts.append(self._part(kind, len(parts), left))
+            if not parts[-1]["faults"]:
+                break  # a run that is too short for any
+            left -= len(parts[-1]["faults"])
+        return joined(parts)
+
+    def _part(self, kind: str, number: int, faults: int) -> dict[str, Any]:
+        given, directory = self.given, self.root / f"{kind}{number}"
         disk = small_disk(self.root / "disk") if kind == "disks" else contextlib.nullcontext()
         with disk as folder:
             found = disturbed(
@@ -145,8 +159,8 @@ class Runs:
                 FullDisk(folder) if folder else STRIKES[kind],
                 processes=given.processes,
                 steps=given.steps,
-                faults=given.count or COUNTS[kind],
-                seed=given.seed,
+                faults=faults,
+                seed=given.seed + number,
                 checkpoints=folder and folder / "checkpoints",
             )
         plain = self.plain()
@@ -154,7 +168,7 @@ class Runs:
             # A run goes on from what it saved, where residuals are their mean: to be equal in
             # every digit the other one saves after the same steps.
             plain = undisturbed(
-                self.root / f"{kind}-plain",
+                self.root / f"{kind}{number}-plain",
                 self.flags,
                 given.processes,
                 given.steps,
@@ -228,7 +242,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
     Raises:
       SystemExit: It cannot be mounted.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -23,7 +23,7 @@ from benchmarks.faults.job import (
     steps_done,
 )
 
-HEARTBEAT, START = 30, 45  # seconds: the run's --heartbeat-timeout and --start-timeout
+HEARTBEAT, START = 30, 30  # seconds: the run's --heartbeat-timeout and --start-timeout
 _EVERY = 10  # steps between checkpoints
 _PATIENCE = 180.0  # seconds after which a run that should have ended counts as one that hangs
 
@@ -95,7 +95,10 @@ def kill(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
     """SIGKILL to one process."""
     victim = rng.randrange(len(job.processes))
     job.kill(victim)
-    return job.wait(_PATIENCE), {victim: {-signal.SIGKILL}}
+    others = range(len(job.processes)) if victim == 0 else ()
+    # With process 0 JAX's coordinator dies, and JAX aborts the others if it is the first to notice.
+    right = dict.fromkeys(others, {AGAIN, -signal.SIGABRT})
+    return job.wait(_PATIENCE), right | {victim: {-signal.SIGKILL}}
 
 
 def send(number: signal.Signals) -> Strike:
@@ -217,6 +220,18 @@ def compared(plain: Path, found: Disturbed) -> dict[str, Any]:
         "compared": len(pairs),
         "different": sum(a != b for a, b in pairs),
         "held_out": [expected[end][1], last[end][1] if end in last else None],
+    }
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `compared` found of several runs, as of one."""
+    unfinished = [part for part in parts if part["held_out"][1] is None]
+    return {
+        "faults": [fault for part in parts for fault in part["faults"]],
+        "stopped": [step for part in parts for step in part["stopped"]],
+        "compared": sum(part["compared"] for part in parts),
+        "different": sum(part["different"] for part in parts),
+        "held_out": (unfinished or parts)[-1]["held_out"],
     }
 
 

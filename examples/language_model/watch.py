@@ -20,8 +20,9 @@ from jax.experimental import multihost_utils
 
 _ALIVE, _GOODBYE = b".", b"q"
 # A process that fails for a reason of its own closes its connections; whoever fails for the same
-# reason shall have the time to say so. When the first one ends, JAX aborts the others soon.
-_GRACE, _GRACE_FIRST = 2.0, 0.5
+# reason shall have the time to say so. Not when the first one ends, where JAX's coordinator is:
+# JAX aborts the others within a few hundredths of a second.
+_GRACE = 2.0
 
 
 class Watch:
@@ -72,7 +73,7 @@ class Watch:
             return
         name = self._peers.pop(peer)
         peer.close()
-        grace = _GRACE_FIRST if name == "process 0" else _GRACE
+        grace = 0.0 if name == "process 0" else _GRACE
         if not said and not self._ended.wait(min(grace, self._silence)):
             self._lost(f"{name} has ended")
 

@@ -5,7 +5,7 @@ import pytest
 import benchmarks.faults.__main__ as faults
 from benchmarks.faults import report
 from benchmarks.faults.job import SAID, STACK_TRACE
-from benchmarks.faults.runs import Disturbed, Fault, compared
+from benchmarks.faults.runs import Disturbed, Fault, compared, joined
 
 NEWEST, BEFORE, OTHER = (20, {"w": "a"}), (10, {"w": "b"}), (20, {"w": "c"})
 SENTENCE = "the checkpoint 20 is not used: it is damaged: state/w/0 is not what was saved"
@@ -68,6 +68,15 @@ def test_every_loss_after_every_start_is_compared_in_every_digit(tmp_path):
     assert (other["compared"], other["different"]) == (3, 1)
     assert not report.good(other)
     assert not report.good(results(tmp_path, {10: [3.5, None]}))  # never came to its end
+
+
+def test_runs_that_ended_before_the_last_fault_count_as_one(tmp_path):
+    first, second = results(tmp_path, WHOLE), results(tmp_path, {10: [3.0, None]}, WHOLE)
+    both = joined([first, second])
+    assert len(both["faults"]) == 4
+    assert (both["compared"], both["different"]) == (2 + 3, 1)
+    assert both["stopped"] == [8, 8]
+    assert joined([results(tmp_path, {10: [3.5, None]}), first])["held_out"] == [3.125, None]
 
 
 @pytest.mark.parametrize("changed", [{"resumed": 10}, {"wrong": ["process 0 ended with 1"]}])
