@@ -97,7 +97,7 @@ def kill(job: Job, rng: random.Random) -> tuple[list[int], dict[int, set[int]]]:
     job.kill(victim)
     others = range(len(job.processes)) if victim == 0 else ()
     # With process 0 JAX's coordinator dies, and JAX aborts the others if it is the first to notice.
-    right = dict.fromkeys(others, {AGAIN, -signal.SIGABRT})
+    right = {other: {AGAIN, -signal.SIGABRT} for other in others}
     return job.wait(_PATIENCE), right | {victim: {-signal.SIGKILL}}
 
 
