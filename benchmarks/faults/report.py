@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.machine import sentence
 from benchmarks.common.paths import ROOT
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import in_page, markdown
 
 PAGE = ROOT / "docs" / "faults.md"
-_BLOCK = re.compile(r"(<!-- python -m benchmarks.faults --report -->\n).*?(?=<!-- end -->)", re.S)
 NAMES = {
     "kills": "SIGKILL to one process",
     "terms": "SIGTERM to one process",
@@ -29,7 +27,7 @@ _HEADER = ["fault", "times", "while starting / saving", "saved steps lost",
 def paged(page: str, results: Mapping[str, Any]) -> str:
     """A page with the table of the results in it."""
     text = f"{table(results)}\n" if results else ""
-    return _BLOCK.sub(lambda found: found[1] + text, page)
+    return in_page(page, "python -m benchmarks.faults --report", text)
 
 
 def table(results: Mapping[str, Any]) -> str:

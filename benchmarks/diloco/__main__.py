@@ -1,0 +1,126 @@
+"""DiLoCo at its best: outer rate and momentum, inner rate, moments, a data parallel start, H.
+
+    python -m benchmarks.diloco                    # what is missing of both searches; the report
+    python -m benchmarks.diloco --inner muon       # one of them
+    python -m benchmarks.diloco --report           # the table in docs/local_sgd.md anew
+
+For each inner optimizer: data parallel at the best of three learning rates, then DiLoCo with rounds
+of 30 steps, searched line by line on seed 0 from the paper's outer optimizer. What it ends with is
+trained on three seeds beside data parallel, and with other rounds, and with 8-bit integers on the
+wire. The model, data and simulated replicas are those of `benchmarks.convergence`.
+
+Every finished run is appended to benchmarks/results/diloco.jsonl and not made again: stop the
+command whenever you like and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.arguments import at_least, command_line
+from benchmarks.common.machine import describe
+from benchmarks.common.paths import RESULTS
+from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.convergence.training import Config, Trainer, corpus
+from benchmarks.diloco.report import PAGE, paged
+from benchmarks.diloco.settings import INNER, Setting, parallel, search
+
+PACKAGES = ("jax", "flax", "optax")
+OUT = RESULTS / "diloco.jsonl"
+OTHER_ROUNDS = (8, 60)
+
+
+class Runs:
+    """Finished runs, and new ones."""
+
+    def __init__(self, path: Path, config: Config):
+        """`path` is of JSON lines."""
+        self.path, self.config = path, config
+        self._trainer: tuple[Setting, Trainer] | None = None  # the last one, compiled
+        self._losses = {
+            (Setting(**run["setting"]), run["seed"]): run["curve"][-1][1]
+            for run in read_runs(path)
+            if run["config"] == asdict(config)
+        }
+
+    def loss(self, setting: Setting, seed: int) -> float:
+        """The final held-out loss, trained for if it is not there."""
+        key = setting, seed
+        if key not in self._losses:
+            self._losses[key] = self._train(setting, seed)
+        return self._losses[key]
+
+    def _train(self, setting: Setting, seed: int) -> float:
+        if self._trainer is None or self._trainer[0] != setting:
+            tx = setting.build(self.config)
+            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus())
+            self._trainer = setting, trainer
+        curve, seconds = self._trainer[1].run(seed)
+        run = {
+            "setting": asdict(setting),
+            "seed": seed,
+            "curve": curve,
+            "bytes": sum(setting.bytes_sent(self.config)),
+            "seconds": round(seconds, 1),
+            "config": asdict(self.config),
+            "about": describe("benchmarks.diloco", PACKAGES),
+        }
+        append_run(self.path, run)
+        print(f"{setting.inner:6} {setting.label():58} {seed} {curve[-1][1]:.4f}", flush=True)
+        return curve[-1][1]
+
+
+def study(inner: str, runs: Runs, seeds: int) -> None:
+    """Makes what is missing."""
+    exact, steps = parallel(inner, runs.loss), list(search(inner, runs.loss))
+    chosen = steps[-1][1]
+    several = (exact, chosen, replace(chosen, int8=True), replace(chosen, start=0.0))
+    for setting in dict.fromkeys(several):
+        for seed in range(seeds):
+            runs.loss(setting, seed)
+    for every in OTHER_ROUNDS:
+        runs.loss(replace(chosen, every=every), 0)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
+    parser = command_line("benchmarks.diloco", __doc__)
+    parser.add_argument("--inner", choices=INNER, help="only this inner optimizer")
+    parser.add_argument("--seeds", type=int, default=3, help="of the chosen (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=480, help="of each run (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="the runs (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="only write the table anew")
+    given = parser.parse_args(argv)
+    try:
+        at_least("--seeds", given.seeds, 1)
+        at_least("--steps", given.steps, 60)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.steps % 60:
+        parser.error(f"`--steps` must be a multiple of 60, got {given.steps}.")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    given = parse(argv)
+    config = Config(steps=given.steps)
+    if not given.report:
+        runs = Runs(given.out, config)
+        for inner in [given.inner] if given.inner else INNER:
+            study(inner, runs, given.seeds)
+    if given.out == OUT:
+        finished: list[dict[str, Any]] = [
+            run for run in read_runs(OUT) if run["config"] == asdict(config)
+        ]
+        PAGE.write_text(paged(PAGE.read_text(), finished))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The study's tables, and their place in docs/local_sgd.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.common.paths import ROOT
+from benchmarks.common.tables import in_page, markdown
+from benchmarks.convergence.report import provenance
+from benchmarks.diloco.settings import INNER, LINES, Loss, Setting, parallel, search
+
+PAGE = ROOT / "docs" / "local_sgd.md"
+_NAMES = {"adamw": "AdamW", "muon": "Muon"}
+_SEARCHED = ["line", "tried", "best", "held-out loss", "above data parallel"]
+_CHOSEN = ["inner optimizer", "", "seeds", "held-out loss", "above data parallel", "fewer bytes"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of a setting.
+
+    Attributes:
+      losses: Final held-out loss, nats per byte, by seed.
+      sent: Bytes sent by each replica in the whole run.
+    """
+
+    losses: dict[int, float]
+    sent: int
+
+
+def results(runs: Sequence[dict[str, Any]]) -> dict[Setting, Result]:
+    """The finished runs by their setting, in the order in which they were made."""
+    found: dict[Setting, Result] = {}
+    for run in runs:
+        result = found.setdefault(Setting(**run["setting"]), Result({}, run["bytes"]))
+        result.losses[run["seed"]] = run["curve"][-1][1]
+    return found
+
+
+def paged(page: str, runs: Sequence[dict[str, Any]]) -> str:
+    """The page with the tables of these runs, all of one configuration."""
+    return in_page(page, "python -m benchmarks.diloco --report", _text(runs))
+
+
+def _text(runs: Sequence[dict[str, Any]]) -> str:
+    found = results(runs)
+    known: Loss = lambda setting, seed: found[setting].losses[seed]  # noqa: E731
+    chosen, searched = list[list[str]](), list[list[str]]()
+    for inner in INNER:
+        exact, steps = parallel(inner, known), list(search(inner, known))
+        chosen += _chosen(exact, steps[-1][1], found)
+        searched += _lines(exact, steps, found)
+    about = provenance(runs, runs[0]["config"])
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
+    tables = markdown(_CHOSEN, chosen, left=2), markdown(_SEARCHED, searched, left=3)
+    return "\n\n".join((*tables, made, ""))
+
+
+def _chosen(exact: Setting, best: Setting, found: Mapping[Setting, Result]) -> list[list[str]]:
+    """What the search chose, its relatives, and what it began with."""
+    paper, others = Setting(best.inner, exact.rate), [replace(best, int8=True)]
+    others += [s for s in found if s.local and replace(s, every=best.every) == best != s]
+    others += [replace(best, start=0.0), paper]
+    rows = [[_NAMES[exact.inner], exact.label(), *_figures(exact, exact, found)]]
+    shown = dict.fromkeys(setting for setting in [best, *others] if setting in found)
+    return rows + [["", setting.label(), *_figures(setting, exact, found)] for setting in shown]
+
+
+def _figures(setting: Setting, exact: Setting, found: Mapping[Setting, Result]) -> list[str]:
+    own, beside = found[setting], found[exact]
+    losses = list(own.losses.values())
+    gaps = [100 * (loss / beside.losses[seed] - 1) for seed, loss in own.losses.items()]
+    gap = "" if setting == exact else f"{mean(gaps):+.1f}%" + _spread(gaps, ".1f")
+    ratio = f"{beside.sent / own.sent:.0f}x"
+    return [str(len(losses)), f"{mean(losses):.3f}" + _spread(losses, ".3f"), gap, ratio]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f" ± {stdev(values):{form}}" if len(values) > 1 else ""
+
+
+def _lines(
+    exact: Setting, steps: Sequence[tuple[Setting, Setting]], found: Mapping[Setting, Result]
+) -> list[list[str]]:
+    """What each line of the search changed, and what it found."""
+    names = ("outer optimizer", "data parallel start", "inner rate", "moments", "momentum again")
+    rows = []
+    for name, line, (_, best) in zip(names, LINES, steps, strict=True):
+        loss = found[best].losses[0]
+        gap = f"{100 * (loss / found[exact].losses[0] - 1):+.1f}%"
+        tried = str(len(line))
+        rows.append([f"{_NAMES[best.inner]}: {name}", tried, best.label(), f"{loss:.3f}", gap])
+    return rows
