@@ -140,8 +140,9 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     """The training step of a strategy."""
     if strategy.kind == "none":
         return _alone(task)
-    if strategy.kind == "local-sgd":
-        return _rounds(task, strategy.number)
+    if strategy.kind in ("local-sgd", "streaming"):
+        delay = strategy.number // 2 if strategy.kind == "streaming" else 0
+        return _rounds(task, strategy.number, delay)
     program = _steps(task, make_reducer(strategy))
     return dataclasses.replace(program, calls=strategy.steps_per_sample)
 
@@ -168,7 +169,7 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
     if strategy.kind == "none":
         return 0.0
-    if strategy.kind == "local-sgd":
+    if strategy.kind in ("local-sgd", "streaming"):
         return jaxcomp.local_sgd_stats(params, sync_every=strategy.number).bytes_per_step
     # Of one-sided steps the mean of a step for either side, as a sample has one of each.
     return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)
@@ -198,10 +199,12 @@ def _steps(task: Task, reducer: optax.GradientTransformation) -> Program:
     return _mapped(task, step, tx.init, task.batches, P(AXIS))
 
 
-def _rounds(task: Task, every: int) -> Program:
-    """Whole rounds of local SGD."""
+def _rounds(task: Task, every: int, delay: int) -> Program:
+    """Whole rounds of local SGD; an average is used so many steps after it was sent."""
     tx, step = _local_step(task)
-    run = jaxcomp.local_sgd_round(step, sync_every=every, axis_name=AXIS, inner_init=tx.init)
+    run = jaxcomp.local_sgd_round(
+        step, sync_every=every, axis_name=AXIS, inner_init=tx.init, fragment_sync_delay=delay
+    )
     feed = itertools.cycle(task.batches)
     rounds = [
         jax.tree.map(lambda *xs: np.stack(xs), *itertools.islice(feed, every))

@@ -26,10 +26,15 @@ DEFAULT_STRATEGIES = (
 # say how their factors travel. PyTorch has no one-sided steps and no integer factors, and its
 # quantization hooks work on GPUs only.
 _PLAIN = ("none", "allreduce", "fp16", "int8")
-_NUMBERED = {"powersgd": "rank", "one-sided": "rank", "local-sgd": "steps between averages"}
+_NUMBERED = {
+    "powersgd": "rank",
+    "one-sided": "rank",
+    "local-sgd": "steps between averages",
+    "streaming": "the same, each average sent half a round before it is used",
+}
 _WITH_FACTORS = ("powersgd", "one-sided")
 _WIRES = {"fp16": "float16", "int8": "int8"}
-_NOT_IN_TORCH = ("one-sided", "int8")
+_NOT_IN_TORCH = ("one-sided", "int8", "streaming")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
 # through for free, and below 16 kB (two frames) the rate is not reached.
@@ -75,7 +80,8 @@ class Strategy:
         A whole round of local SGD; a step for either side of one-sided compression, which send
         different amounts; one step otherwise.
         """
-        return {"local-sgd": self.number, "one-sided": 2}.get(self.kind, 1)
+        rounds = {"local-sgd": self.number, "streaming": self.number}
+        return (rounds | {"one-sided": 2}).get(self.kind, 1)
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""

@@ -118,7 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         finished: list[dict[str, Any]] = [
             run for run in read_runs(OUT) if run["config"] == asdict(config)
         ]
-        PAGE.write_text(paged(PAGE.read_text(), finished))
+        try:
+            PAGE.write_text(paged(PAGE.read_text(), finished))
+        except ValueError as error:
+            print(f"benchmarks.diloco: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

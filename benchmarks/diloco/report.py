@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import in_page, markdown
 from benchmarks.convergence.report import provenance
-from benchmarks.diloco.settings import INNER, LINES, Loss, Setting, parallel, search
+from benchmarks.diloco.settings import INNER, LINES, Setting, parallel, search
 
 PAGE = ROOT / "docs" / "local_sgd.md"
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -41,18 +41,30 @@ def results(runs: Sequence[dict[str, Any]]) -> dict[Setting, Result]:
 
 
 def paged(page: str, runs: Sequence[dict[str, Any]]) -> str:
-    """The page with the tables of these runs, all of one configuration."""
+    """The page with the tables of these runs, all of one configuration.
+
+    Raises:
+      ValueError: No search has come to its end, or the page has no place for the tables.
+    """
     return in_page(page, "python -m benchmarks.diloco --report", _text(runs))
 
 
 def _text(runs: Sequence[dict[str, Any]]) -> str:
     found = results(runs)
-    known: Loss = lambda setting, seed: found[setting].losses[seed]  # noqa: E731
+
+    def known(setting: Setting, seed: int) -> float:
+        return found[setting].losses[seed]
+
     chosen, searched = list[list[str]](), list[list[str]]()
     for inner in INNER:
-        exact, steps = parallel(inner, known), list(search(inner, known))
+        try:
+            exact, steps = parallel(inner, known), list(search(inner, known))
+        except KeyError:
+            continue  # not searched to its end
         chosen += _chosen(exact, steps[-1][1], found)
         searched += _lines(exact, steps, found)
+    if not chosen:
+        raise ValueError("no search has come to its end; run python -m benchmarks.diloco again.")
     about = provenance(runs, runs[0]["config"])
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."

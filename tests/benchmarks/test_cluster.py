@@ -83,6 +83,9 @@ def test_strategies():
     powersgd, rounds = parse_strategy("powersgd-16"), parse_strategy("local-sgd-8")
     assert (powersgd.kind, powersgd.number, powersgd.steps_per_sample) == ("powersgd", 16, 1)
     assert (rounds.kind, rounds.number, rounds.steps_per_sample) == ("local-sgd", 8, 8)
+    streaming = parse_strategy("streaming-8")
+    assert (streaming.name, streaming.steps_per_sample) == ("streaming-8", 8)
+    assert not streaming.runs_in("torch")
     assert parse_strategy("one-sided-4").name == "one-sided-4"
     assert parse_strategy("one-sided-4").steps_per_sample == 2  # a step for each side
     assert not parse_strategy("one-sided-4").runs_in("torch")

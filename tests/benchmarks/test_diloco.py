@@ -85,6 +85,11 @@ def test_the_table_has_the_chosen_beside_data_parallel_and_every_line():
     assert sum("AdamW: " in line for line in text.splitlines()) == len(LINES)
     assert "H=8" in text
     assert "a processor" in text
+    one = report.paged(page, [run for run in runs if run["setting"]["inner"] == "muon"])
+    assert "Muon: moments" in one
+    assert "AdamW" not in one
+    with pytest.raises(ValueError, match="no search has come to its end"):
+        report.paged(page, runs[:5])
 
 
 @pytest.mark.parametrize(
