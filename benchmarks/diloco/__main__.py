@@ -6,8 +6,9 @@
 
 For each inner optimizer: data parallel at the best of three learning rates, then DiLoCo with rounds
 of 30 steps, searched line by line on seed 0 from the paper's outer optimizer. What it ends with is
-trained on three seeds beside data parallel, and with other rounds, and with 8-bit integers on the
-wire. The model, data and simulated replicas are those of `benchmarks.convergence`.
+trained on three seeds beside data parallel, with other rounds, with 8-bit integers on the wire, and
+in a run of four times the steps. The model, the data and the simulated replicas are those of
+`benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/diloco.jsonl and not made again: stop the
 command whenever you like and start it again.
@@ -20,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.common.machine import describe
@@ -28,7 +28,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.convergence.report import append_run, read_runs
 from benchmarks.convergence.training import Config, Trainer, corpus
 from benchmarks.diloco.report import PAGE, paged
-from benchmarks.diloco.settings import INNER, Setting, parallel, search
+from benchmarks.diloco.settings import INNER, Setting, in_longer, longer, parallel, search
 
 PACKAGES = ("jax", "flax", "optax")
 OUT = RESULTS / "diloco.jsonl"
@@ -75,8 +75,8 @@ class Runs:
         return curve[-1][1]
 
 
-def study(inner: str, runs: Runs, seeds: int) -> None:
-    """Makes what is missing."""
+def study(inner: str, runs: Runs, longer: Runs, seeds: int) -> None:
+    """Makes what is missing; `longer` has the runs of `LONGER` times the steps."""
     exact, steps = parallel(inner, runs.loss), list(search(inner, runs.loss))
     chosen = steps[-1][1]
     several = (exact, chosen, replace(chosen, int8=True), replace(chosen, start=0.0))
@@ -85,6 +85,8 @@ def study(inner: str, runs: Runs, seeds: int) -> None:
             runs.loss(setting, seed)
     for every in OTHER_ROUNDS:
         runs.loss(replace(chosen, every=every), 0)
+    for setting in (exact, *in_longer(chosen)):
+        longer.loss(setting, 0)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -111,15 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     config = Config(steps=given.steps)
     if not given.report:
-        runs = Runs(given.out, config)
+        runs, more = Runs(given.out, config), Runs(given.out, longer(config))
         for inner in [given.inner] if given.inner else INNER:
-            study(inner, runs, given.seeds)
+            study(inner, runs, more, given.seeds)
     if given.out == OUT:
-        finished: list[dict[str, Any]] = [
-            run for run in read_runs(OUT) if run["config"] == asdict(config)
-        ]
         try:
-            PAGE.write_text(paged(PAGE.read_text(), finished))
+            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
         except ValueError as error:
             print(f"benchmarks.diloco: {error}", file=sys.stderr)
             return 1

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import in_page, markdown
 from benchmarks.convergence.report import provenance
-from benchmarks.diloco.settings import INNER, LINES, Setting, parallel, search
+from benchmarks.convergence.training import Config
+from benchmarks.diloco.settings import (
+    INNER,
+    LINES,
+    Setting,
+    in_longer,
+    longer,
+    parallel,
+    search,
+)
 
 PAGE = ROOT / "docs" / "local_sgd.md"
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -40,17 +49,20 @@ def results(runs: Sequence[dict[str, Any]]) -> dict[Setting, Result]:
     return found
 
 
-def paged(page: str, runs: Sequence[dict[str, Any]]) -> str:
-    """The page with the tables of these runs, all of one configuration.
+def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
+    """The page with the tables of the runs of a configuration, and of longer ones.
 
     Raises:
       ValueError: No search has come to its end, or the page has no place for the tables.
     """
-    return in_page(page, "python -m benchmarks.diloco --report", _text(runs))
+    own, long = (
+        [run for run in runs if run["config"] == asdict(c)] for c in (config, longer(config))
+    )
+    return in_page(page, "python -m benchmarks.diloco --report", _text(own, long, config))
 
 
-def _text(runs: Sequence[dict[str, Any]]) -> str:
-    found = results(runs)
+def _text(runs: Sequence[dict[str, Any]], long: Sequence[dict[str, Any]], config: Config) -> str:
+    found, found_later = results(runs), results(long)
 
     def known(setting: Setting, seed: int) -> float:
         return found[setting].losses[seed]
@@ -61,13 +73,19 @@ def _text(runs: Sequence[dict[str, Any]]) -> str:
             exact, steps = parallel(inner, known), list(search(inner, known))
         except KeyError:
             continue  # not searched to its end
-        chosen += _chosen(exact, steps[-1][1], found)
+        best = steps[-1][1]
+        chosen += _chosen(exact, best, found)
+        steps_later = f", {longer(config).steps:,} steps"
+        for setting in (exact, *in_longer(best)):
+            if exact in found_later and setting in found_later:
+                label = setting.label() + steps_later
+                chosen.append(["", label, *_figures(setting, exact, found_later)])
         searched += _lines(exact, steps, found)
     if not chosen:
         raise ValueError("no search has come to its end; run python -m benchmarks.diloco again.")
-    about = provenance(runs, runs[0]["config"])
+    about = provenance(runs, asdict(config))
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
+    made = f"{len(runs) + len(long)} runs, {about['dates']}, {about['cpu']}; {versions}."
     tables = markdown(_CHOSEN, chosen, left=2), markdown(_SEARCHED, searched, left=3)
     return "\n\n".join((*tables, made, ""))
 
@@ -87,8 +105,9 @@ def _figures(setting: Setting, exact: Setting, found: Mapping[Setting, Result]) 
     losses = list(own.losses.values())
     gaps = [100 * (loss / beside.losses[seed] - 1) for seed, loss in own.losses.items()]
     gap = "" if setting == exact else f"{mean(gaps):+.1f}%" + _spread(gaps, ".1f")
-    ratio = f"{beside.sent / own.sent:.0f}x"
-    return [str(len(losses)), f"{mean(losses):.3f}" + _spread(losses, ".3f"), gap, ratio]
+    ratio = beside.sent / own.sent
+    fewer = "" if setting == exact else f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+    return [str(len(losses)), f"{mean(losses):.3f}" + _spread(losses, ".3f"), gap, fewer]
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -135,6 +135,17 @@ LINES: tuple[tuple[dict[str, Any], ...], ...] = (
 )
 RATES = (1e-3, 2e-3, 4e-3)  # of data parallel
 
+
+def longer(config: Config) -> Config:
+    """A run of four times the steps."""
+    return replace(config, steps=4 * config.steps)
+
+
+def in_longer(chosen: Setting) -> tuple[Setting, ...]:
+    """What is tried in it: what was chosen, and with half of its start."""
+    return chosen, replace(chosen, start=chosen.start / 2)
+
+
 Loss = Callable[[Setting, int], float]  # of a setting and a seed: the final held-out loss
 
 

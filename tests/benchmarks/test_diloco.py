@@ -9,7 +9,7 @@ import benchmarks.diloco.__main__ as diloco
 from benchmarks.convergence.report import read_runs
 from benchmarks.convergence.training import Config
 from benchmarks.diloco import report
-from benchmarks.diloco.settings import LINES, Setting, parallel, search
+from benchmarks.diloco.settings import LINES, Setting, in_longer, longer, parallel, search
 
 TINY = Config(4, 2, 2, 2, 1, 32, 2, 16, eval_sequences=64)
 
@@ -58,6 +58,7 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
 
 def test_the_table_has_the_chosen_beside_data_parallel_and_every_line():
     made, runs = dict[tuple[Setting, int], float](), []
+    made_later = dict[tuple[Setting, int], float]()
 
     def loss(setting, seed):
         made[setting, seed] = valley(setting, seed)
@@ -69,27 +70,30 @@ def test_the_table_has_the_chosen_beside_data_parallel_and_every_line():
         for setting in (exact, best, replace(best, int8=True), replace(best, every=8)):
             for seed in (0, 1):
                 loss(setting, seed)
+        later = [(setting, 0) for setting in (exact, *in_longer(best))]
+        made_later |= {(setting, seed): valley(setting, seed) - 0.5 for setting, seed in later}
     about = {"date": "2026-11-22 08:00 UTC", "machine": {"cpu": "a processor", "versions": {}}}
-    for (setting, seed), value in made.items():
-        sent = sum(setting.bytes_sent(TINY))
-        curve = [[2, 3.0], [4, value]]
-        runs.append({"setting": asdict(setting), "seed": seed, "curve": curve, "bytes": sent or 1,
-                     "config": asdict(TINY), "about": about})  # fmt: skip
+    for config, finished in ((TINY, made), (longer(TINY), made_later)):
+        for (setting, seed), value in finished.items():
+            run = {"setting": asdict(setting), "seed": seed, "curve": [[2, 3.0], [4, value]]}
+            run |= {"bytes": sum(setting.bytes_sent(config)) or 1, "about": about}
+            runs.append(run | {"config": asdict(config)})
     page = "before\n<!-- python -m benchmarks.diloco --report -->\nold\n<!-- end -->\nafter\n"
-    text = report.paged(page, runs)
+    text = report.paged(page, runs, TINY)
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
+    assert "after 25% data parallel, 16 steps | 1 |" in text
     chosen = [line for line in text.splitlines() if "after 50% data parallel |" in line]
-    assert "| 2 | 2.050 ± 0.000 | -14.6% ± 24.2 | 2x |" in chosen[0]
+    assert "| 2 | 2.050 ± 0.000 | -14.6% ± 24.2 | 2.0x |" in chosen[0]
     assert sum("AdamW: " in line for line in text.splitlines()) == len(LINES)
     assert "H=8" in text
     assert "a processor" in text
-    one = report.paged(page, [run for run in runs if run["setting"]["inner"] == "muon"])
+    one = report.paged(page, [run for run in runs if run["setting"]["inner"] == "muon"], TINY)
     assert "Muon: moments" in one
     assert "AdamW" not in one
     with pytest.raises(ValueError, match="no search has come to its end"):
-        report.paged(page, runs[:5])
+        report.paged(page, runs[:5], TINY)
 
 
 @pytest.mark.parametrize(
