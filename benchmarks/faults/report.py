@@ -21,7 +21,8 @@ NAMES = {
 }
 _HEADER = ["fault", "times", "while starting / saving", "saved steps lost",
            "slowest end, s", "exit codes", "said or ended wrongly",
-           "losses compared", "of these different"]  # fmt: skip
+           "losses compared", "of these different",
+           "last held-out loss, undisturbed", "and here"]  # fmt: skip
 
 
 def paged(page: str, results: Mapping[str, Any]) -> str:
@@ -37,13 +38,12 @@ def table(results: Mapping[str, Any]) -> str:
     if "flips" in results:
         lines += ["What became of each flipped bit, by the file that it was in:", ""]
         lines += [flips_table(results["flips"]["flips"]), ""]
+    made: dict[str, list[str]] = {}
     for kind in kinds:
         run = results[kind]
-        lines.append(
-            f"{NAMES[kind]}: `{run['command']}`, {run['date']}, {run['processes']} processes, "
-            f"{run['steps']} steps, last held-out loss {run['held_out'][0]!r} undisturbed and "
-            f"{run['held_out'][1]!r} here. {sentence(run['machine'])}\n"
-        )
+        where = f"{run['processes']} processes, {run['steps']} steps. {sentence(run['machine'])}"
+        made.setdefault(f"`{run['command']}`, DATE, {where}", []).append(run["date"])
+    lines += [where.replace("DATE", min(dates)) + "\n" for where, dates in made.items()]
     return "\n".join(lines)
 
 
@@ -63,6 +63,7 @@ def _row(name: str, run: Mapping[str, Any]) -> list[str]:
         str(sum(bool(fault["wrong"]) for fault in faults)),
         str(run["compared"]),
         str(run["different"]),
+        *map(repr, run["held_out"]),
     ]
 
 
