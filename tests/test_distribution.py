@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
+from packaging.version import Version
 
 import jaxcomp
 
@@ -145,3 +147,29 @@ def test_code_is_no_link_and_a_link_to_nothing_is_refused(tmp_path):
     assert shown("![`m`](map.svg)") == "![`m`](https://x.invalid/raw/v1/map.svg)"
     with pytest.raises(ValueError, match=r"nowhere\.md"):
         shown("[n](nowhere.md#part)")
+
+
+def test_the_oldest_set_is_what_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = (*project["dependencies"], *extras["examples"], *extras["test-jax"])
+    pinned = (ROOT / "tests/oldest.txt").read_text()
+    oldest = dict(re.findall(r"^([^#\s]+)==(\S+)$", pinned, re.MULTILINE))
+    for name, floor in re.findall(r"(\S+)>=(\S+)", "\n".join(declared)):
+        assert Version(oldest[name]) == Version(floor), name
+
+
+def test_the_recipe_asks_for_what_the_project_does():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = (ROOT / "recipe/recipe.yaml").read_text()
+    assert f'version: "{jaxcomp.__version__}"' in recipe
+    (python,) = re.findall(r'python_min: "(.*)"', recipe)
+    assert project["requires-python"] == f">={python}"
+    asked = dict(re.findall(r"^    - ([\w-]+) >=([\d.]+)$", recipe, re.MULTILINE))
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    floors = dict(requirement.split(">=") for requirement in wanted)
+    del floors["torch"]  # an older one beside jaxcomp does no harm
+    assert asked.pop("hatchling")
+    assert asked == floors
+    for name, function in project["scripts"].items():
+        assert f"- {name} = {function}" in recipe
