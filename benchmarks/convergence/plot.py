@@ -19,8 +19,19 @@ COLOURS = {
     "difference": style.ORANGE,
     "local": style.GREEN,
 }
-# Named in the plot over bytes beside what is on the frontier.
-_ALSO_NAMED = (REFERENCE, "powersgd-r4", "powersgd-r16")
+# What a reader decides between; the table has the others.
+NAMES = {
+    REFERENCE: "all-reduce",
+    "int8": "int8",
+    "powersgd-r1": "rank 1",
+    "powersgd-r4": "rank 4",
+    "powersgd-r16": "rank 16",
+    "powersgd-r8-bf16": "rank 8, bfloat16",
+    "powersgd-r16-int8": "rank 16, int8",
+    "spectrum-r16-int8": "rank 16 by spectrum, int8",
+    "local-h6-int8": "local SGD every 6 steps, int8",
+    "diloco-h32": "DiLoCo every 32 steps",
+}
 
 
 def plot_curves(rows: Sequence[Row], path: Path) -> None:
@@ -37,10 +48,11 @@ def plot_curves(rows: Sequence[Row], path: Path) -> None:
         for axis, x in zip(axes, (steps, sent), strict=True):
             axis.plot(x, losses, color=colour, linestyle=line, linewidth=1.6)
             axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-        ends.append((steps[-1], losses[-1], f"{row.strategy} ({row.ratio:.0f}x)", colour))
+        name = NAMES.get(row.strategy, row.strategy)
+        ends.append((steps[-1], losses[-1], f"{name} ({row.ratio:.0f}x)", colour))
     axes[0].set(xlabel="steps", ylabel="held-out loss (nats per byte)")
     last = max((x for x, *_ in ends), default=1)
-    axes[0].set_xlim(0, 1.4 * last)  # room for the names
+    axes[0].set_xlim(0, 1.6 * last)  # room for the names
     axes[0].set_xticks([last * i // 4 for i in range(5)])
     axes[1].set(xlabel="MB sent by each replica", xscale="log")
     axes[1].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -59,14 +71,14 @@ def plot_frontier(rows: Sequence[Row], path: Path) -> None:
     )  # fmt: skip
     named = []
     for row in rows:
-        shown = row.on_frontier or row.strategy in _ALSO_NAMED
+        shown = row.strategy in NAMES
         colour = COLOURS[row.family] if shown else style.MUTED
         axis.errorbar(
             row.ratio, row.gap, yerr=row.gap_spread or None, fmt="o", color=colour,
             markersize=5.5 if shown else 3.5, alpha=1 if shown else 0.5, capsize=2, linewidth=1,
         )  # fmt: skip
         if shown:
-            named.append((row.ratio, row.gap, row.strategy, colour))
+            named.append((row.ratio, row.gap, NAMES[row.strategy], colour))
     right = 2.2 * max(row.ratio for row in rows)
     low = min(-0.5, *(row.gap - row.gap_spread for row in rows))
     axis.fill_between([GOAL_RATIO, right], low, GOAL_GAP, color=style.GREEN, alpha=0.1, linewidth=0)

@@ -257,6 +257,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 # What the plot over steps shows; all of them would hide each other.
 CURVES = (
-    "allreduce", "int8", "powersgd-r4", "powersgd-r16", "powersgd-r16-int8", "spectrum-r4",
-    "spectrum-r16-int8", "one-sided-r8", "local-h6-int8",
+    "allreduce", "int8", "powersgd-r4", "powersgd-r16", "powersgd-r16-int8", "spectrum-r16-int8",
+    "one-sided-r8", "local-h6-int8",
 )  # fmt: skip

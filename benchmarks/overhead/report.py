@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import sentence
-from benchmarks.common.style import BLUE, MUTED, ORANGE, name_points, panels, save
+from benchmarks.common.style import BLUE, MUTED, ORANGE, TITLES, name_points, panels, save
 from benchmarks.common.tables import markdown
 
 _HEADER = [
@@ -76,7 +76,7 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
         axis.axhline(1, color=MUTED, linewidth=1)
         axis.set_xticks(range(len(cases)), [str(case["rank"]) for case in cases])
         axis.set_xlim(-0.2, len(cases) - 0.2)  # room for the names
-        axis.set(xlabel="rank", title=tree)
+        axis.set(xlabel="rank", title=TITLES.get(tree, tree))
         names.append(ends)
     axes[0].set_ylabel("time / floor of 7 words a value")
     axes[0].set_ylim(bottom=0)  # of all panels, once they all have their lines

@@ -204,37 +204,31 @@ def train(strategy: Strategy, config: Config, corpus: Corpus, mesh: Mesh) -> Ite
 
 def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
     """Draws held-out loss against steps, and against bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    import pictures  # and with it matplotlib, which a run of hours should not need before its end
 
-    colours = ["#1f2933", "#d1495b", "#edae49", "#00798c", "#66a182", "#8d6a9f"]
-    figure = Figure(figsize=(10, 4.4), dpi=160, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for (name, points), colour in zip(runs.items(), colours, strict=False):
-        losses = [p.held_out for p in points]
+    colours = ("INK", "BLUE", "SKY", "GREEN", "ORANGE", "PURPLE")
+    figure, (by_step, by_bytes) = pictures.panels(2, 10, 4.3)
+    ends = []
+    for (name, points), named in zip(runs.items(), colours, strict=False):
+        colour, losses = getattr(pictures, named), [p.held_out for p in points]
         megabytes = [p.bytes_sent / 1e6 for p in points]
-        by_step.plot([p.step for p in points], losses, color=colour, linewidth=2)
-        by_bytes.plot(megabytes, losses, color=colour, linewidth=2, label=name)
-        by_bytes.plot(megabytes[-1:], losses[-1:], "o", color=colour)
-    by_bytes.set_xscale("log")
-    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    by_bytes.legend(frameon=False, fontsize=9)
-    by_step.set_xlabel("optimizer step")
-    by_bytes.set_xlabel("sent by each replica (MB, log scale)")
-    by_step.set_ylabel("held-out loss (nats per byte)")
-    for axes in (by_step, by_bytes):
-        axes.grid(True, color="#e4e8ec")
-        axes.spines[:].set_visible(False)
-        axes.tick_params(colors="#66727f", length=0)
+        by_step.plot([p.step for p in points], losses, color=colour, linewidth=1.8)
+        by_bytes.plot(megabytes, losses, color=colour, linewidth=1.8)
+        by_bytes.plot(megabytes[-1:], losses[-1:], "o", color=colour, markersize=5)
+        ends.append((points[-1].step, losses[-1], name, colour))
+    by_step.set(xlabel="optimizer step", ylabel="held-out loss (nats per byte)")
+    by_step.set_xlim(0, 1.6 * config.steps)  # room for the names
+    by_step.set_xticks([config.steps * i // 4 for i in range(5)])
+    by_bytes.set(xlabel="MB sent by each replica", xscale="log")
+    by_bytes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     figure.supxlabel(
         f"Byte-level transformer on Python's standard library, {config.replicas} replicas, AdamW, "
         "same data and seed",
         fontsize=8,
-        color="#66727f",
+        color=pictures.MUTED,
     )
-    figure.savefig(path)
+    pictures.name_points(by_step, ends)
+    pictures.save(figure, path)
 
 
 def table(runs: dict[str, list[Point]], config: Config) -> str:

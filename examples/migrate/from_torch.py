@@ -129,28 +129,27 @@ def show(runs: dict[str, dict[str, np.ndarray]], console: Console) -> bool:
 
 
 def plot(runs: dict[str, dict[str, np.ndarray]], path: pathlib.Path) -> None:
-    """Draw the losses, one panel per run."""
-    import matplotlib
+    """Draws the losses of every second run, those of the higher rank: more would be too small."""
+    import pictures
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(4, len(runs))
-    rows = -(-len(runs) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(3.2 * columns, 2.4 * rows), squeeze=False, sharex=True
-    )
-    for axis, (name, losses) in zip(axes.flat, runs.items(), strict=False):
-        axis.plot(losses["stayed"], color="0.6", linewidth=3, label="stayed in PyTorch")
-        axis.plot(losses["moved"], color="C3", linewidth=1, label="moved")
-        axis.axvspan(*MOVES, color="C0", alpha=0.12, label="in JAX")
-        axis.set_title(name, fontsize=9)
-    axes[0, 0].legend(fontsize=7)
-    figure.supxlabel("step", fontsize=9)
-    figure.supylabel("loss", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shown = list(runs.items())[1::2] or list(runs.items())
+    figure, axes = pictures.panels(len(shown), 3 * len(shown), 2.9, share_y=False)
+    for axis, (name, losses) in zip(axes, shown, strict=True):
+        axis.axvspan(*MOVES, color=pictures.BLUE, alpha=0.08, linewidth=0)
+        axis.text(
+            sum(MOVES) / 2, 0.97, "in JAX", transform=axis.get_xaxis_transform(), ha="center",
+            va="top", color=pictures.BLUE, fontsize=8.5,
+        )  # fmt: skip
+        axis.plot(losses["stayed"], color=pictures.SKY, alpha=0.5, linewidth=5)
+        axis.plot(losses["moved"], color=pictures.INK, linewidth=1.2)
+        axis.set(xlabel="step", title=name)
+    axes[0].set_ylabel("loss")
+    for y, said, colour in (
+        (0.16, "stayed in PyTorch", pictures.SKY),
+        (0.05, "moved", pictures.INK),
+    ):
+        axes[0].text(0.04, y, said, transform=axes[0].transAxes, color=colour, fontsize=8.5)
+    pictures.save(figure, path)
 
 
 def main() -> int:

@@ -1,0 +1,85 @@
+"""One look for all pictures of this repository: few lines, each with its name beside it.
+
+Every picture has its own white ground, so that it reads the same on a light and on a dark page. The
+colours are those of Okabe and Ito, which most people with a colour vision deficiency tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e8ec"
+BLUE, ORANGE, GREEN, SKY, PURPLE, OCHRE = (
+    "#0072b2", "#d55e00", "#009e73", "#56b4e9", "#aa3f86", "#a67c00",
+)  # fmt: skip
+_SMALL = 8.5  # points, of labels
+
+
+def panels(
+    count: int, width: float, height: float, *, share_y: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels side by side; sizes in inches."""
+    # A figure of its own, without pyplot: no window system is looked for.
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, count, squeeze=False, sharey=share_y)[0])
+    for axis in axes:
+        axis.grid(color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(MUTED)
+        axis.tick_params(colors=INK, labelsize=_SMALL, width=0.6)
+        axis.tick_params(which="minor", width=0.4)
+        for text in (axis.title, axis.xaxis.label, axis.yaxis.label):
+            text.set(color=INK, fontsize=9.5)
+    return figure, axes
+
+
+def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names beside points, moved up where one would lie on another.
+
+    Call it when the limits and scales of the axis are the final ones.
+
+    Args:
+      axis: The panel.
+      points: (x, y, name, colour) of each.
+    """
+    figure = axis.get_figure(root=True)
+    assert figure is not None  # an axis of `panels` has one
+    figure.canvas.draw()  # settles the layout, and with it what a pixel is
+    pixel = 72 / figure.dpi  # in points
+    taken: list[tuple[float, float, float]] = []
+    for x, y, name, colour in sorted(points, key=lambda point: point[1]):
+        at, height = axis.transData.transform((x, y))
+        wide, lift = len(name) * 0.62 * _SMALL / pixel, height
+        for left, right, other in sorted(taken, key=lambda t: t[2]):
+            overlaps = at < right and left < at + wide
+            if overlaps and abs(lift - other) < 1.25 * _SMALL / pixel:
+                lift = other + 1.25 * _SMALL / pixel
+        taken.append((at, at + wide, lift))
+        moved = (lift - height) * pixel
+        leader = {"arrowstyle": "-", "color": GRID, "linewidth": 0.8}
+        axis.annotate(
+            name, (x, y), xytext=(7, moved - 0.35 * _SMALL), textcoords="offset points",
+            color=colour, fontsize=_SMALL, annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
+            arrowprops=leader if moved > 2 * _SMALL else None,
+        )  # fmt: skip
+
+
+def note(axis: Axes, text: str) -> None:
+    """A remark in the panel's upper left corner."""
+    axis.text(
+        0.015, 0.985, text, transform=axis.transAxes, va="top", color=MUTED, fontsize=_SMALL,
+        linespacing=1.5,
+    )  # fmt: skip
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG; equal data give equal bytes."""
+    figure.savefig(path, dpi=150, metadata={"Software": None})
