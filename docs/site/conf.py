@@ -13,13 +13,22 @@ from typing import Any
 project = "jaxcomp"
 author = "The jaxcomp authors"
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["site/conf.py"]
+
+# A notebook is executed once for each of its versions; one that fails, or prints a warning, ends
+# the build. That which needs torch is shown as it was committed: the site's environment stays
+# without torch, and tests/docs/test_notebooks.py runs it.
+nb_execution_mode = "cache"
+nb_execution_excludepatterns = ["notebooks/torch_and_back.ipynb"]
+nb_execution_timeout = 900  # seconds, of a cell
+nb_execution_raise_on_error = True
+nb_output_stderr = "remove-warn"
 
 html_theme = "furo"
 html_title = "jaxcomp"
@@ -55,7 +64,7 @@ def _home(index: str) -> str:
     """The first page: the README, beside docs/index.md as the table of contents."""
     parts = ["```{include} ../README.md\n:relative-docs: docs/\n:relative-images:\n```"]
     contents = [
-        (caption, re.findall(r"^\d+\. \[\w+\.md\]\((\w+)\.md\)", section, re.MULTILINE))
+        (caption, re.findall(r"^\d+\. \[[^]]+\]\(([\w/]+)\.(?:md|ipynb)\)", section, re.MULTILINE))
         for caption, section in re.findall(r"^\*\*(.+?)\*\*$(.*?)(?=^\*\*|\Z)", index, MULTILINE)
     ]
     contents += [("Reference", ["site/api", "site/contributing", "site/changelog"])]

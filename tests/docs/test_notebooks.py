@@ -1,0 +1,69 @@
+"""The notebooks: what is committed of them is clean, and the one that needs torch runs.
+
+`make docs` executes the others; its environment has no torch.
+"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+LARGEST = 100_000  # bytes of a picture
+MACHINE = re.compile(r"/(?:home|root|tmp|usr|work|Users|private|var)/|site-packages")
+
+
+def cells(path, kind):
+    document = json.loads(path.read_text())
+    return [cell for cell in document["cells"] if cell["cell_type"] == kind]
+
+
+def source(path):
+    return "\n\n".join("".join(cell["source"]) for cell in cells(path, "code"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_outputs_are_those_of_one_run_from_top_to_bottom(path):
+    code = cells(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    pictures = [output["data"]["image/png"] for output in outputs if "data" in output]
+    assert pictures
+    assert all(len(base64.b64decode(picture)) < LARGEST for picture in pictures)
+    said = "".join("".join(output.get("text", [])) for output in outputs)
+    assert said
+    assert not MACHINE.search(said)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_one_file_to_copy_and_its_links_lead_somewhere(path):
+    assert not re.search(r"^\s*(?:from|import) (?:benchmarks|examples)\b", source(path), re.M)
+    text = "\n".join("".join(cell["source"]) for cell in cells(path, "markdown"))
+    links = re.findall(r"\]\(([^)#]+)[)#]", text)
+    assert links
+    assert all((path.parent / link).exists() for link in links if not link.startswith("http"))
+    assert f"(notebooks/{path.name})" in (ROOT / "docs/index.md").read_text()
+
+
+@pytest.mark.torch
+def test_the_notebook_that_needs_torch_runs_and_its_run_keeps_its_losses(tmp_path):
+    program = tmp_path / "notebook.py"
+    program.write_text(source(ROOT / "docs/notebooks/torch_and_back.ipynb"))
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (apart,) = re.findall(r"largest relative difference: (\S+)", done.stdout)
+    assert float(apart) < 1e-4
