@@ -57,7 +57,12 @@ CODE = re.compile(r":\w+:`[^`]*`|``[^`]*``|`([^`]+)`")
 
 def _repository_links(text: str) -> str:
     """What only the repository has, named instead of linked."""
-    return LINK.sub(lambda found: f"{found[1]} (`{found[2]}`)", text)
+
+    def named(found: re.Match[str]) -> str:
+        said, target = found[1], f"`{found[2]}`"
+        return target if found[2].endswith(said.strip("`/")) else f"{said} ({target})"
+
+    return LINK.sub(named, text)
 
 
 def _home(index: str) -> str:
