@@ -96,6 +96,11 @@ def test_the_table_has_the_chosen_beside_data_parallel_and_every_line():
         report.paged(page, runs[:5], TINY)
 
 
+def test_the_page_shows_the_tables_of_the_results():
+    page = report.PAGE.read_text()
+    assert report.paged(page, read_runs(diloco.OUT), Config()) == page
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [(["--steps", "100"], "multiple of 60"), (["--seeds", "0"], "`--seeds` must be at least 1")],
