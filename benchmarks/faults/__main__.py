@@ -208,7 +208,7 @@ class Runs:
         shutil.copytree(plain / "checkpoints", checkpoints)
         shutil.copy(plain / "curve.jsonl", log)
         newest = complete(checkpoints)
-        before = max(int(p.name) for p in checkpoints.iterdir() if p.name != str(newest))
+        before = max(int(p.name) for p in checkpoints.glob("[0-9]*") if p.name != str(newest))
         file, where = flip(checkpoints / str(newest), rng)
         arguments = [*self.flags, *run_arguments(self.given.steps, log, checkpoints)]
         job = Job(self.given.processes, directory, *arguments)

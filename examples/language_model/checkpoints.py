@@ -89,14 +89,15 @@ class Checkpoints:
         missing = self.directory if resume else self.directory.parent
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
-        self._steps = sorted(saved_steps(self.directory))
-        if not resume and self._steps:
+        if not resume and next(saved_steps(self.directory), None) is not None:
             raise CheckpointError(
                 f"{directory} already holds checkpoints: add --resume, or choose another directory"
             )
         me = jax.process_index()
         self._writes = me == 0
         self._lock: IO[str] | None = locked(self.directory) if self._writes else None
+        # Not before: whoever had the lock may have written some, and deleted others.
+        self._steps = _of_the_first(sorted(saved_steps(self.directory)))
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
         )
@@ -251,6 +252,14 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written, and {kept} "
                 f"({_first_line(error)})"
             ) from error
+
+
+def _of_the_first(steps: list[int]) -> list[int]:
+    """The steps that process 0 sees, on all processes."""
+    count = int(multihost_utils.broadcast_one_to_all(np.array(len(steps))))
+    padded = np.zeros(count, np.int32)
+    padded[: len(steps)] = steps[:count]
+    return multihost_utils.broadcast_one_to_all(padded).tolist()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ class Unusable(Exception):
 def saved_steps(directory: Path) -> Iterator[int]:
     """Of complete checkpoints; one being written has another name."""
     if directory.is_dir():
-        yield from (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+        names = [path.name for path in directory.iterdir() if path.name.isdecimal()]
+        yield from (int(name) for name in names if name == str(int(name)))  # 030 is none of ours
 
 
 def locked(directory: Path) -> IO[str]:
@@ -38,8 +39,12 @@ def locked(directory: Path) -> IO[str]:
     Raises:
       CheckpointError: It is another run's; the message says which process has it.
     """
-    directory.mkdir(exist_ok=True)
-    lock = directory.with_name(f".{directory.name}.lock").open("a+")
+    try:
+        directory.mkdir(exist_ok=True)
+        # Inside it, so that every path that leads here finds the same one.
+        lock = (directory / ".lock").open("a+")
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written to: {error.strerror}") from error
     end = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

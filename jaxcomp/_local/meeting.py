@@ -70,6 +70,11 @@ def average(
             jnp.asarray(when).astype(jnp.int32),
             [lambda: tree, lambda: average(tree, axis_name, weight=weight)],
         )
+    return _averaged(tree, axis_name, weight)[0]
+
+
+def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, Array | None]:
+    """The mean, and whether any replica counted; None if all do."""
     leaves, treedef = jax.tree.flatten(tree)
     positions = []
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(tree)[0]):
@@ -82,10 +87,18 @@ def average(
             positions.append(i)
     local = [jnp.asarray(leaves[i]) for i in positions]
     wide = as_local([x.astype(compute_dtype(x.dtype)) for x in local], axis_name)
-    means = weighted_mean_each(wide, as_weight(weight, axis_name), axis_name).reduced.means
-    for i, x, mean in zip(positions, local, means, strict=True):
+    reduced, known = weighted_mean_each(wide, as_weight(weight, axis_name), axis_name)
+    for i, x, mean in zip(positions, local, reduced.means, strict=True):
         leaves[i] = mean.astype(x.dtype)
-    return treedef.unflatten(leaves)
+    counted = None if known is None or known.mean is None else known.mean != 0
+    return treedef.unflatten(leaves), counted
+
+
+def _unless_nobody(counted: Array | None, averaged: PyTree, before: PyTree) -> PyTree:
+    """What was averaged, or what was there before if the weights of all are 0."""
+    if counted is None:
+        return averaged
+    return jax.tree.map(functools.partial(jnp.where, counted), averaged, before)
 
 
 class Part(NamedTuple):
@@ -150,17 +163,20 @@ class Meeting:
 
         Args:
           k: Which fragment.
-          anchor: The fragment as it was after the last outer step; unused for a plain average.
+          anchor: The fragment as it was after the last outer step. For a plain average what all
+            keep if nobody counts; (): each its own.
           local: This replica's parameters and states.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
           weight: How much this replica counts; None if all count the same.
         """
         if self.plain:
-            return self.mean(local, self.axis_name, begin, weight)
-        weight, dropped = self._counting(local.params, weight)
+            return self.mean(local, self.axis_name, begin, weight, anchor)
+        weight, dropped = self._counting(local, weight)
         pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
+        counted = None
         if self.exact:
-            reduced, reducer = average(pseudo, self.axis_name, weight=weight), local.reducer
+            reduced, counted = _averaged(pseudo, self.axis_name, weight)
+            reducer = local.reducer
         else:
             given = {} if weight is None else {"weight": weight}
             reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor, **given)
@@ -169,20 +185,36 @@ class Meeting:
             updates, outer = self.optimizers[k].update(reduced, outer, anchor)
         else:
             updates = jax.tree.map(jnp.negative, reduced)
+        params = _unless_nobody(counted, optax.apply_updates(anchor, updates), anchor)
+        outer = _unless_nobody(counted, outer, local.outer)
         inner = local.inner
         if self.average_inner is True:
-            inner = average(inner, self.axis_name, weight=weight)
-        averaged = Part(optax.apply_updates(anchor, updates), inner, outer, reducer)
+            inner, counted = _averaged(inner, self.axis_name, weight)
+            inner = _unless_nobody(counted, inner, local.inner)
+        averaged = Part(params, inner, outer, reducer)
         return self._reset(averaged, begin, dropped)
 
-    def mean(self, local: Part, axes: AxisName, begin: InnerInit, weight: Any = None) -> Part:
-        """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
+    def mean(
+        self,
+        local: Part,
+        axes: AxisName,
+        begin: InnerInit,
+        weight: Any = None,
+        anchor: PyTree = (),
+    ) -> Part:
+        """The plain average over `axes` in one all-reduce, with the inner state if asked for.
+
+        Where nobody counts, `anchor` is kept, or what each replica has of its own.
+        """
         params, inner = local.params, local.inner
-        weight, dropped = self._counting(params, weight)
+        weight, dropped = self._counting(local, weight)
         if self.average_inner is True:
-            params, inner = average((params, inner), axes, weight=weight)
+            (params, inner), counted = _averaged((params, inner), axes, weight)
+            inner = _unless_nobody(counted, inner, local.inner)
         else:
-            params = average(params, axes, weight=weight)
+            params, counted = _averaged(params, axes, weight)
+        kept = anchor if jax.tree.leaves(anchor) else local.params
+        params = _unless_nobody(counted, params, kept)
         return self._reset(local._replace(params=params, inner=inner), begin, dropped)
 
     def mix(self, shared: PyTree, local: PyTree) -> PyTree:
@@ -200,11 +232,12 @@ class Meeting:
 
         return jax.tree.map(one, shared, local)
 
-    def _counting(self, params: PyTree, weight: Any) -> tuple[Any, Array | None]:
+    def _counting(self, local: Part, weight: Any) -> tuple[Any, Array | None]:
         """This replica's weight, and whether it was dropped; None if nobody is."""
         if not self.drop_non_finite:
             return weight, None
-        finite = all_finite(jax.tree.leaves(params))
+        given = (local.params, local.inner) if self.average_inner is True else local.params
+        finite = all_finite(jax.tree.leaves(given))
         own = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
         return jnp.where(finite, own, 0), ~finite
 

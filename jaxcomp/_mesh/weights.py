@@ -45,8 +45,14 @@ def as_weight(weight: Any, axis_name: AxisName | None) -> Weight | None:
     """
     if weight is None or isinstance(weight, Weight):
         return weight
-    kind = jnp.result_type(weight)
-    if np.size(weight) != 1 or jnp.issubdtype(kind, jnp.complexfloating):
+    if not hasattr(weight, "dtype"):
+        weight = np.asarray(weight)
+    kind = weight.dtype
+    if np.size(weight) != 1 or not (
+        jnp.issubdtype(kind, jnp.floating)
+        or jnp.issubdtype(kind, jnp.integer)
+        or kind == jnp.dtype(bool)
+    ):
         raise ValueError(
             f"`weight` must be one number for this replica, got shape {np.shape(weight)} of dtype "
             f"{kind}. Map the array of all replicas' weights along the axis, as the batch."

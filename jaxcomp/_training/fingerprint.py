@@ -27,11 +27,15 @@ def fingerprint(tree: PyTree) -> dict[str, str]:
     Any single flipped bit changes it; other changes go unnoticed with probability 2^-32.
 
     Args:
-      tree: What is saved or was restored: arrays of JAX or NumPy, and Python numbers. Of arrays
-        that lie on several processes, all of these must call it.
+      tree: What is saved or was restored: arrays of JAX or NumPy, wherever they lie, and Python
+        numbers, which count as NumPy's of 8 bytes. Of arrays that lie on several processes, all of
+        these must call it.
 
     Returns:
       The checksums by the leaves' names, fit for JSON.
+
+    Raises:
+      ValueError: A leaf is neither number nor array of them; the message names it.
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
@@ -45,9 +49,10 @@ def fingerprint(tree: PyTree) -> dict[str, str]:
       These leaves are not what was saved: ['w'].
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    hashes = _hashes([leaf for _, leaf in leaves]) if leaves else []
+    _refuse_what_is_no_number(leaves)
+    hashes = _hashes([leaf for _, leaf in leaves])
     return {
-        leaf_name(path): f"{_kind(leaf)} {int(h):08x}"
+        leaf_name(path): f"{_kind(leaf)} {h:08x}"
         for (path, leaf), h in zip(leaves, hashes, strict=True)
     }
 
@@ -78,12 +83,31 @@ def check_fingerprint(tree: PyTree, saved: Mapping[str, str]) -> None:
         raise FingerprintMismatch(f"{' '.join(wrong)} Restore an earlier checkpoint.")
 
 
-def _hashes(leaves: list[Any]) -> np.ndarray:
-    # So that JAX takes NumPy's 8 bytes, a Python number's too, as they are.
-    with jax.enable_x64(True):
-        return np.asarray(
-            _stacked([x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves])
-        )
+def _refuse_what_is_no_number(leaves: list[tuple[Any, Any]]) -> None:
+    wrong = [
+        f"{leaf_name(path)} is {leaf!r:.60}"
+        for path, leaf in leaves
+        if not isinstance(leaf, jax.Array) and np.asarray(leaf).dtype.kind in "OUSMm"
+    ]
+    if wrong:
+        raise ValueError(f"A fingerprint is of numbers: {'; '.join(wrong)}. Leave these out.")
+
+
+def _hashes(leaves: list[Any]) -> list[int]:
+    # One program cannot take arrays that lie on different devices.
+    places: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        placed = isinstance(leaf, jax.Array) and leaf.committed
+        places.setdefault(frozenset(leaf.sharding.device_set) if placed else None, []).append(i)
+    hashes = [0] * len(leaves)
+    for chosen in places.values():
+        own = [leaves[i] for i in chosen]
+        # So that JAX takes NumPy's 8 bytes, a Python number's too, as they are.
+        with jax.enable_x64(True):
+            found = _stacked([x if isinstance(x, jax.Array) else np.asarray(x) for x in own])
+        for i, value in zip(chosen, np.asarray(found), strict=True):
+            hashes[i] = int(value)
+    return hashes
 
 
 @jax.jit

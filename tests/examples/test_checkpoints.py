@@ -1,10 +1,12 @@
 """The examples' checkpoints: checked, locked, and never deleted too early."""
 
+import pathlib
 import resource
 import shutil
 import subprocess
 import sys
 
+import directories
 import numpy as np
 import pytest
 from checkpoints import CheckpointError, Checkpoints, WriteError
@@ -50,7 +52,7 @@ def saved(checkpoints, *steps):
 
 
 def names(tmp_path):
-    return sorted(path.name for path in (tmp_path / "run").iterdir())
+    return sorted(path.name for path in (tmp_path / "run").glob("[!.]*"))
 
 
 def test_the_newest_is_restored_and_only_the_last_are_kept(opened, tmp_path):
@@ -171,8 +173,35 @@ def test_one_that_was_not_written_as_it_should_replaces_none(opened, monkeypatch
 def test_a_directory_belongs_to_one_run(opened, tmp_path, monkeypatch):
     monkeypatch.setattr("directories._LOCK_SECONDS", 0)
     opened()
-    with pytest.raises(CheckpointError, match=r"in use by another run \(process \d+ on "):
-        Checkpoints(tmp_path / "run", every=1, keep=2, resume=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for path in ("run", "link"):
+        with pytest.raises(CheckpointError, match=r"in use by another run \(process \d+ on "):
+            Checkpoints(tmp_path / path, every=1, keep=2, resume=True)
+
+
+def test_what_another_run_wrote_while_this_one_waited_is_found(tmp_path, monkeypatch):
+    first = Checkpoints(tmp_path / "run", every=1, keep=2, resume=False)
+
+    def wait(directory):
+        saved(first, 1, 2, 3).close()
+        return directories.locked(directory)
+
+    monkeypatch.setattr("checkpoints.locked", wait)
+    second = Checkpoints(tmp_path / "run", every=1, keep=2, resume=True)
+    assert read(second)["step"] == 3
+    second.close()
+
+
+def test_a_name_that_is_no_step_of_ours_is_left_alone(opened, tmp_path):
+    saved(opened(), 1)
+    (tmp_path / "run" / "030").mkdir()
+    assert read(opened())["step"] == 1
+    assert (tmp_path / "run" / "030").is_dir()
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence():
+    with pytest.raises(CheckpointError, match=r"^/proc/self/run cannot be written to: [A-Z]"):
+        Checkpoints(pathlib.Path("/proc/self/run"), every=1, keep=2, resume=False)
 
 
 def test_the_lock_of_a_killed_run_goes_with_it(tmp_path):

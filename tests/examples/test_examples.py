@@ -158,7 +158,7 @@ def copied(directory, to):
 
 def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupted, tmp_path):
     directory = copied(interrupted, tmp_path)
-    assert sorted(int(p.name) for p in directory.iterdir()) == [STOP - 2, STOP]  # --keep 2
+    assert sorted(int(p.name) for p in directory.glob("[!.]*")) == [STOP - 2, STOP]  # --keep 2
     resumed, output = trained("resumed", "--devices", 4, "--checkpoint-dir", directory, "--resume")
     assert f"from step {STOP}" in output
     assert resumed.keys() == uninterrupted.keys()
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(
     assert f"from step {STOP}" in output
     for step, values in resumed.items():
         np.testing.assert_array_equal(values, uninterrupted[step])
-    assert sorted(p.name for p in directory.iterdir()) == sorted(map(str, (died, 10, STEPS)))
+    assert sorted(p.name for p in directory.glob("[!.]*")) == sorted(map(str, (died, 10, STEPS)))
 
 
 def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):

@@ -138,3 +138,77 @@ def test_nobody_is_dropped_unasked_and_a_round_must_know_how_to_begin_anew():
     state = run.init(jnp.zeros(8), ())
     with pytest.raises(ValueError, match=r"`weight` must have shape \(4,\)"):
         run(jnp.zeros(8), state, np.zeros((2, 4, 8)), weight=np.ones(3))
+
+
+FINITE = np.nan_to_num(TARGETS, nan=64)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 0, 0), (0, 0, 0, 0)])
+def test_a_group_in_which_nobody_counts_keeps_what_it_has(weights):
+    """First the pairs meet, then all; ``local_axis_name`` and levels are the same means."""
+    weights = np.array(weights, np.float32).reshape(2, 2)
+    tx = jaxcomp.local_sgd(
+        optax.sgd(0.5), sync_every={"fast": 1, ("slow", "fast"): 2}, axis_name=("slow", "fast")
+    )
+    targets = FINITE.reshape(2, 2, -1)
+
+    def run(target, weight):
+        params = jnp.zeros_like(target)
+        state, seen = tx.init(params), []
+        for _ in range(2):
+            updates, state = tx.update(params - target, state, params, weight=weight)
+            params = optax.apply_updates(params, updates)
+            seen.append(params)
+        return seen
+
+    mapped = jax.vmap(jax.vmap(run, axis_name="fast"), axis_name="slow")
+    paired, met = mapped(targets, weights)
+    np.testing.assert_allclose(paired[1], 0.5 * targets[1], rtol=1e-6)  # each its own
+    assert np.isfinite(met).all()
+    if weights.any():
+        np.testing.assert_allclose(met - met[0, 0], 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": optax.sgd(1.0, momentum=0.5)}])
+@pytest.mark.parametrize("average_inner_state", [False, True])
+def test_a_round_in_which_nobody_counts_changes_no_parameter(options, average_inner_state):
+    optimizer = optax.sgd(0.5, momentum=0.5)
+    run = jaxcomp.local_sgd_round(
+        sgd_step(optimizer),
+        sync_every=2,
+        axis_name=AXIS,
+        average_inner_state=average_inner_state,
+        **options,
+    )
+    params = jnp.full(8, 3.0)
+    state = run.init(params, optimizer.init(params))
+    call = lambda p, s, b, w: run(p, s, b, weight=w)  # noqa: E731
+    mapped = jax.vmap(call, in_axes=(None, None, 0, 0), axis_name=AXIS)
+    batches = np.stack([FINITE, FINITE], axis=1)
+    params, state, _ = mapped(params, state, batches, np.zeros(4, np.float32))
+    np.testing.assert_array_equal(params, 3)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state)))
+
+
+def test_momenta_that_are_to_be_averaged_must_be_finite_too():
+    def step(params, inner, batch):
+        return params - 0.5 * (params - 1), inner + batch, None
+
+    run = jaxcomp.local_sgd_round(
+        step,
+        sync_every=1,
+        axis_name=AXIS,
+        average_inner_state=True,
+        drop_non_finite=True,
+        inner_init=jnp.zeros_like,
+    )
+    params = jnp.zeros(8)
+    state = run.init(params, jnp.zeros(8))
+    batches = FINITE[:, None].copy()
+    batches[1] = np.nan
+    mapped = jax.vmap(run, in_axes=(None, None, 0), axis_name=AXIS)
+    _, state, _ = mapped(params, state, batches)
+    expected = np.delete(FINITE, 1, axis=0).mean(0)
+    inner = np.asarray(jax.tree.leaves(state.inner)[0]).reshape(4, 8)
+    np.testing.assert_allclose(np.delete(inner, 1, axis=0), np.stack(3 * [expected]), rtol=1e-5)
+    assert np.isfinite(inner).all()

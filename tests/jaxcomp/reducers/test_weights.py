@@ -203,6 +203,10 @@ def test_weights_that_are_no_number_of_this_replica_are_refused():
         mapped_update(ALL["allreduce"], WEIGHTS)
     with pytest.raises(ValueError, match="complex64"):
         mapped_update(ALL["allreduce"], jnp.complex64(1))
+    step = lambda g, w: ALL["allreduce"].update(g, optax.EmptyState(), weight=w)  # noqa: E731
+    for wrong in ([1, 2], "3"):
+        with pytest.raises(ValueError, match="`weight` must be one number for this replica"):
+            jax.vmap(lambda g: step(g, wrong), axis_name=AXIS)(gradients())  # noqa: B023
 
 
 def test_a_weight_that_nobody_would_look_at_is_refused():

@@ -41,6 +41,24 @@ def test_host_and_device_arrays_have_the_same_fingerprint():
     jaxcomp.check_fingerprint(placed, jaxcomp.fingerprint(host))
 
 
+def test_leaves_may_lie_on_different_devices():
+    first, second = jax.devices()[:2]
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    host = {"w": np.arange(8.0, dtype=np.float32), "b": np.ones(3, np.int8), "step": 7}
+    spread = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    placed = {"w": jax.device_put(host["w"], spread), "b": jax.device_put(host["b"], second)}
+    placed |= {"step": 7, "key": jax.device_put(jax.random.key(0), first)}
+    found = jaxcomp.fingerprint(placed)
+    assert {name: value for name, value in found.items() if "key" not in name} == (
+        jaxcomp.fingerprint(host)
+    )
+
+
+def test_what_is_no_number_is_named():
+    with pytest.raises(ValueError, match=r"\['name'\] is 'lm'. Leave these out"):
+        jaxcomp.fingerprint({"name": "lm", "w": np.ones(2)})
+
+
 def test_order_shape_and_dtype_count():
     x = np.arange(6, dtype=np.float32)
     others = (x[::-1], x.reshape(2, 3), x.view(np.int32), -x, np.zeros(6, np.float32))
