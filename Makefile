@@ -2,11 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of each QR on CPU: where the cores are busy, more threads spin for 15 times as long.
+ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
-.PHONY: help demo test check docs format clean
+.PHONY: help demo demo-local test check docs format clean
 
 help:
 	@echo "make demo    train a small language model several ways; table, picture and JSON in out/"
+	@echo "make demo-local  the same for local SGD and DiLoCo"
 	@echo "make test    run the test suite"
 	@echo "make check   lint, formatting, types"
 	@echo "make docs    build the documentation as a site in out/docs/"
@@ -31,7 +34,11 @@ $(VENV)/.docs: $(BIN)/python pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.examples
-	$(BIN)/python examples/language_model/demo.py
+	$(ONE_THREAD) $(BIN)/python examples/language_model/demo.py
+
+demo-local: $(VENV)/.examples
+	@mkdir -p out
+	$(ONE_THREAD) $(BIN)/python examples/language_model/local_sgd.py --plot out/local_sgd.png --log out/local_sgd.json
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -88,7 +88,10 @@ class Pmap:
 
     def place(self, state: TrainState) -> TrainState:
         """One copy of the state for each device."""
-        return flax.jax_utils.replicate(state, self.devices)
+        # On the axis that pmap itself gives its results, or the second step is compiled anew.
+        mesh = Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+        copies = jax.tree.map(lambda x: np.stack([x] * len(self.devices)), state)
+        return jax.device_put(copies, NamedSharding(mesh, P(AXIS)))
 
     def train(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, jax.Array]:
         """See `DataParallel.train`."""

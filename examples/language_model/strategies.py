@@ -24,12 +24,12 @@ class Options:
     """What the command line says about communication.
 
     Attributes:
-      rank: Rank of the compressed gradients.
+      rank: Rank of the compressed gradients, or a function of path and leaf.
       start_step: Steps before compression begins, averaged exactly.
       comm_dtype: How the factors of compressed gradients travel.
     """
 
-    rank: int = 4
+    rank: Any = 4
     start_step: int = 0
     comm_dtype: str = "float32"
 

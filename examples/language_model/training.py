@@ -143,6 +143,8 @@ class Run:
         config: RunConfig,
         devices: Sequence[Device],
         checkpoints: Checkpoints | None = None,
+        *,
+        ranks: Any = None,
     ):
         """Builds the model and the optimizer, and restores the last checkpoint if there is one.
 
@@ -150,6 +152,7 @@ class Run:
           config: The run.
           devices: The replicas' devices, for example from `data_parallel.local_devices`.
           checkpoints: Where to save and to resume from.
+          ranks: A function of path and leaf, instead of the one rank of the configuration.
 
         Raises:
           UsageError: The configuration cannot work here, or does not fit the checkpoint.
@@ -170,10 +173,11 @@ class Run:
 
         params = init_params(model, config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self._options = Options(config.rank, config.start_step, config.comm_dtype)
+        rank = ranks or config.rank
+        self._options = Options(rank, config.start_step, config.comm_dtype)
         self._bytes_at = STRATEGIES[config.strategy].bytes_at(self._options, params, len(devices))
         self._bytes_sent, self._strategy_since = 0.0, 0
-        state = new_state(model, params, self._transformation(config.strategy, config.rank))
+        state = new_state(model, params, self._transformation(config.strategy, rank))
         self.start = 0
         if checkpoints:
             found = checkpoints.restored(lambda step: self._resumed(checkpoints, step, state))
@@ -181,7 +185,7 @@ class Run:
             state = found or state
         self._state = self._mapped.place(state)
 
-    def _transformation(self, strategy: str, rank: int) -> optax.GradientTransformation:
+    def _transformation(self, strategy: str, rank: Any) -> optax.GradientTransformation:
         options = replace(self._options, rank=rank)
         optimizer = adamw(self.config.learning_rate, self.config.steps)
         return STRATEGIES[strategy].transformation(options, optimizer, "data")
@@ -229,6 +233,11 @@ class Run:
         if self.start > self.config.steps:
             raise UsageError(f"cannot resume: {self.start} steps are done, of {self.config.steps}")
         self.notes = [f"{_flag(k)} was {v} before the checkpoint" for k, v in changed.items()]
+
+    def momentum(self) -> Any:
+        """Adam's first moment, of whose spectrum `jaxcomp.ranks_by_spectrum` makes ranks."""
+        one, self._state = self._mapped.consolidated(self._state)
+        return optax.tree.get(one.opt_state, "mu")
 
     def held_out_loss(self) -> float:
         """Mean loss over the held-out sequences, in nats per byte."""
