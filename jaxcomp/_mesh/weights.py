@@ -74,6 +74,8 @@ def weighted_mean(
     weight: Weight | None,
     axis_name: AxisName,
     wire_dtype: Any = jnp.float32,
+    *,
+    weighed: int = 0,
 ) -> WeightedMeans:
     r"""The means of `reduce`, weighted: :math:`\sum_w a_w x_w / \sum_w a_w`.
 
@@ -83,6 +85,7 @@ def weighted_mean(
       weight: This replica's; None for the plain mean.
       axis_name: The mapped axis or axes.
       wire_dtype: What goes on the wire, for what comes at the end of the list.
+      weighed: How many of the first parts are multiplied by the weight already.
 
     Returns:
       Means and sent with the dtypes of the parts, not finite if no replica counts.
@@ -102,10 +105,8 @@ def weighted_mean(
     if weight is None:
         return WeightedMeans(reduce(list(parts)), None)
     scale = weight.own if weight.mean is None else weight.own / weight.mean
-    scaled = [
-        if_counted(weight, x.astype(wide) * scale.astype(wide))
-        for x, wide in ((x, compute_dtype(x.dtype)) for x in parts)
-    ]
+    scaled = [x.astype(compute_dtype(x.dtype)) for x in parts]
+    scaled[weighed:] = [if_counted(weight, x * scale.astype(x.dtype)) for x in scaled[weighed:]]
     riding = [] if weight.mean is not None else [_written(weight.own, axis_name, wire_dtype)]
     reduced = reduce([*scaled, *riding])
     divisor = _read(reduced.means[-1]) if riding else jnp.ones([], jnp.float32)

@@ -101,8 +101,13 @@ class Reducer(Transformation):
     keeps what was not sent. Gradients that no reducer can take (complex, or already reduced over
     the axis) are refused before `reduce` sees them. ``update(..., weight=w)`` makes the average a
     weighted one, over all reducers of this package: `w` is how much this replica counts, a number
-    such as that of the examples in its batch, 0 to sit the step out. Gradients may then hold
-    anything, and what the replica had not sent yet waits. No collective is added.
+    such as that of the examples in its batch, 0 to sit the step out, when the gradients may hold
+    anything. No collective is added. What was not sent yet keeps the weight that it arose with, so
+    that the mean residual of `powersgd` is what is missing, however weights change. One-sided steps
+    and `error_feedback` have one round of collectives: there a residual counts with its replica's
+    weight of the day, which is exact only while weights stay in proportion, and of a replica that
+    sits out it waits. A float16 wire overflows with weights above some thousand: give parts of a
+    full batch there.
 
     Args:
       init: From parameters to a consolidated state.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -98,11 +98,13 @@ class _Given:
     """What the replicas begin to agree from, in one update."""
 
     totals: list[Array]  # of the compressed leaves: gradient plus residual
+    gradients: list[Array]  # of the compressed leaves
     left: list[Array] | None  # their left factors, where the sums came with them
     dense: list[Array]  # the other leaves
     memory: Memory
     count: Array
     weight: Weight | None
+    last_weight: Array | None  # mean of the replicas' weights in the last step, where it matters
 
 
 class _Factors(NamedTuple):
@@ -120,6 +122,7 @@ class _Agreed(NamedTuple):
     dense: list[Array]  # averages of the leaves that are not compressed
     dense_sent: list[Array]
     finite: Array  # bool scalar
+    mean_weight: Array  # float32 scalar; 1 where it is not known
 
 
 class _Rebuilt(NamedTuple):
@@ -175,11 +178,14 @@ class Step:
         started = None if options.start_step == 0 else count >= options.start_step
         totals, left = self._totals_and_left(leaves, memory, count, started)
         dense = [leaves[i] for i in self.dense]
-        given = _Given(totals, left, dense, memory, count, weight)
+        gradients = [leaves[i] for i in self.chosen]
+        evenly = self._repays_evenly(weight)
+        last = _norm([memory.q[i] for i in self.chosen]) if evenly else None
+        given = _Given(totals, gradients, left, dense, memory, count, weight, last)
         switch = functools.partial(from_step, count, options.start_step)
         agreed = switch(lambda: self._nothing(dense), lambda: self._in_buckets(given))
         outputs, sent, finite = switch(
-            lambda: self._plain(totals, dense, weight), lambda: self._rebuilt(agreed)
+            lambda: self._plain(totals, dense, weight), lambda: self._rebuilt(agreed, weight)
         )
         commit = finite if started is None else finite & started
         new = Memory(*(list(field) for field in memory))
@@ -188,9 +194,15 @@ class Step:
             self._replace(new.p, commit & left_turn, agreed.means.p)
             self._replace(new.q, commit & ~left_turn, agreed.means.q)
         elif options.warm_start:
-            self._replace(new.q, commit, agreed.means.q)
+            q = agreed.means.q
+            if evenly:  # the length is free: of factors only the span is used again
+                scale = agreed.mean_weight / _norm(q)
+                q = [x * jnp.where(jnp.isfinite(scale), scale, 1).astype(x.dtype) for x in q]
+            self._replace(new.q, commit, q)
         if options.error_feedback:
             _, kept = self._feedback(count)
+            if evenly:
+                totals = _weighed(totals, gradients, weight.own / agreed.mean_weight)
 
             def unsent(own: Array, total: Array, old: Array) -> Array:
                 lost = total - own
@@ -228,6 +240,7 @@ class Step:
                 dataclasses.replace(
                     given,
                     totals=[given.totals[k] for k in own],
+                    gradients=[given.gradients[k] for k in own],
                     left=None if given.left is None else [given.left[k] for k in own],
                     dense=[given.dense[k] for k in rest],
                 )
@@ -253,6 +266,7 @@ class Step:
             _sorted_by(order_dense, [x for agreed in found for x in agreed.dense]),
             _sorted_by(order_dense, [x for agreed in found for x in agreed.dense_sent]),
             finite,
+            found[0].mean_weight,
         )
 
     def _agree(self, given: _Given) -> _Agreed:
@@ -272,16 +286,25 @@ class Step:
     def _two_sided(self, given: _Given) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""
         options, totals, n = self.options, given.totals, len(given.totals)
-        left = given.left
+        left, own = given.left, None
+        if self._repays_evenly(given.weight):
+            left, own = None, given.weight.own
+            totals = _weighed(totals, given.gradients, own, given.last_weight)
         if left is None:
             bases = self._right_bases(given.memory, given.count)
             left = self._multiply(totals, bases, transposed=False)
-        first, weight = self._reduce([*left, *given.dense], given.weight, thin=n)
+        first, weight = self._reduce(
+            [*left, *given.dense], given.weight, thin=n, weighed=0 if own is None else n
+        )
 
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
         mean_left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
+        mean_weight = None
+        if own is not None and weight is not None and weight.mean is not None:
+            mean_weight, weight = weight.mean, None
+            totals = _weighed(given.totals, given.gradients, own / mean_weight)
         right = self._multiply(totals, p, transposed=True)
         second, _ = self._reduce(right, weight, thin=n)
         return self._agreed(
@@ -289,7 +312,20 @@ class Step:
             _Factors(p, second.sent),
             first,
             first.finite & second.finite,
+            mean_weight,
         )
+
+    def _repays_evenly(self, weight: Weight | None) -> TypeGuard[Weight]:
+        """Whether residuals are shares of the mean one, whatever their replicas weigh by now.
+
+        A residual holds what was not sent, and how its replica differs from the others. The latter
+        cancels in the mean under the weights that it arose with, and under no others. So it is kept
+        as it entered the mean, weight included, and enters the next mean as it is. For that the
+        mean weight must be known, which the first all-reduce brings for the second; the first one
+        takes that of the last step, which the length of the right factors tells, because all that
+        it decides is directions. One-sided steps have no second all-reduce.
+        """
+        return weight is not None and self.options.error_feedback and not self.options.alternating
 
     def _one_sided(self, given: _Given, others: list[Any], *, left: bool) -> _Agreed:
         """Factors of one side from those of the other, in one all-reduce."""
@@ -311,13 +347,21 @@ class Step:
         blank = [jnp.zeros(x.shape, x.dtype) for x in dense]
         return self._agreed(zeros, zeros, Reduced(blank, blank, jnp.array(True)), jnp.array(True))
 
-    def _agreed(self, means: _Factors, own: _Factors, first: Reduced, finite: Array) -> _Agreed:
+    def _agreed(
+        self,
+        means: _Factors,
+        own: _Factors,
+        first: Reduced,
+        finite: Array,
+        mean_weight: Array | None = None,
+    ) -> _Agreed:
         n = len(self.dense)
         # One type for all branches, also for a factor that is the same on every replica.
         own, sent = as_local((own, first.sent[len(first.sent) - n :]), self.options.axis_name)
-        return _Agreed(means, own, first.means[len(first.means) - n :], sent, finite)
+        mean_weight = jnp.ones([], jnp.float32) if mean_weight is None else mean_weight
+        return _Agreed(means, own, first.means[len(first.means) - n :], sent, finite, mean_weight)
 
-    def _rebuilt(self, agreed: _Agreed) -> _Rebuilt:
+    def _rebuilt(self, agreed: _Agreed, weight: Weight | None) -> _Rebuilt:
         """Outputs from the factors."""
         dtypes = [self.plans[i].dtype for i in self.chosen]
         means, finite = agreed.means, agreed.finite
@@ -333,7 +377,11 @@ class Step:
             outputs = nan_unless(finite, outputs)
         sent = []
         if self.want_sent:
-            sent = [*self._products(agreed.own), *agreed.dense_sent]
+            own = agreed.own
+            if self._repays_evenly(weight):  # as before it was weighed
+                scale = jnp.where(weight.own > 0, agreed.mean_weight / weight.own, 0)
+                own = own._replace(q=[x * scale.astype(x.dtype) for x in own.q])
+            sent = [*self._products(own), *agreed.dense_sent]
         if self.kernels:
             dense = grouped.where(finite, agreed.dense, None, self.kernels)
         else:
@@ -375,13 +423,15 @@ class Step:
             return jnp.where(due, added, 0.0), jnp.where(due | ~self.ours, 0.0, 1.0)
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
 
-    def _reduce(self, parts: list[Array], weight: Weight | None, *, thin: int) -> WeightedMeans:
+    def _reduce(
+        self, parts: list[Array], weight: Weight | None, *, thin: int, weighed: int = 0
+    ) -> WeightedMeans:
         if self.after is not None:
             parts = nan_unless(self.after, parts)
         axis_name = self.options.axis_name
         if self.options.int8_factors:
             by_shares = functools.partial(reduce_int8, axis_name=axis_name, thin=thin)
-            return weighted_mean(by_shares, parts, weight, axis_name)
+            return weighted_mean(by_shares, parts, weight, axis_name, weighed=weighed)
         mean = functools.partial(
             reduce_mean,
             axis_name=axis_name,
@@ -389,7 +439,7 @@ class Step:
             thin=thin,
             divide_packed=self.kernels is not None,
         )
-        return weighted_mean(mean, parts, weight, axis_name, self.wire)
+        return weighted_mean(mean, parts, weight, axis_name, self.wire, weighed=weighed)
 
     def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
         """Orthonormal right factors to begin a power iteration with."""
@@ -485,6 +535,26 @@ class Step:
 
     def _views(self) -> list[MatrixView]:
         return [view for i in self.chosen if (view := self.plans[i].view) is not None]
+
+
+def _weighed(
+    totals: list[Array], gradients: list[Array], share: Array, repaid: Array | None = None
+) -> list[Array]:
+    """Gradients times `share`, plus residuals times `repaid`, from the sums of both; None: 1."""
+    result = []
+    for total, gradient in zip(totals, gradients, strict=True):
+        gradient = gradient.astype(total.dtype)
+        residual = total - gradient
+        if repaid is not None:
+            residual *= repaid.astype(total.dtype)
+        result.append(share.astype(total.dtype) * gradient + residual)
+    return result
+
+
+def _norm(factors: list[Array]) -> Array:
+    """Of all values together; float32."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in factors]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.ones([], jnp.float32)
 
 
 def random_q(options: Options, plan: LeafPlan, index: int, count: Array | int) -> Array:

@@ -88,11 +88,14 @@ def test_a_step_equals_one_process_with_those_examples(name):
 
 @pytest.mark.parametrize("name", ["bfloat16", "low-rank", "powersgd-int8", "integers"])
 def test_equal_weights_change_nothing_but_rounding(name):
-    grads = gradients()
-    plain = step_of(name, weighed=False)(grads, WEIGHTS, start(name))
-    for weight in (1.0, 32.0):
-        same = step_of(name)(grads, np.full(4, weight, np.float32), start(name))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), same, plain)
+    """Whatever they are. Right factors may have another length, of which nothing depends."""
+    for weight in (1.0, 512.0):
+        plain = same = start(name)
+        for seed in range(4):
+            grads = gradients(seed)
+            expected, plain = step_of(name, weighed=False)(grads, WEIGHTS, plain)
+            found, same = step_of(name)(grads, np.full(4, weight, np.float32), same)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
 @pytest.mark.parametrize("weights", [(0, 0, 0, 0), (1, -1, 1, 1), (1, np.nan, 1, 1)])
@@ -105,8 +108,26 @@ def test_weights_without_a_mean_leave_no_trace(name, weights):
     jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
-@pytest.mark.parametrize("name", LOSSY)
-def test_what_was_not_sent_is_kept_with_the_weights(name):
+@pytest.mark.parametrize("scale", [1, 512])
+def test_whatever_the_weights_become_nothing_is_lost(scale):
+    """Outputs and the mean residual, which a checkpoint keeps, add up to what went in."""
+    state, step, rng = start("low-rank"), step_of("low-rank"), np.random.default_rng(0)
+    went_in = came_out = np.zeros(SHAPES["w"])
+    for seed in range(40):
+        grads, weights = gradients(seed), scale * rng.integers(0, 4, 4).astype(np.float32)
+        weights[seed % 4] = scale
+        went_in = went_in + weighted_means(grads, weights)["w"]
+        grads["w"][weights == 0] = np.nan
+        output, state = step(grads, weights, state)
+        came_out = came_out + output["w"]
+    left = np.asarray(state.residual["w"]).mean(0)
+    np.testing.assert_allclose(came_out + left, went_in, atol=2e-4)
+    # And it stays bounded: a few steps' worth of what rank 2 of 8 does not hold.
+    assert 0.1 < np.linalg.norm(left) / np.linalg.norm(went_in) < 1
+
+
+@pytest.mark.parametrize("name", ["low-rank-alternating", "integers"])
+def test_what_was_not_sent_is_kept_with_weights_that_stay(name):
     """Outputs and what is left of the residuals add up to what went in, replica by weight."""
     state, step = start(name), step_of(name)
     # Of integers a replica that sits out passes on a share all the same, and keeps its rounding.
@@ -122,8 +143,33 @@ def test_what_was_not_sent_is_kept_with_the_weights(name):
     assert np.abs(left).max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["low-rank", "low-rank-alternating"])
-def test_who_sits_out_keeps_what_it_has_not_sent(name):
+CHANGING = [(3, 1, 0, 2), (3, 1, 0, 2), (1, 3, 2, 0), (0, 0, 5, 1), (9, 1, 1, 1), (1, 1, 1, 7)]
+
+
+@pytest.mark.parametrize("options", [{}, {"buckets": 2}, {"feedback_every": 2}])
+def test_every_step_is_exact_at_full_rank_whatever_the_weights_become(options):
+    """After a checkpoint too, and where residuals cancel in the mean without being zero."""
+    shapes = {"wide": (8, 18), "tall": (24, 16), "cube": (8, 6, 3), "bias": (5,)}
+    tx = jaxcomp.powersgd(**FULL | {"rank": 24}, **options)
+    axes = jaxcomp.state_axes(tx.init(zeros(shapes)))
+    update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
+    step = jax.jit(jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS))
+    state = jaxcomp.stack_replicas(tx.init(zeros(shapes)), 4)
+    everything = random_grads(shapes, 4, len(CHANGING), seed=1)
+    for i, weights in enumerate(CHANGING):
+        grads = {name: np.array(x[:, i]) for name, x in everything.items()}
+        exact = weighted_means(grads, weights)
+        for x in grads.values():
+            x[np.equal(weights, 0)] = np.nan
+        outputs, state = step(grads, np.array(weights, np.float32), state)
+        for leaf, mean in exact.items():
+            assert np.abs(np.asarray(outputs[leaf]) - mean).max() < 1e-6 * np.abs(mean).max()
+        if i == 2:
+            state = jaxcomp.stack_replicas(jaxcomp.consolidate(state), 4)
+
+
+def test_who_sits_out_a_one_sided_step_keeps_what_it_has_not_sent():
+    name = "low-rank-alternating"
     _, state = step_of(name)(gradients(), np.ones(4, np.float32), start(name))
     grads = gradients(1)
     grads["w"][2] = np.nan
