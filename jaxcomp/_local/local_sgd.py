@@ -104,7 +104,8 @@ def local_sgd(
         steps before the fragment's turn, and the anchor holds it until then. Time is hidden where
         one program has all of these steps: by `local_sgd_round`.
       fragment_update_alpha: Share of its own parameters, from 0 to 1, that a replica keeps at the
-        fragment's turn. Replicas then stay different; what they agree on is `anchor`, where there is one.
+        fragment's turn. Replicas then stay different; what they agree on is `anchor`, where there
+        is one.
       offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come
         after `start_step`; by default ``offset=start_step``, so that a round precedes the first
         average. torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
