@@ -61,7 +61,7 @@ def main():
     compiled = step.lower(*state, *batch(mesh, 0)).compile()
     print(jaxcomp.check(compiled, reducer, params))
     for index in range(arguments.steps):
-        *state, loss = step(*state, *batch(mesh, index))
+        *state, loss = jax.block_until_ready(step(*state, *batch(mesh, index)))
         if (index + 1) % (arguments.steps // 3) == 0:
             print(f"step {index + 1:4}  loss {loss:.4f}", flush=True)
 

@@ -67,7 +67,7 @@ reducer_state = value_and_grad.restore(reducer_state, params)  # a residual for 
 
 for done in range(start + 1, start + STEPS + 1):
     state = train_step(params, opt_state, reducer_state, *draw(done))
-    params, opt_state, reducer_state, loss = state
+    params, opt_state, reducer_state, loss = jax.block_until_ready(state)
     if done % 10 == 0:
         print(f"{arguments.replicas} replicas, step {done}: loss {loss:.6f}")
 
