@@ -5,10 +5,12 @@ import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 
 import pytest
@@ -78,6 +80,34 @@ def test_the_sdist_holds_what_its_tests_need_and_they_run(distribution, tmp_path
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_sdist_installs_into_an_empty_environment_and_its_tests_run_there(
+    distribution, tmp_path
+):
+    """Dependencies come from outside, jaxcomp from nowhere but the archive."""
+    (archive,) = distribution.glob("*.tar.gz")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    outside = os.environ | {"PYTHONPATH": str(pathlib.Path(pytest.__file__).parents[1])}
+
+    def run(*command):
+        done = subprocess.run(
+            [str(python), *command], cwd=tmp_path, env=outside, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", archive)
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"jaxcomp-{jaxcomp.__version__}"
+    for package in ("jaxcomp", "torch_bridge"):
+        shutil.rmtree(unpacked / package)
+    where = "import jaxcomp, torch_bridge; print(jaxcomp.__file__, torch_bridge.__file__)"
+    assert run("-c", where).count(str(tmp_path / "env")) == 2
+    sample = unpacked / "tests/jaxcomp/lowrank/test_matricize.py"
+    assert "passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", sample)
 
 
 def test_the_wheel_holds_both_packages_and_both_commands(distribution):
