@@ -72,11 +72,11 @@ class Setting:
 
         if self.inner == "adamw":
             return optax.adamw(schedule(self.rate), weight_decay=0.01)
-        return optax.contrib.muon(
-            schedule(_MUON * self.rate),
-            adam_learning_rate=schedule(self.rate),
-            muon_weight_dimension_numbers=_in_blocks,
-        )
+        each: dict[Any, optax.GradientTransformation] = {
+            "muon": optax.contrib.muon(schedule(_MUON * self.rate)),
+            "adam": optax.adam(schedule(self.rate), nesterov=True),
+        }
+        return optax.partition(each, _in_blocks)
 
     def _reducer(self) -> Any:
         if not self.int8:
@@ -116,9 +116,8 @@ class Setting:
 def _in_blocks(params: Any) -> Any:
     """Muon's for the matrices of the blocks; embeddings, output and norms go to Adam."""
 
-    def one(path: Any, leaf: Any) -> Any:
-        block = path[0].key.startswith("block") and leaf.ndim == 2
-        return optax.contrib.MuonDimensionNumbers() if block else None
+    def one(path: Any, leaf: Any) -> str:
+        return "muon" if path[0].key.startswith("block") and leaf.ndim == 2 else "adam"
 
     return jax.tree_util.tree_map_with_path(one, params)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,8 +50,7 @@ def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> 
       axis: The panel.
       points: (x, y, name, colour) of each.
     """
-    figure = axis.get_figure(root=True)
-    assert figure is not None  # an axis of `panels` has one
+    figure = cast(Figure, axis.figure)  # an axis of `panels` is part of no smaller one
     figure.canvas.draw()  # settles the layout, and with it what a pixel is
     pixel = 72 / figure.dpi  # in points
     taken: list[tuple[float, float, float]] = []
