@@ -140,9 +140,8 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     """The training step of a strategy."""
     if strategy.kind == "none":
         return _alone(task)
-    if strategy.kind in ("local-sgd", "streaming"):
-        delay = strategy.number // 2 if strategy.kind == "streaming" else 0
-        return _rounds(task, strategy.number, delay)
+    if strategy.in_rounds:
+        return _rounds(task, strategy.number, strategy.delay)
     program = _steps(task, make_reducer(strategy))
     return dataclasses.replace(program, calls=strategy.steps_per_sample)
 
@@ -169,7 +168,7 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
     if strategy.kind == "none":
         return 0.0
-    if strategy.kind in ("local-sgd", "streaming"):
+    if strategy.in_rounds:
         return jaxcomp.local_sgd_stats(params, sync_every=strategy.number).bytes_per_step
     # Of one-sided steps the mean of a step for either side, as a sample has one of each.
     return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)

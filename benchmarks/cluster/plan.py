@@ -80,8 +80,19 @@ class Strategy:
         A whole round of local SGD; a step for either side of one-sided compression, which send
         different amounts; one step otherwise.
         """
-        rounds = {"local-sgd": self.number, "streaming": self.number}
-        return (rounds | {"one-sided": 2}).get(self.kind, 1)
+        if self.in_rounds:
+            return self.number
+        return 2 if self.kind == "one-sided" else 1
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether parameters are averaged, after so many steps as `number` says."""
+        return self.kind in ("local-sgd", "streaming")
+
+    @property
+    def delay(self) -> int:
+        """Steps between the sending of an average and its use."""
+        return self.number // 2 if self.kind == "streaming" else 0
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
