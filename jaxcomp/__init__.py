@@ -7,8 +7,9 @@ from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
+from jaxcomp._bytes.adapt_ranks import adapt_ranks
 from jaxcomp._bytes.local_stats import LevelStats, LocalSGDStats, local_sgd_stats
-from jaxcomp._bytes.ranks import ranks_by_spectrum
+from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._bytes.stats import batched_stats, compression_stats, quantized_stats
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.meeting import average
@@ -50,6 +51,7 @@ __all__ = [
     "PowerSGDState",
     "Prediction",
     "QuantizedState",
+    "Ranks",
     "Reducer",
     "Reduction",
     "ReplicaCheck",
@@ -59,6 +61,7 @@ __all__ = [
     "ValueAndGrad",
     "Wire",
     "accumulate",
+    "adapt_ranks",
     "adapt_state",
     "advise",
     "allreduce",

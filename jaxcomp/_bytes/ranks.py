@@ -13,12 +13,39 @@ import numpy as np
 
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
 from jaxcomp._base.leaves import checked_factor_dtype, leaf_name
-from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matricize import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.factor_bytes import leaf_bytes
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, as a function is
+class Ranks:
+    """A rank for each leaf, as a function of (key path, leaf): what `powersgd` takes.
+
+    Attributes:
+      by_leaf: From names of leaves to ranks; None leaves the leaf uncompressed. Saved as JSON
+        beside a checkpoint, it makes the same ranks again: ``Ranks(json.loads(text))``.
+    """
+
+    by_leaf: dict[str, int | None]
+
+    def __call__(self, path: KeyPath, leaf: Any) -> int | None:
+        """The rank of a leaf.
+
+        Raises:
+          ValueError: If there was no gradient of it.
+        """
+        del leaf
+        name = leaf_name(path)
+        if name not in self.by_leaf:
+            raise ValueError(
+                f"ranks_by_spectrum saw no gradient of the leaf {name}. Make the ranks with a tree "
+                "like the one that is compressed."
+            )
+        return self.by_leaf[name]
 
 
 def ranks_by_spectrum(
@@ -29,7 +56,7 @@ def ranks_by_spectrum(
     comm_dtype: DType | None = None,
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
-) -> RankFn:
+) -> Ranks:
     r"""Ranks for `powersgd`, leaf by leaf: where the spectrum is flat, more; where it falls, less.
 
     One more column for a leaf of ``rows x cols`` costs ``rows + cols`` values on the wire and sends
@@ -59,7 +86,7 @@ def ranks_by_spectrum(
 
     Returns:
       A function of (key path, leaf) for the `rank` of `powersgd` and `compression_stats`: at least
-      1, or None for a leaf that is best left alone.
+      1, or None for a leaf that is best left alone. Its ``by_leaf`` is fit for JSON.
 
     Raises:
       ValueError: If an argument is unusable, a gradient is not finite, or rank 1 everywhere already
@@ -98,19 +125,7 @@ def ranks_by_spectrum(
             f"{ratio * budget / spent:.1f}."
         )
     costs = _Costs(cost, min_compression_rate)
-    ranks = _give_out(plans, spectra, budget - spent, adaptive, costs)
-
-    def rank(path: KeyPath, leaf: Any) -> int | None:
-        del leaf
-        name = leaf_name(path)
-        if name not in ranks:
-            raise ValueError(
-                f"ranks_by_spectrum saw no gradient of the leaf {name}. Make the ranks with a tree "
-                "like the one that is compressed."
-            )
-        return ranks[name]
-
-    return rank
+    return Ranks(_give_out(plans, spectra, budget - spent, adaptive, costs))
 
 
 def _spectra(gradients: PyTree, wanted: set[str], plans: list[LeafPlan]) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.quantized import QuantizedState
 from jaxcomp._reducers.switch_at import SwitchState
+from jaxcomp._states.forms import CONSOLIDATED, Form
 
 _REDUCERS = (PowerSGDState, ErrorFeedbackState, SwitchState, QuantizedState)
 _WITH_RESIDUAL = (PowerSGDState, ErrorFeedbackState)
@@ -61,12 +62,25 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
       >>> wider[0].q["w"].shape, bool(jnp.all(wider[0].q["w"][:, :2] == state[0].q["w"]))
       ((32, 4), True)
     """
-    fresh = tx.init(params)
+    return fitted(state, tx.init(params), CONSOLIDATED)
+
+
+def fitted(state: PyTree, fresh: PyTree, form: Form) -> PyTree:
+    """`adapt_state` of a state in any form.
+
+    Args:
+      state: The state of the earlier transformation.
+      fresh: The consolidated one of the new transformation before its first step.
+      form: The form of `state`, which the result has too.
+
+    Raises:
+      ValueError: As `adapt_state`.
+    """
     old, new = _nodes(state), _nodes(fresh)
-    _check_others(_others(old), _others(new))
+    _check_others(_others(old), _others(_nodes(form.shapes(fresh))))
     kept = iter([value for _, value in _others(old)])
-    reducers = ([v for _, v in nodes if _is_reducer(v)] for nodes in (old, new))
-    adapted = iter(_matched(*reducers))
+    reducers = [v for _, v in old if _is_reducer(v)]
+    adapted = iter(_matched(reducers, [form.of(v) for _, v in new if _is_reducer(v)]))
     leaves = [next(adapted if _is_reducer(node) else kept) for _, node in new]
     return jax.tree.structure(fresh, is_leaf=_is_reducer).unflatten(leaves)
 
@@ -149,21 +163,26 @@ def _adapted(old: Any, new: Any) -> Any:
         if not _both_residual(old, new):
             return new
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return new._replace(residual=residual)
+        return new._replace(residual=residual, mark=_mark(old, new))
     if isinstance(new, PowerSGDState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
         q, p = _carried(_resized, old.q, new.q, "q"), new.p
         # Not compared with (): the parameters, and so p, may be one array.
         if not any(isinstance(field, tuple) and not field for field in (old.p, new.p)):
             p = _carried(_resized, old.p, new.p, "p")
-        return PowerSGDState(old.count, residual, q, p, new.mark)
+        return PowerSGDState(old.count, residual, q, p, _mark(old, new))
     if isinstance(new, ErrorFeedbackState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), new.mark)
+        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), _mark(old, new))
     if isinstance(new, SwitchState):
         before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
         return SwitchState(old.count, before, after)
     return old
+
+
+def _mark(old: Any, new: Any) -> PyTree:
+    """Whose residual it is: that of whom it was, where the old state says so."""
+    return new.mark if isinstance(old.mark, tuple) else old.mark
 
 
 def _carried(
