@@ -73,21 +73,23 @@ def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, 
             continue
         strategy = STRATEGIES[name]
         trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus())
-        sent = strategy.bytes_sent(config)
         for seed in missing[: limit - made]:
-            curve, seconds = trainer.run(seed)
+            done = trainer.run(seed, strategy.switch)
+            sent = strategy.bytes_sent(config, done.payload)
             run = {
                 "strategy": name,
                 "family": strategy.family,
                 "seed": seed,
-                "curve": [(step, sent(step), loss) for step, loss in curve],
-                "seconds": round(seconds, 1),
+                "curve": [(step, sent(step), loss) for step, loss in done.curve],
+                "seconds": round(done.seconds, 1),
                 "config": setting,
                 "about": describe("benchmarks.convergence", PACKAGES),
             }
             append_run(path, run)
             made += 1
-            print(f"{name:28} seed {seed}  {curve[-1][1]:.4f}  {seconds:.0f} s", flush=True)
+            print(
+                f"{name:28} seed {seed}  {done.curve[-1][1]:.4f}  {done.seconds:.0f} s", flush=True
+            )
     return made
 
 

@@ -5,6 +5,7 @@ To add one, add an entry to `STRATEGIES`; the command line and the report pick i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import optax
 
 import jaxcomp
 from benchmarks.convergence.reducers import difference, low_rank, whitened
-from benchmarks.convergence.training import AXIS, Config, adamw, early_momentum
+from benchmarks.convergence.training import AXIS, Config, Switch, adamw, early_momentum
 
 # Of a reducer, which type checkers know as the Optax transformation that it is.
 Make = Callable[[Config], Any]
@@ -30,6 +31,7 @@ class Strategy:
       build: The setting -> the whole Optax transformation.
       payloads: The setting -> bytes that each replica hands to the network in each step.
       local: Whether parameters differ between replicas.
+      switch: What takes over in the middle of the run, if anything does.
     """
 
     family: str
@@ -37,10 +39,19 @@ class Strategy:
     build: Callable[[Config], optax.GradientTransformation]
     payloads: Callable[[Config], list[int]]
     local: bool = False
+    switch: Switch | None = None
 
-    def bytes_sent(self, config: Config) -> Callable[[int], int]:
-        """A function from a number of steps to the bytes that each replica sent in them."""
+    def bytes_sent(self, config: Config, payload: int | None = None) -> Callable[[int], int]:
+        """A function from a number of steps to the bytes that each replica sent in them.
+
+        Args:
+          config: The setting.
+          payload: Of each step after the switch; None without one.
+        """
         payloads = self.payloads(config)
+        if self.switch and payload is not None:
+            at = self.switch.step(config)
+            payloads[at:] = [payload] * (config.steps - at)
         return lambda steps: sum(payloads[:steps])
 
 
@@ -118,6 +129,26 @@ def _powersgd(
         return wrap(jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, **options))
 
     return _every_step(family or named, summary, make, start=start)
+
+
+def own_spectrum(summary: str, rank: int, *, ratio: float, share: float) -> Strategy:
+    """`jaxcomp.powersgd` with int8 factors, then with ranks by the run's own momentum."""
+
+    def reducer(rank: Any) -> jaxcomp.Reducer:
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, comm_dtype="int8")
+
+    def adapt(config: Config, params: Any, state: Any) -> tuple[Any, Any, int]:
+        tx, state, ranks = jaxcomp.adapt_ranks(
+            state,
+            params,
+            lambda rank: optax.chain(reducer(rank), adamw(config)),
+            ratio=ratio,
+            comm_dtype="int8",
+        )
+        return tx, state, reducer(ranks).bytes(params, replicas=config.replicas).bytes_after
+
+    first = _powersgd(summary, rank, comm_dtype="int8")
+    return dataclasses.replace(first, switch=Switch(share, adapt))
 
 
 def _low_rank(
@@ -224,6 +255,10 @@ STRATEGIES: dict[str, Strategy] = {
     "spectrum-r16-int8": _powersgd(
         "ranks by spectrum, int8 factors", _Spectrum(20.2, comm_dtype="int8"), comm_dtype="int8"
     ),
+    "spectrum-own-r16-int8": own_spectrum(
+        "rank 16, int8; after 10% of the steps ranks by its own spectrum", 16, ratio=20.2, share=0.1
+    ),
+    "spectrum-own25-r16-int8": own_spectrum("the same after 25%", 16, ratio=20.2, share=0.25),
     "spectrum-r32-int4": _low_rank("ranks by spectrum, int4 factors", _Spectrum(2.62), wire="int4"),
     "whitened-r4": _low_rank(
         "rank 4 of the gradient as Adam scales it",

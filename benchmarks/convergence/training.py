@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,6 +105,39 @@ def adamw(config: Config, rate: float = 1.0, momentum: float = 0.9) -> optax.Gra
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A transformation that is made in the middle of a run, from what the run has by then.
+
+    Attributes:
+      share: Of the steps, those before it.
+      adapt: (setting, parameters, state) -> the whole transformation, its state, and the bytes
+        that each replica sends in each step from then on.
+    """
+
+    share: float
+    adapt: Callable[[Config, Tree, Tree], tuple[optax.GradientTransformation, Tree, int]]
+
+    def step(self, config: Config) -> int:
+        """The number of the first step with it."""
+        return round(self.share * config.steps)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run.
+
+    Attributes:
+      curve: (steps, held-out loss in nats per byte) of every evaluation.
+      seconds: What it took.
+      payload: Bytes of a step after the switch; None for a run without one.
+    """
+
+    curve: list[tuple[int, float]]
+    seconds: float
+    payload: int | None
+
+
 class Trainer:
     """A transformation, compiled once for all seeds."""
 
@@ -128,20 +162,25 @@ class Trainer:
         self._chunk = jax.jit(self._steps, donate_argnums=0)
         self._evaluate = jax.jit(lambda params, batch: loss_fn(config.model, params, batch))
 
-    def run(self, seed: int) -> tuple[list[tuple[int, float]], float]:
+    def run(self, seed: int, switch: Switch | None = None) -> Finished:
         """Trains from the beginning.
 
         Args:
           seed: Of the parameters and of the data.
-
-        Returns:
-          (steps, held-out loss in nats per byte) of every evaluation, and the seconds it took.
+          switch: What takes over in the middle, compiled for this run alone.
         """
-        began, carry, curve = time.monotonic(), self.start(seed), []
+        began, trainer, carry = time.monotonic(), self, self.start(seed)
+        curve, payload, at = [], None, switch.step(self.config) if switch else self.config.steps
         for first in range(0, self.config.steps, self.config.eval_every):
-            carry = self.advance(carry, seed, first)
-            curve.append((first + self.config.eval_every, self.held_out_loss(carry[0])))
-        return curve, time.monotonic() - began
+            last = first + self.config.eval_every
+            if switch and first <= at < last:
+                params, state = self.advance(carry, seed, first, at)
+                tx, state, payload = switch.adapt(self.config, params, state)
+                trainer = Trainer(self.config, tx, local=self.local, corpus=self.corpus)
+                carry, first = (params, state), at
+            carry = trainer.advance(carry, seed, first, last)
+            curve.append((last, self.held_out_loss(carry[0])))
+        return Finished(curve, time.monotonic() - began, payload)
 
     def start(self, seed: int) -> Tree:
         """Parameters and state before the first step."""
@@ -157,9 +196,11 @@ class Trainer:
         state = jax.tree.map(place, axes, state, is_leaf=lambda x: x is None)
         return place(self._axes[0], params), state
 
-    def advance(self, carry: Tree, seed: int, first: int) -> Tree:
-        """The `eval_every` steps from number `first` on."""
-        config = self.config
+    def advance(self, carry: Tree, seed: int, first: int, last: int) -> Tree:
+        """The steps from number `first` to before `last`."""
+        config, steps = self.config, last - first
+        if not steps:
+            return carry
         drawn = [
             training_batch(
                 self.corpus.train,
@@ -168,9 +209,9 @@ class Trainer:
                 size=config.replicas * config.batch_size,
                 context=config.context,
             )
-            for step in range(first, first + config.eval_every)
+            for step in range(first, last)
         ]
-        shape = (config.eval_every, config.replicas, config.batch_size, config.context + 1)
+        shape = (steps, config.replicas, config.batch_size, config.context + 1)
         return self._chunk(carry, np.stack(drawn).reshape(shape))
 
     def _steps(self, carry: Tree, batches: jax.Array) -> Tree:
@@ -215,8 +256,11 @@ def early_momentum(config: Config) -> Tree:
     trainer = Trainer(config, tx, local=False, corpus=corpus())
     carry = trainer.start(seed)
     for first in range(0, max(1, config.steps // 4), config.eval_every):
-        carry = trainer.advance(carry, seed, first)
+        carry = trainer.advance(carry, seed, first, first + config.eval_every)
     return jax.device_get(optax.tree.get(carry[1], "mu"))
 
 
-__all__ = ["AXIS", "Config", "Corpus", "Trainer", "adamw", "corpus", "early_momentum"]
+__all__ = [
+    "AXIS", "Config", "Corpus", "Finished", "Switch", "Trainer", "adamw", "corpus",
+    "early_momentum",
+]  # fmt: skip

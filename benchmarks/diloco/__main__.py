@@ -60,19 +60,20 @@ class Runs:
             tx = setting.build(self.config)
             trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus())
             self._trainer = setting, trainer
-        curve, seconds = self._trainer[1].run(seed)
+        done = self._trainer[1].run(seed)
+        final = done.curve[-1][1]
         run = {
             "setting": asdict(setting),
             "seed": seed,
-            "curve": curve,
+            "curve": done.curve,
             "bytes": sum(setting.bytes_sent(self.config)),
-            "seconds": round(seconds, 1),
+            "seconds": round(done.seconds, 1),
             "config": asdict(self.config),
             "about": describe("benchmarks.diloco", PACKAGES),
         }
         append_run(self.path, run)
-        print(f"{setting.inner:6} {setting.label():58} {seed} {curve[-1][1]:.4f}", flush=True)
-        return curve[-1][1]
+        print(f"{setting.inner:6} {setting.label():58} {seed} {final:.4f}", flush=True)
+        return final
 
 
 def study(inner: str, runs: Runs, longer: Runs, seeds: int) -> None:

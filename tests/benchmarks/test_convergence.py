@@ -14,7 +14,7 @@ import jaxcomp
 from benchmarks.convergence.int4 import Int4Layout
 from benchmarks.convergence.reducers import difference, low_rank, whitened
 from benchmarks.convergence.report import append_run, markdown, read_runs, summarise
-from benchmarks.convergence.strategies import CURVES, STRATEGIES
+from benchmarks.convergence.strategies import CURVES, STRATEGIES, own_spectrum
 from benchmarks.convergence.training import Config
 from jaxcomp.extend import mean_by_shares
 
@@ -74,6 +74,8 @@ def test_every_strategy_says_what_it_sends():
     assert start(480) - start(48) == rank4(480) - rank4(48)
     int8 = STRATEGIES["powersgd-r16-int8"].bytes_sent(config)
     assert 21 < dense(1) / int8(1) < 22  # with the scales, and with five vectors in float32
+    own = STRATEGIES["spectrum-own-r16-int8"].bytes_sent(config, payload=1000)
+    assert own(480) == int8(48) + 432 * 1000
     assert STRATEGIES["diloco-h32"].bytes_sent(config)(63) == dense(1)
     assert set(CURVES) <= set(STRATEGIES)
 
@@ -186,6 +188,21 @@ def test_a_tiny_study(tmp_path, capsys):
     assert all(np.isfinite(row["gap"]) for row in rows)
     for written in ("study.md", "study_curves.png", "study_frontier.png"):
         assert (tmp_path / written).stat().st_size > 100
+
+
+def test_ranks_of_the_runs_own_momentum(tmp_path, monkeypatch):
+    """A switch between two evaluations; the bytes of both transformations are counted."""
+    strategy = own_spectrum("", 1, ratio=8.0, share=0.75)
+    monkeypatch.setitem(STRATEGIES, "own", strategy)
+    out = tmp_path / "study"
+    arguments = ["--only", "own", "--seeds", "1", "--out", str(out), *TINY, "--eval-every", "4"]
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
+        assert convergence.main(arguments) == 0
+    (run,) = read_runs(out.with_suffix(".jsonl"))
+    ((_, whole, loss),) = run["curve"]
+    before = strategy.bytes_sent(Config(**run["config"]))
+    assert whole - before(3) > before(1)  # the fourth step sends more than rank 1
+    assert np.isfinite(loss)
 
 
 def test_wrong_input_is_said_in_one_sentence(tmp_path, capsys):
