@@ -1,0 +1,1 @@
+"""A problem on which PowerSGD does not converge, and which options do."""
