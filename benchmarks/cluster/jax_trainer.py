@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
@@ -22,6 +22,7 @@ from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer
 
 AXIS = "data"
 _PORT = 29_500
+OUTER = 0.7, 0.6  # DiLoCo's learning rate and momentum, as benchmarks.diloco chose them
 # The first step compiles; until about the eighth the allocator still asks the system for memory.
 _WARM_UP = 8
 
@@ -67,12 +68,20 @@ class FlaxTransformer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step, how its state begins, and its data where the step wants them."""
+    """A compiled step, how its state begins, and how its data get where the step wants them."""
 
     step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
     init: Callable[[], tuple[Any, Any]]
-    batches: list[Any]
-    calls: int = 1  # of the step in one sample
+    place: Callable[[Any], Any]  # a batch, or the batches of a round along a new first axis
+    in_round: int = 1  # batches that one call of the step takes; more than 1 are stacked
+
+    def placed(self, batches: Sequence[Any]) -> list[Any]:
+        """What the step is called with, one after the other; of rounds, whole ones."""
+        if self.in_round == 1:
+            return [self.place(batch) for batch in batches]
+        firsts = range(0, len(batches) - self.in_round + 1, self.in_round)
+        rounds = (batches[first : first + self.in_round] for first in firsts)
+        return [self.place(jax.tree.map(lambda *xs: np.stack(xs), *some)) for some in rounds]
 
 
 class JaxTrainer:
@@ -95,11 +104,13 @@ class JaxTrainer:
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
         self.parameters = sum(x.size for x in jax.tree.leaves(params))
-        self._task = Task(loss, params, batches, mesh)
+        self._task = Task(loss, params, mesh, optax.sgd(LEARNING_RATE))
+        self._batches = batches
         self._programs: dict[Strategy, Program] = {}  # compiled once, used at every rate
         self._program: Program
         self._state: tuple[Any, Any] = ((), ())
         self._feed: Iterator[Any] = iter(())
+        self._calls = 1  # of the step in one sample
         self._losses: Any = None
 
     def prepare(self, strategy: Strategy) -> float | None:
@@ -109,14 +120,18 @@ class JaxTrainer:
             self._programs[strategy] = make_program(strategy, self._task)
         self._program = self._programs[strategy]
         self._state = self._program.init()
-        self._feed = itertools.cycle(self._program.batches)
+        # As many as a sample takes, if there are not so many different ones.
+        least = itertools.islice(itertools.cycle(self._batches), self._program.in_round)
+        batches = max(self._batches, list(least), key=len)
+        self._feed = itertools.cycle(self._program.placed(batches))
+        self._calls = strategy.steps_per_sample // self._program.in_round
         for _ in range(_WARM_UP):
             self.sample()
         return payload(strategy, self._task.params, self._task.mesh.size)
 
     def sample(self) -> None:
         """See `process.Trainer`."""
-        for _ in range(self._program.calls):
+        for _ in range(self._calls):
             params, opt_state, self._losses = self._program.step(*self._state, next(self._feed))
             self._state = params, opt_state
             jax.block_until_ready((self._state, self._losses))
@@ -132,8 +147,8 @@ class Task:
 
     loss: Callable[[Any, Any], jax.Array]
     params: Any  # on the host
-    batches: list[Any]  # this process's, on the host
     mesh: Mesh
+    optimizer: optax.GradientTransformation
 
 
 def make_program(strategy: Strategy, task: Task) -> Program:
@@ -141,9 +156,8 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     if strategy.kind == "none":
         return _alone(task)
     if strategy.in_rounds:
-        return _rounds(task, strategy.number, strategy.delay)
-    program = _steps(task, make_reducer(strategy))
-    return dataclasses.replace(program, calls=strategy.steps_per_sample)
+        return _rounds(task, strategy)
+    return _steps(task, make_reducer(strategy))
 
 
 def make_reducer(strategy: Strategy) -> Any:
@@ -182,38 +196,40 @@ def _alone(task: Task) -> Program:
     def init() -> tuple[Any, Any]:
         return jax.device_put((task.params, tx.init(task.params)), device)
 
-    batches = [jax.device_put(batch, device) for batch in task.batches]
-    return Program(jax.jit(step, donate_argnums=(0, 1)), init, batches)
+    return Program(
+        jax.jit(step, donate_argnums=(0, 1)), init, lambda batch: jax.device_put(batch, device)
+    )
 
 
 def _steps(task: Task, reducer: optax.GradientTransformation) -> Program:
     """A reducer before the optimizer, in every step."""
-    tx = optax.chain(reducer, optax.sgd(LEARNING_RATE))
+    tx = optax.chain(reducer, task.optimizer)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jaxcomp.local_value_and_grad(task.loss, AXIS)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value[None]
 
-    return _mapped(task, step, tx.init, task.batches, P(AXIS))
+    return _mapped(task, step, tx.init, P(AXIS))
 
 
-def _rounds(task: Task, every: int, delay: int) -> Program:
-    """Whole rounds of local SGD; an average is used so many steps after it was sent."""
+def _rounds(task: Task, strategy: Strategy) -> Program:
+    """Whole rounds of local SGD."""
     tx, step = _local_step(task)
     run = jaxcomp.local_sgd_round(
-        step, sync_every=every, axis_name=AXIS, inner_init=tx.init, fragment_sync_delay=delay
+        step,
+        sync_every=strategy.number,
+        axis_name=AXIS,
+        inner_init=tx.init,
+        fragment_sync_delay=strategy.delay,
+        outer=optax.sgd(*OUTER, nesterov=True) if strategy.kind == "diloco" else None,
     )
-    feed = itertools.cycle(task.batches)
-    rounds = [
-        jax.tree.map(lambda *xs: np.stack(xs), *itertools.islice(feed, every))
-        for _ in range(max(1, len(task.batches) // every))
-    ]
-    return _mapped(task, run, run.init, rounds, P(None, AXIS))
+    program = _mapped(task, run, run.init, P(None, AXIS))
+    return dataclasses.replace(program, in_round=strategy.number)
 
 
 def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
-    tx = optax.sgd(LEARNING_RATE)
+    tx = task.optimizer
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(task.loss)(params, batch)
@@ -227,7 +243,6 @@ def _mapped(
     task: Task,
     step: Callable[..., Any],
     init_state: Callable[[Any], Any],
-    batches: list[Any],
     batch_spec: P,
 ) -> Program:
     """`step` on the devices of all processes, parameters and state donated."""
@@ -243,5 +258,6 @@ def _mapped(
 
     sharding = NamedSharding(mesh, batch_spec)
     place = functools.partial(jax.make_array_from_process_local_data, sharding)
-    placed = [jax.tree.map(place, batch) for batch in batches]
-    return Program(jax.jit(mapped, donate_argnums=(0, 1)), init, placed)
+    return Program(
+        jax.jit(mapped, donate_argnums=(0, 1)), init, functools.partial(jax.tree.map, place)
+    )

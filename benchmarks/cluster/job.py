@@ -33,22 +33,32 @@ class JobFailed(RuntimeError):
 class Job:
     """One process on every host of a network; a context manager that ends them."""
 
-    def __init__(self, network: Network, framework: str, model: str, *, tiny: bool, logs: Path):
+    def __init__(
+        self,
+        network: Network,
+        framework: str,
+        model: str,
+        *options: str,
+        logs: Path,
+        module: str = "benchmarks.cluster.process",
+    ):
         """Nothing is started before it is entered.
 
         Args:
           network: Where they run.
           framework: "jax" or "torch".
-          model: "mlp" or "transformer".
-          tiny: The small variant of the model.
+          model: What is trained, as the module knows it.
+          *options: Further arguments of the processes.
           logs: A folder for what they say besides their answers.
+          module: What runs in each process.
         """
         self.framework, self.model = framework, model
         self.parameters = 0  # values in the model; known once it runs
-        self._network = network
+        self._network, self._module = network, module
         self._arguments = [framework, model, str(len(network.names)), network.addresses[0]]
-        self._arguments += ["tiny"] if tiny else []
-        self._logs = [logs / f"{framework}-{model}-{i}.log" for i in range(len(network.names))]
+        self._arguments += options
+        logged = f"{framework}-{Path(model).name}"
+        self._logs = [logs / f"{logged}-{i}.log" for i in range(len(network.names))]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[tuple[IO[bytes], IO[bytes]]] = []  # requests, answers
 
@@ -61,13 +71,7 @@ class Job:
         cores = sorted(os.sched_getaffinity(0))
         try:
             for i, log in enumerate(self._logs):
-                own = [
-                    sys.executable,
-                    "-um",
-                    "benchmarks.cluster.process",
-                    str(i),
-                    *self._arguments,
-                ]
+                own = [sys.executable, "-um", self._module, str(i), *self._arguments]
                 with log.open("wb") as stderr:
                     process = subprocess.Popen(
                         self._network.command(i, cores[i % len(cores)], own),

@@ -50,8 +50,9 @@ def measure(plan: Plan) -> Generator[Case]:
         for model in plan.models:
             with contextlib.ExitStack() as running:
                 network.shape(UNLIMITED)
+                options = ["tiny"] if plan.tiny else []
                 jobs = [
-                    running.enter_context(Job(network, name, model, tiny=plan.tiny, logs=logs))
+                    running.enter_context(Job(network, name, model, *options, logs=logs))
                     for name in plan.frameworks
                 ]
                 for rate in plan.rates:

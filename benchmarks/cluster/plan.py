@@ -31,10 +31,11 @@ _NUMBERED = {
     "one-sided": "rank",
     "local-sgd": "steps between averages",
     "streaming": "the same, each average sent half a round before it is used",
+    "diloco": "local-sgd with an outer Nesterov momentum",
 }
 _WITH_FACTORS = ("powersgd", "one-sided")
 _WIRES = {"fp16": "float16", "int8": "int8"}
-_NOT_IN_TORCH = ("one-sided", "int8", "streaming")
+_NOT_IN_TORCH = ("one-sided", "int8", "streaming", "diloco")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
 # through for free, and below 16 kB (two frames) the rate is not reached.
@@ -87,7 +88,7 @@ class Strategy:
     @property
     def in_rounds(self) -> bool:
         """Whether parameters are averaged, after so many steps as `number` says."""
-        return self.kind in ("local-sgd", "streaming")
+        return self.kind in ("local-sgd", "streaming", "diloco")
 
     @property
     def delay(self) -> int:

@@ -17,8 +17,9 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.cluster.net import INTERFACE
 from benchmarks.cluster.plan import Strategy, parse_strategy
@@ -26,10 +27,17 @@ from benchmarks.cluster.plan import Strategy, parse_strategy
 _COUNTERS = Path("/sys/class/net") / INTERFACE / "statistics"
 
 
-class Trainer(Protocol):
-    """What a framework does here."""
+class Joined(Protocol):
+    """A process that has found the others."""
 
     parameters: int  # values in the model
+
+
+Trained = TypeVar("Trained", bound=Joined)
+
+
+class Trainer(Joined, Protocol):
+    """What a framework does here."""
 
     def prepare(self, strategy: Strategy) -> float | None:
         """Starts anew with a strategy and warms up; returns its payload in bytes per step."""
@@ -58,12 +66,17 @@ def connect(
     return TorchTrainer(model, index, processes, address, tiny=tiny)
 
 
+def counters() -> dict[str, int]:
+    """Bytes that the interface has sent and received so far."""
+    return {way: int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
+
+
 def answer(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
     """Does what the request says."""
     if request["do"] == "prepare":
         return {"payload": trainer.prepare(parse_strategy(request["strategy"]))}
     if request["do"] == "bytes":
-        return {way: int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
+        return counters()
     seconds = []
     for _ in range(request["samples"]):
         start = time.perf_counter()
@@ -72,13 +85,20 @@ def answer(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "loss": trainer.loss()}
 
 
-def main() -> None:
-    index, framework, model, processes, address, *tiny = sys.argv[1:]
+def serve(
+    start: Callable[[], Trained], answer: Callable[[Trained, dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Answers requests until there are no more, and ends the process.
+
+    Args:
+      start: Joins the other processes.
+      answer: Of what `start` returned and a request: the answer.
+    """
     # Whatever a library prints must not end up between the answers.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        trainer = connect(framework, model, int(index), int(processes), address, bool(tiny))
+        trainer = start()
         print(json.dumps({"parameters": trainer.parameters}), file=replies)
         for line in sys.stdin:
             print(json.dumps(answer(trainer, json.loads(line))), file=replies)
@@ -89,6 +109,13 @@ def main() -> None:
     # The other processes may be gone: leave without the libraries' farewells, which would wait.
     sys.stderr.flush()
     os._exit(0)
+
+
+def main() -> None:
+    index, framework, model, processes, address, *tiny = sys.argv[1:]
+    serve(
+        lambda: connect(framework, model, int(index), int(processes), address, bool(tiny)), answer
+    )
 
 
 if __name__ == "__main__":

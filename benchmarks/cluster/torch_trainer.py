@@ -80,6 +80,34 @@ def make_model(sizes: MLP | Transformer) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
+    """The model as a strategy trains it: with torch's own hook of that name."""
+    if strategy.kind == "none":
+        return model
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEGABYTES)
+    if strategy.kind == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif strategy.kind == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, strategy.number, start_powerSGD_iter=_START_ITERATION
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif strategy.kind == "local-sgd":
+        state = post_localSGD_hook.PostLocalSGDState(
+            None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+        )
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return wrapped
+
+
+def averaged_locally(optimizer: torch.optim.Optimizer, strategy: Strategy) -> Any:
+    """The optimizer, which with local SGD averages parameters now and then."""
+    if strategy.kind != "local-sgd":
+        return optimizer
+    averager = PeriodicModelAverager(strategy.number, warmup_steps=0)
+    return PostLocalSGDOptimizer(optimizer, averager)
+
+
 class TorchTrainer:
     """One process of a torch job; see `process.Trainer`."""
 
@@ -108,34 +136,15 @@ class TorchTrainer:
     def prepare(self, strategy: Strategy) -> float | None:
         """See `process.Trainer`; torch says nothing of its payload."""
         self._model, self._optimizer = nn.Identity(), None
-        model = make_model(self._sizes)
-        if strategy.kind != "none":
-            model = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEGABYTES)
-            self._register(model, strategy)
-        self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        if strategy.kind == "local-sgd":
-            averager = PeriodicModelAverager(strategy.number, warmup_steps=0)
-            self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
+        self._model = data_parallel(make_model(self._sizes), strategy)
+        self._optimizer = averaged_locally(
+            torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE), strategy
+        )
         self._feed = itertools.cycle(self._batches)
         self._steps = strategy.steps_per_sample
         for _ in range(_WARM_UP):
             self.sample()
         return None
-
-    def _register(self, model: DistributedDataParallel, strategy: Strategy) -> None:
-        if strategy.kind == "fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif strategy.kind == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None, strategy.number, start_powerSGD_iter=_START_ITERATION
-            )
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif strategy.kind == "local-sgd":
-            state = post_localSGD_hook.PostLocalSGDState(
-                None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False
-            )
-            model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
     def sample(self) -> None:
         """See `process.Trainer`."""

@@ -1,0 +1,167 @@
+"""Seconds until a language model reaches a held-out loss: jaxcomp beside PyTorch's DDP.
+
+    sudo python -m benchmarks.time_to_loss                     # what is missing, then the report
+    sudo python -m benchmarks.time_to_loss --runs jax/allreduce,torch/powersgd-16 --seeds 0
+    python -m benchmarks.time_to_loss --report                 # of what is there
+
+Several processes on this machine, one core each, in network namespaces that are joined by links of
+a given rate, train the language model of the examples (12.9 million parameters) with the same
+initial parameters, batches, learning rates and AdamW in JAX and in PyTorch, both over gloo. Every
+run is made once without a limit on the links, for its held-out loss after so many steps; then its
+steps are timed at every rate, with the same program and state. What a run takes at a rate is its
+steps times their median there: at 10 Mbit/s an exact run would take five hours. With `--at RATE`
+whole runs are made at a rate, to see whether that product is true.
+
+Finished runs are appended to time_to_loss.jsonl and not made again. Needs Linux, root and
+iproute2, as `benchmarks.cluster` does, and a quiet machine with a core for each process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.cluster.job import JobFailed
+from benchmarks.cluster.net import NetworkUnavailable, check_available
+from benchmarks.cluster.plan import FRAMEWORKS, UNLIMITED, Strategy, parse_rate, parse_strategy
+from benchmarks.common.arguments import at_least, command_line, listed, positive_int
+from benchmarks.common.machine import describe
+from benchmarks.common.paths import RESULTS
+from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.time_to_loss.measure import Plan, measure
+from benchmarks.time_to_loss.report import write_report
+from benchmarks.time_to_loss.task import Config
+
+# Exit codes; 2 is argparse's, for wrong arguments.
+EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
+RATES = "1gbit,100mbit,10mbit"
+RUNS = (
+    "jax/allreduce,torch/allreduce,jax/fp16,torch/fp16,"
+    "torch/powersgd-16,torch/powersgd-32,torch/powersgd-64,"
+    "jax/powersgd-16-int8,jax/powersgd-32-int8,jax/powersgd-64-int8,"
+    "jax/local-sgd-8,torch/local-sgd-8,jax/diloco-30"
+)
+_PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = command_line("benchmarks.time_to_loss", __doc__)
+    shown = " (default: %(default)s)"
+    p.add_argument("--runs", default=RUNS, help="framework/strategy, as of benchmarks.cluster")
+    p.add_argument("--seeds", default="1", help="how many, or which, as 0,2" + shown)
+    p.add_argument("--rates", default=RATES, help="for step times" + shown)
+    p.add_argument("--at", default=UNLIMITED.name, help="rate of whole runs" + shown)
+    p.add_argument("--samples", type=int, default=24, help="timed at a rate, at most" + shown)
+    p.add_argument("--seconds-per-rate", type=float, default=30.0, help="budget" + shown)
+    p.add_argument("--out", type=Path, default=RESULTS / "time_to_loss", help="without a suffix")
+    p.add_argument("--report", action="store_true", help="make no runs, only the report")
+    group = p.add_argument_group("setting (runs with another one do not count in a report)")
+    for field in fields(Config):
+        name = "--" + field.name.replace("_", "-")
+        group.add_argument(name, type=type(field.default), default=field.default, help=shown[1:])
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    p = parser()
+    args = p.parse_args(arguments)
+    try:
+        plan = _plan(args)
+    except ValueError as error:
+        p.error(str(error))
+    path = args.out.with_suffix(".jsonl")
+    try:
+        if not args.report:
+            _measure(plan, path)
+        for written in write_report(read_runs(path), asdict(plan.config), args.out):
+            print(written)
+    except NetworkUnavailable as error:
+        print(f"time_to_loss: {error}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    except (JobFailed, ValueError) as error:
+        print(f"time_to_loss: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("time_to_loss: interrupted; processes and namespaces are gone.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    config = Config(**{field.name: getattr(args, field.name) for field in fields(Config)})
+    config.check()
+    at_least("--samples", args.samples, 2)
+    at_least("--seconds-per-rate", args.seconds_per_rate, 0.1)
+    if args.seeds.isdecimal():
+        seeds: tuple[int, ...] = tuple(range(at_least("--seeds", int(args.seeds), 1)))
+    else:
+        seeds = tuple(n - 1 for n in listed("--seeds", args.seeds, _one_more))
+    named = listed("--runs", args.runs, _parse_run)
+    runs = tuple((framework, strategy, seed) for seed in seeds for framework, strategy in named)
+    rates = listed("--rates", args.rates, parse_rate)
+    return Plan(
+        config, rates, runs, args.samples, args.seconds_per_rate, throughout=parse_rate(args.at)
+    )
+
+
+def _one_more(text: str) -> int:
+    return positive_int("--seeds")(str(int(text) + 1) if text.isdecimal() else text)
+
+
+def _parse_run(text: str) -> tuple[str, Strategy]:
+    framework, _, name = text.partition("/")
+    if framework not in FRAMEWORKS or not name:
+        raise ValueError(
+            f"`--runs` takes framework/strategy, as jax/allreduce or torch/powersgd-16, "
+            f"got {text!r}."
+        )
+    strategy = parse_strategy(name)
+    if not strategy.runs_in(framework):
+        raise ValueError(f"`--runs` has {text!r}, which {framework} does not have.")
+    return framework, strategy
+
+
+def _measure(plan: Plan, path: Path) -> None:
+    """Makes the runs that are not in the file yet."""
+    setting, at = asdict(plan.config), plan.throughout.name
+    there = {_key(run) for run in read_runs(path) if run["config"] == setting and run["at"] == at}
+    missing = [run for run in plan.runs if (run[0], run[1].name, run[2]) not in there]
+    if not missing:
+        return
+    check_available()
+    signal.signal(signal.SIGTERM, _interrupt)
+    # All of one framework first, so that the other's processes do not wait in memory.
+    missing.sort(key=lambda run: FRAMEWORKS.index(run[0]))
+    plan = replace(plan, runs=tuple(missing))
+    with contextlib.closing(measure(plan)) as runs:
+        for run in runs:
+            about = describe("benchmarks.time_to_loss", _PACKAGES[run["framework"]])
+            append_run(path, {**run, "config": setting, "about": about})
+            print(_line(run), flush=True)
+
+
+def _key(run: dict[str, Any]) -> tuple[str, str, int]:
+    return run["framework"], run["strategy"], run["seed"]
+
+
+def _line(run: dict[str, Any]) -> str:
+    steps, seconds, loss = run["curve"][-1]
+    name = f"{run['framework']}/{run['strategy']}"
+    return f"{name:28} seed {run['seed']}  {loss:.4f} after {steps} steps in {seconds:.0f} s"
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    del number, frame
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

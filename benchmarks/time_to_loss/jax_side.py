@@ -1,0 +1,85 @@
+"""The JAX side: jaxcomp and AdamW under `shard_map`, one CPU device in each process, gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+from benchmarks.cluster import jax_trainer as cluster
+from benchmarks.cluster.plan import Strategy
+from benchmarks.common.paths import LANGUAGE_MODEL
+from benchmarks.time_to_loss.task import LARGEST_NORM, WEIGHT_DECAY, Config, read_task
+
+sys.path.insert(0, str(LANGUAGE_MODEL))
+from lm import ModelConfig, Transformer, loss_fn
+
+_PORT = 29_510
+
+
+class JaxTrainer:
+    """One process of a `jax.distributed` job; see `process.Trainer`."""
+
+    def __init__(self, folder: Path, index: int, processes: int, address: str):
+        """Joins the other processes."""
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.distributed.initialize(f"{address}:{_PORT}", processes, index)
+        self._folder, self._index = folder, index
+        self._mesh = jax.make_mesh((processes,), (cluster.AXIS,), axis_types=(AxisType.Auto,))
+        config = Config(**json.loads((folder / "config.json").read_text()))
+        sizes = ModelConfig(config.layers, config.width, config.heads, config.context)
+        self._model = Transformer(sizes)
+        self._evaluate = jax.jit(lambda params, tokens: loss_fn(self._model, params, tokens))
+        self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())
+
+    def start(self, strategy: Strategy, seed: int) -> float | None:
+        """See `process.Trainer`."""
+        self._state: tuple[Any, Any] = (
+            (),
+            (),
+        )  # gives its memory back before there is a second one
+        task = self._task = read_task(self._folder / f"{seed}.npz")
+        rates = jnp.asarray(task.rates)
+
+        def rate(step: jax.typing.ArrayLike) -> jax.Array:
+            return rates[jnp.minimum(jnp.asarray(step), len(rates) - 1)]
+
+        adamw = optax.adamw(rate, weight_decay=WEIGHT_DECAY)
+        optimizer = optax.chain(optax.clip_by_global_norm(LARGEST_NORM), adamw)
+        job = cluster.Task(
+            lambda params, tokens: loss_fn(self._model, params, tokens),
+            task.tree,
+            self._mesh,
+            optimizer,
+        )
+        self._program = cluster.make_program(strategy, job)
+        self._state = self._program.init()
+        # A step compiles when it is first called: here, on parameters that are then thrown away.
+        self.train(range(self._program.in_round))
+        self._state = self._program.init()
+        return cluster.payload(strategy, task.tree, self._mesh.size)
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        """See `process.Trainer`."""
+        own = [self._task.batches[step % len(self._task.batches), self._index] for step in steps]
+        seconds = []
+        for batch in self._program.placed(own):
+            began = time.perf_counter()
+            params, state, _ = self._program.step(*self._state, batch)
+            self._state = jax.block_until_ready((params, state))
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def held_out_loss(self) -> float:
+        """See `process.Trainer`."""
+        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._state[0])
+        return float(np.mean(self._evaluate(params, self._task.held_out)))

@@ -1,0 +1,232 @@
+"""The runs as seconds until a loss: tables, their place in docs/time_to_loss.md, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.machine import sentence
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, SKY, panels, save
+from benchmarks.common.tables import in_page, markdown
+
+PAGE = ROOT / "docs" / "time_to_loss.md"
+COMMAND = "sudo python -m benchmarks.time_to_loss"
+EXACT = "jax/allreduce"
+_HOOK = "torch/powersgd-"
+_WITHIN = 1.01  # of the exact run's final loss: what is to be reached
+_COLOURS = {
+    EXACT: INK, "torch/allreduce": MUTED, "jax/powersgd-16-int8": SKY,
+    "jax/powersgd-32-int8": BLUE, "jax/powersgd-64-int8": PURPLE, "torch/powersgd-16": ORANGE,
+    "jax/local-sgd-8": GREEN,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of one framework and strategy.
+
+    Attributes:
+      name: As on the command line.
+      losses: Final held-out loss by seed, nats per byte.
+      curves: (steps, loss) of every evaluation, by seed.
+      needed: Steps until the goal by seed; None where it is not reached.
+      sent: Bytes that the interface of a process sent in a step.
+      seconds: Of a step, in each timed call of all seeds, by rate.
+    """
+
+    name: str
+    losses: dict[int, float]
+    curves: dict[int, list[tuple[int, float]]]
+    needed: dict[int, float | None]
+    sent: float
+    seconds: dict[str, list[float]]
+
+    def until(self, rate: str) -> float | None:
+        """Seconds until the goal at a rate, as a mean over seeds; None where one misses it."""
+        needed = [steps for steps in self.needed.values() if steps is not None]
+        if len(needed) < len(self.needed) or rate not in self.seconds:
+            return None
+        return mean(needed) * median(self.seconds[rate])
+
+
+def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
+    """The runs without a limit, by their name; of seeds that the exact run has too."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for run in runs:
+        if run["at"] == "unlimited":
+            found.setdefault(f"{run['framework']}/{run['strategy']}", {})[run["seed"]] = run
+    goals = {s: _WITHIN * run["curve"][-1][2] for s, run in found.get(EXACT, {}).items()}
+    return {
+        name: _result(name, {s: run for s, run in by_seed.items() if s in goals}, goals)
+        for name, by_seed in found.items()
+        if goals.keys() & by_seed.keys()
+    }
+
+
+def _result(name: str, runs: Mapping[int, Mapping[str, Any]], goals: Mapping[int, float]) -> Result:
+    curves = {s: [(steps, loss) for steps, _, loss in r["curve"]] for s, r in runs.items()}
+    seconds: dict[str, list[float]] = {}
+    for run in runs.values():
+        for rate, calls in run["seconds"].items():
+            seconds.setdefault(rate, []).extend(t / run["steps_per_call"] for t in calls)
+    return Result(
+        name,
+        {s: curve[-1][1] for s, curve in curves.items()},
+        curves,
+        {s: steps_until(curve, goals[s]) for s, curve in curves.items()},
+        mean(run["sent_per_step"] for run in runs.values()),
+        seconds,
+    )
+
+
+def steps_until(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
+    """The number of steps after which the loss is `goal`, on straight lines between evaluations.
+
+    Example:
+      >>> steps_until([(10, 3.0), (20, 2.0), (30, 1.0)], 1.5)
+      25.0
+      >>> steps_until([(10, 3.0), (20, 2.0)], 1.5) is None
+      True
+    """
+    for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
+        if low <= goal:
+            share = (high - goal) / (high - low) if high > low else 1.0
+            return before + share * (after - before)
+    return None
+
+
+def write_report(
+    runs: Sequence[Mapping[str, Any]], setting: Mapping[str, Any], out: Path
+) -> list[Path]:
+    """Writes the tables and the picture, and puts the tables into the page if `out` is the usual.
+
+    Raises:
+      ValueError: There is no exact run of the setting.
+    """
+    own = [run for run in runs if run["config"] == setting]
+    found = results(own)
+    if EXACT not in found:
+        raise ValueError(f"no finished run of {EXACT} with this setting to compare with.")
+    text = _text(found, own)
+    written = [out.with_suffix(".md"), out.with_suffix(".png")]
+    written[0].write_text(text)
+    plot(found, written[1])
+    if out == RESULTS / "time_to_loss":
+        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
+        written.append(PAGE)
+    return written
+
+
+def _text(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
+    exact = found[EXACT]
+    rates = list(exact.seconds)
+    losses = [
+        [
+            f"`{result.name}`",
+            str(len(result.losses)),
+            f"{mean(result.losses.values()):.3f}",
+            "" if result is exact else _gap(result, exact),
+            f"{result.sent / 1e6:.3f}",
+            f"{exact.sent / result.sent:.1f}x",
+            _steps(result),
+        ]
+        for result in found.values()
+    ]
+    header = ["run", "seeds", "held-out loss", "above exact", "MB a step", "fewer", "steps to goal"]
+    parts = [markdown(header, losses)]
+    for rate in rates:
+        rows = [_row(result, found, rate) for result in found.values()]
+        head = [rate, "ms a step", "10% to 90%", "to the goal", "than exact", "than torch's hook"]
+        parts.append(markdown(head, rows))
+    about = runs[0]["about"]
+    versions = dict(about["machine"]["versions"])
+    for run in runs:
+        versions |= run["about"]["machine"]["versions"]
+    first, last = (f(run["about"]["date"][:10] for run in runs) for f in (min, max))
+    dates = first if first == last else f"{first} to {last}"
+    made = f"{len(runs)} runs, {dates}; {sentence(about['machine'] | {'versions': versions})}"
+    setting = ", ".join(f"{name} {value}" for name, value in runs[0]["config"].items())
+    checks = _checks(found, runs)
+    return "\n\n".join([*parts, *checks, f"{made} Setting: {setting}.", ""])
+
+
+def _row(result: Result, found: Mapping[str, Result], rate: str) -> list[str]:
+    times = [1e3 * t for t in result.seconds.get(rate, [])]
+    if not times:
+        return [f"`{result.name}`", *[""] * 5]
+    low, high = np.quantile(times, [0.1, 0.9])
+    until, exact = result.until(rate), found[EXACT].until(rate)
+    hooks = [r.until(rate) for name, r in found.items() if name.startswith(_HOOK)]
+    best = min((t for t in hooks if t is not None), default=None)
+
+    def sooner(other: float | None) -> str:
+        return f"{other / until:.1f}x" if until and other else "-"
+
+    reached = "-" if until is None else _duration(until)
+    spread = f"{low:,.0f} to {high:,.0f}"
+    cells = [f"{median(times):,.0f}", spread, reached, sooner(exact), sooner(best)]
+    return [f"`{result.name}`", *cells]
+
+
+def _gap(result: Result, exact: Result) -> str:
+    gaps = [100 * (loss / exact.losses[s] - 1) for s, loss in result.losses.items()]
+    return f"{mean(gaps):+.1f}%" + (f" ± {stdev(gaps):.1f}" if len(gaps) > 1 else "")
+
+
+def _steps(result: Result) -> str:
+    needed = [steps for steps in result.needed.values() if steps is not None]
+    return f"{mean(needed):.0f}" if len(needed) == len(result.needed) else "-"
+
+
+def _checks(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whole runs at a rate, beside what the product says of them."""
+    rows = []
+    for run in runs:
+        name, at = f"{run['framework']}/{run['strategy']}", run["at"]
+        if at == "unlimited" or name not in found or at not in found[name].seconds:
+            continue
+        steps, seconds, loss = run["curve"][-1]
+        product = steps * median(found[name].seconds[at])
+        difference = f"{100 * (seconds / product - 1):+.1f}%"
+        rows.append(
+            [f"`{name}`", at, f"{loss:.3f}", _duration(seconds), _duration(product), difference]
+        )
+    header = ["whole runs", "at", "held-out loss", "took", "the product", "difference"]
+    return [markdown(header, rows)] if rows else []
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def plot(found: Mapping[str, Result], path: Path) -> None:
+    """Writes a PNG: loss against seconds, a panel for each rate; a name for each line below."""
+    exact = found[EXACT]
+    figure, axes = panels(len(exact.seconds), 4.4 * len(exact.seconds), 4.2)
+    top = max(loss for _, loss in exact.curves[0][len(exact.curves[0]) // 8 :])
+    lines = {}
+    for axis, rate in zip(axes, exact.seconds, strict=True):
+        for name, colour in _COLOURS.items():
+            if name not in found or rate not in found[name].seconds:
+                continue
+            step = median(found[name].seconds[rate])
+            for curve in found[name].curves.values():
+                times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
+                (lines[name],) = axis.plot(times, losses, color=colour, linewidth=1.5)
+        goal = _WITHIN * mean(exact.losses.values())
+        axis.axhline(goal, color=MUTED, linewidth=0.8, linestyle=":")
+        axis.set(xscale="log", xlabel="seconds", title=rate.replace("bit", " bit/s"))
+        axis.set_ylim(0.98 * min(exact.losses.values()), 1.02 * top)
+    axes[0].set_ylabel("held-out loss, nats per byte")
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    save(figure, path)

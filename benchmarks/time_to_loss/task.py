@@ -1,0 +1,127 @@
+"""What every run trains, written once for both frameworks: parameters, batches, learning rates."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.paths import LANGUAGE_MODEL
+
+WEIGHT_DECAY = 0.01
+LARGEST_NORM = 1.0  # of the averaged gradient; beyond, it is clipped
+_SEPARATOR = "/"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run.
+
+    Attributes:
+      steps: Its length; the learning rate's schedule depends on it.
+      eval_every: Steps between evaluations; divides `steps`.
+      processes: Replicas, one process on one core each.
+      sequences: In a step, of one process.
+      layers: Transformer blocks.
+      width: Features; a multiple of `heads`.
+      heads: Attention heads.
+      context: Bytes in a sequence.
+      learning_rate: The highest.
+      eval_sequences: Held-out sequences in an evaluation.
+    """
+
+    steps: int = 480
+    eval_every: int = 24
+    processes: int = 2
+    sequences: int = 4
+    layers: int = 4
+    width: int = 512
+    heads: int = 8
+    context: int = 64
+    learning_rate: float = 1e-3
+    eval_sequences: int = 128
+
+    def check(self) -> None:
+        """Raises a `ValueError` that names what cannot work."""
+        wrong = [name for name, value in vars(self).items() if value <= 0]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} must be positive")
+        for whole, part in (("steps", "eval_every"), ("width", "heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{whole} must be a multiple of {part}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arrays of a run, as both frameworks read them.
+
+    Attributes:
+      params: float32 initial parameters by their path in the Flax model, as "block_0/qkv/kernel".
+      batches: int32 (steps, processes, sequences, context + 1) tokens.
+      held_out: int32 (eval_sequences, context + 1) tokens.
+      rates: float32 (steps,) learning rates: 10% linear warm-up, cosine decay to 5%.
+    """
+
+    params: dict[str, np.ndarray]
+    batches: np.ndarray
+    held_out: np.ndarray
+    rates: np.ndarray
+
+    @property
+    def tree(self) -> Any:
+        """The parameters as Flax nests them."""
+        nested: dict[str, Any] = {}
+        for path, leaf in self.params.items():
+            *parents, name = path.split(_SEPARATOR)
+            inside = nested
+            for parent in parents:
+                inside = inside.setdefault(parent, {})
+            inside[name] = leaf
+        return nested
+
+
+def write_task(config: Config, seed: int, path: Path) -> None:
+    """Draws the parameters and the data of a seed, for `read_task`."""
+    import jax
+    import optax
+
+    sys.path.insert(0, str(LANGUAGE_MODEL))
+    import lm
+
+    text = lm.load_corpus()
+    model = lm.ModelConfig(config.layers, config.width, config.heads, config.context)
+    params = lm.init_params(lm.Transformer(model), seed)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    flat = {_SEPARATOR.join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
+    shape = (config.processes, config.sequences, config.context + 1)
+    together = config.processes * config.sequences
+    batches = [
+        lm.training_batch(text.train, step, seed=seed, size=together, context=config.context)
+        for step in range(config.steps)
+    ]
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        max(1, config.steps // 10),
+        max(2, config.steps),
+        0.05 * config.learning_rate,
+    )
+    held_out = lm.held_out_batches(
+        text.held_out, count=1, size=config.eval_sequences, context=config.context
+    )
+    arrays = {_SEPARATOR + name: leaf for name, leaf in flat.items()} | {
+        "batches": np.stack(batches).reshape(-1, *shape),
+        "held_out": held_out[0],
+        "rates": np.array([schedule(step) for step in range(config.steps)], np.float32),
+    }
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def read_task(path: Path) -> Task:
+    """What `write_task` wrote."""
+    with np.load(path) as file:
+        params = {name[1:]: file[name] for name in file.files if name[0] == _SEPARATOR}
+        return Task(params, file["batches"], file["held_out"], file["rates"])
