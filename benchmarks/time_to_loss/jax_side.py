@@ -43,10 +43,8 @@ class JaxTrainer:
 
     def start(self, strategy: Strategy, seed: int) -> float | None:
         """See `process.Trainer`."""
-        self._state: tuple[Any, Any] = (
-            (),
-            (),
-        )  # gives its memory back before there is a second one
+        # Gives its memory back before there is a second one.
+        self._state: tuple[Any, Any] = ((), ())
         task = self._task = read_task(self._folder / f"{seed}.npz")
         rates = jnp.asarray(task.rates)
 
@@ -74,8 +72,9 @@ class JaxTrainer:
         seconds = []
         for batch in self._program.placed(own):
             began = time.perf_counter()
-            params, state, _ = self._program.step(*self._state, batch)
-            self._state = jax.block_until_ready((params, state))
+            params, opt_state = self._state
+            params, opt_state, _ = self._program.step(params, opt_state, batch)
+            self._state = jax.block_until_ready((params, opt_state))
             seconds.append(time.perf_counter() - began)
         return seconds
 

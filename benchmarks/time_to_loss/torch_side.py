@@ -82,6 +82,12 @@ def make_model(config: Config, params: dict[str, np.ndarray]) -> Transformer:
     return model
 
 
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """See `lm.loss_fn`."""
+    logits = model(tokens[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class TorchTrainer:
     """One process of a torch job; see `process.Trainer`."""
 
@@ -124,7 +130,7 @@ class TorchTrainer:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.zero_grad()
-            self._loss(self._wrapped, batch).backward()
+            loss_of(self._wrapped, batch).backward()
             nn.utils.clip_grad_norm_(self._model.parameters(), LARGEST_NORM)
             self._optimizer.step()
             seconds.append(time.perf_counter() - began)
@@ -134,11 +140,7 @@ class TorchTrainer:
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""
         with torch.no_grad():
-            loss = self._loss(self._model, torch.from_numpy(self._task.held_out).long()).item()
+            loss = loss_of(self._model, torch.from_numpy(self._task.held_out).long()).item()
         if not math.isfinite(loss):
             raise FloatingPointError("the held-out loss is not finite")
         return loss
-
-    def _loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,0 +1,162 @@
+"""`benchmarks.time_to_loss`: both frameworks train the same thing; what is made of their runs."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
+from benchmarks.cluster.plan import parse_rate
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.convergence.report import read_runs
+from benchmarks.time_to_loss import __main__ as command
+from benchmarks.time_to_loss.report import PAGE, results, steps_until, write_report
+from benchmarks.time_to_loss.task import Config, read_task, write_task
+
+TINY = Config(steps=4, eval_every=2, sequences=2, layers=2, width=16, heads=2, context=8)
+TINY = replace(TINY, eval_sequences=4)
+
+
+def run(framework="jax", strategy="allreduce", seed=0, losses=(3.0, 2.0), **changes):
+    """What a run leaves, with evaluations after 10, 20, ... steps."""
+    curve = [(10 * i, 0.1 * i, loss) for i, loss in enumerate(losses, 1)]
+    machine = {"cpu": "A", "cores": 2, "kernel": "B", "versions": {"jax": "1"}}
+    about = {"command": "", "date": "2026-11-22 12:00 UTC", "machine": machine}
+    ran = {"framework": framework, "strategy": strategy, "seed": seed, "curve": curve}
+    ran |= {"steps_per_call": 1, "at": "unlimited", "sent_per_step": 1e6, "parameters": 10}
+    ran |= {"seconds": {"1gbit": [0.1, 0.2, 0.3]}, "config": asdict(TINY), "about": about}
+    return ran | changes
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on import
+def test_both_frameworks_compute_the_same_loss_and_gradient(tmp_path):
+    import torch
+    from lm import ModelConfig, Transformer, loss_fn
+
+    from benchmarks.time_to_loss.torch_side import loss_of, make_model
+
+    write_task(TINY, 3, tmp_path / "3.npz")
+    task = read_task(tmp_path / "3.npz")
+    model = Transformer(ModelConfig(TINY.layers, TINY.width, TINY.heads, TINY.context))
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(model, p, task.held_out))(task.tree)
+    other = make_model(TINY, task.params)
+    found = loss_of(other, torch.from_numpy(task.held_out).long())
+    found.backward()
+    assert found.item() == pytest.approx(float(loss), rel=1e-6)
+    own = grads["block_1"]["mlp_in"]["kernel"]
+    theirs = other.get_submodule("block_1").mlp_in.weight.grad.numpy().T
+    np.testing.assert_allclose(theirs, own, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(
+        other.tokens.weight.grad.numpy(), grads["tokens"]["embedding"], rtol=1e-3, atol=1e-7
+    )
+
+
+def test_a_task_is_the_same_for_every_run_of_a_seed_and_cut_by_processes(tmp_path):
+    for seed, name in ((0, "a"), (0, "b"), (1, "c")):
+        write_task(TINY, seed, tmp_path / f"{name}.npz")
+    a, b, c = (read_task(tmp_path / f"{name}.npz") for name in "abc")
+    assert a.batches.shape == (4, 2, 2, 9)
+    assert a.held_out.shape == (4, 9)
+    assert (a.batches == b.batches).all()
+    assert (a.batches != c.batches).any()
+    assert (a.held_out == c.held_out).all()
+    assert a.rates[0] == 0.0
+    assert a.rates.max() == np.float32(TINY.learning_rate)
+    jax.tree.map(np.testing.assert_array_equal, a.tree, b.tree)
+    assert optax.tree.norm(a.tree) != optax.tree.norm(c.tree)
+
+
+def test_steps_until_a_loss():
+    assert steps_until([(10, 3.0), (20, 2.0)], 3.5) == 10
+    assert steps_until([(10, 3.0), (20, 2.0), (30, 2.5)], 2.25) == 17.5
+    assert steps_until([(10, 3.0)], 2.9) is None
+
+
+def test_results_compare_runs_of_the_same_seed():
+    other = run(strategy="powersgd-4", losses=(2.5, 2.0), sent_per_step=1e5)
+    slow = run("torch", "powersgd-4", losses=(3.0, 2.5))
+    unmatched = run(strategy="fp16", seed=1)
+    whole = run(strategy="powersgd-4", at="1gbit")
+    found = results([run(), other, slow, unmatched, whole])
+    assert list(found) == ["jax/allreduce", "jax/powersgd-4", "torch/powersgd-4"]
+    # 1% above 2.0 is 98% of the way from 3.0, and 96% of that from 2.5.
+    assert found["jax/allreduce"].until("1gbit") == pytest.approx(19.8 * 0.2)
+    assert found["jax/powersgd-4"].until("1gbit") == pytest.approx(19.6 * 0.2)
+    assert found["torch/powersgd-4"].until("1gbit") is None
+    assert found["jax/allreduce"].until("10gbit") is None
+
+
+def test_a_round_of_local_sgd_is_several_steps():
+    found = results([run(), run(strategy="local-sgd-2", steps_per_call=2)])
+    assert found["jax/local-sgd-2"].until("1gbit") == pytest.approx(19.8 * 0.1)
+
+
+def test_the_report_has_each_figure_and_a_check_of_the_product(tmp_path):
+    whole = run(strategy="powersgd-4", at="1gbit")
+    whole["curve"][-1] = (20, 4.4, 2.0)
+    runs = [run(), run(strategy="powersgd-4", sent_per_step=1e5), whole, run("torch", "powersgd-4")]
+    written = write_report(runs, asdict(TINY), tmp_path / "out")
+    text = written[0].read_text()
+    assert "| `jax/powersgd-4` | 1 | 2.000 | +0.0% | 0.100 | 10.0x | 20 |" in text
+    assert "| `jax/powersgd-4` | 200 | 120 to 280 | 4 s | 1.0x | 1.0x |" in text
+    assert "| `jax/powersgd-4` | 1gbit | 2.000 | 4 s | 4 s | +10.0% |" in text
+    assert written[1].stat().st_size > 1_000
+    with pytest.raises(ValueError, match="no finished run of jax/allreduce"):
+        write_report(runs, asdict(replace(TINY, steps=8)), tmp_path / "out")
+
+
+def test_the_page_shows_the_committed_runs(tmp_path):
+    runs = read_runs(RESULTS / "time_to_loss.jsonl")
+    text = write_report(runs, asdict(Config()), tmp_path / "out")[0].read_text()
+    assert text in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--runs", "allreduce"], "`--runs` takes framework/strategy"),
+        (["--runs", "torch/int8"], "which torch does not have"),
+        (["--runs", "jax/topk"], "`--strategies` has no 'topk'"),
+        (["--rates", "fast"], "`--rates` takes 'unlimited' or a rate"),
+        (["--seeds", "0"], "`--seeds` must be at least 1"),
+        (["--width", "100"], "width must be a multiple of heads"),
+        (["--samples", "1"], "`--samples` must be at least 2"),
+    ],
+)
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.torch
+def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
+    setting = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(TINY).items()]
+    wanted = ["--runs", "jax/allreduce,jax/local-sgd-2,torch/allreduce", "--rates", "100mbit"]
+    program = [sys.executable, "-m", "benchmarks.time_to_loss", *setting, *wanted]
+    program += ["--samples", "2", "--out", str(tmp_path / "out")]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        check_available()
+        with Network(1) as network:
+            network.shape(parse_rate("100mbit"))
+    except NetworkUnavailable:
+        assert done.returncode == command.EXIT_UNAVAILABLE
+        assert "Traceback" not in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    exact, local, torch = runs
+    assert [step for step, _, _ in exact["curve"]] == [2, 4]
+    assert torch["curve"][-1][2] == pytest.approx(exact["curve"][-1][2], rel=1e-4)
+    assert local["steps_per_call"] == 2
+    assert local["curve"][-1][2] != exact["curve"][-1][2]
+    assert len(exact["seconds"]["100mbit"]) == 2
+    assert exact["sent_per_step"] == pytest.approx(exact["payload"], rel=0.2, abs=4_000)
