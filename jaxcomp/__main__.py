@@ -80,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
                        help="(default: %(default)s)")  # fmt: skip
     stats.add_argument("--alternating", action="store_true", help="one-sided steps")
     _add_wire(stats)
-    stats.add_argument("--replicas", type=int, metavar="N", help="with int8: how many there are")
+    stats.add_argument(
+        "--replicas", type=int, metavar="N", help="with integers: how many there are"
+    )
     timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
     timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
     for command in (advice, stats):
@@ -102,7 +104,7 @@ def _command(commands: Any, name: str, summary: str, epilog: str) -> argparse.Ar
 
 def _add_wire(command: argparse.ArgumentParser) -> None:
     command.add_argument("--comm-dtype", metavar="DTYPE",
-                         help="of the factors: int8, bfloat16, float16 or float32")  # fmt: skip
+                         help="of factors: int8, int6, bfloat16, float16 or float32")  # fmt: skip
 
 
 def _add_network(command: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ _NUMBERED = {
     "diloco": "local-sgd with an outer Nesterov momentum",
 }
 _WITH_FACTORS = ("powersgd", "one-sided")
-_WIRES = {"fp16": "float16", "int8": "int8"}
+_WIRES = {"fp16": "float16", "int8": "int8", "int6": "int6"}
 _NOT_IN_TORCH = ("one-sided", "int8", "streaming", "diloco")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step

@@ -21,10 +21,12 @@ class Int4Layout(BlockLayout):
     """Two integers travel in a byte; at most 128 have a scale in common, rounded to nearest."""
 
     @classmethod
-    def of(cls, size: int, replicas: int, block_size: int | None = _BLOCK) -> Int4Layout:
+    def of(
+        cls, size: int, replicas: int, block_size: int | None = _BLOCK, bits: int = 4
+    ) -> Int4Layout:
         """Blocks of an even length, as equal as possible."""
         even = BlockLayout.of(size, replicas, block_size)
-        return cls(size, replicas, even.blocks, even.length + even.length % 2)
+        return cls(size, replicas, even.blocks, even.length + even.length % 2, bits)
 
     @property
     def row_bytes(self) -> int:

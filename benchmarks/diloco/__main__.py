@@ -19,64 +19,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.arguments import at_least, command_line
-from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, read_runs
-from benchmarks.convergence.training import Config, Trainer, corpus
+from benchmarks.convergence.report import read_runs
+from benchmarks.convergence.runs import Runs
+from benchmarks.convergence.training import Config
 from benchmarks.diloco.report import PAGE, paged
 from benchmarks.diloco.settings import INNER, Setting, in_longer, longer, parallel, search
 
-PACKAGES = ("jax", "flax", "optax")
 OUT = RESULTS / "diloco.jsonl"
 OTHER_ROUNDS = (8, 60)
 
 
-class Runs:
-    """Finished runs, and new ones."""
-
-    def __init__(self, path: Path, config: Config):
-        """`path` is of JSON lines."""
-        self.path, self.config = path, config
-        self._trainer: tuple[Setting, Trainer] | None = None  # the last one, compiled
-        self._losses = {
-            (Setting(**run["setting"]), run["seed"]): run["curve"][-1][1]
-            for run in read_runs(path)
-            if run["config"] == asdict(config)
-        }
-
-    def loss(self, setting: Setting, seed: int) -> float:
-        """The final held-out loss, trained for if it is not there."""
-        key = setting, seed
-        if key not in self._losses:
-            self._losses[key] = self._train(setting, seed)
-        return self._losses[key]
-
-    def _train(self, setting: Setting, seed: int) -> float:
-        if self._trainer is None or self._trainer[0] != setting:
-            tx = setting.build(self.config)
-            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus())
-            self._trainer = setting, trainer
-        done = self._trainer[1].run(seed)
-        final = done.curve[-1][1]
-        run = {
-            "setting": asdict(setting),
-            "seed": seed,
-            "curve": done.curve,
-            "bytes": sum(setting.bytes_sent(self.config)),
-            "seconds": round(done.seconds, 1),
-            "config": asdict(self.config),
-            "about": describe("benchmarks.diloco", PACKAGES),
-        }
-        append_run(self.path, run)
-        print(f"{setting.inner:6} {setting.label():58} {seed} {final:.4f}", flush=True)
-        return final
-
-
-def study(inner: str, runs: Runs, longer: Runs, seeds: int) -> None:
+def study(inner: str, runs: Runs[Setting], longer: Runs[Setting], seeds: int) -> None:
     """Makes what is missing; `longer` has the runs of `LONGER` times the steps."""
     exact, steps = parallel(inner, runs.loss), list(search(inner, runs.loss))
     chosen = steps[-1][1]
@@ -114,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     config = Config(steps=given.steps)
     if not given.report:
-        runs, more = Runs(given.out, config), Runs(given.out, longer(config))
+        runs, more = (
+            Runs(given.out, each, Setting, "benchmarks.diloco") for each in (config, longer(config))
+        )
         for inner in [given.inner] if given.inner else INNER:
             study(inner, runs, more, given.seeds)
     if given.out == OUT:

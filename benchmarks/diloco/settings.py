@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import optax
 
 import jaxcomp
+from benchmarks.convergence.optimizers import optimizer
 from benchmarks.convergence.training import AXIS, Config
 
 INNER = ("adamw", "muon")
-_MUON = 10.0  # its learning rate, times that of the parameters that Adam trains beside it
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Setting:
 
     def build(self, config: Config) -> Any:
         """The transformation, from local gradients to updates."""
-        inner = optax.chain(optax.clip_by_global_norm(1.0), self._inner(config))
+        inner = optimizer(self.inner, config, self.rate)
         if not self.local:
             return optax.chain(self._reducer() or jaxcomp.allreduce(axis_name=AXIS), inner)
         averaged = self.outer_rate == 1 and not self.outer_momentum
@@ -62,21 +61,6 @@ class Setting:
             average_inner_state=self.average_inner,
             start_step=round(self.start * config.steps),
         )
-
-    def _inner(self, config: Config) -> optax.GradientTransformation:
-        def schedule(highest: float) -> optax.Schedule:
-            warm = max(1, config.steps // 10)
-            return optax.warmup_cosine_decay_schedule(
-                0.0, highest, warm, max(2, config.steps), 0.05 * highest
-            )
-
-        if self.inner == "adamw":
-            return optax.adamw(schedule(self.rate), weight_decay=0.01)
-        each: dict[Any, optax.GradientTransformation] = {
-            "muon": optax.contrib.muon(schedule(_MUON * self.rate)),
-            "adam": optax.adam(schedule(self.rate), nesterov=True),
-        }
-        return optax.partition(each, _in_blocks)
 
     def _reducer(self) -> Any:
         if not self.int8:
@@ -111,15 +95,6 @@ class Setting:
         moments = ", moments too" * self.average_inner
         start = f", after {self.start:.0%} data parallel" if self.start else ""
         return f"H={self.every}, {outer}, rate {self.rate:g}{moments}{start}{wire}"
-
-
-def _in_blocks(params: Any) -> Any:
-    """Muon's for the matrices of the blocks; embeddings, output and norms go to Adam."""
-
-    def one(path: Any, leaf: Any) -> str:
-        return "muon" if path[0].key.startswith("block") and leaf.ndim == 2 else "adam"
-
-    return jax.tree_util.tree_map_with_path(one, params)
 
 
 # A line changes some fields and leaves the others at the best so far; its own best is the next

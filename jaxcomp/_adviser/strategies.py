@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.model import (
     Traffic,
@@ -19,6 +17,7 @@ from jaxcomp._adviser.model import (
 )
 from jaxcomp._adviser.shapes import count_values
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.leaves import Integers
 from jaxcomp._base.typing import PyTree
 from jaxcomp._bytes.local_stats import local_sgd_stats
 from jaxcomp._bytes.stats import compression_stats, quantized_stats
@@ -107,7 +106,7 @@ class Strategies:
         )
         work *= interpolate(constants.one_sided if alternating else constants.powersgd, rank)
         software = constants.allreduce
-        if self.comm_dtype == jnp.int8:
+        if isinstance(self.comm_dtype, Integers):
             # As with int8 gradients: an all-to-all and an all-gather in place of each all-reduce.
             software = constants.exchange
             rounding = int8_factors_work(plans, constants.memory_bandwidth, alternating=alternating)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +15,24 @@ from jaxcomp._base.checks import ParameterError
 from jaxcomp._base.typing import Array, KeyPath
 
 _WIRE = ("float32", "bfloat16", "float16")
-_FACTORS = (*_WIRE, "int8")
 # A residual may exceed what float16 holds, and would then be infinite for ever.
 _STORAGE = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Signed integers on the wire, with a scale for each block; of six bits there is no dtype."""
+
+    bits: int
+
+    @property
+    def name(self) -> str:
+        """As users write it."""
+        return f"int{self.bits}"
+
+
+_INTEGERS = {wire.name: wire for wire in (Integers(8), Integers(6))}
+_FACTORS = (*_WIRE, *_INTEGERS)
 
 
 def leaf_name(path: KeyPath) -> str:
@@ -80,12 +96,15 @@ def checked_dtype(name: str, dtype: Any) -> Any:
 
 
 def checked_factor_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of factors on the wire as a NumPy dtype, or None.
+    """`dtype` of factors on the wire as a NumPy dtype or `Integers`, or None.
 
     Raises:
-      ValueError: If it is not one of float32, bfloat16, float16 and int8.
+      ValueError: If it is not one of float32, bfloat16, float16, int8 and int6.
     """
-    return _checked(name, dtype, _FACTORS)
+    if isinstance(dtype, Integers):
+        return dtype
+    known = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+    return _INTEGERS.get(known or "") or _checked(name, dtype, _FACTORS)
 
 
 def checked_residual_dtype(dtype: Any) -> Any:

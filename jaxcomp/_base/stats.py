@@ -112,7 +112,7 @@ def needed_replicas(replicas: int | None) -> int:
     if replicas is None:
         raise ParameterError(
             "replicas",
-            "is missing: with int8 on the wire arrays are cut into one share for each replica. "
+            "is missing: with integers on the wire arrays are cut into one share for each replica. "
             "Pass how many there are.",
         )
     return replicas

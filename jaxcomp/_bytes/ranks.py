@@ -79,8 +79,9 @@ def ranks_by_spectrum(
         the ratio of `compression_stats`.
       adaptive: Whether the optimizer scales gradients by their size, as Adam does.
       comm_dtype: As for `powersgd`; where it is given, `ratio` is of bytes, the ratio of
-        `compression_stats`. With int8 a value of an uncompressed leaf costs as much as four of a
-        factor, so that fewer leaves are left alone. (Shares that cannot be equal add a little.)
+        `compression_stats`. With integers a value of an uncompressed leaf costs as much as four or
+        five of a factor, so that fewer leaves are left alone. (Shares that cannot be equal add a
+        little.)
       min_compression_rate: As for `powersgd`; pass the same to both.
       matrix_dims: As for `powersgd`; pass the same to both.
 

@@ -28,13 +28,13 @@ def compression_stats(
       rank: As for `powersgd`.
       min_compression_rate: As for `powersgd`.
       comm_dtype: As for `powersgd`. XLA's CPU backend sends bfloat16 as float32; the figure is the
-        one of backends that have the dtype on the wire. With int8 the figures are the bytes that
-        each replica hands to the all-to-alls, scales and padding included, which are also those
-        that it gets from the all-gathers: they compare with those of an all-reduce.
+        one of backends that have the dtype on the wire. With integers the figures are the bytes
+        that each replica hands to the all-to-alls, scales and padding included, which are also
+        those that it gets from the all-gathers: they compare with those of an all-reduce.
       matrix_dims: As for `powersgd`.
       alternating: As for `powersgd`; the figures are then the mean of two steps that follow each
         other, one with the left factors and one with the right.
-      replicas: Number of replicas. Needed for int8, where arrays are cut into as many shares.
+      replicas: Number of replicas. Needed for integers, where arrays are cut into as many shares.
 
     Returns:
       The payload per replica in bytes, per leaf and in total. A ring all-reduce over ``n`` replicas

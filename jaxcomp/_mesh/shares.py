@@ -1,9 +1,9 @@
 """A mean in shares: replica ``k`` sums share ``k`` of everything, and sends the mean to everybody.
 
 An all-to-all and an all-gather, which together carry what a ring all-reduce would. In between a
-share is decoded, so that what travels need not be what is summed: 8-bit integers with a scale for
-each block (`BlockLayout`), or values as they are (`ExactLayout`). A sum of int8 values on the wire
-would overflow; here none is taken.
+share is decoded, so that what travels need not be what is summed: integers of 8 or 6 bits with a
+scale for each block (`BlockLayout`), or values as they are (`ExactLayout`). A sum of integers on
+the wire would overflow; here none is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
 
-_LEVELS = 127  # -127 .. 127: symmetric, so that a gradient and its negative are treated alike
 _SCALE_BYTES = 4
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
@@ -36,18 +35,29 @@ class BlockLayout:
     replicas: int
     blocks: int
     length: int
+    bits: int = 8  # of an integer, or 6: four of these in three bytes
 
     @classmethod
-    def of(cls, size: int, replicas: int, block_size: int | None) -> BlockLayout:
+    def of(cls, size: int, replicas: int, block_size: int | None, bits: int = 8) -> BlockLayout:
         """Blocks of at most `block_size` values, as equal as possible so that little is padded."""
         share = _quotient_up(size, replicas)
         blocks = _quotient_up(share, block_size or max(share, 1))
-        return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)))
+        return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)), bits)
+
+    @property
+    def levels(self) -> int:
+        """Of either sign: symmetric, so that a gradient and its negative are treated alike."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def _integer_bytes(self) -> int:
+        count = self.blocks * self.length
+        return count if self.bits == 8 else 3 * _quotient_up(count, 4)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one share with its scales."""
-        return _whole_words(self.blocks * (self.length + _SCALE_BYTES))
+        return _whole_words(self._integer_bytes + self.blocks * _SCALE_BYTES)
 
     @property
     def wire_bytes(self) -> int:
@@ -66,14 +76,19 @@ class BlockLayout:
 
     def encode(self, blocks: Array, key: Array | None) -> Array:
         """Blocks ``(n, blocks, length)`` as ``(n, row_bytes)`` int8; rounded at random by a key."""
-        integers, scales = _quantize(blocks, key)
+        integers, scales = _quantize(blocks, self.levels, key)
+        if self.bits == 6:
+            integers = _packed(integers.reshape(integers.shape[0], -1))
         return _rows([integers, lax.bitcast_convert_type(scales, jnp.int8)], self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
         """The inverse of `encode`, in the floating dtype asked for."""
-        n, count = rows.shape[0], self.blocks * self.length
-        integers = rows[:, :count].reshape(n, self.blocks, self.length)
-        scales = rows[:, count : count + self.blocks * _SCALE_BYTES]
+        n, used = rows.shape[0], self._integer_bytes
+        integers = rows[:, :used]
+        if self.bits == 6:
+            integers = _unpacked(integers)[:, : self.blocks * self.length]
+        integers = integers.reshape(n, self.blocks, self.length)
+        scales = rows[:, used : used + self.blocks * _SCALE_BYTES]
         scales = lax.bitcast_convert_type(
             scales.reshape(n, self.blocks, 1, _SCALE_BYTES), jnp.float32
         )
@@ -213,14 +228,14 @@ def _mean_of_rows(x: Array) -> Array:
     return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
 
 
-def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
-    """Integers of the shape of `x`, and a float32 scale for each of its last axes.
+def _quantize(x: Array, levels: int, key: Array | None) -> tuple[Array, Array]:
+    """Integers up to `levels` in the shape of `x`, and a float32 scale for each of its last axes.
 
     A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
     that the scale would be subnormal.
     """
     top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
-    scale = (top / _LEVELS).astype(jnp.float32)
+    scale = (top / levels).astype(jnp.float32)
     # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
     # sum does; that of x - x is 0 or NaN.
     finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
@@ -230,8 +245,29 @@ def _quantize(x: Array, key: Array | None) -> tuple[Array, Array]:
         rounded = jnp.round(scaled)
     else:
         rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
-    integers = jnp.where(usable, jnp.clip(rounded, -_LEVELS, _LEVELS), 0).astype(jnp.int8)
+    integers = jnp.where(usable, jnp.clip(rounded, -levels, levels), 0).astype(jnp.int8)
     return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
+
+
+def _packed(integers: Array) -> Array:
+    """6-bit integers ``(n, count)``, four in three bytes: ``(n, 3 * ceil(count / 4))`` int8."""
+    padded = jnp.pad(integers, ((0, 0), (0, -integers.shape[1] % 4)))
+    # Shifts of unsigned bytes drop what leaves them, and carry no sign.
+    a, b, c, d = jnp.moveaxis(
+        lax.bitcast_convert_type(padded, jnp.uint8).reshape(padded.shape[0], -1, 4) & 63, -1, 0
+    )
+    three = jnp.stack([a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)], axis=-1)
+    return lax.bitcast_convert_type(three, jnp.int8).reshape(padded.shape[0], -1)
+
+
+def _unpacked(packed: Array) -> Array:
+    """The inverse of `_packed`, with up to three zeros at the end."""
+    x, y, z = jnp.moveaxis(
+        lax.bitcast_convert_type(packed, jnp.uint8).reshape(packed.shape[0], -1, 3), -1, 0
+    )
+    four = jnp.stack([x, (x >> 6) | (y << 2), (y >> 4) | (z << 4), z >> 2], axis=-1) & 63
+    signed = lax.bitcast_convert_type(four ^ 32, jnp.int8) - 32
+    return signed.reshape(packed.shape[0], -1)
 
 
 def _rows(arrays: Sequence[Array], row_bytes: int) -> Array:

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxcomp._base.leaves import Integers
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import PyTree
 from jaxcomp._lowrank.matricize import LeafPlan
 from jaxcomp._mesh.shares import ExactLayout
-from jaxcomp._reducers.int8_factors import factor_layout
+from jaxcomp._reducers.integer_factors import factor_layout
 from jaxcomp._reducers.powersgd_step import Options
 
 
@@ -24,8 +25,8 @@ def count_bytes(
     wire = options.wire_dtype(plan.dtype for plan in plans)
     if step is not None and step < options.start_step:
         return CompressionStats.of(dense_leaves(params, wire))
-    if options.int8_factors:
-        wire, replicas = options.comm_dtype, needed_replicas(replicas)
+    if options.integers is not None:
+        wire, replicas = options.integers, needed_replicas(replicas)
     leaves = []
     for plan, leaf in zip(plans, dense_leaves(params), strict=True):
         p, q = leaf_bytes(plan, wire, replicas)
@@ -41,12 +42,12 @@ def count_bytes(
 def leaf_bytes(plan: LeafPlan, wire: Any, replicas: int | None) -> tuple[int, int]:
     """Of the left and the right factor; of a leaf that is not compressed all, and 0."""
     if plan.view is None:
-        if wire == jnp.int8:
+        if isinstance(wire, Integers):
             return ExactLayout(plan.size, replicas or 1, plan.dtype).wire_bytes, 0
         return plan.size * wire.itemsize, 0
     p, q = (
-        factor_layout(shape, replicas or 1).wire_bytes
-        if wire == jnp.int8
+        factor_layout(shape, replicas or 1, wire.bits).wire_bytes
+        if isinstance(wire, Integers)
         else math.prod(shape) * wire.itemsize
         for shape in (plan.p_shape, plan.q_shape)
     )

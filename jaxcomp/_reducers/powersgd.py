@@ -104,7 +104,7 @@ def powersgd(
     residual grows like the square root of the step count, and this one stays bounded.
 
     Leaves that are not compressed ride along in the first all-reduce, so a step takes two
-    all-reduces, whatever the number of leaves. With int8 on the wire each of the two becomes an
+    all-reduces, whatever the number of leaves. With integers on the wire each of the two becomes an
     all-to-all and an all-gather, as in `quantized_allreduce`: columns of the factors in blocks of
     at most 128 integers with a scale, the other leaves unrounded, sums in float32.
 
@@ -140,9 +140,10 @@ def powersgd(
         needed here: zero columns are safe with 0.
       seed: Seeds the first (or with ``warm_start=False`` every) right factor.
       comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
-        where a gradient is). int8 is for the factors only: leaves that are not compressed, which
-        have no residual to keep a rounding, go in their own dtype, and the exact averages before
-        `start_step` as with None. The state is the same for all of them.
+        where a gradient is). int8 and ``"int6"`` (four integers in three bytes) are for the
+        factors only: leaves that are not compressed, which have no residual to keep a rounding, go
+        in their own dtype, and the exact averages before `start_step` as with None. The state is
+        the same for all of them.
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.leaves import compute_dtype, widest
+from jaxcomp._base.leaves import Integers, compute_dtype, widest
 from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank import grouped
 from jaxcomp._lowrank.cholesky_qr import ROUNDS, ROUNDS_TO_SPAN
@@ -34,7 +34,7 @@ from jaxcomp._mesh.axes import (
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.weights import Weight, WeightedMeans, weighted_mean
 from jaxcomp._reducers.contract import all_finite
-from jaxcomp._reducers.int8_factors import reduce_int8
+from jaxcomp._reducers.integer_factors import reduce_integers
 from jaxcomp._reducers.opening import nan_unless
 
 
@@ -65,13 +65,13 @@ class Options:
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
     @property
-    def int8_factors(self) -> bool:
-        """Whether factors travel as integers; the rest then goes as without a `comm_dtype`."""
-        return self.comm_dtype == jnp.dtype(jnp.int8)
+    def integers(self) -> Integers | None:
+        """As which integers factors travel; the rest then goes as without a `comm_dtype`."""
+        return self.comm_dtype if isinstance(self.comm_dtype, Integers) else None
 
     def wire_dtype(self, dtypes: Iterable[Any]) -> Any:
         """What goes on the wire for gradients of these dtypes, in an all-reduce."""
-        if self.comm_dtype is None or self.int8_factors:
+        if self.comm_dtype is None or self.integers is not None:
             return widest(dtypes)
         return self.comm_dtype
 
@@ -429,8 +429,11 @@ class Step:
         if self.after is not None:
             parts = nan_unless(self.after, parts)
         axis_name = self.options.axis_name
-        if self.options.int8_factors:
-            by_shares = functools.partial(reduce_int8, axis_name=axis_name, thin=thin)
+        integers = self.options.integers
+        if integers is not None:
+            by_shares = functools.partial(
+                reduce_integers, axis_name=axis_name, thin=thin, bits=integers.bits
+            )
             return weighted_mean(by_shares, parts, weight, axis_name, weighed=weighed)
         mean = functools.partial(
             reduce_mean,

@@ -7,6 +7,7 @@ import pytest
 
 import benchmarks.diloco.__main__ as diloco
 from benchmarks.convergence.report import read_runs
+from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.diloco import report
 from benchmarks.diloco.settings import LINES, Setting, in_longer, longer, parallel, search
@@ -47,10 +48,10 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
     path = tmp_path / "runs.jsonl"
     setting = Setting("muon", every=2, outer_rate=1.0, outer_momentum=0.0, start=0.5)
     with jax.numpy_dtype_promotion("standard"):  # what optax.contrib.muon needs
-        loss = diloco.Runs(path, TINY).loss(setting, 0)
+        loss = Runs(path, TINY, Setting, "benchmarks.diloco").loss(setting, 0)
     assert 3 < loss < 8
-    assert capsys.readouterr().out.startswith("muon   H=2, average, rate 0.002, after 50% data")
-    assert diloco.Runs(path, TINY).loss(setting, 0) == loss
+    assert capsys.readouterr().out.startswith("H=2, average, rate 0.002, after 50% data")
+    assert Runs(path, TINY, Setting, "benchmarks.diloco").loss(setting, 0) == loss
     (run,) = read_runs(path)
     assert run["bytes"] == sum(setting.bytes_sent(TINY))
     assert not capsys.readouterr().out

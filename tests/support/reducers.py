@@ -43,6 +43,7 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "powersgd-no-feedback": powersgd(error_feedback=False),
     "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16)(0),
     "powersgd-int8": powersgd(comm_dtype=jnp.int8),
+    "powersgd-int6": powersgd(comm_dtype="int6"),
     "batched": batched(),
     "int8": quantized(),
     "int8-stochastic": quantized(rounding="stochastic"),

@@ -223,7 +223,10 @@ def test_a_measured_link_is_used_when_none_is_given():
         ({"step_time": "0ms"}, "`step_time` must be positive"),
         ({"backward_overlap": 1.5}, "`backward_overlap` must be"),
         ({"ranks": [0]}, "`ranks` must be a positive integer"),
-        ({"comm_dtype": "int4"}, "`comm_dtype` must be one of float32, bfloat16, float16, int8"),
+        (
+            {"comm_dtype": "int4"},
+            "`comm_dtype` must be one of float32, bfloat16, float16, int8, int6",
+        ),
         ({"sync_every": 0}, "`sync_every` must be"),
         ({"device": "abacus"}, "`device` must be one of gpu, cpu"),
         ({"min_compression_rate": -1}, "`min_compression_rate` must be"),
@@ -317,7 +320,9 @@ def test_stats_are_compression_stats(shapes, capsys):
 def test_int8_on_the_command_line(shapes, capsys):
     command = ["stats", f"--params={shapes}", "--rank=4", "--comm-dtype=int8"]
     assert main(command) == 2
-    assert capsys.readouterr().err.startswith("error: --replicas is missing: with int8 on the wire")
+    assert capsys.readouterr().err.startswith(
+        "error: --replicas is missing: with integers on the wire"
+    )
     assert main([*command, "--replicas=8"]) == 0
     stats = jaxcomp.compression_stats(PARAMS, rank=4, comm_dtype="int8", replicas=8)
     assert capsys.readouterr().out == f"{stats}\n"

@@ -23,7 +23,10 @@ import jaxcomp
         ({"start_step": 0.5}, "`start_step`"),
         ({"min_compression_rate": -1.0}, "`min_compression_rate`"),
         ({"min_compression_rate": float("nan")}, "`min_compression_rate`"),
-        ({"comm_dtype": "int7"}, "`comm_dtype` must be one of float32, bfloat16, float16, int8 or"),
+        (
+            {"comm_dtype": "int7"},
+            "`comm_dtype` must be one of float32, bfloat16, float16, int8, int6",
+        ),
         ({"comm_dtype": jnp.int16}, "`comm_dtype`"),
         ({"residual_dtype": "nonsense"}, "`residual_dtype`"),
         ({"residual_dtype": "float16"}, "`residual_dtype` must be one of float32, bfloat16"),

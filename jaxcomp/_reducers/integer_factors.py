@@ -1,4 +1,4 @@
-"""PowerSGD's factors as 8-bit integers on the wire, and what rides along with them as it is."""
+"""PowerSGD's factors as integers on the wire, and what rides along with them as it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxcomp._reducers.contract import all_finite
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
 
 
-def factor_layout(shape: tuple[int, ...], replicas: int) -> BlockLayout:
+def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
     """Blocks along the columns of a ``(*batch, n, r)`` factor, which is sent column by column.
 
     The columns differ in size by orders of magnitude and the integers of a block share their scale.
@@ -28,11 +28,13 @@ def factor_layout(shape: tuple[int, ...], replicas: int) -> BlockLayout:
     """
     column = shape[-2]
     block = math.ceil(column / math.ceil(column / _BLOCK))
-    return BlockLayout.of(math.prod(shape), replicas, block)
+    return BlockLayout.of(math.prod(shape), replicas, block, bits)
 
 
-def reduce_int8(parts: Sequence[Array], axis_name: AxisName, *, thin: int) -> Reduced:
-    """Averages factors as int8 and the other parts exactly, in an all-to-all and an all-gather.
+def reduce_integers(
+    parts: Sequence[Array], axis_name: AxisName, *, thin: int, bits: int
+) -> Reduced:
+    """Averages factors as integers and the other parts exactly, in an all-to-all and an all-gather.
 
     The counterpart of `reduce_mean`. Beside mesh axes that are left to the compiler, the parts that
     are no factors keep their shapes and so their shardings, in an all-reduce for each dtype.
@@ -41,6 +43,7 @@ def reduce_int8(parts: Sequence[Array], axis_name: AxisName, *, thin: int) -> Re
       parts: `thin` factors ``(*batch, n, r)``, then arrays of any shapes and floating dtypes.
       axis_name: The mapped axis or axes.
       thin: How many of the parts are factors.
+      bits: Of an integer.
 
     Returns:
       Means and sent with the parts' shapes and dtypes.
@@ -50,7 +53,7 @@ def reduce_int8(parts: Sequence[Array], axis_name: AxisName, *, thin: int) -> Re
     # CPU backend is ten times slower at that form, and from decoding the factors anew for every
     # value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
     columns = [lax.optimization_barrier(x).mT for x in factors]
-    layouts: list[Layout] = [factor_layout(x.shape, replicas) for x in factors]
+    layouts: list[Layout] = [factor_layout(x.shape, replicas, bits) for x in factors]
     if other_axes():
         reduced = mean_by_shares(columns, layouts, axis_name)
         others = mean_each(dense, axis_name)

@@ -1,4 +1,4 @@
-"""`powersgd(comm_dtype=jnp.int8)`: factors as 8-bit integers, everything else as it is."""
+"""`powersgd(comm_dtype=jnp.int8)` and "int6": factors as integers, everything else as it is."""
 
 import math
 
@@ -16,7 +16,8 @@ from reference import orthogonalize
 from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
 
 import jaxcomp
-from jaxcomp._reducers.int8_factors import reduce_int8
+from jaxcomp._mesh.shares import BlockLayout
+from jaxcomp._reducers.integer_factors import reduce_integers
 
 
 def reducer(rank=2, **options):
@@ -24,12 +25,12 @@ def reducer(rank=2, **options):
     return shared_powersgd(rank, axis_name=AXIS, **usual | options)
 
 
-def rounded(blocks):
-    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+def rounded(blocks, levels):
+    scale = np.abs(blocks).max(-1, keepdims=True) / levels
     return np.where(scale == 0, 0, scale * np.rint(blocks / np.where(scale == 0, 1, scale)))
 
 
-def int8_mean(own):
+def integer_mean(own, levels=127):
     """Mean, and contributions as sent, of factors ``(replicas, n, r)``: from the definition."""
     replicas, n, r = own.shape
     per_column = math.ceil(n / 128)
@@ -38,26 +39,26 @@ def int8_mean(own):
     length = math.ceil(share / blocks)
     flat = np.zeros((replicas, replicas * blocks * length))
     flat[:, : n * r] = own.transpose(0, 2, 1).reshape(replicas, -1)
-    sent = rounded(flat.reshape(replicas, replicas, blocks, length))
+    sent = rounded(flat.reshape(replicas, replicas, blocks, length), levels)
     mean = sent.mean(0)
-    output = rounded(mean)
+    output = rounded(mean, levels)
     for k in range(replicas):
         sent[k, k] += replicas * (output[k] - mean[k])
     columns = [x.reshape(-1)[: n * r].reshape(r, n).T for x in (output, *sent)]
     return columns[0], np.stack(columns[1:])
 
 
-def reference(m, q):
+def reference(m, q, levels=127):
     """One step from matrices ``(replicas, rows, cols)``: output, new residuals, new factor."""
-    p = orthogonalize(int8_mean(m @ orthogonalize(q))[0])
-    q, own = int8_mean(m.transpose(0, 2, 1) @ p)
+    p = orthogonalize(integer_mean(m @ orthogonalize(q), levels)[0])
+    q, own = integer_mean(m.transpose(0, 2, 1) @ p, levels)
     return p @ q.T, m - p @ own.transpose(0, 2, 1), q
 
 
-def one_sided(m, basis):
+def one_sided(m, basis, levels=127):
     """Likewise with left factors only, from the right ones."""
     basis = orthogonalize(basis)
-    p, own = int8_mean(m @ basis)
+    p, own = integer_mean(m @ basis, levels)
     return p @ basis.T, m - own @ basis.T, p
 
 
@@ -72,19 +73,22 @@ def step_by_step(mapping, tx, grads):
 
 
 @pytest.mark.parametrize(
-    ("mapping", "alternating"), [*((m, False) for m in MAPPINGS), ("vmap", True)]
+    ("mapping", "alternating", "bits"),
+    [*((m, False, 8) for m in MAPPINGS), ("vmap", True, 8), ("shard_map", False, 6)],
 )
-def test_equals_the_numpy_reference(mapping, alternating):
-    n, rank = 3, 2
+def test_equals_the_numpy_reference(mapping, alternating, bits):
+    n, rank, levels = 3, 2, 2 ** (bits - 1) - 1
     grads = random_grads(SHAPES, n, 1 if alternating else 3)
-    level, close, seen = 0.1, 0, 0  # a level is 1/127 of some 10, on a few factors' entries
+    level, close, seen = 10 / levels, 0, 0  # on a few factors' entries
     for now, outputs, old, new in step_by_step(
-        mapping, reducer(rank, **({"alternating": True} if alternating else {})), grads
+        mapping,
+        reducer(rank, comm_dtype=f"int{bits}", **({"alternating": True} if alternating else {})),
+        grads,
     ):
         for name in COMPRESSED:
             m = as_matrix(name, now[name][:, 0]) + as_matrix(name, old.residual[name])
             step = one_sided if alternating else reference
-            output, residual, factor = step(m, np.asarray(old.q[name], np.float64))
+            output, residual, factor = step(m, np.asarray(old.q[name], np.float64), levels)
             found = new.p if alternating else new.q
             errors = [
                 as_matrix(name, outputs[name]) - output,
@@ -104,6 +108,7 @@ def test_equals_the_numpy_reference(mapping, alternating):
     "options",
     [
         {},
+        {"comm_dtype": "int6"},
         {"alternating": True},
         {"start_step": 1},
         {"warm_start": False},
@@ -122,6 +127,19 @@ def test_nothing_is_lost(options):
         total = np.asarray(outputs[name], np.float64).sum(0)
         total += np.asarray(state.residual[name], np.float64).mean(0)
         np.testing.assert_allclose(total, given, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 5, 24, 129])
+def test_six_bits_are_the_integers_that_eight_would_hold(size):
+    """Four integers in three bytes and back: every level, either sign, any length."""
+    levels = np.arange(-31, 32)
+    values = np.resize(np.concatenate([[31], levels]), (2, 3, size)).astype(np.float32)
+    values[..., 0] = 31  # so that the scale is 1
+    layout = BlockLayout(values[0].size * 2, 2, 3, size, bits=6)
+    rows = layout.encode(jnp.asarray(values), None)
+    assert rows.shape == (2, layout.row_bytes)
+    assert layout.row_bytes == 4 * math.ceil((3 * math.ceil(3 * size / 4) + 3 * 4) / 4)
+    np.testing.assert_array_equal(layout.decode(rows, jnp.float32), values)
 
 
 def test_error_feedback_around_it_keeps_what_its_own_residual_would():
@@ -174,7 +192,7 @@ def test_columns_of_different_size_are_rounded_apart():
     n = 4
     size = jnp.array([1e3, 1.0, 1e-3, 1e-6])
     factors = jax.random.normal(jax.random.key(0), (n, 256, 4)) * size
-    mean = jax.vmap(lambda x: reduce_int8([x], AXIS, thin=1).means[0], axis_name=AXIS)
+    mean = jax.vmap(lambda x: reduce_integers([x], AXIS, thin=1, bits=8).means[0], axis_name=AXIS)
     error = np.abs(jax.jit(mean)(factors)[0] - factors.mean(0)).max(0)
     assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
 
@@ -276,13 +294,16 @@ def wire_of(tx, params, n):
     return found
 
 
-@pytest.mark.parametrize(("n", "rank", "alternating"), [(8, 3, False), (8, 3, True), (3, 1, True)])
-def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alternating):
+@pytest.mark.parametrize(
+    ("n", "rank", "alternating", "wire"),
+    [(8, 3, False, "int8"), (8, 3, True, "int8"), (3, 1, True, "int8"), (8, 3, False, "int6")],
+)
+def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alternating, wire):
     dims = lambda path, leaf: (  # noqa: E731
         jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,)) if leaf.ndim == 3 else
         jaxcomp.MatrixDims(rows=(1,), cols=(0,)) if leaf.ndim == 2 else None
     )  # fmt: skip
-    arguments = {"matrix_dims": dims, "alternating": alternating, "comm_dtype": jnp.int8}
+    arguments = {"matrix_dims": dims, "alternating": alternating, "comm_dtype": wire}
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **arguments)
     stats = jaxcomp.compression_stats(PARAMS, rank=rank, replicas=n, **arguments)
     # Alternating steps have one of each in either branch of a conditional.
@@ -307,7 +328,7 @@ def test_exact_averages_before_start_step_are_one_all_reduce():
 
 
 def test_the_stats_want_to_know_how_many_replicas_there_are():
-    with pytest.raises(ValueError, match="`replicas` is missing: with int8 on the wire"):
+    with pytest.raises(ValueError, match="`replicas` is missing: with integers on the wire"):
         jaxcomp.compression_stats(PARAMS, comm_dtype="int8")
     with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
         jaxcomp.compression_stats(PARAMS, replicas=0)

@@ -1,0 +1,87 @@
+"""Runs that are made once: a file of JSON lines, and what is not in it yet."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from benchmarks.common.machine import describe
+from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.convergence.training import Config, Trainer, corpus
+
+PACKAGES = ("jax", "flax", "optax")
+
+
+class AnySetting(Protocol):
+    """A dataclass that says how a run is made."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local(self) -> bool:
+        """Whether parameters differ between replicas."""
+        ...
+
+    def build(self, config: Config) -> Any:
+        """The transformation, from local gradients to updates."""
+        ...
+
+    def bytes_sent(self, config: Config) -> list[int]:
+        """By each replica, in each step."""
+        ...
+
+    def label(self) -> str:
+        """It in a few words."""
+        ...
+
+
+S = TypeVar("S", bound=AnySetting)
+
+
+class Runs(Generic[S]):
+    """Finished runs, and new ones."""
+
+    def __init__(self, path: Path, config: Config, kind: type[S], program: str):
+        """Reads what is there.
+
+        Args:
+          path: Of the JSON lines.
+          config: What all runs have in common; those with another one do not count.
+          kind: Of the settings.
+          program: The module whose runs these are.
+        """
+        self.path, self.config, self._program = path, config, program
+        self._trainer: tuple[S, Trainer] | None = None  # the last one, compiled
+        self._losses = {
+            (kind(**run["setting"]), run["seed"]): run["curve"][-1][1]
+            for run in read_runs(path)
+            if run["config"] == asdict(config)
+        }
+
+    def loss(self, setting: S, seed: int) -> float:
+        """The final held-out loss, trained for if it is not there."""
+        key = setting, seed
+        if key not in self._losses:
+            self._losses[key] = self._train(setting, seed)
+        return self._losses[key]
+
+    def _train(self, setting: S, seed: int) -> float:
+        if self._trainer is None or self._trainer[0] != setting:
+            tx = setting.build(self.config)
+            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus())
+            self._trainer = setting, trainer
+        done = self._trainer[1].run(seed)
+        run = {
+            "setting": asdict(setting),
+            "seed": seed,
+            "curve": done.curve,
+            "bytes": sum(setting.bytes_sent(self.config)),
+            "seconds": round(done.seconds, 1),
+            "config": asdict(self.config),
+            "about": describe(self._program, PACKAGES),
+        }
+        append_run(self.path, run)
+        final = done.curve[-1][1]
+        print(f"{setting.label():66} {seed} {final:.4f}", flush=True)
+        return final
