@@ -59,7 +59,7 @@ class Model:
 
     def loss(self, seed: int) -> float:
         """The final held-out loss, nats per byte."""
-        return self.trainer.run(seed)[0][-1][1]
+        return self.trainer.run(seed).curve[-1][1]
 
 
 def study(path: Path, seeds: int) -> None:

@@ -1,0 +1,91 @@
+"""What compression costs behind AdamW, Muon, SGD with momentum, Lion and Adafactor.
+
+    python -m benchmarks.optimizers                        # what is missing; the report
+    python -m benchmarks.optimizers --optimizers muon      # one of them
+    python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
+
+For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
+0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
+and two seeds of four times the steps. The model, the data and the simulated replicas are those of
+`benchmarks.convergence`.
+
+Every finished run is appended to benchmarks/results/optimizers.jsonl and not made again: stop the
+command whenever you like and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.arguments import at_least, command_line, listed, one_of
+from benchmarks.common.paths import RESULTS
+from benchmarks.convergence.report import read_runs
+from benchmarks.convergence.runs import Runs
+from benchmarks.convergence.training import Config
+from benchmarks.optimizers.report import PAGE, best, paged
+from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
+
+OUT = RESULTS / "optimizers.jsonl"
+LONG_SEEDS = 2
+
+
+def study(optimizer: str, runs: Runs[Setting], more: Runs[Setting], seeds: int) -> None:
+    """Makes what is missing; `more` has the runs of four times the steps."""
+    main = optimizer in MAIN
+    exact = best(optimizer, runs.loss)
+    for setting in (exact, *frontier(exact, full=main)):
+        for seed in range(seeds if main else 1):
+            runs.loss(setting, seed)
+    if main:
+        for setting in (exact, replace(exact, rank=21, wire="int6")):
+            for seed in range(min(LONG_SEEDS, seeds)):
+                more.loss(setting, seed)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
+    parser = command_line("benchmarks.optimizers", __doc__)
+    add, shown = parser.add_argument, " (default: %(default)s)"
+    add("--optimizers", default=",".join(GRID), help="which" + shown)
+    add("--seeds", type=int, default=3, help="of AdamW and Muon" + shown)
+    add("--steps", type=int, default=480, help="of each run" + shown)
+    add("--out", type=Path, default=OUT, help="the runs" + shown)
+    add("--report", action="store_true", help="only write the tables anew")
+    given = parser.parse_args(argv)
+    try:
+        at_least("--seeds", given.seeds, 1)
+        at_least("--steps", given.steps, 60)
+        given.optimizers = listed("--optimizers", given.optimizers, one_of("--optimizers", GRID))
+    except ValueError as error:
+        parser.error(str(error))
+    if given.steps % 60:
+        parser.error(f"`--steps` must be a multiple of 60, got {given.steps}.")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    given = parse(argv)
+    config = Config(steps=given.steps)
+    if not given.report:
+        runs, more = (
+            Runs(given.out, each, Setting, "benchmarks.optimizers")
+            for each in (config, longer(config))
+        )
+        for optimizer in given.optimizers:
+            study(optimizer, runs, more, given.seeds)
+    if given.out == OUT:
+        try:
+            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
+        except ValueError as error:
+            print(f"benchmarks.optimizers: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

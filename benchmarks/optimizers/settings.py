@@ -1,0 +1,119 @@
+"""What a run of the study is made of, and which runs are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optax
+
+import jaxcomp
+from benchmarks.convergence.optimizers import optimizer
+from benchmarks.convergence.training import AXIS, Config, Trainer, corpus
+
+# (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's own rate is
+# ten times that of the Adam beside it, which is what is given.
+GRID: dict[str, tuple[tuple[float, float | None], ...]] = {
+    "adamw": ((2e-3, None), (2e-3, 0.8), (2e-3, 0.7), (1e-3, 0.8), (4e-3, 0.8)),
+    "muon": ((2e-3, None), (2e-3, 0.9), (2e-3, 0.8), (1e-3, 0.8), (4e-3, 0.8)),
+    "sgd": ((0.3, 0.9), (1.0, 0.9), (3.0, 0.9)),
+    "lion": ((2e-4, None), (4e-4, None), (8e-4, None)),
+    "adafactor": ((3e-3, None), (1e-2, None), (3e-2, None)),
+}
+MAIN = ("adamw", "muon")  # with three seeds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run.
+
+    Attributes:
+      optimizer: Of `benchmarks.convergence.optimizers`.
+      rate: Its highest learning rate.
+      momentum: Decay of its first moment; None for Optax's default.
+      rank: Of PowerSGD from the first step on; 0 for an exact average.
+      wire: How factors travel: "float32", "int8" or "int6".
+      ratio: Ranks by spectrum, for so many times fewer bytes; 0 for the same rank everywhere.
+    """
+
+    optimizer: str
+    rate: float
+    momentum: float | None = None
+    rank: int = 0
+    wire: str = "float32"
+    ratio: float = 0.0
+
+    local = False  # parameters never differ between replicas
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is compressed."""
+        return not (self.rank or self.ratio)
+
+    def build(self, config: Config) -> optax.GradientTransformation:
+        """The transformation, from local gradients to updates."""
+        behind = optimizer(self.optimizer, config, self.rate, self.momentum)
+        return optax.chain(self._reducer(config), behind)
+
+    def _reducer(self, config: Config) -> Any:
+        if self.exact:
+            return jaxcomp.allreduce(axis_name=AXIS)
+        rank = self.rank or _by_spectrum(
+            replace(self, rank=0, ratio=0.0, wire="float32"), config, self.ratio, self.wire
+        )
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, comm_dtype=self.wire)
+
+    def bytes_sent(self, config: Config) -> list[int]:
+        """By each replica, in each step."""
+        reducer = self._reducer(config)
+        sent = reducer.bytes(config.params(), replicas=config.replicas).bytes_after
+        return [sent] * config.steps
+
+    def label(self) -> str:
+        """It in a few words."""
+        momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
+        if self.exact:
+            sent = "exact"
+        else:
+            ranks = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
+            sent = ranks if self.wire == "float32" else f"{ranks}, {self.wire}"
+        return f"{self.optimizer}, rate {self.rate:g}{momentum}: {sent}"
+
+
+@functools.cache
+def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jaxcomp.Ranks:
+    """From the momentum after a quarter of an exact run, of a seed that no other run has."""
+    seed = 7
+    trainer = Trainer(config, exact.build(config), local=False, corpus=corpus())
+    carry, quarter = trainer.start(seed), max(1, config.steps // 4)
+    for first in range(0, quarter, config.eval_every):
+        carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))
+    params, state = carry
+
+    def make(rank: Any) -> optax.GradientTransformation:
+        reducer = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire)
+        behind = optimizer(exact.optimizer, config, exact.rate, exact.momentum)
+        return optax.chain(reducer, behind)
+
+    return jaxcomp.adapt_ranks(state, params, make, ratio=ratio, comm_dtype=wire)[2]
+
+
+def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
+    """What is compressed behind an optimizer at its best, most bytes first."""
+    if full:
+        yield replace(exact, rank=16)
+        yield replace(exact, rank=32, wire="int6")
+        yield replace(exact, rank=16, wire="int8")
+    yield replace(exact, rank=21, wire="int6")
+    if full:
+        yield replace(exact, ratio=20.2, wire="int6")
+        yield replace(exact, rank=16, wire="int6")
+    yield replace(exact, rank=11, wire="int6")
+    yield replace(exact, rank=5, wire="int6")
+
+
+def longer(config: Config) -> Config:
+    """A run of four times the steps."""
+    return replace(config, steps=4 * config.steps, eval_every=4 * config.eval_every)
