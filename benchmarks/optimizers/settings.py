@@ -103,13 +103,11 @@ def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jax
 def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
     """What is compressed behind an optimizer at its best, most bytes first."""
     if full:
-        yield replace(exact, rank=16)
         yield replace(exact, rank=32, wire="int6")
         yield replace(exact, rank=16, wire="int8")
     yield replace(exact, rank=21, wire="int6")
     if full:
         yield replace(exact, ratio=20.2, wire="int6")
-        yield replace(exact, rank=16, wire="int6")
     yield replace(exact, rank=11, wire="int6")
     yield replace(exact, rank=5, wire="int6")
 
