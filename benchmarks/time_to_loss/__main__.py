@@ -1,19 +1,20 @@
 """Seconds until a language model reaches a held-out loss: jaxcomp beside PyTorch's DDP.
 
-    sudo python -m benchmarks.time_to_loss                     # what is missing, then the report
-    sudo python -m benchmarks.time_to_loss --runs jax/allreduce,torch/powersgd-16 --seeds 0
+    sudo python -m benchmarks.time_to_loss                     # what is missing of whole runs
+    sudo python -m benchmarks.time_to_loss --times             # step times, all in one go
     python -m benchmarks.time_to_loss --report                 # of what is there
 
 Several processes on this machine, one core each, in network namespaces that are joined by links of
 a given rate, train the language model of the examples (12.9 million parameters) with the same
-initial parameters, batches, learning rates and AdamW in JAX and in PyTorch, both over gloo. Every
-run is made once without a limit on the links, for its held-out loss after so many steps; then its
-steps are timed at every rate, with the same program and state. What a run takes at a rate is its
-steps times their median there: at 10 Mbit/s an exact run would take five hours. With `--at RATE`
-whole runs are made at a rate, to see whether that product is true.
+initial parameters, batches, learning rates and AdamW in JAX and in PyTorch, both over gloo. Whole
+runs are made without a limit on the links, for the held-out loss after so many steps; `--times`
+takes single steps of the same programs at every rate, one run after the other. What a run takes at
+a rate is its steps times their median there: at 10 Mbit/s an exact run would take five hours. With
+`--at RATE` whole runs are made at a rate, to see whether that product is true.
 
-Finished runs are appended to time_to_loss.jsonl and not made again. Needs Linux, root and
-iproute2, as `benchmarks.cluster` does, and a quiet machine with a core for each process.
+Finished runs are appended to time_to_loss.jsonl and not made again; of step times the last count.
+Needs Linux, root and iproute2, as `benchmarks.cluster` does, a core for each process, and for
+`--times` a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from benchmarks.cluster.job import JobFailed
@@ -34,7 +36,7 @@ from benchmarks.common.arguments import at_least, command_line, listed, positive
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.convergence.report import append_run, read_runs
-from benchmarks.time_to_loss.measure import Plan, measure
+from benchmarks.time_to_loss.measure import Plan, step_times, whole_runs
 from benchmarks.time_to_loss.report import write_report
 from benchmarks.time_to_loss.task import Config
 
@@ -58,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", default="1", help="how many, or which, as 0,2" + shown)
     p.add_argument("--rates", default=RATES, help="for step times" + shown)
     p.add_argument("--at", default=UNLIMITED.name, help="rate of whole runs" + shown)
+    p.add_argument("--times", action="store_true", help="no whole runs, but step times")
     p.add_argument("--samples", type=int, default=24, help="timed at a rate, at most" + shown)
     p.add_argument("--seconds-per-rate", type=float, default=30.0, help="budget" + shown)
     p.add_argument("--out", type=Path, default=RESULTS / "time_to_loss", help="without a suffix")
@@ -79,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(str(error))
     path = args.out.with_suffix(".jsonl")
     try:
-        if not args.report:
-            _measure(plan, path)
+        if args.times:
+            _append(plan, path, step_times(plan))
+        elif not args.report:
+            _make_missing(plan, path)
         for written in write_report(read_runs(path), asdict(plan.config), args.out):
             print(written)
     except NetworkUnavailable as error:
@@ -106,9 +111,13 @@ def _plan(args: argparse.Namespace) -> Plan:
         seeds = tuple(n - 1 for n in listed("--seeds", args.seeds, _one_more))
     named = listed("--runs", args.runs, _parse_run)
     runs = tuple((framework, strategy, seed) for seed in seeds for framework, strategy in named)
-    rates = listed("--rates", args.rates, parse_rate)
     return Plan(
-        config, rates, runs, args.samples, args.seconds_per_rate, throughout=parse_rate(args.at)
+        config,
+        runs,
+        rate=parse_rate(args.at),
+        rates=listed("--rates", args.rates, parse_rate),
+        samples=args.samples,
+        seconds_per_rate=args.seconds_per_rate,
     )
 
 
@@ -129,19 +138,24 @@ def _parse_run(text: str) -> tuple[str, Strategy]:
     return framework, strategy
 
 
-def _measure(plan: Plan, path: Path) -> None:
+def _make_missing(plan: Plan, path: Path) -> None:
     """Makes the runs that are not in the file yet."""
-    setting, at = asdict(plan.config), plan.throughout.name
-    there = {_key(run) for run in read_runs(path) if run["config"] == setting and run["at"] == at}
+    setting, at = asdict(plan.config), plan.rate.name
+    there = {
+        _key(run) for run in read_runs(path) if run["config"] == setting and run.get("at") == at
+    }
     missing = [run for run in plan.runs if (run[0], run[1].name, run[2]) not in there]
-    if not missing:
-        return
+    if missing:
+        plan = replace(plan, runs=tuple(missing))
+        _append(plan, path, whole_runs(plan))
+
+
+def _append(plan: Plan, path: Path, runs: Generator[dict[str, Any]]) -> None:
+    """Adds what is measured to the file, as it comes."""
     check_available()
     signal.signal(signal.SIGTERM, _interrupt)
-    # All of one framework first, so that the other's processes do not wait in memory.
-    missing.sort(key=lambda run: FRAMEWORKS.index(run[0]))
-    plan = replace(plan, runs=tuple(missing))
-    with contextlib.closing(measure(plan)) as runs:
+    setting = asdict(plan.config)
+    with contextlib.closing(runs):
         for run in runs:
             about = describe("benchmarks.time_to_loss", _PACKAGES[run["framework"]])
             append_run(path, {**run, "config": setting, "about": about})
@@ -153,9 +167,14 @@ def _key(run: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def _line(run: dict[str, Any]) -> str:
-    steps, seconds, loss = run["curve"][-1]
     name = f"{run['framework']}/{run['strategy']}"
-    return f"{name:28} seed {run['seed']}  {loss:.4f} after {steps} steps in {seconds:.0f} s"
+    if "curve" in run:
+        steps, seconds, loss = run["curve"][-1]
+        said = f"{loss:.4f} after {steps} steps in {seconds:.0f} s"
+    else:
+        each = {rate: 1e3 * median(times) for rate, times in run["seconds"].items()}
+        said = ", ".join(f"{rate} {ms:,.0f} ms" for rate, ms in each.items())
+    return f"{name:28} seed {run['seed']}  {said}"
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

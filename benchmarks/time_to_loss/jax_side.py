@@ -41,7 +41,7 @@ class JaxTrainer:
         self._evaluate = jax.jit(lambda params, tokens: loss_fn(self._model, params, tokens))
         self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())
 
-    def start(self, strategy: Strategy, seed: int) -> float | None:
+    def start(self, strategy: Strategy, seed: int) -> None:
         """See `process.Trainer`."""
         # Gives its memory back before there is a second one.
         self._state: tuple[Any, Any] = ((), ())
@@ -64,7 +64,6 @@ class JaxTrainer:
         # A step compiles when it is first called: here, on parameters that are then thrown away.
         self.train(range(self._program.in_round))
         self._state = self._program.init()
-        return cluster.payload(strategy, task.tree, self._mesh.size)
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """See `process.Trainer`."""

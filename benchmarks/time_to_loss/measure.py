@@ -1,4 +1,4 @@
-"""The measuring of `benchmarks.time_to_loss`: whole runs, and then their steps at every rate."""
+"""The measuring of `benchmarks.time_to_loss`: whole runs, and the time of a step at every rate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from benchmarks.time_to_loss.task import Config, write_task
 
 _COMPILE_SECONDS = 600
 _EVALUATE_SECONDS = 300
-# Steps at a new rate of which no time counts: they also pay for the changed link.
-_SETTLING = 2
+# Calls at a new rate of which no time counts: they pay for the changed link, and the first ones
+# of a run for memory.
+_SETTLING = 8
+
+
+Run = tuple[str, Strategy, int]  # framework, strategy, seed
 
 
 @dataclass(frozen=True)
@@ -27,28 +31,47 @@ class Plan:
 
     Attributes:
       config: What is trained.
-      rates: Of the links, for step times.
       runs: Framework, strategy and seed of each run.
+      rate: Of the links in these runs.
+      rates: Of the links, for step times.
       samples: Calls (steps, or rounds of local SGD) that are timed at a rate, at most.
       seconds_per_rate: Beyond which a rate is content with fewer, at least two.
-      throughout: A rate at which whole runs are made, instead of without a limit.
     """
 
     config: Config
+    runs: tuple[Run, ...]
+    rate: Rate
     rates: tuple[Rate, ...]
-    runs: tuple[tuple[str, Strategy, int], ...]
     samples: int
     seconds_per_rate: float
-    throughout: Rate = UNLIMITED
 
 
-def measure(plan: Plan) -> Generator[dict[str, Any]]:
-    """Each run as a dictionary: its curve of (steps, held-out loss) and its step times.
+def whole_runs(plan: Plan) -> Generator[dict[str, Any]]:
+    """Each run from its beginning to its end: (steps, seconds, held-out loss) on the way.
 
     Raises:
       NetworkUnavailable: If the network cannot be made.
       JobFailed: If a process fails.
     """
+    for network, job, run in _started(plan):
+        network.shape(plan.rate)
+        yield _record(job, run) | _trained(job, plan.config, run[1]) | {"at": plan.rate.name}
+
+
+def step_times(plan: Plan) -> Generator[dict[str, Any]]:
+    """Seconds of single steps at every rate, one run after the other.
+
+    Raises:
+      NetworkUnavailable: If the network cannot be made.
+      JobFailed: If a process fails.
+    """
+    for network, job, run in _started(plan):
+        times = {rate.name: _times(network, job, plan, rate, run[1]) for rate in plan.rates}
+        yield _record(job, run) | {"seconds": times}
+
+
+def _started(plan: Plan) -> Generator[tuple[Network, Job, Run]]:
+    """Each run, compiled and before its first step, on links without a limit."""
     config = plan.config
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network(config.processes))
@@ -57,57 +80,55 @@ def measure(plan: Plan) -> Generator[dict[str, Any]]:
         for seed in {0, *(seed for _, _, seed in plan.runs)}:
             write_task(config, seed, folder / f"{seed}.npz")
         jobs: dict[str, Job] = {}
-        for framework, strategy, seed in plan.runs:
+        for run in plan.runs:
+            framework, strategy, seed = run
             network.shape(UNLIMITED)
             if framework not in jobs:
                 module = "benchmarks.time_to_loss.process"
                 job = Job(network, framework, str(folder), logs=folder, module=module)
                 jobs[framework] = stack.enter_context(job)
-            run = _run(network, jobs[framework], plan, strategy, seed)
-            yield {"framework": framework, "strategy": strategy.name, "seed": seed, **run}
+            jobs[framework].ask(_COMPILE_SECONDS, do="start", strategy=strategy.name, seed=seed)
+            yield network, jobs[framework], run
 
 
-def _run(network: Network, job: Job, plan: Plan, strategy: Strategy, seed: int) -> dict[str, Any]:
-    config = plan.config
-    started = job.ask(_COMPILE_SECONDS, do="start", strategy=strategy.name, seed=seed)
-    network.shape(plan.throughout)
-    # A round is trained as a whole, so that what is evaluated is an average.
-    call = strategy.number if strategy.in_rounds else 1
+def _record(job: Job, run: Run) -> dict[str, Any]:
+    framework, strategy, seed = run
+    named = {"framework": framework, "strategy": strategy.name, "seed": seed}
+    return named | {"steps_per_call": _call(strategy), "parameters": job.parameters}
+
+
+def _call(strategy: Strategy) -> int:
+    """Steps in one call: a round of local SGD is trained as a whole, and ends with an average."""
+    return strategy.number if strategy.in_rounds else 1
+
+
+def _trained(job: Job, config: Config, strategy: Strategy) -> dict[str, Any]:
+    call = _call(strategy)
     every = max(1, config.eval_every // call) * call
-    curve, seconds, sent, first = [], list[float](), 0, 0
+    curve, seconds, sent, first = [], 0.0, 0, 0
     while first + every <= config.steps:
         answers = _train(job, first, every, config.steps)
         # The slowest of the processes is what a step took.
-        seconds += _slowest(answers)
+        seconds += sum(_slowest(answers))
         sent += answers[0]["sent"]
         first += every
         loss = job.ask(_EVALUATE_SECONDS, do="evaluate")[0]["loss"]
-        curve.append((first, sum(seconds), loss))
-    times = {rate.name: _times(network, job, plan, rate, call, config.steps) for rate in plan.rates}
-    return {
-        "payload": started[0]["payload"],
-        "steps_per_call": call,
-        "curve": curve,
-        "at": plan.throughout.name,
-        "sent_per_step": sent / first,
-        "seconds": times,
-        "parameters": job.parameters,
-    }
+        curve.append((first, seconds, loss))
+    return {"curve": curve, "sent_per_step": sent / first}
 
 
-def _times(
-    network: Network, job: Job, plan: Plan, rate: Rate, call: int, first: int
-) -> list[float]:
-    """Seconds of calls at a rate, after the run's end: the same program, state and batches."""
+def _times(network: Network, job: Job, plan: Plan, rate: Rate, strategy: Strategy) -> list[float]:
+    """Seconds of calls at a rate."""
     network.shape(rate)
-    settled = _slowest(_train(job, first, call, first))[-1]
-    if settled * _SETTLING > plan.seconds_per_rate / 4:
+    call, steps = _call(strategy), plan.config.steps
+    settled = _slowest(_train(job, 0, call, steps))[-1]
+    if settled > plan.seconds_per_rate / 4:
         count, kept = max(1, int(plan.seconds_per_rate / settled)), [settled]
     else:
-        _train(job, first, call * _SETTLING, first)
+        _train(job, 0, call * _SETTLING, steps)
         count, kept = int(plan.seconds_per_rate / settled), []
     count = max(2 - len(kept), min(plan.samples, count))
-    return kept + _slowest(_train(job, first, call * count, first))
+    return kept + _slowest(_train(job, 0, call * count, steps))
 
 
 def _train(job: Job, first: int, count: int, steps: int) -> list[dict[str, Any]]:

@@ -4,9 +4,8 @@
 
 The folder holds `config.json` and a file of `task.write_task` for every seed. The requests:
 
-- ``{"do": "start", "strategy": "powersgd-16-int8", "seed": 0}``: the seed's parameters, and an
-  optimizer and a reducer without a past. The answer has the bytes that jaxcomp says it sends
-  (`payload`, None where it says nothing).
+- ``{"do": "start", "strategy": "powersgd-16-int6", "seed": 0}``: the seed's parameters, and an
+  optimizer and a reducer without a past.
 - ``{"do": "train", "first": 0, "count": 24}``: that many steps. The answer has the seconds of each
   call (a step, or a round of local SGD) and the bytes that the interface sent.
 - ``{"do": "evaluate"}``: the answer has the held-out loss.
@@ -26,8 +25,8 @@ from benchmarks.cluster.process import Joined, counters, serve
 class Trainer(Joined, Protocol):
     """What a framework does here."""
 
-    def start(self, strategy: Strategy, seed: int) -> float | None:
-        """Begins anew; returns the payload in bytes per step."""
+    def start(self, strategy: Strategy, seed: int) -> None:
+        """Begins anew."""
         ...
 
     def train(self, steps: Sequence[int]) -> list[float]:
@@ -54,7 +53,8 @@ def connect(framework: str, folder: Path, index: int, processes: int, address: s
 def answer(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
     """Does what the request says."""
     if request["do"] == "start":
-        return {"payload": trainer.start(parse_strategy(request["strategy"]), request["seed"])}
+        trainer.start(parse_strategy(request["strategy"]), request["seed"])
+        return {}
     if request["do"] == "evaluate":
         return {"loss": trainer.held_out_loss()}
     before, first = counters()["tx"], request["first"]

@@ -37,7 +37,7 @@ class Result:
       curves: (steps, loss) of every evaluation, by seed.
       needed: Steps until the goal by seed; None where it is not reached.
       sent: Bytes that the interface of a process sent in a step.
-      seconds: Of a step, in each timed call of all seeds, by rate.
+      seconds: Of a step, in each timed call, by rate.
     """
 
     name: str
@@ -58,23 +58,30 @@ class Result:
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
     """The runs without a limit, by their name; of seeds that the exact run has too."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for run in runs:
-        if run["at"] == "unlimited":
-            found.setdefault(f"{run['framework']}/{run['strategy']}", {})[run["seed"]] = run
+        name = f"{run['framework']}/{run['strategy']}"
+        if "seconds" in run:
+            each = run["seconds"].items()
+            times[name] = {rate: [t / run["steps_per_call"] for t in calls] for rate, calls in each}
+        elif run["at"] == "unlimited":
+            found.setdefault(name, {})[run["seed"]] = run
     goals = {s: _WITHIN * run["curve"][-1][2] for s, run in found.get(EXACT, {}).items()}
     return {
-        name: _result(name, {s: run for s, run in by_seed.items() if s in goals}, goals)
+        name: _result(name, by_seed, goals, times.get(name, {}))
         for name, by_seed in found.items()
         if goals.keys() & by_seed.keys()
     }
 
 
-def _result(name: str, runs: Mapping[int, Mapping[str, Any]], goals: Mapping[int, float]) -> Result:
+def _result(
+    name: str,
+    runs: Mapping[int, Mapping[str, Any]],
+    goals: Mapping[int, float],
+    seconds: dict[str, list[float]],
+) -> Result:
+    runs = {s: run for s, run in runs.items() if s in goals}
     curves = {s: [(steps, loss) for steps, _, loss in r["curve"]] for s, r in runs.items()}
-    seconds: dict[str, list[float]] = {}
-    for run in runs.values():
-        for rate, calls in run["seconds"].items():
-            seconds.setdefault(rate, []).extend(t / run["steps_per_call"] for t in calls)
     return Result(
         name,
         {s: curve[-1][1] for s, curve in curves.items()},
@@ -188,7 +195,7 @@ def _checks(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> l
     """Whole runs at a rate, beside what the product says of them."""
     rows = []
     for run in runs:
-        name, at = f"{run['framework']}/{run['strategy']}", run["at"]
+        name, at = f"{run['framework']}/{run['strategy']}", run.get("at", "unlimited")
         if at == "unlimited" or name not in found or at not in found[name].seconds:
             continue
         steps, seconds, loss = run["curve"][-1]

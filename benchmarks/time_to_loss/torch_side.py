@@ -106,8 +106,8 @@ class TorchTrainer:
         self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())
         self._steps = 0
 
-    def start(self, strategy: Strategy, seed: int) -> float | None:
-        """See `process.Trainer`; torch says nothing of its payload."""
+    def start(self, strategy: Strategy, seed: int) -> None:
+        """See `process.Trainer`."""
         self._task: Task = read_task(self._folder / f"{seed}.npz")
         self._wrapped: Any = None
         self._model = make_model(self._config, self._task.params)
@@ -117,7 +117,6 @@ class TorchTrainer:
         )
         self._optimizer = cluster.averaged_locally(self._optimizer, strategy)
         self._steps = 0
-        return None
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """See `process.Trainer`."""

@@ -29,8 +29,14 @@ def run(framework="jax", strategy="allreduce", seed=0, losses=(3.0, 2.0), **chan
     about = {"command": "", "date": "2026-11-22 12:00 UTC", "machine": machine}
     ran = {"framework": framework, "strategy": strategy, "seed": seed, "curve": curve}
     ran |= {"steps_per_call": 1, "at": "unlimited", "sent_per_step": 1e6, "parameters": 10}
-    ran |= {"seconds": {"1gbit": [0.1, 0.2, 0.3]}, "config": asdict(TINY), "about": about}
-    return ran | changes
+    return ran | {"config": asdict(TINY), "about": about} | changes
+
+
+def timed(framework="jax", strategy="allreduce", **changes):
+    """What is left of its step times."""
+    ran = run(framework, strategy)
+    named = {key: ran[key] for key in ran if key not in ("curve", "at", "sent_per_step")}
+    return named | {"seconds": {"1gbit": [0.1, 0.2, 0.3]}} | changes
 
 
 @pytest.mark.torch
@@ -83,7 +89,8 @@ def test_results_compare_runs_of_the_same_seed():
     slow = run("torch", "powersgd-4", losses=(3.0, 2.5))
     unmatched = run(strategy="fp16", seed=1)
     whole = run(strategy="powersgd-4", at="1gbit")
-    found = results([run(), other, slow, unmatched, whole])
+    times = [timed(), timed(strategy="powersgd-4"), timed("torch", "powersgd-4")]
+    found = results([run(), other, slow, unmatched, whole, *times])
     assert list(found) == ["jax/allreduce", "jax/powersgd-4", "torch/powersgd-4"]
     # 1% above 2.0 is 98% of the way from 3.0, and 96% of that from 2.5.
     assert found["jax/allreduce"].until("1gbit") == pytest.approx(19.8 * 0.2)
@@ -93,7 +100,8 @@ def test_results_compare_runs_of_the_same_seed():
 
 
 def test_a_round_of_local_sgd_is_several_steps():
-    found = results([run(), run(strategy="local-sgd-2", steps_per_call=2)])
+    local = {"strategy": "local-sgd-2", "steps_per_call": 2}
+    found = results([run(), run(**local), timed(**local)])
     assert found["jax/local-sgd-2"].until("1gbit") == pytest.approx(19.8 * 0.1)
 
 
@@ -101,6 +109,7 @@ def test_the_report_has_each_figure_and_a_check_of_the_product(tmp_path):
     whole = run(strategy="powersgd-4", at="1gbit")
     whole["curve"][-1] = (20, 4.4, 2.0)
     runs = [run(), run(strategy="powersgd-4", sent_per_step=1e5), whole, run("torch", "powersgd-4")]
+    runs += [timed(), timed(strategy="powersgd-4"), timed("torch", "powersgd-4")]
     written = write_report(runs, asdict(TINY), tmp_path / "out")
     text = written[0].read_text()
     assert "| `jax/powersgd-4` | 1 | 2.000 | +0.0% | 0.100 | 10.0x | 20 |" in text
@@ -142,7 +151,12 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
     wanted = ["--runs", "jax/allreduce,jax/local-sgd-2,torch/allreduce", "--rates", "100mbit"]
     program = [sys.executable, "-m", "benchmarks.time_to_loss", *setting, *wanted]
     program += ["--samples", "2", "--out", str(tmp_path / "out")]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    for more in ([], ["--times"]):
+        done = subprocess.run(
+            [*program, *more], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            break
     try:
         check_available()
         with Network(1) as network:
@@ -153,10 +167,11 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
         return
     assert done.returncode == 0, done.stderr
     runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    exact, local, torch = runs
+    exact, local, torch, *times = runs
     assert [step for step, _, _ in exact["curve"]] == [2, 4]
     assert torch["curve"][-1][2] == pytest.approx(exact["curve"][-1][2], rel=1e-4)
     assert local["steps_per_call"] == 2
     assert local["curve"][-1][2] != exact["curve"][-1][2]
-    assert len(exact["seconds"]["100mbit"]) == 2
-    assert exact["sent_per_step"] == pytest.approx(exact["payload"], rel=0.2, abs=4_000)
+    assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
+    assert [x["strategy"] for x in times] == ["allreduce", "local-sgd-2", "allreduce"]
+    assert all(len(x["seconds"]["100mbit"]) == 2 for x in times)
