@@ -246,6 +246,7 @@ STRATEGIES: dict[str, Strategy] = {
         "rank 4, three power iterations a step", 4, family="PowerSGD", iterations=3
     ),
     "powersgd-r16-int8": _powersgd("rank 16, int8 factors", 16, comm_dtype="int8"),
+    "powersgd-r21-int6": _powersgd("rank 21, int6 factors", 21, comm_dtype="int6"),
     "powersgd-r32-int4": _low_rank("rank 32, int4 factors", 32, wire="int4"),
     # The ratios are those of ranks 4, 16 and 32 in this model, so that each has its equal above.
     "spectrum-r4": _powersgd("ranks by spectrum, bytes of rank 4", _Spectrum(22.4)),
@@ -259,6 +260,9 @@ STRATEGIES: dict[str, Strategy] = {
         "rank 16, int8; after 10% of the steps ranks by its own spectrum", 16, ratio=20.2, share=0.1
     ),
     "spectrum-own25-r16-int8": own_spectrum("the same after 25%", 16, ratio=20.2, share=0.25),
+    "spectrum-r21-int6": _powersgd(
+        "ranks by spectrum, int6 factors", _Spectrum(20.2, comm_dtype="int6"), comm_dtype="int6"
+    ),
     "spectrum-r32-int4": _low_rank("ranks by spectrum, int4 factors", _Spectrum(2.62), wire="int4"),
     "whitened-r4": _low_rank(
         "rank 4 of the gradient as Adam scales it",

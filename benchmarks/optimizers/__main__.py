@@ -6,7 +6,7 @@
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
-and two seeds of four times the steps. The model, the data and the simulated replicas are those of
+AdamW also two of four times the steps. The model, the data and the simulated replicas are those of
 `benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/optimizers.jsonl and not made again: stop the
@@ -30,7 +30,7 @@ from benchmarks.optimizers.report import PAGE, best, paged
 from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
 
 OUT = RESULTS / "optimizers.jsonl"
-LONG_SEEDS = 2
+LONG, LONG_SEEDS = ("adamw",), 2
 
 
 def study(optimizer: str, runs: Runs[Setting], more: Runs[Setting], seeds: int) -> None:
@@ -40,7 +40,7 @@ def study(optimizer: str, runs: Runs[Setting], more: Runs[Setting], seeds: int) 
     for setting in (exact, *frontier(exact, full=main)):
         for seed in range(seeds if main else 1):
             runs.loss(setting, seed)
-    if main:
+    if optimizer in LONG:
         for setting in (exact, replace(exact, rank=21, wire="int6")):
             for seed in range(min(LONG_SEEDS, seeds)):
                 more.loss(setting, seed)

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 if TYPE_CHECKING:
     from demo import Comparison
 
-# The exact run, the ranks from the lowest, the same in int8, and by spectrum.
+# The exact run, the ranks from the lowest, more in int6, and by spectrum.
 PLAIN = (pictures.BLUE, pictures.SKY, pictures.OCHRE, pictures.GREEN)
 
 
@@ -21,7 +21,7 @@ def plot(path: Path, rows: Sequence[Comparison], replicas: int) -> None:
 
     Args:
       path: The PNG to write.
-      rows: The uncompressed result first, the highest rank in int8 and the ranks by spectrum last.
+      rows: The uncompressed result first, the highest rank in int6 and the ranks by spectrum last.
       replicas: For the caption.
     """
     plain = [PLAIN[i % len(PLAIN)] for i in range(len(rows) - 3)]

@@ -16,7 +16,7 @@ import jaxcomp
 
 Tree = Any
 
-COMM_DTYPES = ("float32", "bfloat16", "float16", "int8")
+COMM_DTYPES = ("float32", "bfloat16", "float16", "int8", "int6")
 
 
 @dataclass(frozen=True)

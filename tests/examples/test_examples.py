@@ -463,7 +463,7 @@ def test_demo_writes_its_table_picture_and_json(tmp_path, monkeypatch):
     assert exact["ratio"] == 1
     assert compressed["name"] == "PowerSGD rank 2"
     assert compressed["ratio"] > 5
-    assert narrow["name"] == "PowerSGD rank 8, int8"
+    assert narrow["name"] == "PowerSGD rank 10, int6"
     assert narrow["ratio"] > 5
     assert by_spectrum["ratio"] == pytest.approx(narrow["ratio"], rel=0.1)
     for result in results:

@@ -1,0 +1,115 @@
+"""`benchmarks.optimizers`: what is searched, what is sent, what the tables say."""
+
+from dataclasses import asdict, replace
+
+import jax
+import pytest
+
+import benchmarks.optimizers.__main__ as command
+from benchmarks.convergence.report import read_runs
+from benchmarks.convergence.runs import Runs
+from benchmarks.convergence.training import Config
+from benchmarks.optimizers import report
+from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
+
+TINY = Config(
+    steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
+)
+TINY = replace(TINY, eval_sequences=64)
+
+
+def valley(setting, seed):
+    """A loss that falls with the bytes, least at the middle of every grid."""
+    _, middle = GRID[setting.optimizer][:2]
+    away = setting.rate != middle[0] or setting.momentum != middle[1]
+    return 2.0 + away + seed + 0.1 * (not setting.exact) / max(setting.rank, 1)
+
+
+@pytest.mark.parametrize("optimizer", GRID)
+def test_the_best_of_the_grid_is_what_is_compressed(optimizer):
+    exact = report.best(optimizer, valley)
+    assert exact == Setting(optimizer, *GRID[optimizer][1])
+    full = list(frontier(exact, full=True))
+    assert set(frontier(exact, full=False)) < set(full)
+    assert {(s.rate, s.momentum) for s in full} == {(exact.rate, exact.momentum)}
+    assert not any(s.exact for s in full)
+
+
+def test_more_rank_and_wider_factors_send_more():
+    config = Config()
+
+    def sent(**changes):
+        return sum(Setting("adamw", 1e-3, **changes).bytes_sent(config))
+
+    exact = sent()
+    assert exact == 480 * 4 * 467_584
+    eight, six = sent(rank=16, wire="int8"), sent(rank=16, wire="int6")
+    assert 21 < exact / eight < 22
+    # What is not compressed goes as it is.
+    assert 0.75 < six / eight < 0.85
+    assert sent(rank=21, wire="int6") == pytest.approx(eight, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting("muon", 1e-3, 0.8, ratio=3.0, wire="int6"), Setting("adafactor", 1e-2, rank=2)],
+    ids=Setting.label,
+)
+def test_finished_runs_are_not_made_again(setting, tmp_path, capsys):
+    path = tmp_path / "runs.jsonl"
+    with jax.numpy_dtype_promotion("standard"):  # what optax.contrib.muon needs
+        loss = Runs(path, TINY, Setting, "benchmarks.optimizers").loss(setting, 0)
+    assert 3 < loss < 8
+    assert capsys.readouterr().out.startswith(setting.label())
+    assert Runs(path, TINY, Setting, "benchmarks.optimizers").loss(setting, 0) == loss
+    (run,) = read_runs(path)
+    assert run["bytes"] == sum(setting.bytes_sent(TINY))
+
+
+def test_the_tables_have_what_was_searched_to_its_end():
+    runs = []
+
+    def loss(config, setting, seed):
+        value = valley(setting, seed)
+        made = {"setting": asdict(setting), "seed": seed, "curve": [(4, value)]}
+        machine = {"cpu": "A", "versions": {"jax": "1"}}
+        about = {"date": "2026-11-22 12:00 UTC", "machine": machine}
+        sent = 1_000 if setting.exact else 10 * (setting.rank or 5)
+        runs.append(made | {"bytes": sent, "config": asdict(config), "about": about})
+        return value
+
+    for optimizer in ("adamw", "sgd"):
+        exact = report.best(optimizer, lambda s, seed: loss(TINY, s, seed))
+        for setting in (exact, *frontier(exact, full=optimizer in MAIN)):
+            for seed in (0, 1):
+                loss(TINY, setting, seed)
+    loss(TINY, Setting("lion", *GRID["lion"][0]), 0)  # the others of its grid are missing
+    adamw = Setting("adamw", *GRID["adamw"][1])
+    for setting in (adamw, replace(adamw, rank=21, wire="int6")):
+        loss(longer(TINY), setting, 0)
+    page = f"before\n<!-- {report.COMMAND} -->\nold\n<!-- end -->\nafter"
+    text = report.paged(page, runs, TINY)
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end -->\nafter")
+    assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | 2.500 ± 0.707 |  | 1.0x |" in text
+    assert "|  | rank 5, int6 | 2 | 2.520 ± 0.707 | +0.8% ± 0.2 | 20.0x |" in text
+    assert "|  | rank 21, int6, 16 steps | 1 | 2.005 | +0.2% | 4.8x |" in text
+    assert "| sgd, rate 1, momentum 0.9 | exact | 2 |" in text
+    assert "lion" not in text
+    with pytest.raises(ValueError, match="no search has come to its end"):
+        report.paged(page, [], TINY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizers", "adagrad"], "`--optimizers` has no 'adagrad'; there are adamw, muon"),
+        (["--seeds", "0"], "`--seeds` must be at least 1"),
+        (["--steps", "70"], "`--steps` must be a multiple of 60"),
+    ],
+)
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
