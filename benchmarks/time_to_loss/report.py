@@ -111,7 +111,9 @@ def steps_until(curve: Sequence[tuple[int, float]], goal: float) -> float | None
 def write_report(
     runs: Sequence[Mapping[str, Any]], setting: Mapping[str, Any], out: Path
 ) -> list[Path]:
-    """Writes the tables and the picture, and puts the tables into the page if `out` is the usual.
+    """Writes the tables and, where there are step times, the picture.
+
+    The tables also go into the page if `out` is the usual.
 
     Raises:
       ValueError: There is no exact run of the setting.
@@ -121,9 +123,11 @@ def write_report(
     if EXACT not in found:
         raise ValueError(f"no finished run of {EXACT} with this setting to compare with.")
     text = _text(found, own)
-    written = [out.with_suffix(".md"), out.with_suffix(".png")]
+    written = [out.with_suffix(".md")]
     written[0].write_text(text)
-    plot(found, written[1])
+    if found[EXACT].seconds:
+        written.append(out.with_suffix(".png"))
+        plot(found, written[-1])
     if out == RESULTS / "time_to_loss":
         PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
         written.append(PAGE)
