@@ -5,6 +5,8 @@ from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
+from jaxcomp._adviser.recommend import recommend
+from jaxcomp._adviser.recommendation import Recommendation
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.adapt_ranks import adapt_ranks
@@ -52,6 +54,7 @@ __all__ = [
     "Prediction",
     "QuantizedState",
     "Ranks",
+    "Recommendation",
     "Reducer",
     "Reduction",
     "ReplicaCheck",
@@ -86,6 +89,7 @@ __all__ = [
     "quantized_allreduce",
     "quantized_stats",
     "ranks_by_spectrum",
+    "recommend",
     "set_to_zero",
     "shard_state",
     "sharded_indices",

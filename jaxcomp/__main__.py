@@ -1,4 +1,4 @@
-"""``python -m jaxcomp``: whether compression pays on a network, and what it puts on the wire."""
+"""``python -m jaxcomp``: whether compression pays, what to use, and what it puts on the wire."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxcomp._adviser.advice import advice_dict
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import ASSUMED, Calibration
 from jaxcomp._adviser.measure import measure
+from jaxcomp._adviser.recommend import recommend
+from jaxcomp._adviser.recommendation import recommendation_dict
 from jaxcomp._adviser.shapes import assumed_params, read_params
 from jaxcomp._adviser.units import parse_bandwidth, parse_count
 from jaxcomp._base.checks import ParameterError
@@ -21,7 +23,10 @@ from jaxcomp._base.typing import PyTree
 from jaxcomp._bytes.stats import compression_stats
 
 OK, USAGE = 0, 2
-_DESCRIPTION = "Whether compressing gradients pays on a network, and what it puts on the wire."
+_DESCRIPTION = (
+    "Whether compressing gradients pays on a network, what to use for a loss budget, and what it "
+    "puts on the wire."
+)
 _PARAMS = """\
 --params takes
   N              a number of parameters, 124M or 1.5B; a transformer's shapes are then assumed
@@ -41,6 +46,15 @@ examples:
 
 Without --bandwidth, what --measure or --calibration found among the present devices is used. With
 it, what they found is taken for the software, and the slower of software and link counts.
+"""
+_RECOMMEND = f"""\
+{_PARAMS}
+examples:
+  python -m jaxcomp recommend --params 124M --workers 8 --optimizer adamw --budget 1%
+  python -m jaxcomp recommend --params shapes.json --workers 8 --optimizer muon --budget 2% \\
+      --bandwidth 1Gbit --step-time 120ms
+
+With --step-time the network is looked at too, and where compression does not pay it says so.
 """
 _STATS = f"""\
 {_PARAMS}
@@ -72,8 +86,16 @@ def parser() -> argparse.ArgumentParser:
     main = _Parser(prog="python -m jaxcomp", description=_DESCRIPTION)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     advice = _command(commands, "advise", "predict every strategy's step time", _ADVISE)
-    _add_network(advice)
+    _add_network(advice, step_time=True)
+    _add_strategies(advice)
     _add_device(advice)
+    choice = _command(commands, "recommend", "rank, wire and start for a loss budget", _RECOMMEND)
+    choice.add_argument("--optimizer", default="adamw", metavar="NAME",
+                        help="that follows the reducer (default: %(default)s)")  # fmt: skip
+    choice.add_argument("--budget", default="1%", metavar="X",
+                        help="how much higher the loss may end (default: 1%%)")  # fmt: skip
+    _add_network(choice, step_time=False)
+    _add_device(choice)
     stats = _command(commands, "stats", "count the bytes of PowerSGD, leaf by leaf", _STATS)
     stats.add_argument("--rank", type=int, default=1, help="(default: %(default)s)")
     stats.add_argument("--min-compression-rate", type=float, default=2.0, metavar="X",
@@ -85,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     )
     timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
     timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
-    for command in (advice, stats):
+    for command in (advice, choice, stats):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return main
 
@@ -107,14 +129,17 @@ def _add_wire(command: argparse.ArgumentParser) -> None:
                          help="of factors: int8, int6, bfloat16, float16 or float32")  # fmt: skip
 
 
-def _add_network(command: argparse.ArgumentParser) -> None:
+def _add_network(command: argparse.ArgumentParser, *, step_time: bool) -> None:
     command.add_argument("--workers", type=int, required=True, metavar="N", help="replicas")
-    command.add_argument("--step-time", required=True, metavar="TIME",
+    command.add_argument("--step-time", required=step_time, metavar="TIME",
                          help="of a step without communication: 120ms")  # fmt: skip
     command.add_argument("--bandwidth", metavar="RATE",
                          help="of each replica's link, each way: 10Gbit, 1.2GB/s")  # fmt: skip
     command.add_argument("--latency", metavar="TIME",
                          help="from one replica to the next: 50us (the default)")  # fmt: skip
+
+
+def _add_strategies(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backward-overlap", type=float, default=0.7, metavar="X",
                          help="share of the backward pass behind which an exact average hides "
                          "(default: %(default)s)")  # fmt: skip
@@ -147,7 +172,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; errors become one sentence on standard error and exit code 2."""
     options = parser().parse_args(arguments)
-    commands = {"advise": _advise, "stats": _stats, "measure": _measure}
+    commands = {"advise": _advise, "recommend": _recommend, "stats": _stats, "measure": _measure}
     try:
         print(commands[options.command](options))
     except ParameterError as error:
@@ -165,15 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _advise(options: argparse.Namespace) -> str:
     params = _params(options.params)
-    calibration = ASSUMED[options.device]
-    if options.measure:
-        calibration = measure(params)
-    elif options.calibration:
-        calibration = Calibration.from_json(options.calibration.read_text())
-    if options.device_bandwidth:
-        memory = parse_bandwidth("device_bandwidth", options.device_bandwidth)
-        said = f"{calibration.device}; memory at {memory / 1e9:g} GB/s as given"
-        calibration = dataclasses.replace(calibration, memory_bandwidth=memory, device=said)
     advice = advise(
         params,
         workers=options.workers,
@@ -184,9 +200,37 @@ def _advise(options: argparse.Namespace) -> str:
         ranks=options.ranks,
         comm_dtype=options.comm_dtype,
         sync_every=options.sync_every,
-        calibration=calibration,
+        calibration=_calibration(options, params),
     )
     return json.dumps(advice_dict(advice), indent=2) if options.json else str(advice)
+
+
+def _recommend(options: argparse.Namespace) -> str:
+    params = _params(options.params)
+    found = recommend(
+        params,
+        workers=options.workers,
+        optimizer=options.optimizer,
+        budget=options.budget,
+        bandwidth=options.bandwidth,
+        latency=options.latency,
+        step_time=options.step_time,
+        calibration=_calibration(options, params),
+    )
+    return json.dumps(recommendation_dict(found), indent=2) if options.json else str(found)
+
+
+def _calibration(options: argparse.Namespace, params: PyTree | int) -> Calibration:
+    calibration = ASSUMED[options.device]
+    if options.measure:
+        calibration = measure(params)
+    elif options.calibration:
+        calibration = Calibration.from_json(options.calibration.read_text())
+    if options.device_bandwidth:
+        memory = parse_bandwidth("device_bandwidth", options.device_bandwidth)
+        said = f"{calibration.device}; memory at {memory / 1e9:g} GB/s as given"
+        calibration = dataclasses.replace(calibration, memory_bandwidth=memory, device=said)
+    return calibration
 
 
 def _stats(options: argparse.Namespace) -> str:

@@ -3,6 +3,7 @@
     python -m benchmarks.optimizers                        # what is missing; the report
     python -m benchmarks.optimizers --optimizers muon      # one of them
     python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
+    python -m benchmarks.optimizers --evidence             # those that jaxcomp.recommend reads
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
@@ -26,6 +27,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.convergence.report import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
+from benchmarks.optimizers.evidence import write
 from benchmarks.optimizers.report import PAGE, best, paged
 from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
 
@@ -55,6 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=480, help="of each run" + shown)
     add("--out", type=Path, default=OUT, help="the runs" + shown)
     add("--report", action="store_true", help="only write the tables anew")
+    add("--evidence", action="store_true", help="only write what jaxcomp.recommend reads anew")
     given = parser.parse_args(argv)
     try:
         at_least("--seeds", given.seeds, 1)
@@ -71,14 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
     config = Config(steps=given.steps)
-    if not given.report:
+    if not (given.report or given.evidence):
         runs, more = (
             Runs(given.out, each, Setting, "benchmarks.optimizers")
             for each in (config, longer(config))
         )
         for optimizer in given.optimizers:
             study(optimizer, runs, more, given.seeds)
-    if given.out == OUT:
+    if given.evidence:
+        try:
+            write(read_runs(given.out), config)
+        except ValueError as error:
+            print(f"benchmarks.optimizers: {error}", file=sys.stderr)
+            return 1
+    elif given.out == OUT:
         try:
             PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
         except ValueError as error:

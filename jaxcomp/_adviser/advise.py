@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxcomp._adviser.advice import Advice, Prediction
-from jaxcomp._adviser.calibration import ASSUMED, Calibration
+from jaxcomp._adviser.calibration import Calibration, assumed_constants
 from jaxcomp._adviser.model import BACKWARD_SHARE, Link, Traffic, break_even, communication_time
 from jaxcomp._adviser.model import step_time as modelled_step_time
 from jaxcomp._adviser.shapes import assumed_params, count_values
@@ -91,7 +91,7 @@ def advise(
     compute = parse_time("step_time", step_time, positive=True)
     overlap = check_number("backward_overlap", backward_overlap, 0, 1)
     sync_every = check_int("sync_every", sync_every, 1)
-    constants = _constants(device, calibration)
+    constants = assumed_constants(device, calibration)
     link = _link(workers, bandwidth, latency, constants)
     assumptions = [f"device: {constants.device}"]
     if isinstance(params, (int, np.integer)):
@@ -121,12 +121,6 @@ def advise(
         reason=_reason(predictions, baseline, recommended, workers, compute),
         assumptions=tuple(assumptions),
     )
-
-
-def _constants(device: str, calibration: Calibration | None) -> Calibration:
-    if device not in ASSUMED:
-        raise ParameterError("device", f"must be one of {', '.join(ASSUMED)}, got {device!r}.")
-    return calibration or ASSUMED[device]
 
 
 def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) -> Link:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from jaxcomp._adviser.model import Software
+from jaxcomp._base.checks import ParameterError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +118,14 @@ ASSUMED = {
         exchange=Software(1e-3, 500e6),
     ),
 }
+
+
+def assumed_constants(device: str, calibration: Calibration | None) -> Calibration:
+    """What was measured, or else what is assumed of such a device.
+
+    Raises:
+      ValueError: For a device of which nothing is assumed.
+    """
+    if device not in ASSUMED:
+        raise ParameterError("device", f"must be one of {', '.join(ASSUMED)}, got {device!r}.")
+    return calibration or ASSUMED[device]

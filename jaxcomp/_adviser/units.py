@@ -1,11 +1,11 @@
-"""Numbers with units, as the command line takes and prints them: bandwidths, times, counts."""
+"""Numbers with units, as the command line takes and prints them: bandwidths, times, shares."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from jaxcomp._base.checks import ParameterError
+from jaxcomp._base.checks import ParameterError, check_static_number
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
@@ -17,6 +17,7 @@ _BANDWIDTH = re.compile(
     _NUMBER + r"([kKmMgGtT]?)(i?)((?i:bits?)|(?i:bytes?)|b|B)(?:/s|/sec|ps)?", re.ASCII
 )
 _TIME = re.compile(_NUMBER + r"(ns|us|µs|μs|ms|s)")
+_SHARE = re.compile(_NUMBER + r"(%?)")
 _COUNT = re.compile(_NUMBER + r"([kKmMgGbBtT]?)")
 
 
@@ -69,6 +70,29 @@ def parse_count(text: str) -> int | None:
         return None
     count = _float(match[1]) * _COUNTS[match[2].lower()]
     return round(count) if math.isfinite(count) else None
+
+
+def parse_share(name: str, value: str | float) -> float:
+    """A share of at least 0 and below 1, from a number or a text such as ``0.5%``.
+
+    Args:
+      name: Of the argument, for an error.
+      value: The text, with a per cent sign or without, or a number.
+
+    Raises:
+      ValueError: If this is no such share.
+    """
+    hint = "Write 0.01 or 1%."
+    if not isinstance(value, str):
+        share = check_static_number(name, value, 0)
+    else:
+        match = _SHARE.fullmatch(value.strip())
+        if match is None:
+            raise ParameterError(name, f"is no share: {value!r}. {hint}")
+        share = _float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        raise ParameterError(name, f"must be at least 0 and below 1, got {value!r}. {hint}")
+    return share
 
 
 def format_bandwidth(bytes_per_second: float) -> str:

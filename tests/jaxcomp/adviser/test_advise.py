@@ -408,7 +408,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, message, capsys)
     assert message in printed.err
 
 
-@pytest.mark.parametrize("command", [[], ["advise"], ["stats"], ["measure"]])
+@pytest.mark.parametrize("command", [[], ["advise"], ["recommend"], ["stats"], ["measure"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])

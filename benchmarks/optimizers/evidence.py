@@ -1,0 +1,171 @@
+"""The tables that `jaxcomp.recommend` reads, written from the finished runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import mean, stdev
+from typing import Any
+
+import jaxcomp
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.convergence.report import read_runs
+from benchmarks.convergence.training import AXIS, Config
+from benchmarks.optimizers.report import Result, best, gaps, results
+from benchmarks.optimizers.settings import GRID, Setting, longer
+
+MODULE = ROOT / "jaxcomp" / "_adviser" / "evidence.py"
+PAGE = ROOT / "docs" / "choosing.md"
+COMMAND = "python -m benchmarks.optimizers --evidence"
+CONVERGENCE = RESULTS / "convergence.jsonl"  # has the int8 all-reduce, with AdamW
+_INT8, _EXACT = "int8", "allreduce"  # strategies there
+_PLACE = re.compile(rf"(?<=^# {re.escape(COMMAND)}\n).*?(?=^# end$)", re.DOTALL | re.MULTILINE)
+_PRINTED = re.compile(r"(?<=```console\n)\$ (python -m jaxcomp recommend .*?)(?=```)", re.DOTALL)
+
+
+def with_tables(
+    module: str,
+    runs: Sequence[dict[str, Any]],
+    convergence: Sequence[dict[str, Any]],
+    config: Config,
+) -> str:
+    """The module with the tables of these runs.
+
+    Args:
+      module: Its text.
+      runs: Of this study.
+      convergence: Of `benchmarks.convergence`.
+      config: Of the runs that are interpolated; those of four times the steps stand beside them.
+
+    Raises:
+      ValueError: No compressed runs follow a finished search, or the module has no place for
+        the tables.
+    """
+    exact, rows = _measured(runs, config)
+    if not exact:
+        raise ValueError("no compressed runs after a search; run python -m benchmarks.optimizers.")
+    if len(_PLACE.findall(module)) != 1:
+        raise ValueError(f"{MODULE.name} has no single place for the tables.")
+    tuned = "".join(f'    "{name}": "{said}",\n' for name, said in exact.items())
+    text = (
+        f"{_study(config)}\n"
+        f"EXACT: dict[str, str] = {{\n{tuned}}}\n"
+        f"INT8 = {_call(_int8(convergence, config))}\n"
+        "MEASURED: Sequence[Measured] = [\n"
+        + "".join(f"    {_call(row)},\n" for row in rows)
+        + "]\n"
+    )
+    return _PLACE.sub(lambda _: text, module)
+
+
+def with_printed(page: str) -> str:
+    """The page with what its `python -m jaxcomp recommend` commands print now."""
+
+    def again(place: re.Match[str]) -> str:
+        lines = place[1].splitlines()
+        length = next(i for i, line in enumerate(lines) if not line.endswith("\\")) + 1
+        _, *arguments = shlex.split(" ".join(line.rstrip("\\") for line in lines[:length]))
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return "\n".join(["$ " + lines[0], *lines[1:length], done.stdout])
+
+    return _PRINTED.sub(again, page)
+
+
+def write(runs: Sequence[dict[str, Any]], config: Config) -> None:
+    """The module and the page anew.
+
+    Raises:
+      ValueError: As `with_tables`.
+    """
+    module = MODULE.read_text()
+    MODULE.write_text(with_tables(module, runs, read_runs(CONVERGENCE), config))
+    PAGE.write_text(with_printed(PAGE.read_text()))
+
+
+def _study(config: Config) -> str:
+    stats = jaxcomp.powersgd(1, axis_name=AXIS).bytes(config.params())
+    left = sum(leaf.bytes_before for leaf in stats.leaves if not leaf.compressed)
+    fields = {
+        "parameters": sum(leaf.size for leaf in stats.leaves),
+        "uncompressed": round(left / stats.bytes_before, 4),
+        "width": config.width,
+        "context": config.context,
+        "batch_size": config.batch_size,
+        "replicas": config.replicas,
+        "steps": config.steps,
+    }
+    return "STUDY = Study(\n" + "".join(f"    {k}={v},\n" for k, v in fields.items()) + ")"
+
+
+def _measured(
+    runs: Sequence[dict[str, Any]], config: Config
+) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
+    """How each optimizer was set, and a row for each uniform rank behind it, by optimizer."""
+    own, long = (
+        results([run for run in runs if run["config"] == asdict(c)])
+        for c in (config, longer(config))
+    )
+    exact, rows = dict[str, str](), list[tuple[Any, ...]]()
+    for name in GRID:
+        try:
+            setting = best(name, lambda setting, seed: own[setting].losses[seed])
+        except KeyError:
+            continue  # not searched to its end
+        found = [
+            *_rows(setting, own, config.steps),
+            *_rows(setting, long, longer(config).steps),
+        ]
+        if found:
+            momentum = "" if setting.momentum is None else f" and momentum {setting.momentum:g}"
+            exact[name] = f"rate {setting.rate:g}{momentum}"
+            rows += found
+    return exact, rows
+
+
+def _rows(exact: Setting, found: dict[Setting, Result], steps: int) -> list[tuple[Any, ...]]:
+    rows = []
+    for setting, own in found.items():
+        tuned_alike = (setting.optimizer, setting.rate, setting.momentum) == (
+            exact.optimizer,
+            exact.rate,
+            exact.momentum,
+        )
+        above = gaps(own, found[exact]) if tuned_alike and exact in found else []
+        if setting.rank and not setting.ratio and above:
+            ratio = found[exact].sent / own.sent
+            rows.append(_row(exact.optimizer, steps, setting.wire, setting.rank, ratio, above))
+    return sorted(rows, key=lambda row: (row[2], row[4]))
+
+
+def _row(
+    optimizer: str, steps: int, wire: str, rank: int, ratio: float, above: Sequence[float]
+) -> tuple[Any, ...]:
+    """The fields of a `Measured`, gaps in shares and no longer in per cent."""
+    gap = round(mean(above) / 100, 4)
+    spread = round(stdev(above) / 100, 4) if len(above) > 1 else None
+    return optimizer, steps, wire, rank, round(ratio, 2), gap, spread, len(above)
+
+
+def _int8(convergence: Sequence[dict[str, Any]], config: Config) -> tuple[Any, ...]:
+    last = {
+        (run["strategy"], run["seed"]): run["curve"][-1]
+        for run in convergence
+        if run["config"] == asdict(config) and run["strategy"] in (_INT8, _EXACT)
+    }
+    pairs = [(own, last.get((_EXACT, seed))) for (what, seed), own in last.items() if what == _INT8]
+    above = [100 * (own[2] / exact[2] - 1) for own, exact in pairs if exact]
+    ratios = [exact[1] / own[1] for own, exact in pairs if exact]
+    if not above:
+        raise ValueError(f"{CONVERGENCE.name} has no run of {_INT8} with {config.steps} steps.")
+    return _row("adamw", config.steps, "int8 all-reduce", 0, ratios[0], above)
+
+
+def _call(fields: Sequence[Any]) -> str:
+    shown = (f'"{field}"' if isinstance(field, str) else repr(field) for field in fields)
+    return f"Measured({', '.join(shown)})"
