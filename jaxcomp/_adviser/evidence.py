@@ -54,8 +54,10 @@ EXACT: dict[str, str] = {
 INT8 = Measured("adamw", 480, "int8 all-reduce", 0, 3.94, -0.0008, None, 1)
 MEASURED: Sequence[Measured] = [
     Measured("adamw", 480, "int6", 32, 6.8, 0.0054, 0.0021, 3),
-    Measured("adamw", 480, "int8", 16, 21.74, 0.0154, None, 1),
-    Measured("muon", 480, "int6", 32, 6.8, 0.0111, None, 1),
+    Measured("adamw", 480, "int6", 21, 21.79, 0.013, 0.0034, 3),
+    Measured("adamw", 480, "int8", 16, 21.74, 0.0169, 0.0013, 3),
+    Measured("muon", 480, "int6", 32, 6.8, 0.0102, 0.0115, 3),
+    Measured("muon", 480, "int8", 16, 21.74, 0.0578, 0.0081, 3),
 ]
 # end
 
