@@ -20,7 +20,7 @@ GRID: dict[str, tuple[tuple[float, float | None], ...]] = {
     "muon": ((2e-3, None), (2e-3, 0.9), (2e-3, 0.8), (1e-3, 0.8), (4e-3, 0.8)),
     "sgd": ((0.3, 0.9), (1.0, 0.9), (3.0, 0.9)),
     "lion": ((2e-4, None), (4e-4, None), (8e-4, None)),
-    "adafactor": ((3e-3, None), (1e-2, None), (3e-2, None)),
+    "adafactor": ((1e-2, None), (3e-2, None), (1e-1, None)),
 }
 MAIN = ("adamw", "muon")  # with three seeds
 
