@@ -18,7 +18,7 @@ from benchmarks.convergence.training import AXIS, Config, Trainer, corpus
 GRID: dict[str, tuple[tuple[float, float | None], ...]] = {
     "adamw": ((2e-3, None), (2e-3, 0.8), (2e-3, 0.7), (1e-3, 0.8), (4e-3, 0.8)),
     "muon": ((2e-3, None), (2e-3, 0.9), (2e-3, 0.8), (1e-3, 0.8), (4e-3, 0.8)),
-    "sgd": ((0.1, 0.9), (0.3, 0.9), (1.0, 0.9)),
+    "sgd": ((0.03, 0.9), (0.1, 0.9), (0.3, 0.9)),
     "lion": ((4e-4, None), (8e-4, None), (1.6e-3, None)),
     "adafactor": ((1e-2, None), (3e-2, None), (1e-1, None)),
 }
