@@ -50,14 +50,32 @@ STUDY = Study(
 EXACT: dict[str, str] = {
     "adamw": "rate 0.002 and momentum 0.8",
     "muon": "rate 0.004 and momentum 0.8",
+    "sgd": "rate 0.1 and momentum 0.9",
+    "lion": "rate 0.0008",
+    "adafactor": "rate 0.03",
 }
 INT8 = Measured("adamw", 480, "int8 all-reduce", 0, 3.94, -0.0008, None, 1)
 MEASURED: Sequence[Measured] = [
     Measured("adamw", 480, "int6", 32, 6.8, 0.0054, 0.0021, 3),
     Measured("adamw", 480, "int6", 21, 21.79, 0.013, 0.0034, 3),
+    Measured("adamw", 480, "int6", 11, 40.27, 0.0308, 0.0023, 3),
+    Measured("adamw", 480, "int6", 5, 82.96, 0.0745, 0.0025, 3),
     Measured("adamw", 480, "int8", 16, 21.74, 0.0169, 0.0013, 3),
+    Measured("adamw", 1920, "int6", 21, 21.79, 0.0093, 0.0077, 2),
     Measured("muon", 480, "int6", 32, 6.8, 0.0102, 0.0115, 3),
+    Measured("muon", 480, "int6", 21, 21.79, 0.0398, 0.0033, 3),
+    Measured("muon", 480, "int6", 11, 40.27, 0.0894, 0.0125, 3),
+    Measured("muon", 480, "int6", 5, 82.96, 0.1959, 0.0143, 3),
     Measured("muon", 480, "int8", 16, 21.74, 0.0578, 0.0081, 3),
+    Measured("sgd", 480, "int6", 21, 21.79, 0.0059, None, 1),
+    Measured("sgd", 480, "int6", 11, 40.27, 0.0208, None, 1),
+    Measured("sgd", 480, "int6", 5, 82.96, 0.0492, None, 1),
+    Measured("lion", 480, "int6", 21, 21.79, 0.0014, None, 1),
+    Measured("lion", 480, "int6", 11, 40.27, 0.0152, None, 1),
+    Measured("lion", 480, "int6", 5, 82.96, 0.0439, None, 1),
+    Measured("adafactor", 480, "int6", 21, 21.79, 0.0043, None, 1),
+    Measured("adafactor", 480, "int6", 11, 40.27, 0.003, None, 1),
+    Measured("adafactor", 480, "int6", 5, 82.96, 0.0117, None, 1),
 ]
 # end
 
