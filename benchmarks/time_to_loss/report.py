@@ -10,9 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.machine import sentence
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.common.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, SKY, panels, save
+from benchmarks.common.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    OCHRE,
+    ORANGE,
+    PURPLE,
+    SKY,
+    panels,
+    save,
+)
 from benchmarks.common.tables import in_page, markdown
 
 PAGE = ROOT / "docs" / "time_to_loss.md"
@@ -21,8 +33,8 @@ EXACT = "jax/allreduce"
 _HOOK = "torch/powersgd-"
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
 _COLOURS = {
-    EXACT: INK, "torch/allreduce": MUTED, "jax/powersgd-16-int8": SKY,
-    "jax/powersgd-32-int8": BLUE, "jax/powersgd-64-int8": PURPLE, "torch/powersgd-16": ORANGE,
+    EXACT: INK, "jax/powersgd-16-int6": SKY, "jax/powersgd-32-int6": BLUE,
+    "jax/powersgd-64-int6": PURPLE, "torch/powersgd-16": ORANGE, "torch/powersgd-32": OCHRE,
     "jax/local-sgd-8": GREEN,
 }  # fmt: skip
 
@@ -47,12 +59,28 @@ class Result:
     sent: float
     seconds: dict[str, list[float]]
 
-    def until(self, rate: str) -> float | None:
-        """Seconds until the goal at a rate, as a mean over seeds; None where one misses it."""
-        needed = [steps for steps in self.needed.values() if steps is not None]
-        if len(needed) < len(self.needed) or rate not in self.seconds:
+    @property
+    def reached(self) -> dict[int, float]:
+        """Steps until the goal, of the seeds that reach it."""
+        return {seed: steps for seed, steps in self.needed.items() if steps is not None}
+
+    @property
+    def share(self) -> str:
+        """How many seeds reach the goal, where not all do."""
+        missed = 0 < len(self.reached) < len(self.needed)
+        return f" ({len(self.reached)} of {len(self.needed)})" if missed else ""
+
+    def until(self, rate: str, beside: Result | None = None) -> float | None:
+        """Seconds until the goal at a rate, as a mean over the seeds that reach it.
+
+        Args:
+          rate: Of the links.
+          beside: Only the seeds count with which this one reaches it too.
+        """
+        seeds = self.reached.keys() & (beside or self).reached.keys()
+        if not seeds or rate not in self.seconds:
             return None
-        return mean(needed) * median(self.seconds[rate])
+        return mean(self.reached[seed] for seed in seeds) * median(self.seconds[rate])
 
 
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
@@ -172,16 +200,21 @@ def _row(result: Result, found: Mapping[str, Result], rate: str) -> list[str]:
     if not times:
         return [f"`{result.name}`", *[""] * 5]
     low, high = np.quantile(times, [0.1, 0.9])
-    until, exact = result.until(rate), found[EXACT].until(rate)
-    hooks = [r.until(rate) for name, r in found.items() if name.startswith(_HOOK)]
-    best = min((t for t in hooks if t is not None), default=None)
+    until = result.until(rate)
 
-    def sooner(other: float | None) -> str:
-        return f"{other / until:.1f}x" if until and other else "-"
+    def sooner(others: Sequence[Result]) -> str:
+        """Than the best of them, with the same seeds."""
+        ratios = []
+        for other in others:
+            theirs, own = other.until(rate, result), result.until(rate, other)
+            if theirs is not None and own is not None:
+                ratios.append(theirs / own)
+        return f"{min(ratios):.1f}x" if ratios else "-"
 
-    reached = "-" if until is None else _duration(until)
+    reached = "-" if until is None else _duration(until) + result.share
     spread = f"{low:,.0f} to {high:,.0f}"
-    cells = [f"{median(times):,.0f}", spread, reached, sooner(exact), sooner(best)]
+    hooks = [other for name, other in found.items() if name.startswith(_HOOK)]
+    cells = [f"{median(times):,.0f}", spread, reached, sooner([found[EXACT]]), sooner(hooks)]
     return [f"`{result.name}`", *cells]
 
 
@@ -191,8 +224,8 @@ def _gap(result: Result, exact: Result) -> str:
 
 
 def _steps(result: Result) -> str:
-    needed = [steps for steps in result.needed.values() if steps is not None]
-    return f"{mean(needed):.0f}" if len(needed) == len(result.needed) else "-"
+    reached = result.reached
+    return f"{mean(reached.values()):.0f}{result.share}" if reached else "-"
 
 
 def _checks(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -218,24 +251,33 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def _bits(rate: str) -> str:
+    """A rate as people write it."""
+    bits = parse_rate(rate).bits_per_second
+    if bits is None:
+        return rate
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
 def plot(found: Mapping[str, Result], path: Path) -> None:
-    """Writes a PNG: loss against seconds, a panel for each rate; a name for each line below."""
+    """Writes a PNG: loss against seconds, a panel for each rate; the dotted line is the goal."""
     exact = found[EXACT]
     figure, axes = panels(len(exact.seconds), 4.4 * len(exact.seconds), 4.2)
-    top = max(loss for _, loss in exact.curves[0][len(exact.curves[0]) // 8 :])
+    # One seed, so that a line is a run: the others would lie on each other.
+    seed = min(exact.curves)
+    top = max(loss for _, loss in exact.curves[seed][len(exact.curves[seed]) // 8 :])
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
         for name, colour in _COLOURS.items():
-            if name not in found or rate not in found[name].seconds:
+            curve = found[name].curves.get(seed) if name in found else None
+            if curve is None or rate not in found[name].seconds:
                 continue
             step = median(found[name].seconds[rate])
-            for curve in found[name].curves.values():
-                times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
-                (lines[name],) = axis.plot(times, losses, color=colour, linewidth=1.5)
-        goal = _WITHIN * mean(exact.losses.values())
-        axis.axhline(goal, color=MUTED, linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", xlabel="seconds", title=rate.replace("bit", " bit/s"))
-        axis.set_ylim(0.98 * min(exact.losses.values()), 1.02 * top)
+            times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
+            (lines[name],) = axis.plot(times, losses, color=colour, linewidth=1.5)
+        axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
+        axis.set(xscale="log", xlabel="seconds", title=_bits(rate))
+        axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
