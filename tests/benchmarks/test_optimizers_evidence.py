@@ -8,6 +8,7 @@ from benchmarks.convergence.report import read_runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.__main__ import OUT
 from benchmarks.optimizers.evidence import COMMAND, CONVERGENCE, MODULE, with_printed, with_tables
+from benchmarks.optimizers.settings import GRID
 
 
 def test_the_tables_are_those_of_the_committed_results():
@@ -15,7 +16,8 @@ def test_the_tables_are_those_of_the_committed_results():
     assert with_tables(module, read_runs(OUT), read_runs(CONVERGENCE), Config()) == module
 
 
-def test_the_tables_of_finished_runs():
+def test_the_tables_of_finished_runs(monkeypatch):
+    monkeypatch.setitem(GRID, "sgd", ((0.3, 0.9), (1.0, 0.9), (3.0, 0.9)))
     own = {"optimizer": "sgd", "momentum": 0.9, "wire": "float32", "ratio": 0.0, "rank": 0}
     config = Config()
 
