@@ -119,6 +119,12 @@ def recommend(
         params, sentence = assumed_params(int(params))
         assumed.append(sentence)
 
+    wrong = [type(x).__name__ for x in jax.tree.leaves(params) if not hasattr(x, "dtype")]
+    if wrong:
+        raise ParameterError(
+            "params", f"must hold arrays or shapes, or be a number of parameters, got {wrong[0]}."
+        )
+
     choices = _choices(params, workers, optimizer, allowed)
     choice, prediction, baseline = choices[-1], None, None
     if step_time is not None:
@@ -167,6 +173,9 @@ def _choices(params: PyTree, workers: int, optimizer: str, budget: float) -> lis
     exact = _Choice("all-reduce float32", "There is one worker, so nothing is sent")
     if workers == 1:
         return [exact]
+    if not count_values(params):
+        reason = "There are no floating-point values, so nothing is sent"
+        return [dataclasses.replace(exact, reason=reason)]
     int8 = evidence.INT8
     if budget == 0 or int8.gap > budget:
         reason = f"Nothing else that was measured keeps a budget of {_percent(budget)}"

@@ -110,7 +110,23 @@ def adapt_ranks(
     )
     rank = _common(rank)
     tx = make(rank)
-    return tx, fitted(state, tx.init(params), form), rank
+    if not hasattr(tx, "init"):
+        raise ValueError(
+            f"`make` must return an Optax transformation, got {type(tx).__name__}. Return the "
+            "whole new one, with jaxcomp.powersgd(rank, ...) in it."
+        )
+    fresh = tx.init(params)
+    if not any(map(_is_reducers, jax.tree.leaves(fresh, is_leaf=_is_reducers))):
+        raise ValueError(
+            "`make(rank)` has no reducer: replicas would no longer average anything. Return the "
+            "whole new transformation, with jaxcomp.powersgd(rank, ...) in it."
+        )
+    return tx, fitted(state, fresh, form), rank
+
+
+def _is_reducers(node: Any) -> bool:
+    """Whether it is the state of a reducer, of the package or of a user."""
+    return hasattr(node, "per_replica")
 
 
 def _check_not_local(trees: PyTree) -> None:

@@ -285,3 +285,12 @@ def test_the_command_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --step-time is missing")
     assert main(shlex.split("recommend --params 1M --workers 8")) == 0
     assert "shapes assumed" in capsys.readouterr().out
+
+
+def test_what_is_no_tree_of_arrays_or_has_no_values():
+    with pytest.raises(ValueError, match="`params` must hold arrays or shapes, or be a number"):
+        recommend(0.01, 1.0)
+    for nothing in ({}, {"w": jax.ShapeDtypeStruct((8, 8), jnp.int32)}):
+        chosen = recommend(0.01, nothing)
+        assert not chosen.compress
+        assert "no floating-point values" in chosen.reason

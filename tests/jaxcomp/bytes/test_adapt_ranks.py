@@ -297,6 +297,8 @@ def test_errors():
     two = (state[0], optax.adam(1.0).init(PARAMS), optax.sgd(1.0, 0.9).init(PARAMS))
     refused(r"The leaf \['bias'\] has two momenta in `state`, \[1\]\[0\].mu and \[2\]\[0\]", two)
     refused(r"\['new'\]: no such parameter", momentum=optax.adam(1.0).init({"new": 1.0}))
+    refused("no reducer: replicas would no longer", momentum=mean, make=lambda _: optax.adam(1.0))
+    refused("must return an Optax transformation, got None", momentum=mean, make=lambda _: None)
     wide = mean | {"flat": jnp.ones((2, 40, 32))}
     refused(r"\['flat'\]: \(2, 40, 32\), and the parameter is \(40, 32\)", momentum=wide)
     refused(r"the same leaves|does not fit `tx`", momentum=mean, make=lambda rank: reducer(rank))
