@@ -1,6 +1,6 @@
 """What the library costs and what it saves, measured; each part is a command with ``--help``.
 
 Run from the root of the repository: ``python -m benchmarks.cluster``, ``.overhead``,
-``.convergence``, ``.counterexample``, ``.faults``, ``.vision``, ``.advise_error``,
-``.bridge_memory``.
+``.convergence``, ``.optimizers``, ``.diloco``, ``.vision``, ``.counterexample``,
+``.time_to_loss``, ``.gpu_program``, ``.faults``, ``.advise_error``, ``.bridge_memory``.
 """

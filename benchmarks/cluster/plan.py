@@ -50,6 +50,17 @@ class Rate:
     bits_per_second: float | None  # None: not limited
 
     @property
+    def shown(self) -> str:
+        """As people write it."""
+        if self.bits_per_second is None:
+            return self.name
+        # As large a unit as leaves one or more of it; the smallest below that.
+        fits = [unit for unit, bits in _UNITS.items() if bits <= self.bits_per_second]
+        unit = fits[-1] if fits else next(iter(_UNITS))
+        prefix = unit[0] if unit == "kbit" else unit[0].upper()
+        return f"{self.bits_per_second / _UNITS[unit]:g} {prefix}bit/s"
+
+    @property
     def burst(self) -> int:
         """Bytes that `tbf` may send at line speed."""
         wanted = (self.bits_per_second or 0.0) / 8 * _BURST_SECONDS

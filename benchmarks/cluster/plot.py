@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.cluster.plan import parse_rate
 from benchmarks.cluster.report import Figures, Key
 from benchmarks.common.style import (
     BLUE,
@@ -56,18 +56,12 @@ def plot(figures: Mapping[Key, Figures], path: Path) -> None:
             )
             ends.append((at[-1], medians[-1], name, colour))
         axis.set(yscale="log", title=TITLES.get(model, model), xlabel="rate of every link")
-        axis.set_xticks(range(len(rates)), [_rate(rate) for rate in rates])
+        axis.set_xticks(range(len(rates)), [parse_rate(rate).shown for rate in rates])
         axis.set_xlim(-0.2, len(rates) + 0.45)  # room for the names
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
         name_points(axis, ends)
     axes[0].set_ylabel("step time, ms (median, 10% to 90%)")
     save(figure, path)
-
-
-def _rate(rate: str) -> str:
-    """``"1gbit"`` as people write it."""
-    found = re.fullmatch(r"(\d+)([gm])bit", rate)
-    return f"{found[1]} {found[2].upper()}bit/s" if found else rate
 
 
 def chosen_lines(figures: Mapping[Key, Figures]) -> dict[Line, tuple[str, str]]:

@@ -80,6 +80,18 @@ def make_model(sizes: MLP | Transformer) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def join(index: int, processes: int, address: str) -> None:
+    """Finds the other processes, at ``host:port`` of the first."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}",
+        rank=index,
+        world_size=processes,
+        timeout=datetime.timedelta(hours=1),
+    )
+
+
 def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
     """The model as a strategy trains it: with torch's own hook of that name."""
     if strategy.kind == "none":
@@ -113,14 +125,7 @@ class TorchTrainer:
 
     def __init__(self, model: str, index: int, processes: int, address: str, *, tiny: bool):
         """Joins the other processes and makes the data."""
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{address}:{_PORT}",
-            rank=index,
-            world_size=processes,
-            timeout=datetime.timedelta(hours=1),
-        )
+        join(index, processes, f"{address}:{_PORT}")
         self._sizes = (TINY if tiny else FULL)[model]
         self._batches = [
             (torch.from_numpy(x.copy()), torch.from_numpy(y).long())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -73,3 +73,32 @@ def positive_int(name: str) -> Callable[[str], int]:
         return int(text)
 
     return parse_one
+
+
+def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
+    """Checks the fields of a dataclass of sizes.
+
+    Args:
+      config: The dataclass.
+      *multiples: Pairs of fields of which the first must be a multiple of the second.
+
+    Raises:
+      ValueError: Naming what is not positive, or no multiple.
+    """
+    wrong = [name for name, value in vars(config).items() if value <= 0]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must be positive")
+    for whole, part in multiples:
+        if getattr(config, whole) % getattr(config, part):
+            raise ValueError(f"{whole} must be a multiple of {part}")
+
+
+def check_runs(parser: argparse.ArgumentParser, given: argparse.Namespace, eval_every: int) -> None:
+    """Ends with a usage error unless ``--seeds`` and ``--steps`` of a study can be."""
+    try:
+        at_least("--seeds", given.seeds, 1)
+        at_least("--steps", given.steps, eval_every)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.steps % eval_every:
+        parser.error(f"`--steps` must be a multiple of {eval_every}, got {given.steps}.")

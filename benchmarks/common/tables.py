@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """A table; all but the first `left` columns are aligned to the right."""
     rule = ["---" if i < left else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def with_spread(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The mean, and beside it, of several values, their standard deviation.
+
+    Example:
+      >>> with_spread([1.0, 3.0], "+.1f", "%"), with_spread([2.0], ".2f"), with_spread([], ".2f")
+      ('+2.0% ± 1.4', '2.00', '')
+    """
+    if not values:
+        return ""
+    spread = f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{unit}{spread}"
 
 
 def in_page(page: str, command: str, text: str) -> str:
@@ -23,3 +39,19 @@ def in_page(page: str, command: str, text: str) -> str:
     if found != 1:
         raise ValueError(f"{found} places of `{command}` in the document, not one.")
     return page
+
+
+def write_page(program: str, page: Path, paged: Callable[[str], str]) -> int:
+    """Writes a page anew; the exit code of a command that did so.
+
+    Args:
+      program: Who says so where there is nothing to write.
+      page: The document.
+      paged: From its text to the new one; a `ValueError` says what is missing.
+    """
+    try:
+        page.write_text(paged(page.read_text()))
+    except ValueError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    return 0

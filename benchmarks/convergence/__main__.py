@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.common.arguments import command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, provenance, read_runs, summarise, write_report
+from benchmarks.common.runs import append_run, provenance, read_runs
+from benchmarks.convergence.report import summarise, write_report
 from benchmarks.convergence.strategies import CURVES, STRATEGIES
 from benchmarks.convergence.training import Config, Trainer, corpus
 
@@ -112,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not rows:
             print("convergence: error: no finished runs of this setting", file=sys.stderr)
             return 2
-        about = provenance(runs, asdict(config))
+        setting = asdict(config)
+        about = provenance([run for run in runs if run["config"] == setting])
+        about["setting"] = setting
         for written in write_report(rows, stem=args.out, about=about, curves=CURVES):
             print(written)
     return 0

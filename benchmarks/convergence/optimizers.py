@@ -8,39 +8,38 @@ from typing import Any
 import jax
 import optax
 
-from benchmarks.convergence.training import Config
-
 MUON = 10.0  # its learning rate, times that of the parameters that Adam trains beside it
 OPTIMIZERS = ("adamw", "muon", "sgd", "lion", "adafactor")
 
 
+def schedule(steps: int, highest: float) -> optax.Schedule:
+    """10% linear warm-up, and a cosine decay to 5% of the highest learning rate."""
+    warm = max(1, steps // 10)
+    return optax.warmup_cosine_decay_schedule(0.0, highest, warm, max(2, steps), 0.05 * highest)
+
+
 def optimizer(
-    name: str, config: Config, rate: float, momentum: float | None = None
+    name: str, steps: int, rate: float, momentum: float | None = None
 ) -> optax.GradientTransformation:
-    """Clipping and an optimizer: 10% linear warm-up, a cosine decay to 5%.
+    """Clipping and an optimizer with `schedule`.
 
     Args:
       name: Of `OPTIMIZERS`.
-      config: The setting.
+      steps: Length of the run.
       rate: The highest learning rate; of Muon that of the Adam beside it, and a tenth of its own.
       momentum: Decay of the first moment; None for Optax's default.
     """
 
-    def schedule(highest: float) -> optax.Schedule:
-        warm = max(1, config.steps // 10)
-        return optax.warmup_cosine_decay_schedule(
-            0.0, highest, warm, max(2, config.steps), 0.05 * highest
-        )
-
     def given(key: str) -> dict[str, Any]:
         return {} if momentum is None else {key: momentum}
 
+    decaying = schedule(steps, rate)
     each: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adamw": lambda: optax.adamw(schedule(rate), weight_decay=0.01, **given("b1")),
-        "muon": lambda: _muon(schedule(MUON * rate), schedule(rate), given("beta")),
-        "sgd": lambda: optax.sgd(schedule(rate), momentum=0.9 if momentum is None else momentum),
-        "lion": lambda: optax.lion(schedule(rate), weight_decay=0.01, **given("b1")),
-        "adafactor": lambda: optax.adafactor(schedule(rate), momentum=momentum),
+        "adamw": lambda: optax.adamw(decaying, weight_decay=0.01, **given("b1")),
+        "muon": lambda: _muon(schedule(steps, MUON * rate), decaying, given("beta")),
+        "sgd": lambda: optax.sgd(decaying, momentum=0.9 if momentum is None else momentum),
+        "lion": lambda: optax.lion(decaying, weight_decay=0.01, **given("b1")),
+        "adafactor": lambda: optax.adafactor(decaying, momentum=momentum),
     }
     return optax.chain(optax.clip_by_global_norm(1.0), each[name]())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -12,32 +11,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.common import tables
+from benchmarks.common.runs import made_on
 from benchmarks.convergence.plot import plot_curves, plot_frontier
 from benchmarks.convergence.rows import REFERENCE, Row
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The finished runs in a file of JSON lines; none if there is no file.
-
-    A line that was cut off by a kill is left out.
-    """
-    if not path.exists():
-        return []
-    runs = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            runs.append(json.loads(line))
-    return runs
-
-
-def append_run(path: Path, run: dict[str, Any]) -> None:
-    """Adds a finished run, on a line of its own also after one that was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        end = file.seek(0, 2)
-        file.seek(max(0, end - 1))
-        cut_off = end and file.read(1) != b"\n"
-        file.write((b"\n" if cut_off else b"") + json.dumps(run).encode() + b"\n")
 
 
 def summarise(runs: Iterable[dict[str, Any]], config: dict[str, Any]) -> list[Row]:
@@ -125,7 +101,7 @@ def write_report(
     Args:
       rows: As `summarise` gives them.
       stem: Path without a suffix; its directory is made.
-      about: Machine, versions, dates and settings, as `provenance` gives them.
+      about: Machine, versions and dates, as `provenance` gives them, and the setting.
       curves: The strategies of the plot over steps. Of them, those with as many seeds as the
         reference are shown: means over other seeds would not compare.
 
@@ -145,29 +121,6 @@ def write_report(
     return [summary, table, over_steps, frontier]
 
 
-def provenance(runs: Iterable[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
-    """Where, when and with what the runs of a setting were made."""
-    own = [run["about"] for run in runs if run["config"] == config]
-    dates = sorted(about["date"][:10] for about in own)
-    found: dict[str, dict[str, None]] = {}
-    for about in own:
-        machine = about["machine"]
-        for name, said in {"cpu": machine["cpu"], **machine["versions"]}.items():
-            found.setdefault(name, {})[said] = None
-    several = {name: " or ".join(said) for name, said in found.items()}
-    return {
-        "runs": len(own),
-        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        "cpu": several.pop("cpu"),
-        "versions": several,
-        "setting": config,
-    }
-
-
 def _sentence(about: dict[str, Any]) -> str:
-    versions, setting = (
-        ", ".join(f"{name} {value}" for name, value in about[part].items())
-        for part in ("versions", "setting")
-    )
-    made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
-    return f"{made} Setting: {setting}."
+    setting = ", ".join(f"{name} {value}" for name, value in about["setting"].items())
+    return f"{made_on(about)} Setting: {setting}."

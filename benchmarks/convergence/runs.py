@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from benchmarks.common.machine import describe
-from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.common.runs import append_run, read_runs
 from benchmarks.convergence.training import Config, Trainer, corpus
 
 PACKAGES = ("jax", "flax", "optax")
@@ -85,3 +86,30 @@ class Runs(Generic[S]):
         final = done.curve[-1][1]
         print(f"{setting.label():66} {seed} {final:.4f}", flush=True)
         return final
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of a setting.
+
+    Attributes:
+      losses: Final held-out loss, nats per byte, by seed.
+      sent: Bytes sent by each replica in the whole run.
+    """
+
+    losses: dict[int, float]
+    sent: int
+
+    def gaps(self, exact: Result) -> list[float]:
+        """How far above the exact run of the same seed, in per cent, for each seed."""
+        both = (seed for seed in self.losses if seed in exact.losses)
+        return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in both]
+
+
+def results(runs: Sequence[dict[str, Any]], kind: type[S]) -> dict[S, Result]:
+    """The finished runs by their setting, in the order in which they were made."""
+    found: dict[S, Result] = {}
+    for run in runs:
+        result = found.setdefault(kind(**run["setting"]), Result({}, run["bytes"]))
+        result.losses[run["seed"]] = run["curve"][-1][1]
+    return found

@@ -20,7 +20,9 @@ import numpy as np
 import optax
 
 import jaxcomp
+from benchmarks.common.arguments import check_sizes
 from benchmarks.common.paths import LANGUAGE_MODEL
+from benchmarks.convergence.optimizers import optimizer
 
 sys.path.insert(0, str(LANGUAGE_MODEL))
 from lm import (
@@ -70,12 +72,7 @@ class Config:
 
     def check(self) -> None:
         """Raises a `ValueError` that names what cannot work."""
-        wrong = [name for name, value in vars(self).items() if value <= 0]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} must be positive")
-        for whole, part in (("steps", "eval_every"), ("width", "heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole} must be a multiple of {part}")
+        check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
         if self.eval_sequences % _EVALUATED_AT_ONCE:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
 
@@ -97,12 +94,7 @@ def adamw(config: Config, rate: float = 1.0, momentum: float = 0.9) -> optax.Gra
       rate: Multiplies its learning rate.
       momentum: Adam's b1; 0 where the reducer has a momentum of its own.
     """
-    highest = rate * config.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, highest, max(1, config.steps // 10), max(2, config.steps), 0.05 * highest
-    )
-    optimizer = optax.adamw(schedule, b1=momentum, weight_decay=0.01)
-    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    return optimizer("adamw", config.steps, rate * config.learning_rate, momentum)
 
 
 @dataclass(frozen=True)
@@ -248,19 +240,24 @@ def corpus() -> Corpus:
     return load_corpus()
 
 
-@functools.cache
-def early_momentum(config: Config) -> Tree:
-    """Adam's first moment after a quarter of an exact run, from a seed that no other run has."""
-    seed = 7
-    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), adamw(config))
+def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[Tree, Tree]:
+    """Parameters and state a quarter into a run, of a seed that no other run has."""
+    seed, quarter = 7, max(1, config.steps // 4)
     trainer = Trainer(config, tx, local=False, corpus=corpus())
     carry = trainer.start(seed)
-    for first in range(0, max(1, config.steps // 4), config.eval_every):
-        carry = trainer.advance(carry, seed, first, first + config.eval_every)
-    return jax.device_get(optax.tree.get(carry[1], "mu"))
+    for first in range(0, quarter, config.eval_every):
+        carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))
+    return carry
+
+
+@functools.cache
+def early_momentum(config: Config) -> Tree:
+    """Adam's first moment after a quarter of an exact run."""
+    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), adamw(config))
+    return jax.device_get(optax.tree.get(after_a_quarter(config, tx)[1], "mu"))
 
 
 __all__ = [
-    "AXIS", "Config", "Corpus", "Finished", "Switch", "Trainer", "adamw", "corpus",
-    "early_momentum",
+    "AXIS", "Config", "Corpus", "Finished", "Switch", "Trainer", "adamw", "after_a_quarter",
+    "corpus", "early_momentum",
 ]  # fmt: skip

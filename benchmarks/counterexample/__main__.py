@@ -22,7 +22,8 @@ import optax
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.common.runs import append_run, read_runs
+from benchmarks.common.tables import write_page
 from benchmarks.convergence.training import Config, Trainer, adamw, corpus
 from benchmarks.counterexample.cases import CASES, Case
 from benchmarks.counterexample.problem import Problem
@@ -107,11 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.report:
         study(given.out, given.seeds)
     if given.out == OUT:
-        try:
-            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT)))
-        except ValueError as error:
-            print(f"benchmarks.counterexample: {error}", file=sys.stderr)
-            return 1
+        finished = read_runs(OUT)
+        return write_page("benchmarks.counterexample", PAGE, lambda page: paged(page, finished))
     return 0
 
 

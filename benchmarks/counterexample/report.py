@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from benchmarks.common.paths import ROOT
-from benchmarks.common.tables import in_page, markdown
+from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.tables import in_page, markdown, with_spread
 from benchmarks.counterexample.cases import CASES
 
 PAGE = ROOT / "docs" / "convergence.md"
@@ -40,17 +41,7 @@ def _text(runs: Sequence[dict[str, Any]]) -> str:
         cells = [_largest(found.get((name, problem))) for problem in PROBLEMS]
         cells += [_gap(found, name, model) for model in MODELS]
         rows.append([case.label, *cells])
-    machines = {run["about"]["machine"]["cpu"] for run in runs}
-    versions = {
-        f"{name} {number}"
-        for run in runs
-        for name, number in run["about"]["machine"]["versions"].items()
-    }
-    dates = sorted({run["about"]["date"][:10] for run in runs})
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    made = (
-        f"{len(runs)} runs, {when}, {', '.join(sorted(machines))}; {', '.join(sorted(versions))}."
-    )
+    made = made_on(provenance(runs))
     return f"{markdown(_HEADER, rows)}\n\n{made}\n"
 
 
@@ -67,5 +58,4 @@ def _gap(found: dict[tuple[str, str], dict[int, float]], name: str, model: str) 
     if name == "default":
         return f"{mean(own.values()):.3f}"
     gaps = [100 * (own[seed] / default[seed] - 1) for seed in seeds]
-    spread = f" ± {stdev(gaps):.2f}" if len(gaps) > 1 else ""
-    return f"{mean(gaps):+.2f}%{spread}"
+    return with_spread(gaps, "+.2f", "%")

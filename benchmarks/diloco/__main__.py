@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.arguments import at_least, command_line
+from benchmarks.common.arguments import check_runs, command_line
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
+from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.diloco.report import PAGE, paged
@@ -57,13 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=OUT, help="the runs (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="only write the table anew")
     given = parser.parse_args(argv)
-    try:
-        at_least("--seeds", given.seeds, 1)
-        at_least("--steps", given.steps, 60)
-    except ValueError as error:
-        parser.error(str(error))
-    if given.steps % 60:
-        parser.error(f"`--steps` must be a multiple of 60, got {given.steps}.")
+    check_runs(parser, given, Config.eval_every)
     return given
 
 
@@ -78,11 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for inner in [given.inner] if given.inner else INNER:
             study(inner, runs, more, given.seeds)
     if given.out == OUT:
-        try:
-            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
-        except ValueError as error:
-            print(f"benchmarks.diloco: {error}", file=sys.stderr)
-            return 1
+        finished = read_runs(OUT)
+        return write_page("benchmarks.diloco", PAGE, lambda page: paged(page, finished, config))
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import mean, stdev
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.common.paths import ROOT
-from benchmarks.common.tables import in_page, markdown
-from benchmarks.convergence.report import provenance
+from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.tables import in_page, markdown, with_spread
+from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import Config
 from benchmarks.diloco.settings import (
     INNER,
@@ -27,28 +27,6 @@ _SEARCHED = ["line", "tried", "best", "held-out loss", "above data parallel"]
 _CHOSEN = ["inner optimizer", "", "seeds", "held-out loss", "above data parallel", "fewer bytes"]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The runs of a setting.
-
-    Attributes:
-      losses: Final held-out loss, nats per byte, by seed.
-      sent: Bytes sent by each replica in the whole run.
-    """
-
-    losses: dict[int, float]
-    sent: int
-
-
-def results(runs: Sequence[dict[str, Any]]) -> dict[Setting, Result]:
-    """The finished runs by their setting, in the order in which they were made."""
-    found: dict[Setting, Result] = {}
-    for run in runs:
-        result = found.setdefault(Setting(**run["setting"]), Result({}, run["bytes"]))
-        result.losses[run["seed"]] = run["curve"][-1][1]
-    return found
-
-
 def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
     """The page with the tables of the runs of a configuration, and of longer ones.
 
@@ -62,7 +40,7 @@ def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
 
 
 def _text(runs: Sequence[dict[str, Any]], long: Sequence[dict[str, Any]], config: Config) -> str:
-    found, found_later = results(runs), results(long)
+    found, found_later = results(runs, Setting), results(long, Setting)
 
     def known(setting: Setting, seed: int) -> float:
         return found[setting].losses[seed]
@@ -83,9 +61,7 @@ def _text(runs: Sequence[dict[str, Any]], long: Sequence[dict[str, Any]], config
         searched += _lines(exact, steps, found)
     if not chosen:
         raise ValueError("no search has come to its end; run python -m benchmarks.diloco again.")
-    about = provenance(runs, asdict(config))
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    made = f"{len(runs) + len(long)} runs, {about['dates']}, {about['cpu']}; {versions}."
+    made = made_on(provenance([*runs, *long]))
     tables = markdown(_CHOSEN, chosen, left=2), markdown(_SEARCHED, searched, left=3)
     return "\n\n".join((*tables, made, ""))
 
@@ -103,15 +79,10 @@ def _chosen(exact: Setting, best: Setting, found: Mapping[Setting, Result]) -> l
 def _figures(setting: Setting, exact: Setting, found: Mapping[Setting, Result]) -> list[str]:
     own, beside = found[setting], found[exact]
     losses = list(own.losses.values())
-    gaps = [100 * (loss / beside.losses[seed] - 1) for seed, loss in own.losses.items()]
-    gap = "" if setting == exact else f"{mean(gaps):+.1f}%" + _spread(gaps, ".1f")
+    gap = "" if setting == exact else with_spread(own.gaps(beside), "+.1f", "%")
     ratio = beside.sent / own.sent
     fewer = "" if setting == exact else f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
-    return [str(len(losses)), f"{mean(losses):.3f}" + _spread(losses, ".3f"), gap, fewer]
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f" ± {stdev(values):{form}}" if len(values) > 1 else ""
+    return [str(len(losses)), with_spread(losses, ".3f"), gap, fewer]
 
 
 def _lines(

@@ -47,7 +47,7 @@ class Setting:
 
     def build(self, config: Config) -> Any:
         """The transformation, from local gradients to updates."""
-        inner = optimizer(self.inner, config, self.rate)
+        inner = optimizer(self.inner, config.steps, self.rate)
         if not self.local:
             return optax.chain(self._reducer() or jaxcomp.allreduce(axis_name=AXIS), inner)
         averaged = self.outer_rate == 1 and not self.outer_momentum

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.arguments import at_least, command_line, listed, one_of
+from benchmarks.common.arguments import check_runs, command_line, listed, one_of
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
+from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.evidence import write
@@ -59,14 +60,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--report", action="store_true", help="only write the tables anew")
     add("--evidence", action="store_true", help="only write what jaxcomp.recommend reads anew")
     given = parser.parse_args(argv)
+    check_runs(parser, given, Config.eval_every)
     try:
-        at_least("--seeds", given.seeds, 1)
-        at_least("--steps", given.steps, 60)
         given.optimizers = listed("--optimizers", given.optimizers, one_of("--optimizers", GRID))
     except ValueError as error:
         parser.error(str(error))
-    if given.steps % 60:
-        parser.error(f"`--steps` must be a multiple of 60, got {given.steps}.")
     return given
 
 
@@ -82,17 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for optimizer in given.optimizers:
             study(optimizer, runs, more, given.seeds)
     if given.evidence:
-        try:
-            write(read_runs(given.out), config)
-        except ValueError as error:
-            print(f"benchmarks.optimizers: {error}", file=sys.stderr)
-            return 1
-    elif given.out == OUT:
-        try:
-            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
-        except ValueError as error:
-            print(f"benchmarks.optimizers: {error}", file=sys.stderr)
-            return 1
+        return write(read_runs(given.out), config)
+    if given.out == OUT:
+        finished = read_runs(OUT)
+        return write_page("benchmarks.optimizers", PAGE, lambda page: paged(page, finished, config))
     return 0
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import jaxcomp
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
+from benchmarks.common.tables import write_page
+from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import AXIS, Config
-from benchmarks.optimizers.report import Result, best, gaps, results
+from benchmarks.optimizers.report import best
 from benchmarks.optimizers.settings import GRID, Setting, longer
 
 MODULE = ROOT / "jaxcomp" / "_adviser" / "evidence.py"
@@ -77,15 +79,12 @@ def with_printed(page: str) -> str:
     return _PRINTED.sub(again, page)
 
 
-def write(runs: Sequence[dict[str, Any]], config: Config) -> None:
-    """The module and the page anew.
-
-    Raises:
-      ValueError: As `with_tables`.
-    """
-    module = MODULE.read_text()
-    MODULE.write_text(with_tables(module, runs, read_runs(CONVERGENCE), config))
-    PAGE.write_text(with_printed(PAGE.read_text()))
+def write(runs: Sequence[dict[str, Any]], config: Config) -> int:
+    """The module and the page anew; the exit code of a command that did so."""
+    program, convergence = "benchmarks.optimizers", read_runs(CONVERGENCE)
+    return write_page(
+        program, MODULE, lambda module: with_tables(module, runs, convergence, config)
+    ) or write_page(program, PAGE, with_printed)
 
 
 def _study(config: Config) -> str:
@@ -108,7 +107,7 @@ def _measured(
 ) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
     """How each optimizer was set, and a row for each uniform rank behind it, by optimizer."""
     own, long = (
-        results([run for run in runs if run["config"] == asdict(c)])
+        results([run for run in runs if run["config"] == asdict(c)], Setting)
         for c in (config, longer(config))
     )
     exact, rows = dict[str, str](), list[tuple[Any, ...]]()
@@ -136,7 +135,7 @@ def _rows(exact: Setting, found: dict[Setting, Result], steps: int) -> list[tupl
             exact.rate,
             exact.momentum,
         )
-        above = gaps(own, found[exact]) if tuned_alike and exact in found else []
+        above = own.gaps(found[exact]) if tuned_alike and exact in found else []
         if setting.rank and not setting.ratio and above:
             ratio = found[exact].sent / own.sent
             rows.append(_row(exact.optimizer, steps, setting.wire, setting.rank, ratio, above))

@@ -11,7 +11,7 @@ import optax
 
 import jaxcomp
 from benchmarks.convergence.optimizers import optimizer
-from benchmarks.convergence.training import AXIS, Config, Trainer, corpus
+from benchmarks.convergence.training import AXIS, Config, after_a_quarter
 
 # (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's own rate is
 # ten times that of the Adam beside it, which is what is given.
@@ -54,7 +54,7 @@ class Setting:
 
     def build(self, config: Config) -> optax.GradientTransformation:
         """The transformation, from local gradients to updates."""
-        behind = optimizer(self.optimizer, config, self.rate, self.momentum)
+        behind = optimizer(self.optimizer, config.steps, self.rate, self.momentum)
         return optax.chain(self._reducer(config), behind)
 
     def _reducer(self, config: Config) -> Any:
@@ -84,17 +84,12 @@ class Setting:
 
 @functools.cache
 def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jaxcomp.Ranks:
-    """From the momentum after a quarter of an exact run, of a seed that no other run has."""
-    seed = 7
-    trainer = Trainer(config, exact.build(config), local=False, corpus=corpus())
-    carry, quarter = trainer.start(seed), max(1, config.steps // 4)
-    for first in range(0, quarter, config.eval_every):
-        carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))
-    params, state = carry
+    """From the momentum after a quarter of an exact run."""
+    params, state = after_a_quarter(config, exact.build(config))
 
     def make(rank: Any) -> optax.GradientTransformation:
         reducer = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire)
-        behind = optimizer(exact.optimizer, config, exact.rate, exact.momentum)
+        behind = optimizer(exact.optimizer, config.steps, exact.rate, exact.momentum)
         return optax.chain(reducer, behind)
 
     return jaxcomp.adapt_ranks(state, params, make, ratio=ratio, comm_dtype=wire)[2]

@@ -35,7 +35,7 @@ from benchmarks.cluster.plan import FRAMEWORKS, UNLIMITED, Strategy, parse_rate,
 from benchmarks.common.arguments import at_least, command_line, listed, positive_int
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.common.runs import append_run, read_runs
 from benchmarks.time_to_loss.measure import Plan, step_times, whole_runs
 from benchmarks.time_to_loss.report import write_report
 from benchmarks.time_to_loss.task import Config

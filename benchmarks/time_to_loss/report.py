@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from benchmarks.common.style import (
     panels,
     save,
 )
-from benchmarks.common.tables import in_page, markdown
+from benchmarks.common.tables import in_page, markdown, with_spread
 
 PAGE = ROOT / "docs" / "time_to_loss.md"
 COMMAND = "sudo python -m benchmarks.time_to_loss"
@@ -220,7 +220,7 @@ def _row(result: Result, found: Mapping[str, Result], rate: str) -> list[str]:
 
 def _gap(result: Result, exact: Result) -> str:
     gaps = [100 * (loss / exact.losses[s] - 1) for s, loss in result.losses.items()]
-    return f"{mean(gaps):+.1f}%" + (f" ± {stdev(gaps):.1f}" if len(gaps) > 1 else "")
+    return with_spread(gaps, "+.1f", "%")
 
 
 def _steps(result: Result) -> str:
@@ -251,14 +251,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _bits(rate: str) -> str:
-    """A rate as people write it."""
-    bits = parse_rate(rate).bits_per_second
-    if bits is None:
-        return rate
-    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
-
-
 def plot(found: Mapping[str, Result], path: Path) -> None:
     """Writes a PNG: loss against seconds, a panel for each rate; the dotted line is the goal."""
     exact = found[EXACT]
@@ -276,7 +268,7 @@ def plot(found: Mapping[str, Result], path: Path) -> None:
             times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
             (lines[name],) = axis.plot(times, losses, color=colour, linewidth=1.5)
         axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", xlabel="seconds", title=_bits(rate))
+        axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)
         axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.legend(

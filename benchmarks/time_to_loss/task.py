@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.arguments import check_sizes
 from benchmarks.common.paths import LANGUAGE_MODEL
 
 WEIGHT_DECAY = 0.01
@@ -46,12 +47,7 @@ class Config:
 
     def check(self) -> None:
         """Raises a `ValueError` that names what cannot work."""
-        wrong = [name for name, value in vars(self).items() if value <= 0]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} must be positive")
-        for whole, part in (("steps", "eval_every"), ("width", "heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole} must be a multiple of {part}")
+        check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,8 @@ class Task:
 def write_task(config: Config, seed: int, path: Path) -> None:
     """Draws the parameters and the data of a seed, for `read_task`."""
     import jax
-    import optax
+
+    from benchmarks.convergence.optimizers import schedule
 
     sys.path.insert(0, str(LANGUAGE_MODEL))
     import lm
@@ -102,20 +99,14 @@ def write_task(config: Config, seed: int, path: Path) -> None:
         lm.training_batch(text.train, step, seed=seed, size=together, context=config.context)
         for step in range(config.steps)
     ]
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.learning_rate,
-        max(1, config.steps // 10),
-        max(2, config.steps),
-        0.05 * config.learning_rate,
-    )
+    rate = schedule(config.steps, config.learning_rate)
     held_out = lm.held_out_batches(
         text.held_out, count=1, size=config.eval_sequences, context=config.context
     )
     arrays = {_SEPARATOR + name: leaf for name, leaf in flat.items()} | {
         "batches": np.stack(batches).reshape(-1, *shape),
         "held_out": held_out[0],
-        "rates": np.array([schedule(step) for step in range(config.steps)], np.float32),
+        "rates": np.array([rate(step) for step in range(config.steps)], np.float32),
     }
     np.savez(path, allow_pickle=False, **arrays)
 

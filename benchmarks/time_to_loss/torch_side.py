@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -93,14 +91,7 @@ class TorchTrainer:
 
     def __init__(self, folder: Path, index: int, processes: int, address: str):
         """Joins the other processes."""
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{address}:{_PORT}",
-            rank=index,
-            world_size=processes,
-            timeout=datetime.timedelta(hours=1),
-        )
+        cluster.join(index, processes, f"{address}:{_PORT}")
         self._folder, self._index = folder, index
         self._config = Config(**json.loads((folder / "config.json").read_text()))
         self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())

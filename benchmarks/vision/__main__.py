@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common.arguments import at_least, command_line
+from benchmarks.common.arguments import check_runs, command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.common.runs import append_run, read_runs
+from benchmarks.common.tables import write_page
 from benchmarks.vision.report import PAGE, REFERENCE, best_rate, paged
 from benchmarks.vision.settings import RATES, STRATEGIES, bytes_sent, reducer
 from benchmarks.vision.training import Config, Trainer
@@ -78,13 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=OUT, help="the runs" + shown)
     parser.add_argument("--report", action="store_true", help="only write the table anew")
     given = parser.parse_args(argv)
-    try:
-        at_least("--seeds", given.seeds, 1)
-        at_least("--steps", given.steps, Config.eval_every)
-    except ValueError as error:
-        parser.error(str(error))
-    if given.steps % Config.eval_every:
-        parser.error(f"`--steps` must be a multiple of {Config.eval_every}, got {given.steps}.")
+    check_runs(parser, given, Config.eval_every)
     return given
 
 
@@ -95,11 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.report:
         study(given.out, config, given.seeds)
     if given.out == OUT:
-        try:
-            PAGE.write_text(paged(PAGE.read_text(), read_runs(OUT), config))
-        except ValueError as error:
-            print(f"benchmarks.vision: {error}", file=sys.stderr)
-            return 1
+        finished = read_runs(OUT)
+        return write_page("benchmarks.vision", PAGE, lambda page: paged(page, finished, config))
     return 0
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from benchmarks.common.paths import ROOT
-from benchmarks.common.tables import in_page, markdown
-from benchmarks.convergence.report import provenance
+from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.tables import in_page, markdown, with_spread
 from benchmarks.vision.settings import RATES, STRATEGIES
 from benchmarks.vision.training import Config
 
@@ -55,9 +55,7 @@ def _text(runs: Sequence[Run], config: Config) -> str:
             found.setdefault(run["strategy"], {})[run["seed"]] = run
     exact = found[REFERENCE]
     rows = [_row(name, found[name], exact) for name in STRATEGIES if name in found]
-    about = provenance(runs, asdict(config))
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    made = f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
+    made = made_on(provenance([run for run in runs if run["config"] == asdict(config)]))
     return (
         f"{markdown(_HEADER, rows)}\n\n{made} Learning rate {rate:g}, the best of the exact run.\n"
     )
@@ -72,12 +70,8 @@ def _row(name: str, own: dict[int, Run], exact: dict[int, Run]) -> list[str]:
     return [
         STRATEGIES[name],
         "" if first else f"{ratio:.1f}x",
-        f"{mean(losses):.3f}" + _spread(losses, ".3f"),
-        "" if first else f"{mean(gaps):+.1f}%" + _spread(gaps, ".1f"),
+        with_spread(losses, ".3f"),
+        "" if first else with_spread(gaps, "+.1f", "%"),
         f"{100 * mean(accuracies):.1f}%",
         str(len(seeds)),
     ]
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f" ± {stdev(values):{form}}" if len(values) > 1 else ""

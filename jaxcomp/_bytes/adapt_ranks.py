@@ -17,6 +17,7 @@ from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import DType, MatrixDimsFn, PyTree
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.state import LocalSGDState
+from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._states.adapt import fitted
 from jaxcomp._states.forms import form_of
 
@@ -116,17 +117,12 @@ def adapt_ranks(
             "whole new one, with jaxcomp.powersgd(rank, ...) in it."
         )
     fresh = tx.init(params)
-    if not any(map(_is_reducers, jax.tree.leaves(fresh, is_leaf=_is_reducers))):
+    if not any(map(of_reducer, jax.tree.leaves(fresh, is_leaf=of_reducer))):
         raise ValueError(
             "`make(rank)` has no reducer: replicas would no longer average anything. Return the "
             "whole new transformation, with jaxcomp.powersgd(rank, ...) in it."
         )
     return tx, fitted(state, fresh, form), rank
-
-
-def _is_reducers(node: Any) -> bool:
-    """Whether it is the state of a reducer, of the package or of a user."""
-    return hasattr(node, "per_replica")
 
 
 def _check_not_local(trees: PyTree) -> None:

@@ -39,6 +39,11 @@ def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
     return map_leaves(lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state)
 
 
+def of_reducer(node: Any) -> bool:
+    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
+    return isinstance(getattr(type(node), "per_replica", None), tuple)
+
+
 def _fields(node: Any) -> tuple[str, ...] | None:
     """Names of the per-replica fields that the class of `node` declares, or None."""
     declared = _FOREIGN.get(type(node), getattr(type(node), "per_replica", None))

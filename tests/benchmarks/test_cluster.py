@@ -67,6 +67,20 @@ def test_rates(text, bits):
     assert parse_rate(text).bits_per_second == bits
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("unlimited", "unlimited"),
+        ("1gbit", "1 Gbit/s"),
+        ("2.5mbit", "2.5 Mbit/s"),
+        ("64kbit", "64 kbit/s"),
+        ("0.5kbit", "0.5 kbit/s"),
+    ],
+)
+def test_rates_as_people_write_them(text, shown):
+    assert parse_rate(text).shown == shown
+
+
 @pytest.mark.parametrize("text", ["", "fast", "100", "0mbit", "-1mbit", "1gbps", "nan mbit"])
 def test_what_is_no_rate(text):
     with pytest.raises(ValueError, match=r"`--rates` takes 'unlimited' or a rate such as 100mbit"):

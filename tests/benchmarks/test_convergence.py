@@ -11,9 +11,10 @@ from runners import AXIS, simulate
 
 import benchmarks.convergence.__main__ as convergence
 import jaxcomp
+from benchmarks.common.runs import append_run, read_runs
 from benchmarks.convergence.int4 import Int4Layout
 from benchmarks.convergence.reducers import difference, low_rank, whitened
-from benchmarks.convergence.report import append_run, markdown, read_runs, summarise
+from benchmarks.convergence.report import markdown, summarise
 from benchmarks.convergence.strategies import CURVES, STRATEGIES, own_spectrum
 from benchmarks.convergence.training import Config
 from jaxcomp.extend import mean_by_shares

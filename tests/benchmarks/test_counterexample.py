@@ -6,7 +6,7 @@ What it is about is tested in tests/jaxcomp/reducers/test_counterexample.py.
 import pytest
 
 import benchmarks.counterexample.__main__ as counterexample
-from benchmarks.convergence.report import append_run, read_runs
+from benchmarks.common.runs import append_run, read_runs
 from benchmarks.counterexample import report
 from benchmarks.counterexample.cases import CASES
 

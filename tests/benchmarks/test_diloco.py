@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import benchmarks.diloco.__main__ as diloco
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.diloco import report

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.__main__ import OUT
 from benchmarks.optimizers.evidence import COMMAND, CONVERGENCE, MODULE, with_printed, with_tables

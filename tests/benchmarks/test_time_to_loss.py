@@ -13,7 +13,7 @@ import pytest
 from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.report import PAGE, results, steps_until, write_report
 from benchmarks.time_to_loss.task import Config, read_task, write_task

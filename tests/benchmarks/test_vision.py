@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import benchmarks.vision.__main__ as vision
-from benchmarks.convergence.report import read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.vision import report
 from benchmarks.vision.settings import RATES, STRATEGIES, bytes_sent
 from benchmarks.vision.task import CLASSES, SIZE, Conv, digits, draw
