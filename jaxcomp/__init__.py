@@ -32,6 +32,8 @@ from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, chec
 from jaxcomp._training.fingerprint import FingerprintMismatch, check_fingerprint, fingerprint
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
 from jaxcomp._training.sampling import sharded_indices
+from jaxcomp._training.scan_layers import ScanLayers, ScanValueAndGrad, scan_layers
+from jaxcomp._training.scan_state import ScanState
 from jaxcomp._training.value_and_grad import ValueAndGrad, value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
@@ -59,6 +61,9 @@ __all__ = [
     "Reduction",
     "ReplicaCheck",
     "ReplicaMismatch",
+    "ScanLayers",
+    "ScanState",
+    "ScanValueAndGrad",
     "SwitchState",
     "Transformation",
     "ValueAndGrad",
@@ -90,6 +95,7 @@ __all__ = [
     "quantized_stats",
     "ranks_by_spectrum",
     "recommend",
+    "scan_layers",
     "set_to_zero",
     "shard_state",
     "sharded_indices",

@@ -175,7 +175,12 @@ def typed_as(x: Array, function: Callable[[], Array]) -> Array:
     What a loop carries must have one type before and after, and an argument of the loop's body may
     vary over axes over which the carried array did not. `function` is traced, and not run.
     """
-    return _marked(x, _varying(jax.eval_shape(function)))
+    return typed_like(x, jax.eval_shape(function))
+
+
+def typed_like(x: Array, tree: PyTree) -> Array:
+    """`x`, typed as varying over all axes over which any array, or shape, of the tree does."""
+    return _marked(x, frozenset().union(*map(_varying, jax.tree.leaves(tree))))
 
 
 def alike(xs: Sequence[Array]) -> list[Array]:

@@ -57,16 +57,25 @@ def local_value_and_grad(
         marked = [as_local(a, axis_name) if i in positions else a for i, a in enumerate(args)]
         value, grads = value_and_grad(*marked, **kwargs)
         loss = value[0] if value_and_grad_kwargs.get("has_aux") else value
-        if reduced := axes_known_equal(loss, axis_name):
-            raise ValueError(
-                f"The loss is the same on every replica along {reduced[0]!r}: `fun` averages it "
-                "itself, with lax.pmean or psum, or uses none of its arguments. Gradients would be "
-                "too small by the number of replicas. Return the mean over this replica's examples "
-                "alone, and average what is reported behind the gradients."
-            )
+        check_loss(loss, axis_name)
         return value, grads
 
     return local
+
+
+def check_loss(loss: Any, axis_name: AxisName) -> None:
+    """Refuses a loss that was averaged already.
+
+    Raises:
+      ValueError: With what to return instead.
+    """
+    if reduced := axes_known_equal(loss, axis_name):
+        raise ValueError(
+            f"The loss is the same on every replica along {reduced[0]!r}: `fun` averages it "
+            "itself, with lax.pmean or psum, or uses none of its arguments. Gradients would be "
+            "too small by the number of replicas. Return the mean over this replica's examples "
+            "alone, and average what is reported behind the gradients."
+        )
 
 
 def set_to_zero() -> optax.GradientTransformation:
