@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean, stdev
@@ -13,6 +10,7 @@ from typing import Any
 
 import jaxcomp
 from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.printed import with_printed
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Result, results
@@ -26,7 +24,6 @@ COMMAND = "python -m benchmarks.optimizers --evidence"
 CONVERGENCE = RESULTS / "convergence.jsonl"  # has the int8 all-reduce, with AdamW
 _INT8, _EXACT = "int8", "allreduce"  # strategies there
 _PLACE = re.compile(rf"(?<=^# {re.escape(COMMAND)}\n).*?(?=^# end$)", re.DOTALL | re.MULTILINE)
-_PRINTED = re.compile(r"(?<=```console\n)\$ (python -m jaxcomp recommend .*?)(?=```)", re.DOTALL)
 
 
 def with_tables(
@@ -62,21 +59,6 @@ def with_tables(
         + "]\n"
     )
     return _PLACE.sub(lambda _: text, module)
-
-
-def with_printed(page: str) -> str:
-    """The page with what its `python -m jaxcomp recommend` commands print now."""
-
-    def again(place: re.Match[str]) -> str:
-        lines = place[1].splitlines()
-        length = next(i for i, line in enumerate(lines) if not line.endswith("\\")) + 1
-        _, *arguments = shlex.split(" ".join(line.rstrip("\\") for line in lines[:length]))
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return "\n".join(["$ " + lines[0], *lines[1:length], done.stdout])
-
-    return _PRINTED.sub(again, page)
 
 
 def write(runs: Sequence[dict[str, Any]], config: Config) -> int:

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from benchmarks.common.printed import with_printed
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.__main__ import OUT
-from benchmarks.optimizers.evidence import COMMAND, CONVERGENCE, MODULE, with_printed, with_tables
+from benchmarks.optimizers.evidence import COMMAND, CONVERGENCE, MODULE, with_tables
 from benchmarks.optimizers.settings import GRID
 
 
