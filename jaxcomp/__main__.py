@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--replicas", type=int, metavar="N", help="with integers: how many there are"
     )
     timing = _command(commands, "measure", "fit the model to the present devices", _MEASURE)
-    timing.add_argument("--ranks", type=_ranks, default=(1, 4, 16), metavar="1,4,16")
+    timing.add_argument("--ranks", type=_numbers, default=(1, 4, 16), metavar="1,4,16")
     for command in (advice, choice, stats):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return main
@@ -143,11 +143,15 @@ def _add_strategies(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backward-overlap", type=float, default=0.7, metavar="X",
                          help="share of the backward pass behind which an exact average hides "
                          "(default: %(default)s)")  # fmt: skip
-    command.add_argument("--ranks", type=_ranks, metavar="1,4,16",
+    command.add_argument("--ranks", type=_numbers, metavar="1,4,16",
                          help="(default: the powers of two that the shapes allow)")  # fmt: skip
     _add_wire(command)
     command.add_argument("--sync-every", type=int, default=8, metavar="H",
                          help="of local SGD: steps per average (default: %(default)s)")  # fmt: skip
+    command.add_argument("--gpu-kernels", action="store_true",
+                         help="as of powersgd(gpu_kernels=True)")  # fmt: skip
+    command.add_argument("--buckets", type=_numbers, default=(2, 4, 8), metavar="2,4,8",
+                         help="numbers of buckets to try on GPUs (default: 2,4,8)")  # fmt: skip
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
@@ -162,11 +166,11 @@ def _add_device(command: argparse.ArgumentParser) -> None:
                          help="of the device's memory: 900GB")  # fmt: skip
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 1,4,16") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,4,16") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,6 +205,8 @@ def _advise(options: argparse.Namespace) -> str:
         comm_dtype=options.comm_dtype,
         sync_every=options.sync_every,
         calibration=_calibration(options, params),
+        gpu_kernels=options.gpu_kernels,
+        buckets=options.buckets,
     )
     return json.dumps(advice_dict(advice), indent=2) if options.json else str(advice)
 

@@ -15,7 +15,7 @@ from jaxcomp._adviser.model import step_time as modelled_step_time
 from jaxcomp._adviser.shapes import assumed_params, count_values
 from jaxcomp._adviser.strategies import LOCAL_SGD, ONE_SIDED, Strategies
 from jaxcomp._adviser.units import format_time, parse_bandwidth, parse_time
-from jaxcomp._base.checks import ParameterError, check_int, check_number
+from jaxcomp._base.checks import ParameterError, check_flag, check_int, check_number
 from jaxcomp._base.leaves import checked_factor_dtype
 from jaxcomp._base.typing import DType, PyTree
 
@@ -23,6 +23,8 @@ from jaxcomp._base.typing import DType, PyTree
 _WORTHWHILE = 1.1
 # Among strategies whose steps are that close the one that sends most is to be preferred.
 _AS_FAST = 1.1
+# Buckets are not worth a line, and their conditions, for less of a step than this.
+_SAVING = 0.02
 
 
 def advise(
@@ -39,6 +41,8 @@ def advise(
     sync_every: int = 8,
     device: str = "gpu",
     calibration: Calibration | None = None,
+    gpu_kernels: bool = False,
+    buckets: Sequence[int] = (2, 4, 8),
 ) -> Advice:
     r"""Predicts step time, bytes and speedup of every strategy, and says whether to compress.
 
@@ -49,10 +53,12 @@ def advise(
 
     with the latency :math:`\alpha`, the bandwidth :math:`B` of the link, and :math:`o` and
     :math:`S` of the software. Exact averages hide behind `backward_overlap` of the backward pass,
-    for which two thirds of `step_time` are taken; what is compressed is sent after it. Compression
-    takes the time of 7 passes over the compressed values (6 one-sided, 9 for int8) at the device's
-    memory bandwidth, and of the products, times a factor for what the device does not reach. The
-    fair baseline is the faster of a 32-bit and a 16-bit all-reduce.
+    for which two thirds of `step_time` are taken; what is compressed is sent after it, and with
+    buckets, on GPUs, the last bucket's only. Compression takes the time of 7 passes over the
+    compressed values (6 one-sided, 9 for int8) at the device's memory bandwidth, and of the
+    products, times a factor for what the device does not reach. On GPUs it takes that of the words
+    that compiled programs move instead of 7 passes, and of their kernels' launches. The fair
+    baseline is the faster of a 32-bit and a 16-bit all-reduce.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
@@ -63,7 +69,8 @@ def advise(
         for what `calibration` measured.
       latency: From one replica to the next, one way: ``"50us"``, or seconds. None for 50 us, or
         with no `bandwidth` for what `calibration` measured.
-      backward_overlap: The share of the backward pass behind which an exact average can hide.
+      backward_overlap: The share of the backward pass behind which an exact average can hide, and
+        what buckets send before the last one.
       ranks: The ranks to predict; None for the powers of two that the shapes allow.
       min_compression_rate: As for `powersgd`.
       comm_dtype: As for `powersgd`, whose predictions then name it. With int8 each all-reduce is an
@@ -71,6 +78,9 @@ def advise(
       sync_every: Of local SGD.
       device: ``"gpu"`` or ``"cpu"``: whose constants to assume without a `calibration`.
       calibration: The present device's constants, from `measure`.
+      gpu_kernels: As for `powersgd`. One-sided steps are predicted in the plain form.
+      buckets: On GPUs, numbers of buckets to try for `powersgd`; the best of them is predicted
+        beside one bucket where it saves 2% of the step and more. ``()`` for none.
 
     Returns:
       The predictions, the recommendation and its reason. ``print`` shows them as a table.
@@ -91,6 +101,7 @@ def advise(
     compute = parse_time("step_time", step_time, positive=True)
     overlap = check_number("backward_overlap", backward_overlap, 0, 1)
     sync_every = check_int("sync_every", sync_every, 1)
+    buckets = [check_int("buckets", count, 1) for count in buckets]
     constants = assumed_constants(device, calibration)
     link = _link(workers, bandwidth, latency, constants)
     assumptions = [f"device: {constants.device}"]
@@ -104,9 +115,25 @@ def advise(
         )
 
     wire = checked_factor_dtype("comm_dtype", comm_dtype)
-    strategies = Strategies(params, workers, constants, min_compression_rate, wire)
-    named = [*strategies.exact(), *strategies.powersgd(ranks), *strategies.others(sync_every)]
+    strategies = Strategies(
+        params,
+        workers,
+        constants,
+        min_compression_rate,
+        wire,
+        check_flag("gpu_kernels", gpu_kernels),
+    )
+    chosen = strategies.ranks(ranks)
+    two_sided = [strategies.two_sided(rank) for rank in chosen]
+    tried = [strategies.in_buckets(rank, buckets) for rank in chosen]
+    in_buckets = _worthwhile(two_sided, tried, link, compute, overlap)
+    # Every other rank: the table is to be read.
+    few = chosen[::2] if ranks is None else chosen
+    one_sided = [strategies.one_sided(rank) for rank in few]
+    exact, others = strategies.exact(), strategies.others(sync_every)
+    named = [*exact, *two_sided, *in_buckets, *one_sided, *others]
     predictions = _predict(named, link, compute, overlap)
+    assumptions += _conditions(constants, bool(in_buckets), gpu_kernels)
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
     recommended = _recommended(predictions, baseline)
     return Advice(
@@ -141,6 +168,38 @@ def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) ->
     steps = 2 * (workers - 1) - 2 * (constants.devices - 1)
     measured = max(0.0, steps * hop / (2 * (workers - 1))) if workers > 1 else 0.0
     return Link(workers, math.inf, measured if latency is None else parse_time("latency", latency))
+
+
+def _worthwhile(
+    one: Sequence[tuple[str, Traffic]],
+    tried: Sequence[Sequence[tuple[str, Traffic]]],
+    link: Link,
+    compute: float,
+    overlap: float,
+) -> list[tuple[str, Traffic]]:
+    """For each rank the best number of buckets, where it saves enough of the step with one."""
+
+    def seconds(strategy: tuple[str, Traffic]) -> float:
+        return modelled_step_time(strategy[1], link, compute, overlap)
+
+    best = [(whole, min(cut, key=seconds)) for whole, cut in zip(one, tried, strict=True) if cut]
+    return [cut for whole, cut in best if seconds(cut) <= (1 - _SAVING) * seconds(whole)]
+
+
+def _conditions(constants: Calibration, in_buckets: bool, gpu_kernels: bool) -> list[str]:
+    """What the predictions for GPUs rest on."""
+    said = list[str]()
+    if constants.platform == "gpu":
+        form = "gpu_kernels=True" if gpu_kernels else "without gpu_kernels"
+        said.append(
+            f"kernels and memory traffic: of powersgd {form}, as compiled for H200s; none was run"
+        )
+    if in_buckets:
+        said.append(
+            "buckets: need start_step=0, layers that are not in a scan, and a scheduler that knows "
+            "how slow the link is (JAX_ENABLE_PGLE=true)"
+        )
+    return said
 
 
 def _predict(
@@ -180,7 +239,7 @@ def _recommended(predictions: Sequence[Prediction], baseline: Prediction) -> Pre
     for group in (first, one_sided, local):
         near = [p for p in group if p.step_time <= _AS_FAST * fastest]
         if near:
-            return max(near, key=lambda p: p.bytes_per_step)
+            return max(near, key=lambda p: (p.bytes_per_step, -p.step_time))
     return baseline
 
 

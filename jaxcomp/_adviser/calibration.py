@@ -15,8 +15,8 @@ from jaxcomp._base.checks import ParameterError
 class Calibration:
     """The cost model's constants for one kind of device.
 
-    A factor is the time that something takes, divided by what the model's formula gives for a
-    device that reaches `memory_bandwidth` and `flops` and does nothing in vain.
+    A factor is the time that something takes, less that of `launch`, divided by what the model's
+    formula gives for a device that reaches `memory_bandwidth` and `flops` and does nothing in vain.
     """
 
     device: str  # what was measured or assumed, in words
@@ -30,6 +30,7 @@ class Calibration:
     allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
     exchange: Software  # of int8: an all-to-all and an all-gather
     devices: int = 1  # among so many the last three were measured; 1: they are assumed
+    launch: float = 0.0  # seconds for each kernel, on GPUs; assumed
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""
@@ -60,8 +61,10 @@ _SOFTWARE = ("allreduce", "allreduce_16", "exchange")
 
 def _checked(fields: Any) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(Calibration)}
-    if not isinstance(fields, dict) or set(fields) != names:
+    # Older ones have no launch.
+    if not isinstance(fields, dict) or set(fields) | {"launch"} != names:
         raise ValueError(f"its entries must be {', '.join(sorted(names))}")
+    fields["launch"] = _rate(fields.get("launch", 0.0), least=0.0)
     for name in _TABLES:
         fields[name] = tuple((int(rank), _rate(x)) for rank, x in fields[name])
         if not fields[name]:
@@ -88,18 +91,20 @@ def _rate(value: Any, least: float = math.ulp(0.0)) -> float:
 ASSUMED = {
     "gpu": Calibration(
         device=(
-            "assumed, not measured: memory at 2 TB/s and 20 Tflop/s in float32 (data sheet of an "
-            "A100), compression at half the speed that these allow, 20 us per collective"
+            "assumed, not measured: memory at 4.8 TB/s and 67 Tflop/s in float32 (data sheet of an "
+            "H200), compression at four fifths of that speed, 4 us to launch a kernel, 20 us per "
+            "collective"
         ),
         platform="gpu",
-        memory_bandwidth=2e12,
-        flops=20e12,
-        powersgd=((1, 2.0),),
-        one_sided=((1, 2.0),),
-        int8=2.0,
+        memory_bandwidth=4.8e12,
+        flops=67e12,
+        powersgd=((1, 1.25),),
+        one_sided=((1, 1.25),),
+        int8=1.25,
         allreduce=Software(20e-6),
         allreduce_16=Software(20e-6),
         exchange=Software(40e-6),
+        launch=4e-6,
     ),
     "cpu": Calibration(
         device=(

@@ -26,6 +26,7 @@ from jaxcomp._adviser.model import (
     int8_work,
     powersgd_work,
 )
+from jaxcomp._adviser.programs import gpu_program
 from jaxcomp._adviser.shapes import assumed_params, count_values
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import Array, PyTree
@@ -94,10 +95,19 @@ def measure(
     tables: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
     for rank, alternating in itertools.product(ranks, tables):
         plans = plan_leaves(tree, rank, 2.0)
-        work = powersgd_work(plans, bandwidth, assumed.flops, alternating=alternating)
-        if work:
+        form = "powersgd, alternating" if alternating else "powersgd"
+        program = gpu_program(form, plans) if own.platform == "gpu" else None
+        work = powersgd_work(
+            plans,
+            bandwidth,
+            assumed.flops,
+            alternating=alternating,
+            words=program and program.words,
+        )
+        if any(plan.view for plan in plans):
             reducer = powersgd(rank, axis_name=_AXIS, start_step=0, alternating=alternating)
             seconds = _step_time(reducer, tree, [own]) - plain
+            seconds -= assumed.launch * program.kernels if program else 0
             tables[alternating].append((rank, _factor(seconds, work)))
 
     fitted: dict[str, Any] = {}
@@ -105,6 +115,9 @@ def measure(
         fitted = {name: _fit(way, devices) for name, way in _ways(own.platform).items()}
         fitted["devices"] = len(devices)
     quantizing = _int8_time(tree, devices, fitted.get("exchange", Software())) - plain
+    if own.platform == "gpu":
+        plans = plan_leaves(tree, lambda path, leaf: None, 2.0)
+        quantizing -= assumed.launch * gpu_program("quantized_allreduce", plans).kernels
     return dataclasses.replace(
         assumed,
         device=_words(devices),

@@ -16,7 +16,14 @@ backward), compression :math:`K` and communication :math:`T` takes
     C + K + \max(0,\; T - h), \qquad h = \tfrac{2}{3}\, C \cdot \mathrm{overlap}
 
 where :math:`h = 0` for everything but exact averages: the second all-reduce of PowerSGD needs the
-result of the first, and the first needs the whole gradient.
+result of the first, and the first needs the whole gradient. With buckets the first needs that of a
+bucket's layers only. What bucket :math:`i` sends in :math:`T_i` hides behind the shares
+:math:`s_j` of the backward pass that the next ones wait for, so that
+
+.. math::
+    x_i = \max(0,\; x_{i - 1} - h s_i) + T_i
+
+of the communication is left when the last gradient is there, and :math:`C + K + x_k` is the step.
 """
 
 from __future__ import annotations
@@ -61,6 +68,13 @@ class Link:
     latency: float  # seconds from one replica to the next, one way
 
 
+class Bucket(NamedTuple):
+    """One of several groups of leaves with collectives of their own."""
+
+    payload: float  # share of the bytes
+    backward: float  # share of the backward pass that makes its gradients
+
+
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """What one replica does in one training step, on average over the steps."""
@@ -72,6 +86,7 @@ class Traffic:
     software: Software
     compression: float = 0.0  # seconds
     overlaps: bool = False  # whether it hides behind the backward pass
+    buckets: tuple[Bucket, ...] = ()  # of which all but the last do, as they are sent
 
     def every(self, steps: int) -> Traffic:
         """The same once in so many steps."""
@@ -109,15 +124,30 @@ def step_time(traffic: Traffic, link: Link, compute: float, overlap: float) -> f
       traffic: What is sent, and what compressing it takes.
       link: The network.
       compute: Seconds of a step without communication.
-      overlap: The share of the backward pass behind which exact averages hide.
+      overlap: The share of the backward pass behind which communication can hide.
     """
-    exposed = communication_time(traffic, link) - hidden_time(traffic, compute, overlap)
-    return compute + traffic.compression + max(0.0, exposed)
+    hiding = overlap * BACKWARD_SHARE * compute
+    total = communication_time(traffic, link)
+    exposed = total
+    if traffic.overlaps:
+        exposed = max(0.0, total - hiding)
+    elif traffic.buckets:
+        exposed = _left_of_buckets(traffic, link, hiding)
+    return compute + traffic.compression + exposed
 
 
-def hidden_time(traffic: Traffic, compute: float, overlap: float) -> float:
-    """Seconds of communication that cost nothing, at most."""
-    return overlap * BACKWARD_SHARE * compute if traffic.overlaps else 0.0
+def _left_of_buckets(traffic: Traffic, link: Link, hiding: float) -> float:
+    """Seconds of communication that are left when the last bucket's gradients are there."""
+    count, left = len(traffic.buckets), 0.0
+    for bucket in traffic.buckets:
+        own = dataclasses.replace(
+            traffic,
+            collectives=traffic.collectives / count,
+            hops=traffic.hops / count,
+            sent=traffic.sent * bucket.payload,
+        )
+        left = max(0.0, left - hiding * bucket.backward) + communication_time(own, link)
+    return left
 
 
 def break_even(
@@ -149,19 +179,26 @@ def break_even(
 
 
 def powersgd_work(
-    plans: Sequence[LeafPlan], memory_bandwidth: float, flops: float, *, alternating: bool = False
+    plans: Sequence[LeafPlan],
+    memory_bandwidth: float,
+    flops: float,
+    *,
+    alternating: bool = False,
+    words: float | None = None,
 ) -> float:
     """Seconds that compressing takes on a device that does nothing in vain.
 
-    Memory: 7 passes over the compressed values (6 one-sided). Arithmetic: per value and column two
-    operations for each of the products ``M Q``, ``M^T P``, the output and the residual (one-sided:
-    one product less); and ``4 n r^2`` to orthogonalise ``(n, r)``, for both factors (or one).
+    Memory: 7 passes over the compressed values (6 one-sided), or `words`. Arithmetic: per value and
+    column two operations for each of the products ``M Q``, ``M^T P``, the output and the residual
+    (one-sided: one product less); and ``4 n r^2`` to orthogonalise ``(n, r)``, for both factors (or
+    one).
 
     Args:
       plans: Of all leaves; those that are not compressed cost nothing.
       memory_bandwidth: Bytes per second.
       flops: Operations per second in float32.
       alternating: One factor a step; the mean of an even and an odd step.
+      words: What is read and written, where a program's are known.
     """
     passes, products, sides = (_PASSES_ONE_SIDED, 3, 0.5) if alternating else (_PASSES, 4, 1.0)
     values = operations = 0.0
@@ -171,7 +208,8 @@ def powersgd_work(
         values += plan.size
         operations += 2 * products * plan.size * plan.rank
         operations += sides * 4 * plan.wire_size * plan.rank  # wire_size is (rows + cols) * r
-    return passes * _WORD * values / memory_bandwidth + operations / flops
+    words = passes * values if words is None else words
+    return _WORD * words / memory_bandwidth + operations / flops
 
 
 def int8_work(values: int, memory_bandwidth: float) -> float:

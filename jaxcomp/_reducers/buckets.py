@@ -50,7 +50,7 @@ def in_buckets(tree: PyTree, buckets: int | BucketFn) -> list[list[int]]:
             groups.setdefault(_number(buckets, path, leaf), []).append(i)
         return [groups[number] for number in sorted(groups)]
     order = sorted(range(len(found)), key=lambda i: _place(found[i][0]), reverse=True)
-    layers = [i for i in order if not _is_embedding(found[i][0])]
+    layers = [i for i in order if not is_embedding(found[i][0])]
     sizes = {i: leaf.size * leaf.dtype.itemsize for i, (_, leaf) in enumerate(found)}
     total, before = max(sum(sizes[i] for i in layers), 1), 0
     cut: list[list[int]] = [[] for _ in range(buckets)]
@@ -59,11 +59,12 @@ def in_buckets(tree: PyTree, buckets: int | BucketFn) -> list[list[int]]:
         share = int((before + sizes[i] / 2) * (buckets + 1) / total)
         cut[min(share, buckets - 1)].append(i)
         before += sizes[i]
-    cut[-1] += [i for i in order if _is_embedding(found[i][0])]
+    cut[-1] += [i for i in order if is_embedding(found[i][0])]
     return [group for group in cut if group]
 
 
-def _is_embedding(path: KeyPath) -> bool:
+def is_embedding(path: KeyPath) -> bool:
+    """Whether a leaf belongs to the last bucket whatever its name's place in the tree."""
     return bool(_FIRST_LAYER.search(leaf_name(path)))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcomp._adviser.measure import fit_line
 from jaxcomp._adviser.model import (
+    Bucket,
     Link,
     Software,
     allreduces,
@@ -148,6 +149,23 @@ def test_only_exact_averages_hide_behind_the_backward_pass():
     assert step_time(late, link, 12e-3, 0.5) == pytest.approx(25e-3)
 
 
+def test_buckets_hide_behind_what_the_next_ones_wait_for():
+    link = Link(2, 1e8, 0.0)  # 1 MB takes 10 ms
+    whole = allreduces(1e6, 2, FREE, count=6, compression=3e-3)
+    shares = (Bucket(0.5, 0.2), Bucket(0.1, 0.4), Bucket(0.4, 0.4))
+    cut = dataclasses.replace(whole, buckets=shares)
+    # A step of 15 ms has 10 ms of backward pass. The first bucket's 5 ms hide but for one behind
+    # the second's 4 ms; with the second's 1 ms that hides behind the last one's; 4 ms are left.
+    assert step_time(cut, link, 15e-3, 1.0) == pytest.approx(15e-3 + 3e-3 + 4e-3)
+    # Half of the pass: 3 of 5 ms are left, 2 of 3 + 1, and 4 more.
+    assert step_time(cut, link, 15e-3, 0.5) == pytest.approx(15e-3 + 3e-3 + 2e-3 + 4e-3)
+    assert step_time(cut, link, 15e-3, 0.0) == pytest.approx(step_time(whole, link, 15e-3, 0.0))
+    # Each bucket has its share of the collectives, whatever it sends.
+    slow = dataclasses.replace(cut, software=Software(1e-3))
+    # 7 ms, of which 3 are left, and 3, of which 2 are left, and 6.
+    assert step_time(slow, link, 15e-3, 1.0) == pytest.approx(15e-3 + 3e-3 + 2e-3 + 6e-3)
+
+
 def test_one_worker_sends_nothing():
     link = Link(1, TEN_GBIT, 50e-6)
     alone = allreduces(1e6, 1, Software(1e-3), overlaps=True)
@@ -161,6 +179,9 @@ def test_compression_by_hand():
     memory = 7 * 4 * 5_000 / 1e9
     arithmetic = 2 * 4 * 5_000 * 2 + 4 * (100 + 50) * 2**2
     assert powersgd_work(plans, 1e9, 1e8) == pytest.approx(memory + arithmetic / 1e8)
+    assert powersgd_work(plans, 1e9, 1e8, words=50_000) == pytest.approx(
+        4 * 50_000 / 1e9 + arithmetic / 1e8
+    )
     memory = 6 * 4 * 5_000 / 1e9
     arithmetic = 2 * 3 * 5_000 * 2 + 0.5 * 4 * (100 + 50) * 2**2
     work = powersgd_work(plans, 1e9, 1e8, alternating=True)
