@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from importlib.metadata import version
 
 import jaxcomp
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.gpu_program.count import FREE
-from benchmarks.gpu_program.hlo import Instruction, Module, parse
+from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
 from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import lowered
 
@@ -52,11 +53,16 @@ class Schedule:
 
 def read(module: Module) -> Schedule:
     """The all-reduces of a scheduled program, and the kernels of its backward pass."""
-    scheduled = module.entry.instructions
-    seen = list(itertools.accumulate(map(_is_backward, scheduled)))
+    return beside(module.entry, _is_backward)
+
+
+def beside(computation: Computation, counted: Callable[[Instruction], bool]) -> Schedule:
+    """The all-reduces of one computation, and the kernels of the backward pass in it."""
+    scheduled = computation.instructions
+    seen = list(itertools.accumulate(map(counted, scheduled)))
     transfers = [
         Transfer(scheduled[done].bytes, seen[start], seen[done])
-        for start, done in sorted(module.entry.asynchronous, key=lambda places: places[1])
+        for start, done in sorted(computation.asynchronous, key=lambda places: places[1])
         if scheduled[start].opcode == "all-reduce-start"
     ]
     return Schedule(seen[-1], transfers)

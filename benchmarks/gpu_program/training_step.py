@@ -5,6 +5,7 @@ Token embedding tied to the output, no positions, no dropout; matrix products in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,10 +44,21 @@ def parameters(blocks: int) -> Any:
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next token; tokens ``(batch, length + 1)``."""
+
+    def blocks(x: jax.Array) -> jax.Array:
+        for i in range(len(params) - 2):
+            x = block(params[f"block_{i}"], x)
+        return x
+
+    return loss_around(blocks, params, tokens)
+
+
+def loss_around(
+    blocks: Callable[[jax.Array], jax.Array], params: Any, tokens: jax.Array
+) -> jax.Array:
+    """The loss of a model with these blocks between its embedding and its output."""
     table = params["embedding"]["embedding"]
-    x = table[tokens[:, :-1]]
-    for i in range(len(params) - 2):
-        x = _block(params[f"block_{i}"], x)
+    x = blocks(table[tokens[:, :-1]])
     logits = _norm(params["norm"], x).astype(jnp.bfloat16) @ table.T.astype(jnp.bfloat16)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
@@ -65,7 +77,8 @@ def _dense(p: Any, x: jax.Array) -> jax.Array:
     )
 
 
-def _block(p: Any, x: jax.Array) -> jax.Array:
+def block(p: Any, x: jax.Array) -> jax.Array:
+    """One layer: attention and a perceptron, each behind a norm."""
     heads = _dense(p["attention"], _norm(p["norm_1"], x)).reshape(*x.shape[:2], 3, HEADS, -1)
     mixed = jax.nn.dot_product_attention(*(heads[:, :, i] for i in range(3)), is_causal=True)
     x += _dense(p["projection"], mixed.reshape(x.shape)).astype(x.dtype)
@@ -77,13 +90,18 @@ def lowered(reducer: jaxcomp.Reducer, blocks: int, mesh: jax.sharding.Mesh) -> A
     """The step with SGD, parameters and state donated."""
     params, tx = parameters(blocks), optax.chain(reducer, optax.sgd(0.1))
     state = jax.eval_shape(tx.init, params)
-    specs = jaxcomp.state_specs(state, AXIS)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         _, grads = jaxcomp.local_value_and_grad(loss_fn, AXIS)(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return lower(step, params, state, mesh)
+
+
+def lower(step: Callable[..., Any], params: Any, state: Any, mesh: jax.sharding.Mesh) -> Any:
+    """A step of (parameters, state, tokens) that returns the first two, which are donated."""
+    specs = jaxcomp.state_specs(state, AXIS)
     mapped = jax.shard_map(
         step,
         mesh=mesh,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import optax
 from jaxcomp._base.boxes import boxed_as, unboxed
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs
 from jaxcomp._reducers.opening import Reduction, all_finite, reducible
 
@@ -94,6 +94,14 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return (self.init, self.update), arguments
 
 
+class Turns(NamedTuple):
+    """The forms of a reducer's step, one of which the state asks for."""
+
+    of: Callable[[PyTree], Array]  # from a state to the place of its form; int32 scalar
+    # With the same state. Whoever knows which one it is needs no conditional around a collective.
+    reducers: tuple[Reducer, ...]
+
+
 class Reducer(Transformation):
     """An Optax transformation that also says what this replica contributed to the average.
 
@@ -119,6 +127,7 @@ class Reducer(Transformation):
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
         `CompressionStats`: the answer of ``bytes``.
+      turns: Where `reduce` chooses between forms in a conditional: how, and one reducer for each.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
@@ -140,6 +149,7 @@ class Reducer(Transformation):
 
     reduce: Callable[..., Reduction]
     axis_name: AxisName
+    turns: Turns | None
 
     def __new__(
         cls,
@@ -150,6 +160,7 @@ class Reducer(Transformation):
         update: Callable[..., Any] | None = None,
         made_by: str = "",
         count_bytes: CountBytes | None = None,
+        turns: Turns | None = None,
     ) -> Self:
         """`update` and the checks around `reduce`."""
         check_axis_name(axis_name)
@@ -175,13 +186,14 @@ class Reducer(Transformation):
             cls, _on_plain_params(init), update, made_by=made_by, count_bytes=count_bytes
         )
         self.reduce = _on_plain_trees(on_automatic_axes(checked, _typed_as_reduction))
-        self.axis_name = axis_name
+        self.axis_name, self.turns = axis_name, turns
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `copy` and `pickle` build the copy from."""
         _, arguments = super().__getnewargs_ex__()
-        return (self.init, self.reduce, self.axis_name), arguments | {"update": self.update}
+        arguments |= {"update": self.update, "turns": self.turns}
+        return (self.init, self.reduce, self.axis_name), arguments
 
 
 def _on_plain_params(init: Callable[..., PyTree]) -> Callable[..., PyTree]:

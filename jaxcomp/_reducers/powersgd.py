@@ -42,11 +42,12 @@ from jaxcomp._reducers.buckets import checked_buckets, in_buckets
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
+    Turns,
     call_text,
 )
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
-from jaxcomp._reducers.powersgd_step import Memory, Options, Step, random_p, random_q
+from jaxcomp._reducers.powersgd_step import Memory, Options, Step, Turn, random_p, random_q
 
 
 class PowerSGDState(NamedTuple):
@@ -229,31 +230,44 @@ def powersgd(
     def init(params: PyTree) -> PowerSGDState:
         return _init(options, params)
 
-    def update(
-        updates: PyTree,
-        state: PowerSGDState,
-        params: PyTree | None = None,
-        *,
-        weight: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, PowerSGDState]:
-        del params, extra_args
-        result = _reduce(options, updates, state, weight, want_sent=False)
-        return result.updates, result.state
-
-    def reduce(
-        updates: PyTree,
-        state: PowerSGDState,
-        params: PyTree | None = None,
-        *,
-        weight: Any = None,
-        **extra_args: Any,
-    ) -> Reduction:
-        del params, extra_args
-        return _reduce(options, updates, state, weight, want_sent=True)
-
     counted = functools.partial(count_bytes, options)
-    return Reducer(init, reduce, axis_name, update=update, made_by=made_by, count_bytes=counted)
+
+    def made(turn: Turn | None, turns: Turns | None = None) -> Reducer:
+        def update(
+            updates: PyTree,
+            state: PowerSGDState,
+            params: PyTree | None = None,
+            *,
+            weight: Any = None,
+            **extra_args: Any,
+        ) -> tuple[PyTree, PowerSGDState]:
+            del params, extra_args
+            result = _reduce(options, updates, state, weight, turn, want_sent=False)
+            return result.updates, result.state
+
+        def reduce(
+            updates: PyTree,
+            state: PowerSGDState,
+            params: PyTree | None = None,
+            *,
+            weight: Any = None,
+            **extra_args: Any,
+        ) -> Reduction:
+            del params, extra_args
+            return _reduce(options, updates, state, weight, turn, want_sent=True)
+
+        return Reducer(
+            init,
+            reduce,
+            axis_name,
+            update=update,
+            made_by=made_by,
+            count_bytes=counted,
+            turns=turns,
+        )
+
+    of_state = lambda state: options.turn_of(state.count)  # noqa: E731
+    return made(None, Turns(of_state, tuple(map(made, options.turns))))
 
 
 def _with_stacked(matrix_dims: MatrixDimsFn | None, stacked: Any) -> MatrixDimsFn | None:
@@ -295,7 +309,13 @@ def _state(
 
 
 def _reduce(
-    options: Options, updates: PyTree, state: PowerSGDState, weight: Any, want_sent: bool
+    options: Options,
+    updates: PyTree,
+    state: PowerSGDState,
+    weight: Any,
+    turn: Turn | None,
+    *,
+    want_sent: bool,
 ) -> Reduction:
     opened = open_step(updates, options.axis_name, options.reduce_first, weight)
     gradients = opened.tree(opened.arrays)
@@ -310,6 +330,7 @@ def _reduce(
         want_sent,
         is_ours(state.mark, options.axis_name),
         [] if options.buckets is None else in_buckets(gradients, options.buckets),
+        turn=turn,
     )
     result = step.run(opened.leaves, memory, state.count, opened.weight)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,10 @@ from jaxcomp._reducers.contract import all_finite
 from jaxcomp._reducers.integer_factors import reduce_integers
 from jaxcomp._reducers.opening import nan_unless
 
+# An exact average; left and right factors; or, alternating, one of the two.
+Turn = Literal["exact", "both", "left", "right"]
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -59,6 +63,17 @@ class Options:
     alternating: bool
     buckets: int | BucketFn | None
     gpu_kernels: bool
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The forms that a step may have."""
+        compressed = ("left", "right") if self.alternating else ("both",)
+        return ("exact", *compressed) if self.start_step else compressed
+
+    def turn_of(self, count: Array) -> Array:
+        """The place in `turns` of the step with this count; int32 scalar."""
+        side = (count - self.start_step) % 2 if self.alternating else jnp.zeros_like(count)
+        return jnp.where(count < self.start_step, 0, side + 1) if self.start_step else side
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
         """What happens to each leaf of `tree`."""
@@ -150,6 +165,7 @@ class Step:
     buckets: list[list[int]]  # positions of what is sent together, in this order; []: of all
     kernels: grouped.Kernels | None = None  # None: plain JAX, one leaf after the other
     after: Array | None = None  # bool scalar: whether what was sent before this is finite
+    turn: Turn | None = None  # None: the count decides, in a conditional
 
     def run(
         self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
@@ -175,14 +191,14 @@ class Step:
         self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
     ) -> Result:
         options = self.options
-        started = None if options.start_step == 0 else count >= options.start_step
+        started = self._has_started(count)
         totals, left = self._totals_and_left(leaves, memory, count, started)
         dense = [leaves[i] for i in self.dense]
         gradients = [leaves[i] for i in self.chosen]
         evenly = self._repays_evenly(weight)
         last = _norm([memory.q[i] for i in self.chosen]) if evenly else None
         given = _Given(totals, gradients, left, dense, memory, count, weight, last)
-        switch = functools.partial(from_step, count, options.start_step)
+        switch = functools.partial(self._exact_before, count)
         agreed = switch(lambda: self._nothing(dense), lambda: self._in_buckets(given))
         outputs, sent, finite = switch(
             lambda: self._plain(totals, dense, weight), lambda: self._rebuilt(agreed, weight)
@@ -273,15 +289,29 @@ class Step:
         """Both factors, or the one whose turn it is."""
         if not self.options.alternating:
             return self._two_sided(given)
-        return lax.cond(
-            self._is_left_turn(given.count),
-            lambda: self._one_sided(given, given.memory.q, left=True),
-            lambda: self._one_sided(given, given.memory.p, left=False),
-        )
+        left = functools.partial(self._one_sided, given, given.memory.q, left=True)
+        right = functools.partial(self._one_sided, given, given.memory.p, left=False)
+        if self.turn is not None:
+            return left() if self.turn == "left" else right()
+        return lax.cond(self._is_left_turn(given.count), left, right)
 
     def _is_left_turn(self, count: Array) -> Array:
         """Whether an alternating update sends left factors."""
+        if self.turn is not None:
+            return jnp.array(self.turn == "left")
         return (count - self.options.start_step) % 2 == 0
+
+    def _has_started(self, count: Array) -> Array | None:
+        """Bool scalar: whether this update is compressed; None if it is known to be."""
+        if self.turn is not None:
+            return jnp.array(False) if self.turn == "exact" else None
+        return None if self.options.start_step == 0 else count >= self.options.start_step
+
+    def _exact_before(self, count: Array, exact: Callable[[], T], compressed: Callable[[], T]) -> T:
+        """What is to be done before `start_step`, or what from then on."""
+        if self.turn is not None:
+            return exact() if self.turn == "exact" else compressed()
+        return from_step(count, self.options.start_step, exact, compressed)
 
     def _two_sided(self, given: _Given) -> _Agreed:
         """Left factors, an all-reduce, right factors, another one."""

@@ -8,6 +8,7 @@ gradient of one layer, that of the layer after it, which is ready, travels.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax import lax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, typed_like
+from jaxcomp._mesh.axes import as_local, switch, typed_like
 from jaxcomp._mesh.marks import marked
 from jaxcomp._mesh.per_replica import mark_local
 from jaxcomp._reducers.contract import Reducer
@@ -205,9 +206,11 @@ def scan_layers(block: Block, reducer: Reducer) -> ScanLayers:
     until then the old state is kept beside the new one, a second copy of the layers' residuals
     (``residual_dtype=jnp.bfloat16`` halves both).
 
-    Use `powersgd` with ``start_step=0`` and without `alternating`. Others give the right gradients
-    too, but with a conditional in every layer, out of which no collective is moved. Train the first
-    steps with `allreduce` and begin with a new state after them.
+    One-sided steps, ``powersgd(alternating=True)``, take one all-reduce a layer. For each form of a
+    step (exact before `start_step`, with left and with right factors) there is a backward scan of
+    its own in the program, because no collective is moved out of a conditional: with
+    ``start_step=0`` there is one less to compile. `switch_at` and reducers in `error_feedback`
+    have their conditionals in the scan.
 
     Args:
       block: One layer: a function of its parameters, `x` and further arguments that returns what
@@ -472,10 +475,26 @@ class _Scan:
         return tuple(outputs), (carried, beside, inputs, own_args, other_args)
 
     def backward(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-        """From the last layer to the first, the reducer one layer behind."""
+        """From the last layer to the first, the reducer one layer behind.
+
+        If it has several forms, there is one such loop for each. They are chosen here, once, and
+        not in the loop, where a conditional would hold the collectives back.
+        """
+        turns = self.layers.reducer.turns
+        if turns is None:
+            return self._backward(self.layers.reducer, saved, cotangents)
+        (_, floats, _), _, *_ = saved  # all layers are at the same step
+        first = from_floats(at(floats, 0), self.state)
+        backward = [
+            functools.partial(self._backward, reducer, saved, cotangents)
+            for reducer in turns.reducers
+        ]
+        return switch(turns.of(first), backward)
+
+    def _backward(self, reducer: Reducer, saved: Any, cotangents: Any) -> tuple[Any, ...]:
         (params, floats, flag), beside, inputs, own_args, other_args = saved
         last = depth_of(params) - 1
-        axis_name = self.layers.reducer.axis_name
+        axis_name = reducer.axis_name
 
         def differentiated(i: Any, x_bar: list[Array]) -> _Pending:
             kind, own, others = _Floating.of(at(inputs, i))
@@ -485,12 +504,14 @@ class _Scan:
                 return kind.taken(self.layers.block(p, kind.joined(own, others), *args))
 
             local = as_local(at(params, i), axis_name)
-            return _Pending(*jax.vjp(layer, local, own, own_args)[1](x_bar))
+            with jax.named_scope("layer_backward"):
+                return _Pending(*jax.vjp(layer, local, own, own_args)[1](x_bar))
 
         def reduced(i: Any, grads: PyTree) -> _Stacks:
             weights = {name: x for name, x in beside.items() if name != "mark"}
             state = with_mark(from_floats(at(floats, i), self.state), beside["mark"])
-            result = self.layers.reducer.reduce(grads, state, at(params, i), **weights)
+            with jax.named_scope("layer_reduce"):
+                result = reducer.reduce(grads, state, at(params, i), **weights)
             new, _ = without_marks(result.state)
             return _Stacks(result.updates, as_floats(new), result.finite)
 

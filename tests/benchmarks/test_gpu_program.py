@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from benchmarks.gpu_program import schedule
+from benchmarks.gpu_program import scanned, schedule
 from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.report import table
@@ -74,6 +74,28 @@ def test_a_pallas_kernel_that_leaves_operands_unread_says_so_in_its_name():
 def test_shapes_have_dtypes_and_bytes():
     found = list(arrays("(bf16[2,3]{1,0}, pred[], s8[5], f8e4m3fn[4])"))
     assert found == [("bf16", 6, 12), ("pred", 1, 1), ("s8", 5, 5), ("f8e4m3fn", 4, 4)]
+
+
+def test_what_runs_beside_the_all_reduces_of_a_backward_scan():
+    text = """%body (p: (f32[8])) -> (f32[8]) {
+  %p = (f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=0
+  %a = f32[8]{0} fusion(%x), calls=%f, metadata={op_name="jit(step)/layer_backward/dot"}
+  %s = f32[8]{0} all-reduce-start(%x), to_apply=%f
+  %b = f32[8]{0} fusion(%a), calls=%f, metadata={op_name="jit(step)/layer_backward/add"}
+  %c = f32[8]{0} fusion(%a), calls=%f, metadata={op_name="jit(step)/layer_reduce/dot"}
+  %d = f32[8]{0} all-reduce-done(%s)
+  ROOT %t = (f32[8]{0}) tuple(%d)
+}
+
+ENTRY %main (p: (f32[8])) -> (f32[8]) {
+  %p = (f32[8]{0}) parameter(0)
+  ROOT %loop = (f32[8]{0}) while(%p), condition=%f, body=%body
+}
+"""
+    assert scanned.read(parse(text)) == [schedule.Schedule(2, [schedule.Transfer(32, 1, 2)])]
+    with pytest.raises(ValueError, match="No loop"):
+        scanned.read(MODULE)
 
 
 def test_what_is_no_program_is_refused():

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import instructions, text
+from hlo import text
 from reducers import reducer
 from runners import AXIS, mesh_of, stack
 
 import jaxcomp
+from benchmarks.gpu_program.hlo import parse
 
 REPLICAS, DEPTH, WIDTH = 2, 3, 8
 REST = jaxcomp.allreduce(axis_name=AXIS)
@@ -211,15 +212,22 @@ def test_a_replica_of_weight_0_may_hold_anything():
 
 
 @pytest.mark.parametrize(
-    ("name", "sent", "branches"), [("powersgd", 2, 1), ("powersgd-alternating", 1, 2)]
+    ("name", "sent"),
+    [("powersgd", [2]), ("powersgd-late", [1, 2]), ("powersgd-alternating", [1, 1])],
 )
-def test_the_loop_holds_the_all_reduces_of_one_layer(name, sent, branches):
+def test_a_loop_for_each_form_of_a_step_holds_the_all_reduces_of_one_layer(name, sent):
     value_and_grad, params = scanned(reducer(name)), parameters()
     step, state = mapped("shard_map", value_and_grad, value_and_grad.init(params))
-    found = [x for x in instructions(text(step, state, params, batches()[0])) if x.in_loop]
-    assert len({x.branch for x in found}) == branches
-    assert len(found) == sent * branches
-    assert {x.kind for x in found} == {"all-reduce"}
+    module = parse(text(step, state, params, batches()[0]))
+    bodies = [
+        [y.opcode for y in module.computations[x.called("body")[0]].instructions]
+        for computation in module.computations.values()
+        for x in computation.instructions
+        if x.opcode == "while"
+    ]
+    loops = [opcodes for opcodes in bodies if "all-reduce" in opcodes]
+    assert sorted(opcodes.count("all-reduce") for opcodes in loops) == sent
+    assert not any("conditional" in opcodes for opcodes in loops)
 
 
 def test_layers_outside_of_training_are_a_scan():
