@@ -266,6 +266,42 @@ def test_a_saved_state_is_the_mean_over_replicas_and_not_over_layers():
         jax.tree.map(np.testing.assert_array_equal, jaxcomp.consolidate(given), state)
 
 
+def test_parameters_on_an_explicit_axis():
+    def tensor_parallel(p, x):
+        hidden = jnp.tanh(x @ p["w"])
+        return x + jnp.matmul(hidden, p["v"], out_sharding=jax.P(*(None for _ in x.shape)))
+
+    layers = jaxcomp.scan_layers(tensor_parallel, reducer("powersgd"))
+    value_and_grad = layers.value_and_grad(lambda p, x: layers(p["w"], x).mean(), "w")
+    params = {"w": {"w": parameters()["layers"]["w"], "v": parameters()["layers"]["w"][::-1]}}
+    x = np.ones((REPLICAS, 3, WIDTH), np.float32)
+
+    split = {"w": {"w": jax.P(None, None, "model"), "v": jax.P(None, "model")}}
+
+    def gradients(devices):
+        kinds = (jax.sharding.AxisType.Explicit,) * 2
+        of_mesh = jax.devices()[: REPLICAS * devices]
+        mesh = jax.make_mesh((REPLICAS, devices), (AXIS, "model"), kinds, devices=of_mesh)
+        placed = jax.tree.map(
+            lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s)), params, split
+        )
+        specs = jaxcomp.state_specs(jax.eval_shape(value_and_grad.init, params), AXIS)
+        mapped = jax.shard_map(
+            lambda state, params, x: value_and_grad(state, params, x)[0][1],
+            mesh=mesh,
+            in_specs=(specs, jax.P(), jax.P(AXIS)),
+            out_specs=jax.P(),
+            axis_names={AXIS},
+        )
+        with jax.set_mesh(mesh):
+            state = jaxcomp.shard_state(value_and_grad.init(placed), mesh, AXIS)
+            return jax.jit(mapped)(state, placed, jax.device_put(x, jax.P(AXIS)))
+
+    found, wanted = gradients(2), gradients(1)
+    assert found["w"]["w"].sharding.spec == split["w"]["w"]
+    assert_close(jax.device_get(found), jax.device_get(wanted))
+
+
 class TestErrors:
     @pytest.mark.parametrize("tx", [None, jaxcomp.accumulate(REST, 2)])
     def test_what_is_no_reducer(self, tx):
