@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, typed_like
 from jaxcomp._mesh.marks import marked
@@ -180,6 +181,37 @@ class ScanValueAndGrad:
         averaged = found.joined(reduced.updates, _nan_unless(finite, layer_grads))
         return (value, averaged), ScanState(layers, reduced.state, mark)
 
+    def bytes(
+        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
+    ) -> CompressionStats:
+        """Counts what each replica sends in one step, as ``bytes`` of a `Reducer`.
+
+        Args:
+          params: All parameters, or their shapes.
+          replicas: As there.
+          step: As there.
+
+        Returns:
+          The payload per replica in bytes. What is listed of a leaf of the layers is of all layers.
+
+        Raises:
+          ValueError: As there, and as `init`.
+        """
+        found, asked = _Parts.of(params, self.part), {"replicas": replicas, "step": step}
+        depth = depth_of(found.layers)
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found.layers)
+        leaves = [
+            dataclasses.replace(
+                leaf,
+                path=found.name + leaf.path.removeprefix("(root)"),
+                shape=(depth, *leaf.shape),
+                bytes_before=depth * leaf.bytes_before,
+                bytes_after=depth * leaf.bytes_after,
+            )
+            for leaf in self.layers.reducer.bytes(layer, **asked).leaves
+        ]
+        return CompressionStats.of([*leaves, *self.rest.bytes(found.rest, **asked).leaves])
+
 
 def scan_layers(block: Block, reducer: Reducer) -> ScanLayers:
     """`jax.lax.scan` over layers whose gradients are reduced inside the backward scan.
@@ -282,6 +314,7 @@ class _Parts(NamedTuple):
     rest: PyTree  # a masked node in the place of the layers
     treedef: Any
     place: int
+    name: str  # the path of the layers, as users write it
 
     @classmethod
     def of(cls, params: PyTree, name: str) -> _Parts:
@@ -307,7 +340,9 @@ class _Parts(NamedTuple):
             )
         nodes = [node for _, node in found]
         layers, nodes[places[0]] = nodes[places[0]], optax.MaskedNode()
-        return cls(layers, treedef.unflatten(nodes), treedef, places[0])
+        return cls(
+            layers, treedef.unflatten(nodes), treedef, places[0], leaf_name(found[places[0]][0])
+        )
 
     def joined(self, rest: PyTree, layers: PyTree) -> PyTree:
         """The whole tree, of other values."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp._base.leaves import leaf_name
@@ -37,7 +38,7 @@ def depth_of(params: PyTree) -> int:
       ValueError: If leaves disagree on it, or are not floating.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    shapes = {leaf_name(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}
+    shapes = {leaf_name(path): tuple(np.shape(leaf)) for path, leaf in leaves}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         listed = "".join(f"\n  {name}: {shape}" for name, shape in shapes.items())
         raise ValueError(
