@@ -6,9 +6,10 @@ rounds of Cholesky QR take all of them together: Gram matrices of the blocks, th
 the blocks of a matrix, the inverse Cholesky factors, and the blocks times these.
 
 One round in float32 resolves directions down to some thousandth of a column's length, since a Gram
-matrix holds squares. So no pivot is taken for smaller: what lies below is only made larger by that
-factor, and the next round resolves it. A column that is small even so had no direction of its own;
-the second round finds it, and puts a fixed dense one in its place.
+matrix holds squares. So correlations are taken for a little smaller than they are ("shifted
+CholeskyQR", Fukaya et al. 2020): what lies below is only made larger by that factor, and the next
+round resolves it. A column that is small even so had no direction of its own; the second round
+finds it, and puts a fixed dense one in its place.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from jaxcomp._mesh.axes import alike
 
 # Rounds until columns of float32 are orthonormal to rounding whatever they were; and until they are
 # no longer close to each other, which is enough for what spans a space and is no factor itself.
-ROUNDS = 4
+ROUNDS = 5
 ROUNDS_TO_SPAN = 2
-# The least pivot of a Gram matrix with ones on its diagonal: some ten times its rounding.
-_LEAST_PIVOT = 3e-5
-# A column that is shorter than this after a round whose pivots were bounded has no direction of its
-# own: less than 3e-6 of it was left.
+# By so much correlations are shrunk: some ten times the rounding of a Gram matrix, and the least
+# pivot that there can be.
+_SHIFT = 1e-5
+# A column that is shorter than this after a shifted round has no direction of its own: less than
+# 3e-6 of it was left.
 _LOST = 1e-6  # squared length
 # Rows in a block, of which the largest is taken whose padding costs less than an eighth.
 _BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
@@ -104,29 +106,60 @@ def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Arra
 
 
 def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
-    """`inverse_factor` of each of several Gram matrices ``(number, r, r)``."""
-    return jax.vmap(inverse_factor, in_axes=(0, None))(gram, lost_below)
+    """What makes columns with these Gram matrices orthonormal, as far as that can be told.
 
-
-def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
-    """What makes columns with this Gram matrix orthonormal, as far as that can be told.
-
-    Gauss's elimination on the matrix beside the identity, row by row, as operations on whole
-    matrices: a GPU has no use for a single entry.
+    One batched factorisation and one batched solve, whatever the rank: two library calls on a GPU.
 
     Args:
-      gram: ``(r, r)``, symmetric.
+      gram: ``(number, r, r)``, symmetric.
       lost_below: Columns of at most this squared length have no direction of their own.
 
     Returns:
-      An upper triangular matrix ``(r, r)`` to multiply with from the right, zero in the columns
-      that are lost; and which those are, bool ``(r,)``.
+      Upper triangular matrices ``(number, r, r)`` to multiply with from the right, zero in the
+      columns that are lost; and which those are, bool ``(number, r)``.
     """
-    row = lax.broadcasted_iota(jnp.int32, gram.shape, 0)
-    unit = row == lax.broadcasted_iota(jnp.int32, gram.shape, 1)
-    diagonal = jnp.where(unit, gram, 0).sum(axis=0)
+    correlations, norm, lost = scaled(gram, lost_below)
+    factor = lax.linalg.cholesky(correlations, symmetrize_input=False)
+    unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+    unit, factor = alike([unit, factor])
+    inverse = lax.linalg.triangular_solve(factor, unit, left_side=True, lower=True)
+    return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
+
+
+def scaled(gram: Array, lost_below: Array) -> tuple[Array, Array, Array]:
+    """A Gram matrix as one of columns of length 1, kept from being singular.
+
+    Correlations are a little smaller than they were, so that a column that is a sum of others is
+    told from them by what rounding could have hidden. Columns that are orthogonal stay so.
+
+    Args:
+      gram: ``(..., r, r)``.
+      lost_below: As in `inverse_factors`.
+
+    Returns:
+      Correlations ``(..., r, r)`` without an eigenvalue below about `_SHIFT`; what each column was
+      multiplied with, ``(..., r)``, 0 where it is lost; and which are lost.
+    """
+    axis = gram.ndim - 2
+    unit = lax.broadcasted_iota(jnp.int32, gram.shape, axis) == lax.broadcasted_iota(
+        jnp.int32, gram.shape, axis + 1
+    )
+    diagonal = jnp.where(unit, gram, 0).sum(axis=-2)
     lost = diagonal <= lost_below
     norm = jnp.where(lost, 0, lax.rsqrt(jnp.where(lost, 1, diagonal)))
+    share = norm[..., :, None] * norm[..., None, :] * (1 / (1 + _SHIFT))
+    return jnp.where(unit, 1, gram * share), norm, lost
+
+
+def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
+    """`inverse_factors` of a single matrix ``(r, r)``, without a library: what a kernel can do.
+
+    Gauss's elimination on the matrix beside the identity, row by row, as operations on whole
+    matrices: a GPU has no use for a single entry.
+    """
+    correlations, norm, lost = scaled(gram, lost_below)
+    row = lax.broadcasted_iota(jnp.int32, gram.shape, 0)
+    unit = row == lax.broadcasted_iota(jnp.int32, gram.shape, 1)
     numbers = lax.iota(jnp.int32, gram.shape[0])
 
     def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -134,18 +167,15 @@ def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
         here = jnp.where(row == j, left, 0).sum(axis=0)
         below = jnp.where(row == j, beside, 0).sum(axis=0)
         pivot = jnp.where(numbers == j, here, 0).sum()
-        root = lax.rsqrt(jnp.maximum(pivot, _LEAST_PIVOT))
+        root = lax.rsqrt(jnp.maximum(pivot, _SHIFT / 2))
         here, below = here * root, below * root
-        # The matrix stays symmetric: its column is its row. A pivot below the bound is little but
-        # rounding, which would grow from row to row: nothing is subtracted for it in this round.
-        told = (numbers > j) & (pivot >= _LEAST_PIVOT)
-        share = jnp.where(told, here, 0)[:, None]
+        # The matrix stays symmetric: its column is its row.
+        share = jnp.where(numbers > j, here, 0)[:, None]
         beside = jnp.where(row == j, below[None], beside - share * below[None])
         return left - share * here[None], beside
 
-    scaled = jnp.where(unit, 1, gram * norm[:, None] * norm[None])
     _, inverse = lax.fori_loop(
-        0, gram.shape[0], step, tuple(alike([scaled, unit.astype(gram.dtype)]))
+        0, gram.shape[0], step, tuple(alike([correlations, unit.astype(gram.dtype)]))
     )
     # Lower triangular so far. The scaling of the Gram matrix is one of the columns too.
     return norm[:, None] * jnp.where(lost[:, None], 0, inverse).T, lost

@@ -119,6 +119,7 @@ def multiply(
         out_shapes,
         grid=(pl.cdiv(free, grid.tile_free), grid.splits, leaves * batch),
         aliases={i: i for i in range(leaves)} if in_place else {},
+        leaves=leaves,
         interpret=interpret,
     )
     return sums, product[:, 0] if grid.splits == 1 else product.sum(axis=1)
@@ -266,6 +267,7 @@ def unsent(
         [((batch, *sizes), dtype)] * leaves,
         grid=_outer_grid(tiles, sizes, leaves * batch),
         aliases={leaves + i: i for i in range(leaves)},
+        leaves=leaves,
         interpret=interpret,
     )
 
@@ -332,6 +334,7 @@ def _call(
     grid: tuple[int, ...],
     aliases: dict[int, int] | None = None,
     warps: int = 4,
+    leaves: int = 1,
     interpret: bool,
 ) -> list[Array]:
     # Not at the top: importing it registers a dialect, and nothing but these kernels needs it.
@@ -345,7 +348,8 @@ def _call(
         grid=grid,
         out_shape=flat,
         input_output_aliases=aliases or {},
-        compiler_params=triton.CompilerParams(num_warps=warps),
+        # Triton would load ahead for every leaf, whichever it is, and have no shared memory left.
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1 if leaves > 1 else 3),
         interpret=interpret,
     )(*(x.reshape(-1) for x in arguments))
     return [x.reshape(shape) for x, (shape, _) in zip(results, out_shapes, strict=True)]

@@ -485,7 +485,7 @@ class Step:
     def _bases(self, factors: Sequence[Array], eps: Any, rounds: int = ROUNDS) -> list[Array]:
         if self.kernels:
             return grouped.bases(factors, eps, self.kernels, rounds)
-        return orthonormal_bases(factors, eps)
+        return orthonormal_bases(factors, eps, rounds=rounds)
 
     def _beside(self, factors: Any) -> list[Array]:
         """The remembered factors of the compressed leaves, by position, in the compute dtype."""

@@ -85,6 +85,14 @@ def test_many_columns_of_which_few_differ(form, least):
     assert np.linalg.norm(kept - p @ (p.T @ kept), 2) < 0.05
 
 
+@forms
+def test_a_square_matrix_of_nearly_equal_columns(form):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 64))
+    x = x[:, :1] + 10.0 ** rng.uniform(-8, 0, size=64) * x
+    assert_orthonormal(FORMS[form](jnp.asarray(x, jnp.float32)))
+
+
 def test_all_matrices_of_one_rank_together():
     """Stacks and single matrices, more and fewer rows than a block, two ranks."""
     shapes = [(3, 40, 4), (700, 4), (9, 4), (40, 7), (2, 2, 8, 4)]
