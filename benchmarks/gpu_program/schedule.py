@@ -1,25 +1,34 @@
 """What travels behind the backward pass: a training step's schedule on GPUs that are not there.
 
     python -m benchmarks.gpu_program.schedule --buckets 4
+    python -m benchmarks.gpu_program.schedule --buckets 4 --link 10gbit
 
 Compiles a training step of GPT-2 small with `powersgd(buckets=...)` for eight GPUs and says of
 every all-reduce where it starts and ends, and how many kernels of the backward pass run meanwhile.
+With a link, once more as XLA schedules it after a profile that was taken over that link.
 Installs nothing; see `python -m benchmarks.gpu_program --help`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 
 import jaxcomp
+from benchmarks.cluster.plan import Rate, parse_rate
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.gpu_program.count import FREE
 from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
+from benchmarks.gpu_program.profile import OPTION, profile
 from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import lowered
+
+
+DEVICES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +83,56 @@ def _is_backward(x: Instruction) -> bool:
     return not moves and "transpose(jvp" in x.attributes
 
 
-def main(argv: list[str] | None = None) -> None:
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, checked, and with them the mesh."""
     parser = command_line("benchmarks.gpu_program.schedule", __doc__)
     add = parser.add_argument
-    add("--buckets", type=int, default=4, metavar="N", help="(default: %(default)s)")
-    add("--blocks", type=int, default=12, metavar="N", help="(default: %(default)s)")
-    add("--rank", type=int, default=4, metavar="R", help="(default: %(default)s)")
-    add("--target", choices=TARGETS, default="h200", help="(default: %(default)s)")
+    shown = "(default: %(default)s)"
+    add("--buckets", type=int, default=4, metavar="N", help=shown)
+    add("--blocks", type=int, default=12, metavar="N", help=shown)
+    add("--rank", type=int, default=4, metavar="R", help=shown)
+    add("--gpu-kernels", action="store_true", help="`powersgd(gpu_kernels=True)`")
+    add("--link", metavar="RATE", help="between neighbours, such as 10gbit")
+    add("--latency", type=float, default=20e-6, metavar="S", help="of the link, in s " + shown)
+    add("--target", choices=TARGETS, default="h200", help=shown)
     given = parser.parse_args(argv)
     try:
         for name in ("buckets", "blocks", "rank"):
             at_least(f"--{name}", getattr(given, name), 1)
-        mesh = mesh_of(given.target, 8)
+        given.link = given.link and _limited(parse_rate(given.link))
+        given.mesh = mesh_of(given.target, DEVICES)
     except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
-    reducer = jaxcomp.powersgd(given.rank, axis_name=AXIS, start_step=0, buckets=given.buckets)
-    program = lowered(reducer, given.blocks, mesh).compile()
-    print(f"jaxlib {version('jaxlib')}, {given.target}, {reducer!r}")
-    print(read(parse(program.as_text())))
+        parser.error(str(error).replace("--rates", "--link"))
+    return given
+
+
+def _limited(rate: Rate) -> Rate:
+    if rate.bits_per_second is None:
+        raise ValueError("`--link` must be a rate such as 10gbit; leave it out for XLA's own.")
+    return rate
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    given = options(argv)
+    reducer = jaxcomp.powersgd(
+        given.rank,
+        axis_name=AXIS,
+        start_step=0,
+        buckets=given.buckets,
+        gpu_kernels=given.gpu_kernels,
+    )
+    program = lowered(reducer, given.blocks, given.mesh)
+    module = parse(program.compile().as_text())
+    print(f"jaxlib {version('jaxlib')}, {given.target}, {reducer!r}\n{read(module)}")
+    if given.link is None:
+        return
+    text = profile(module, given.target, DEVICES, given.link.bits_per_second, given.latency)
+    with tempfile.NamedTemporaryFile("w", suffix=".pbtxt") as file:
+        file.write(text)
+        file.flush()
+        informed = program.compile(compiler_options={OPTION: file.name})
+    print(f"\nAfter a profile over {given.link.shown} links:\n{read(parse(informed.as_text()))}")
 
 
 if __name__ == "__main__":

@@ -504,14 +504,24 @@ class Step:
             return self._totals(leaves, memory.residual, count, started), None
         added, _ = self._feedback(count)
         scale = jnp.asarray(1 if added is None else added, jnp.float32)
-        return grouped.add_and_multiply(
-            self._views(),
-            [leaves[i] for i in self.chosen],
-            [memory.residual[i] for i in self.chosen],
-            jnp.where(self.ours if started is None else started & self.ours, scale, 0),
-            self._right_bases(memory, count),
-            self.kernels,
-        )
+        scale = jnp.where(self.ours if started is None else started & self.ours, scale, 0)
+        bases = self._right_bases(memory, count)
+        order: list[int] = []
+        totals: list[Array] = []
+        left: list[Array] = []
+        # A kernel takes many leaves, and waits for the last of their gradients.
+        for bucket in self.buckets or [self.chosen]:
+            own = [k for k, i in enumerate(self.chosen) if i in set(bucket)]
+            sums, products = grouped.add_and_multiply(
+                [self._views()[k] for k in own],
+                [leaves[self.chosen[k]] for k in own],
+                [memory.residual[self.chosen[k]] for k in own],
+                scale,
+                [bases[k] for k in own],
+                self.kernels,
+            )
+            order, totals, left = order + own, totals + sums, left + products
+        return _sorted_by(order, totals), _sorted_by(order, left)
 
     def _multiply(
         self, totals: list[Array], factors: list[Array], *, transposed: bool
