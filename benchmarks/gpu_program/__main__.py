@@ -43,7 +43,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--ranks", default="1,4,32,128", help=shown.strip())
     add("--target", choices=TARGETS, default="h200", help=shown.strip())
     add("--devices", type=int, default=8, metavar="N", help=shown.strip())
+    add("--map", choices=("shard_map", "pmap"), default="shard_map", help=shown.strip())
     add("--limit", type=float, default=1800, metavar="S", help="seconds for a program" + shown)
+    add("--tag", default="", help="what the names of the files end with, such as -pmap")
     add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
     given = parser.parse_args(argv)
     try:
@@ -96,15 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     run = describe("benchmarks.gpu_program", ["jax", "jaxlib"])
     run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
     given.out.mkdir(parents=True, exist_ok=True)
-    stem = given.out / f"gpu_program-{given.target}"
+    stem = given.out / f"gpu_program-{given.target}{given.tag}"
     for job in jobs(given):
-        target = {"target": given.target, "devices": given.devices}
+        target = {"target": given.target, "devices": given.devices, "map": given.map}
         case = job | compiled(job | target, given.limit)
         print(json.dumps(case), file=sys.stderr)
         run["cases"].append(case)
-        stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
+        Path(f"{stem}.json").write_text(json.dumps(run, indent=1) + "\n")
     text = table(run)
-    stem.with_suffix(".md").write_text(text)
+    Path(f"{stem}.md").write_text(text)
     print(text)
     return 1 if any("error" in case for case in run["cases"]) else 0
 

@@ -27,7 +27,6 @@ from benchmarks.gpu_program.profile import OPTION, profile
 from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import lowered
 
-
 DEVICES = 8
 
 

@@ -1,6 +1,6 @@
 """Compiles one update and prints what it counts as one JSON line; a child of `gpu_program`.
 
-Reads the job as JSON from standard input: tree, reducer, rank, target, devices.
+Reads the job as JSON from standard input: tree, reducer, rank, target, devices, map.
 """
 
 from __future__ import annotations
@@ -44,12 +44,21 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
 RANKLESS = ("allreduce", "allreduce, bfloat16", "quantized_allreduce")
 
 
-def lowered(tx: jaxcomp.Reducer, shapes: Any, mesh: jax.sharding.Mesh) -> Any:
+def lowered(tx: jaxcomp.Reducer, shapes: Any, mesh: jax.sharding.Mesh, pmap: bool = False) -> Any:
     """An update with the gradients and the state donated, as a training step would use it."""
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, grads)
+    if pmap:
+        devices = list(mesh.devices.flat)
+        many = [
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), tree)
+            for tree in (grads, state)
+        ]
+        step = jax.pmap(
+            lambda g, s: tx.update(g, s), axis_name=AXIS, devices=devices, donate_argnums=(0, 1)
+        )
+        return step.lower(*many)
     specs = jaxcomp.state_specs(state, AXIS)
-
     step = jax.shard_map(
         # A mean in the place of every replica's gradient, as an optimizer would use it there.
         lambda g, s: jaxcomp.as_local(tx.update(g, s), AXIS),
@@ -79,7 +88,8 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     shapes, tx = TREES[job["tree"]](), REDUCERS[job["reducer"]](job["rank"])
     values = sum(int(jnp.prod(jnp.array(shape))) for shape in shapes.values())
-    program = lowered(tx, shapes, mesh_of(job["target"], job["devices"]))
+    mesh = mesh_of(job["target"], job["devices"])
+    program = lowered(tx, shapes, mesh, pmap=job["map"] == "pmap")
     start, processor = time.perf_counter(), time.process_time()
     compiled = program.compile()
     seconds, processor = time.perf_counter() - start, time.process_time() - processor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -77,6 +79,7 @@ TREES = {
     "mlp": mlp,
     "resnet50": resnet50,
     "gpt2-small": lambda: gpt2(12, 768),
+    **{f"gpt2-{n}": functools.partial(gpt2, n, 768) for n in (1, 2, 3, 4)},  # so many blocks
     "gpt2-medium": lambda: gpt2(24, 1024),
     "layers-20": lambda: layers(20),
     "layers-200": lambda: layers(200),

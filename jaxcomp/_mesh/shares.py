@@ -9,8 +9,9 @@ the wire would overflow; here none is taken.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
 
 _SCALE_BYTES = 4
+# More values are not worth a copy to be treated together.
+_LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
@@ -169,53 +172,94 @@ def mean_by_shares(
       >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, -2.0], [3.0, -2.0]]))[0].tolist()
       [2.0, -2.0]
     """
-    replicas, dtypes = axis_size(axis_name), [part.dtype for part in parts]
+    replicas = axis_size(axis_name)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     keys = (None, None) if key is None else jax.random.split(key)
-    wire = _encode([lay.cut(x) for lay, x in zip(layouts, parts, strict=True)], layouts, keys[0])
-    received = _decode(exchange(wire, axis_name), layouts, dtypes)
-    means = [_mean_of_rows(x) for x in received]
-    second = _encode(means, layouts, keys[1])
-    outputs = _decode(gather(second[0], axis_name), layouts, dtypes)
+    groups = _groups(parts, layouts)
+    wire = _encode([_cut(group, parts) for group in groups], groups, keys[0])
+    received = _decode(exchange(wire, axis_name), groups)
+    means = [jax.vmap(_mean_of_rows)(x) for x in received]
+    second = _encode(means, groups, keys[1])
+    outputs = _decode(gather(second[0], axis_name), groups)
 
     # The second rounding of a share is known only to the replica that summed it. There it counts as
     # that replica's own, so that the mean of what was sent is the output.
     owner, sent = replica_index(axis_name), []
-    firsts, seconds = _decode(wire, layouts, dtypes), _decode(second, layouts, dtypes)
+    firsts, seconds = _decode(wire, groups), _decode(second, groups)
     for first, mean, rounded in zip(firsts, means, seconds, strict=True):
-        own = lax.dynamic_index_in_dim(first, owner, keepdims=True)
+        own = lax.dynamic_index_in_dim(first, owner, axis=1)
         both = own + replicas * (rounded - mean)
         # As many times the rounding may be more than the float range has left.
         both = jnp.where(jnp.isfinite(both), both, own)
-        sent.append(lax.dynamic_update_index_in_dim(first, both, owner, axis=0))
+        sent.append(lax.dynamic_update_index_in_dim(first, both, owner, axis=1))
     finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
-    return Reduced(_joined(outputs, layouts, parts), _joined(sent, layouts, parts), finite)
+    return Reduced(_joined(outputs, groups, parts), _joined(sent, groups, parts), finite)
 
 
-def _encode(values: Sequence[Array], layouts: Sequence[Layout], key: Array | None) -> Array:
-    """The rows of all arrays side by side."""
-    rows = [
-        layout.encode(x, None if key is None else jax.random.fold_in(key, i))
-        for i, (layout, x) in enumerate(zip(layouts, values, strict=True))
-    ]
+class _Group(NamedTuple):
+    """Parts of one layout, which are treated together: a GPU launches a kernel for each otherwise.
+
+    What belongs to a group is an array with an axis of its parts in front.
+    """
+
+    positions: list[int]
+    layout: Layout
+    dtype: Any
+
+
+def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[_Group]:
+    found: dict[Any, _Group] = {}
+    for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+        large = part.size > _LARGE
+        key = layout, part.shape, part.dtype, i if large else None
+        found.setdefault(key, _Group([], layout, part.dtype)).positions.append(i)
+    return list(found.values())
+
+
+def _cut(group: _Group, parts: Sequence[Array]) -> Array:
+    chosen = [parts[i] for i in group.positions]
+    # A single one needs no copy.
+    stack = chosen[0][None] if len(chosen) == 1 else jnp.stack(chosen)
+    return jax.vmap(group.layout.cut)(stack)
+
+
+def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None) -> Array:
+    """The rows of all groups side by side."""
+    rows = []
+    for group, x in zip(groups, values, strict=True):
+        encode = group.layout.encode
+        if key is None:
+            encoded = jax.vmap(lambda y, encode=encode: encode(y, None))(x)
+        else:
+            own = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(group.positions))
+            encoded = jax.vmap(encode)(x, own)
+        width = len(group.positions) * group.layout.row_bytes
+        rows.append(encoded.swapaxes(0, 1).reshape(encoded.shape[1], width))
     return jnp.concatenate(rows, axis=1)
 
 
-def _decode(rows: Array, layouts: Sequence[Layout], dtypes: Sequence[Any]) -> list[Array]:
+def _decode(rows: Array, groups: Sequence[_Group]) -> list[Array]:
     values, start = [], 0
-    for layout, dtype in zip(layouts, dtypes, strict=True):
-        values.append(layout.decode(rows[:, start : start + layout.row_bytes], dtype))
-        start += layout.row_bytes
+    for group in groups:
+        number, width = len(group.positions), group.layout.row_bytes
+        own = rows[:, start : start + number * width]
+        own = own.reshape(rows.shape[0], number, width).swapaxes(0, 1)
+        values.append(jax.vmap(lambda x, g=group: g.layout.decode(x, g.dtype))(own))
+        start += number * width
     return values
 
 
 def _joined(
-    values: Sequence[Array], layouts: Sequence[Layout], like: Sequence[Array]
+    values: Sequence[Array], groups: Sequence[_Group], like: Sequence[Array]
 ) -> list[Array]:
-    return [layout.join(x, to) for layout, x, to in zip(layouts, values, like, strict=True)]
+    results = list(like)
+    for group, x in zip(groups, values, strict=True):
+        for k, i in enumerate(group.positions):
+            results[i] = group.layout.join(x[k], like[i])
+    return results
 
 
 def _mean_of_rows(x: Array) -> Array:

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._lowrank.orthogonalize import map_by_shape
 from jaxcomp._mesh.axes import axis_size, other_axes
 from jaxcomp._mesh.collectives import Reduced
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
@@ -49,10 +50,7 @@ def reduce_integers(
       Means and sent with the parts' shapes and dtypes.
     """
     replicas, factors, dense = axis_size(axis_name), parts[:thin], parts[thin:]
-    # The barriers keep XLA from folding the transpose into the product that made the factor, whose
-    # CPU backend is ten times slower at that form, and from decoding the factors anew for every
-    # value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
-    columns = [lax.optimization_barrier(x).mT for x in factors]
+    columns = _transposed(factors)
     layouts: list[Layout] = [factor_layout(x.shape, replicas, bits) for x in factors]
     if other_axes():
         reduced = mean_by_shares(columns, layouts, axis_name)
@@ -67,7 +65,17 @@ def reduce_integers(
     dtypes = [x.dtype for x in parts]
 
     def restored(xs: Sequence[Array]) -> list[Array]:
-        turned = [lax.optimization_barrier(x).mT if i < thin else x for i, x in enumerate(xs)]
+        turned = [*_transposed(xs[:thin]), *xs[thin:]]
         return [x.astype(dtype) for x, dtype in zip(turned, dtypes, strict=True)]
 
     return Reduced(restored(means), restored(sent), finite)
+
+
+def _transposed(factors: Sequence[Array]) -> list[Array]:
+    """The last two axes of each in turn, those of one shape together.
+
+    The barrier keeps XLA from folding the transpose into the product that made the factor, whose
+    CPU backend is ten times slower at that form, and from decoding the factors anew for every
+    value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
+    """
+    return map_by_shape(lambda x: lax.optimization_barrier(x).mT, factors)

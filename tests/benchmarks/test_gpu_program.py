@@ -17,6 +17,7 @@ from benchmarks.gpu_program import __main__ as gpu_program
 from benchmarks.gpu_program import scanned, schedule
 from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
+from benchmarks.gpu_program.profile import profile
 from benchmarks.gpu_program.report import table
 
 MODULE = parse((pathlib.Path(__file__).parent / "data" / "gpu_program.hlo").read_text())
@@ -158,6 +159,21 @@ def test_a_schedule_says_what_an_all_reduce_hides_behind():
     assert found.backward == 3
     assert found.transfers == [schedule.Transfer(bytes=32, begins_after=1, ends_after=3)]
     assert "33%  100%  2 kernels" in str(found)
+
+
+def test_a_profile_has_what_a_link_takes_and_what_memory_takes():
+    lines = profile(parse(SCHEDULED), "a100", 4, bits_per_second=1e6, latency=1e-3).splitlines()
+    # 2 (W - 1) steps of 1 ms and a quarter of 32 bytes, at a megabit a second.
+    assert 'costs { name: "start" cost_us: 6384.00 }' in lines
+    assert 'costs { name: "a" cost_us: 3.00 }' in lines
+    assert len(lines) == 6  # neither the parameter nor the view nor the done
+
+
+@pytest.mark.parametrize("wrong", ["unlimited", "fast"])
+def test_a_link_that_is_no_rate_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        schedule.main(["--link", wrong])
+    assert "`--link`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--buckets", "0"], ["--blocks", "0"]])

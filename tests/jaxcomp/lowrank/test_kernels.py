@@ -101,6 +101,7 @@ def dims(path, leaf):
         {"alternating": True, "comm_dtype": jnp.bfloat16},
         {"feedback_every": 2, "residual_dtype": jnp.bfloat16, "error_decay": 0.5},
         {"comm_dtype": jnp.int8, "bad": True},
+        {"buckets": 3},
     ],
 )
 def test_an_update_on_a_gpu_is_that_on_a_cpu(options, monkeypatch):
