@@ -142,14 +142,14 @@ def test_a_child_that_fails_is_reported(monkeypatch):
 SCHEDULED = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)
-  %a = f32[8]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/jvp()/mul"}
-  %b = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/mul"}
+  %a = f32[8]{0} multiply(%p), metadata={op_name="jit(f)/jvp()/mul"}
+  %b = f32[8]{0} multiply(%a), metadata={op_name="jit(f)/transpose(jvp())/mul"}
   %start = f32[8]{0} all-reduce-start(%b), to_apply=%add
-  %c = f32[8]{0} fusion(%b), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/add"}
+  %c = f32[8]{0} multiply(%b), metadata={op_name="jit(f)/transpose(jvp())/add"}
   %view = f32[8]{0} bitcast(%c), metadata={op_name="jit(f)/transpose(jvp())/reshape"}
-  %d = f32[8]{0} fusion(%view), kind=kLoop, metadata={op_name="jit(f)/transpose(jvp())/exp"}
+  %d = f32[8]{0} multiply(%view), metadata={op_name="jit(f)/transpose(jvp())/exp"}
   %done = f32[8]{0} all-reduce-done(%start)
-  ROOT %e = f32[8]{0} fusion(%done, %d), kind=kLoop, metadata={op_name="jit(f)/add"}
+  ROOT %e = f32[8]{0} multiply(%done, %d), metadata={op_name="jit(f)/add"}
 }
 """
 
