@@ -40,7 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)
     add("--reducers", default=";".join(REDUCERS), help="separated by semicolons" + shown)
-    add("--ranks", default="1,4,32,128", help=shown.strip())
+    add("--ranks", default="1,2,4,32,128", help=shown.strip())
     add("--target", choices=TARGETS, default="h200", help=shown.strip())
     add("--devices", type=int, default=8, metavar="N", help=shown.strip())
     add("--map", choices=("shard_map", "pmap"), default="shard_map", help=shown.strip())

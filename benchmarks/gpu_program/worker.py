@@ -32,6 +32,7 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "powersgd": _powersgd(),
     "powersgd, bfloat16": _powersgd(comm_dtype=jnp.bfloat16),
     "powersgd, int8": _powersgd(comm_dtype=jnp.int8),
+    "powersgd, eps=1e-8": _powersgd(eps=1e-8),  # Gram-Schmidt as torch's, up to rank 2
     "powersgd, alternating": _powersgd(alternating=True),
     "powersgd, start_step=1000": _powersgd(start_step=1000),
     "powersgd, gpu_kernels": _powersgd(gpu_kernels=True),

@@ -70,12 +70,17 @@ def orthonormal_bases(
 
     def together(factors: Sequence[Array]) -> list[Array]:
         pairs = list(zip(factors, torchs, strict=True))
-        columns = iter(one_by_one([x for x, flag in pairs if flag]))
-        bases = iter(bases_by_rank([x for x, flag in pairs if not flag], factorize, rounds))
-        return [next(columns if flag else bases) for flag in torchs]
+        # Without the barrier jaxlib 0.10's compiler for GPUs fails: docs/gpu.md has the fault.
+        columns = map_by_shape(
+            lambda x: _column_by_column(lax.optimization_barrier(x), eps),
+            [x for x, flag in pairs if flag],
+        )
+        bases = bases_by_rank([x for x, flag in pairs if not flag], factorize, rounds)
+        found = iter(columns), iter(bases)
+        return [next(found[not flag]) for flag in torchs]
 
-    if not factors or all(torchs):
-        return one_by_one(factors)
+    if not factors:
+        return []
     if factorize is not None:
         return together(factors)
     return lax.platform_dependent(factors, cpu=one_by_one, default=together)
