@@ -12,7 +12,7 @@ hook and the bare copy.
 
 Installs nothing. It needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax.
 
-Writes gpu_program-h200.json and gpu_program-h200.md, or -a100.
+Writes gpu_program-h200.json and gpu_program-h200.md, or -a100. `--report` needs no compiler.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from typing import Any
 from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.gpu_program.report import table
+from benchmarks.common.tables import write_page
+from benchmarks.gpu_program.report import paged, results, table
 from benchmarks.gpu_program.target import NEEDED, TARGETS, compiler_found
 from benchmarks.gpu_program.worker import RANKLESS, REDUCERS
 from benchmarks.overhead.trees import TREES
+
+PAGE = ROOT / "docs" / "gpu.md"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -46,6 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--map", choices=("shard_map", "pmap"), default="shard_map", help=shown.strip())
     add("--limit", type=float, default=1800, metavar="S", help="seconds for a program" + shown)
     add("--tag", default="", help="what the names of the files end with, such as -pmap")
+    add("--report", action="store_true", help="only write the tables of docs/gpu.md anew")
     add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
     given = parser.parse_args(argv)
     try:
@@ -92,6 +96,9 @@ def compiled(job: dict[str, Any], limit: float) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
+    if given.report:
+        found = results(given.out)
+        return write_page("gpu_program", PAGE, lambda page: paged(page, found))
     if not compiler_found():
         print(f"gpu_program: {NEEDED}", file=sys.stderr)
         return 1

@@ -1,11 +1,14 @@
-"""The table of a run of `gpu_program`."""
+"""The table of a run of `gpu_program`, and those of docs/gpu.md."""
 
 from __future__ import annotations
 
 import collections
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import in_page, markdown
 
 _HEADER = (
     "gradients",
@@ -60,3 +63,56 @@ def _collectives(found: list[dict[str, Any]]) -> str:
     return "; ".join(
         f"{len(sizes)} {kind} {dtype}, {sum(sizes):,}" for (kind, dtype), sizes in groups.items()
     )
+
+
+# What docs/gpu.md shows of the first results.
+_SHOWN = (
+    "powersgd, gpu_kernels",
+    "powersgd",
+    "powersgd, gpu_kernels, int8",
+    "powersgd, int8",
+    "allreduce",
+    "quantized_allreduce",
+)
+_TREE = "gpt2-small"
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs in a folder by the names of their files, that without a tag first."""
+    files = sorted(folder.glob("gpu_program-*.json"), key=lambda file: (len(file.stem), file.stem))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def paged(page: str, runs: dict[str, dict[str, Any]]) -> str:
+    """The page with GPT-2 small's rows of the first of the runs, and a line for every run.
+
+    Raises:
+      ValueError: There are none, or the page has no place for a table.
+    """
+    if not runs:
+        raise ValueError("no results to report; run without `--report` first.")
+    first = next(iter(runs.values()))
+    cases = [x for x in first["cases"] if x["tree"] == _TREE and x["reducer"] in _SHOWN]
+    cases.sort(key=lambda x: (_SHOWN.index(x["reducer"]), x["rank"]))
+    rows = [_row(case)[1:] for case in cases]
+    page = in_page(
+        page,
+        "python -m benchmarks.gpu_program --report",
+        markdown(_HEADER[1:], rows, left=1) + "\n",
+    )
+    header = ("results", "compiled for", "programs", "failed", "longest, s of processor")
+    lines = markdown(header, [_line(name, run) for name, run in runs.items()], left=2)
+    return in_page(page, "python -m benchmarks.gpu_program --report, all", lines + "\n")
+
+
+def _line(name: str, run: dict[str, Any]) -> Sequence[str]:
+    settings, cases = run["settings"], run["cases"]
+    target = f"{settings['target'].upper()}, {settings['map']}, jaxlib {_jaxlib(run)}"
+    seconds = [case["processor_seconds"] for case in cases if "error" not in case]
+    failed = sum("error" in case for case in cases)
+    link = f"[{name}](../benchmarks/results/{name}.md)"
+    return link, target, str(len(cases)), str(failed), f"{max(seconds):.0f}" if seconds else ""
+
+
+def _jaxlib(run: dict[str, Any]) -> str:
+    return run["machine"]["versions"]["jaxlib"]
