@@ -1,14 +1,18 @@
 """What travels behind the backward pass of layers in a scan, on GPUs that are not there.
 
     python -m benchmarks.gpu_program.scanned
+    python -m benchmarks.gpu_program.scanned --alternating --link 10gbit
 
 Compiles a training step of GPT-2 small whose blocks are in `jaxcomp.scan_layers`, for eight GPUs,
 and says of every all-reduce in the backward scan how many kernels of a layer's backward pass run
-between its start and its end. Installs nothing; see `python -m benchmarks.gpu_program --help`.
+between its start and its end; with a link, once more as XLA schedules it after a profile taken over
+that link. Installs nothing; see `python -m benchmarks.gpu_program --help`.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -17,10 +21,12 @@ import jax
 import optax
 
 import jaxcomp
+from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.arguments import at_least, command_line
 from benchmarks.gpu_program.count import FREE
 from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
-from benchmarks.gpu_program.schedule import Schedule, beside
+from benchmarks.gpu_program.profile import profile
+from benchmarks.gpu_program.schedule import DEVICES, Schedule, beside, informed, limited
 from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
 from benchmarks.gpu_program.training_step import block, loss_around, lower, parameters
 
@@ -79,9 +85,19 @@ def read(module: Module) -> list[Schedule]:
     Raises:
       ValueError: If there is no such scan.
     """
-    bodies = {name for x in module.computations.values() for name in _bodies(x)}
-    found = [beside(module.computations[name], _is_backward) for name in sorted(bodies)]
-    if not (found := [x for x in found if x.transfers and x.backward]):
+    return [beside(body, _is_backward) for body in backward_scans(module)]
+
+
+def backward_scans(module: Module) -> list[Computation]:
+    """The bodies of the loops with a layer's backward pass and an all-reduce.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    bodies = sorted({name for x in module.computations.values() for name in _bodies(x)})
+    found = [module.computations[name] for name in bodies]
+    found = [x for x in found if (y := beside(x, _is_backward)).transfers and y.backward]
+    if not found:
         raise ValueError("No loop of the program holds a backward pass and an all-reduce.")
     return found
 
@@ -97,23 +113,33 @@ def _is_backward(x: Instruction) -> bool:
     return x.opcode not in FREE and BACKWARD in x.attributes
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, checked, and with them the mesh."""
     parser = command_line("benchmarks.gpu_program.scanned", __doc__)
     add = parser.add_argument
-    add("--blocks", type=int, default=12, metavar="N", help="(default: %(default)s)")
-    add("--rank", type=int, default=4, metavar="R", help="(default: %(default)s)")
+    shown = "(default: %(default)s)"
+    add("--blocks", type=int, default=12, metavar="N", help=shown)
+    add("--rank", type=int, default=4, metavar="R", help=shown)
     add("--alternating", action="store_true", help="one-sided steps")
     add("--behind", action="store_true", help="a plain scan, with the reducer behind it")
     add("--gpu-kernels", action="store_true", help="`powersgd(gpu_kernels=True)`")
-    add("--target", choices=TARGETS, default="h200", help="(default: %(default)s)")
+    add("--link", metavar="RATE", help="between neighbours, such as 10gbit")
+    add("--latency", type=float, default=20e-6, metavar="S", help="of the link, in s " + shown)
+    add("--target", choices=TARGETS, default="h200", help=shown)
     given = parser.parse_args(argv)
     try:
         at_least("--blocks", given.blocks, 3)
         at_least("--rank", given.rank, 1)
-        mesh = mesh_of(given.target, 8)
+        given.link = given.link and limited(parse_rate(given.link))
+        given.mesh = mesh_of(given.target, DEVICES)
     except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
+        parser.error(str(error).replace("--rates", "--link"))
+    return given
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    given = options(argv)
     reducer = jaxcomp.powersgd(
         given.rank,
         axis_name=AXIS,
@@ -123,14 +149,33 @@ def main(argv: list[str] | None = None) -> None:
         gpu_kernels=given.gpu_kernels,
     )
     make = lowered_behind if given.behind else lowered
-    program = make(reducer, given.blocks, mesh).compile()
-    module = parse(program.as_text())
+    program = make(reducer, given.blocks, given.mesh)
+    compiled = program.compile()
+    module = parse(compiled.as_text())
     print(f"jaxlib {version('jaxlib')}, {given.target}, {reducer!r}")
+    print(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:,.0f} MiB of temporary memory")
     if given.behind:
-        print(f"{len(beside(module.entry, _is_backward).transfers)} all-reduces behind the scan\n")
-    for schedule in [] if given.behind else read(module):
-        print(f"One turn of the backward scan: {schedule}\n")
-    print(f"{program.memory_analysis().temp_size_in_bytes / 2**20:,.0f} MiB of temporary memory")
+        print(f"{len(beside(module.entry, _is_backward).transfers)} all-reduces behind the scan")
+        return
+    _show(read(module))
+    if given.link is not None:
+        print(f"\nAfter a profile over {given.link.shown} links:")
+        text = "".join(
+            profile(
+                dataclasses.replace(module, entry=computation),
+                given.target,
+                DEVICES,
+                given.link.bits_per_second,
+                given.latency,
+            )
+            for computation in (module.entry, *backward_scans(module))
+        )
+        _show(read(parse(informed(program, text).as_text())))
+
+
+def _show(schedules: list[Schedule]) -> None:
+    for schedule in schedules:
+        print(f"\nOne turn of the backward scan: {schedule}")
 
 
 if __name__ == "__main__":

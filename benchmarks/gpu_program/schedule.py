@@ -17,6 +17,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import jaxcomp
 from benchmarks.cluster.plan import Rate, parse_rate
@@ -98,17 +99,30 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     try:
         for name in ("buckets", "blocks", "rank"):
             at_least(f"--{name}", getattr(given, name), 1)
-        given.link = given.link and _limited(parse_rate(given.link))
+        given.link = given.link and limited(parse_rate(given.link))
         given.mesh = mesh_of(given.target, DEVICES)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).replace("--rates", "--link"))
     return given
 
 
-def _limited(rate: Rate) -> Rate:
+def limited(rate: Rate) -> Rate:
+    """A rate that is a number.
+
+    Raises:
+      ValueError: If it is not.
+    """
     if rate.bits_per_second is None:
         raise ValueError("`--link` must be a rate such as 10gbit; leave it out for XLA's own.")
     return rate
+
+
+def informed(lowered: Any, text: str) -> Any:
+    """The program compiled with a profile."""
+    with tempfile.NamedTemporaryFile("w", suffix=".pbtxt") as file:
+        file.write(text)
+        file.flush()
+        return lowered.compile(compiler_options={OPTION: file.name})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,11 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     if given.link is None:
         return
     text = profile(module, given.target, DEVICES, given.link.bits_per_second, given.latency)
-    with tempfile.NamedTemporaryFile("w", suffix=".pbtxt") as file:
-        file.write(text)
-        file.flush()
-        informed = program.compile(compiler_options={OPTION: file.name})
-    print(f"\nAfter a profile over {given.link.shown} links:\n{read(parse(informed.as_text()))}")
+    after = informed(program, text)
+    print(f"\nAfter a profile over {given.link.shown} links:\n{read(parse(after.as_text()))}")
 
 
 if __name__ == "__main__":
