@@ -6,9 +6,9 @@
 Compiles one update of every reducer for eight GPUs and counts, in the optimised program: kernels;
 words that they move for every gradient value, beside the floor below which no program goes; memory
 beside the donated gradients and state, as a multiple of the gradients; library calls; collectives
-with dtype and bytes; seconds to compile, by the clock and of the processor. It tells nothing
-of time, which `python -m benchmarks.overhead --device gpu` measures on a GPU, beside torch's
-hook and the bare copy.
+with dtype and bytes; seconds to compile, by the clock and of the processor. Where a GPU is at hand
+it is timed too, on that GPU: the update as `benchmarks.overhead` does, torch's hook, and the time
+to move seven words for every value.
 
 Installs nothing. It needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax.
 
@@ -30,6 +30,7 @@ from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import write_page
 from benchmarks.gpu_program.report import paged, results, table
 from benchmarks.gpu_program.target import NEEDED, TARGETS, compiler_found
+from benchmarks.gpu_program.timing import gpu_found, times
 from benchmarks.gpu_program.worker import RANKLESS, REDUCERS
 from benchmarks.overhead.trees import TREES
 
@@ -106,9 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
     given.out.mkdir(parents=True, exist_ok=True)
     stem = given.out / f"gpu_program-{given.target}{given.tag}"
+    timed = times(given.trees, given.ranks, given.reducers) if gpu_found() else {}
     for job in jobs(given):
         target = {"target": given.target, "devices": given.devices, "map": given.map}
-        case = job | compiled(job | target, given.limit)
+        case = job | compiled(job | target, given.limit) | timed.get(tuple(job.values()), {})
         print(json.dumps(case), file=sys.stderr)
         run["cases"].append(case)
         Path(f"{stem}.json").write_text(json.dumps(run, indent=1) + "\n")

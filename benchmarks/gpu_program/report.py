@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.common.tables import in_page, markdown
 
+_TIMES = ("ms", "torch's hook, ms", "floor, ms")
 _HEADER = (
     "gradients",
     "reducer",
@@ -34,7 +35,19 @@ def table(run: dict[str, Any]) -> str:
         f"{machine['busy_cores_at_start']:.1f} of them busy with something else at the start; "
         f"{versions}.\n\n"
     )
-    return head + markdown(_HEADER, [_row(case) for case in run["cases"]], left=2) + "\n"
+    cases = run["cases"]
+    if not any("seconds" in case for case in cases):
+        return head + markdown(_HEADER, [_row(case) for case in cases], left=2) + "\n"
+    rows = [_row(case) + _times(case) for case in cases]
+    devices = dict.fromkeys(str(case["device"]) for case in cases if "device" in case)
+    head += f"Timed on {', '.join(devices)} by `benchmarks.overhead`, medians.\n\n"
+    return head + markdown((*_HEADER, *_TIMES), rows, left=2) + "\n"
+
+
+def _times(case: dict[str, Any]) -> list[str]:
+    """Of a GPU; empty where the case was not timed."""
+    seconds = [case.get(name) for name in ("seconds", "torch_seconds", "floor_seconds")]
+    return ["" if x is None else f"{1e3 * x:.2f}" for x in seconds]
 
 
 def _row(case: dict[str, Any]) -> list[str]:

@@ -53,6 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--frameworks", default="jax,torch", help=shown.strip())
     add("--residual-dtype", choices=["float32", "bfloat16"], default="float32", help=shown.strip())
     add("--alternating", action="store_true", help="time jaxcomp's one-sided steps")
+    add("--gpu-kernels", action="store_true", help="time `powersgd(gpu_kernels=True)`")
     add(
         "--out",
         type=Path,
@@ -90,6 +91,7 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
         "platform": given.device,
         "residual_dtype": given.residual_dtype,
         "alternating": given.alternating,
+        "gpu_kernels": given.gpu_kernels,
     }
     settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
     settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}
@@ -131,7 +133,8 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    stem = given.out / f"overhead-{given.device}{'-one-sided' if given.alternating else ''}"
+    forms = "-one-sided" * given.alternating + "-gpu-kernels" * given.gpu_kernels
+    stem = given.out / f"overhead-{given.device}{forms}"
     if given.report:
         report(json.loads(stem.with_suffix(".json").read_text()), stem)
         return 0

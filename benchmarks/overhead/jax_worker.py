@@ -50,6 +50,7 @@ def update_seconds(job: dict[str, Any], rank: int) -> dict[str, Any]:
         start_step=0,
         residual_dtype=dtype,
         alternating=job["alternating"],
+        gpu_kernels=job["gpu_kernels"],
     )
     keys = jax.random.split(jax.random.key(0), len(job["shapes"]))
     grads = {

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from benchmarks.gpu_program import scanned, schedule
+from benchmarks.gpu_program import scanned, schedule, timing
 from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.profile import profile
@@ -124,6 +124,7 @@ def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
     found = iter([result, {"error": "XlaRuntimeError: 'scf.if'"}])
     monkeypatch.setattr(gpu_program, "compiler_found", lambda: True)
     monkeypatch.setattr(gpu_program, "compiled", lambda job, limit: next(found))
+    monkeypatch.setattr(gpu_program, "gpu_found", lambda: False)
     arguments = ["--trees", "mlp", "--reducers", "powersgd;allreduce", "--ranks", "4"]
     assert gpu_program.main([*arguments, "--out", str(tmp_path)]) == 1
     run = json.loads((tmp_path / "gpu_program-h200.json").read_text())
@@ -132,6 +133,41 @@ def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
     assert lines[-2] == f"{row} 40 (28) |"
     assert "scf.if" in lines[-1]
     assert (tmp_path / "gpu_program-h200.md").read_text() in capsys.readouterr().out
+
+
+def test_what_a_gpu_is_timed_with_stands_in_the_same_table(monkeypatch, tmp_path):
+    """A measured case of `benchmarks.overhead`, once with torch and once without."""
+    asked = []
+
+    def cases_of(given, tree):
+        asked.append((given.device, given.gpu_kernels, given.ranks, given.frameworks))
+        if "torch" in given.frameworks and given.gpu_kernels:
+            raise timing.overhead.WorkerFailed("no torch.")
+        both = {"jax": {"median": 1e-3}, "torch": {"median": 4e-3}}
+        return [{"rank": 4, "floor": 5e-4} | {name: both[name] for name in given.frameworks}], {
+            "device": "NVIDIA H200"
+        }
+
+    monkeypatch.setattr(timing.overhead, "cases_of", cases_of)
+    monkeypatch.setattr(gpu_program, "compiler_found", lambda: True)
+    monkeypatch.setattr(gpu_program, "gpu_found", lambda: True)
+    monkeypatch.setattr(gpu_program, "compiled", lambda job, limit: {"error": "none"})
+    names = "powersgd;powersgd, gpu_kernels;allreduce"
+    arguments = ["--trees", "mlp", "--reducers", names, "--ranks", "4", "--out", str(tmp_path)]
+    assert gpu_program.main(arguments) == 1
+    text = (tmp_path / "gpu_program-h200.md").read_text()
+    assert "Timed on NVIDIA H200" in text
+    rows = text.splitlines()[-3:]
+    assert [[x.strip() for x in row.split("|")[-4:-1]] for row in rows] == [
+        ["1.00", "4.00", "0.50"],
+        ["1.00", "", "0.50"],
+        ["", "", ""],
+    ]
+    assert asked == [
+        ("gpu", False, (4,), ("jax", "torch")),
+        ("gpu", True, (4,), ("jax", "torch")),
+        ("gpu", True, (4,), ("jax",)),
+    ]
 
 
 def test_a_child_that_fails_is_reported(monkeypatch):
