@@ -84,5 +84,5 @@ def test_the_forms_are_those_of_the_committed_counts():
         assert with_forms(module, cases) == module, f"run {COMMAND}"
         for reducer in FLOORS:
             for tree, _, rank, kernels, k, words, w in fitted(cases, reducer).rows:
-                assert k == pytest.approx(kernels, rel=0.2), (tree, reducer, rank)
+                assert k == pytest.approx(kernels, rel=0.3), (tree, reducer, rank)
                 assert w == pytest.approx(words, rel=0.12), (tree, reducer, rank)
