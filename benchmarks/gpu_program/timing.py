@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.overhead import __main__ as overhead
-
 # Reducers that it times, with the options of `benchmarks.overhead`.
 TIMED = {
     "powersgd": [],
@@ -35,6 +33,9 @@ def times(
     Where torch is not installed, or has no GPU, its figures are missing. Reducers that are not in
     `TIMED` are left out.
     """
+    # Draws pictures too, for which a machine that only compiles has no library.
+    from benchmarks.overhead import __main__ as overhead
+
     found = {}
     for reducer in reducers:
         if reducer not in TIMED:
@@ -42,7 +43,7 @@ def times(
         arguments = ["--ranks", ",".join(map(str, ranks)), "--device", device, *TIMED[reducer]]
         given = overhead.parse(arguments)
         for tree in trees:
-            cases, versions = _cases(given, tree)
+            cases, versions = _cases(overhead, given, tree)
             for case in cases:
                 update, torch = case.get("jax"), case.get("torch")
                 found[tree, reducer, case["rank"]] = {
@@ -54,7 +55,7 @@ def times(
     return found
 
 
-def _cases(given: Any, tree: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _cases(overhead: Any, given: Any, tree: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     try:
         return overhead.cases_of(given, tree)
     except overhead.WorkerFailed as error:

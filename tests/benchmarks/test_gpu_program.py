@@ -14,11 +14,12 @@ import sys
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from benchmarks.gpu_program import scanned, schedule, timing
+from benchmarks.gpu_program import scanned, schedule
 from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.profile import profile
 from benchmarks.gpu_program.report import table
+from benchmarks.overhead import __main__ as overhead
 
 MODULE = parse((pathlib.Path(__file__).parent / "data" / "gpu_program.hlo").read_text())
 ROW, MATRIX, SMALL = 4 * 64, 4 * 64 * 64, 4 * 3 * 8 * 8
@@ -142,13 +143,13 @@ def test_what_a_gpu_is_timed_with_stands_in_the_same_table(monkeypatch, tmp_path
     def cases_of(given, tree):
         asked.append((given.device, given.gpu_kernels, given.ranks, given.frameworks))
         if "torch" in given.frameworks and given.gpu_kernels:
-            raise timing.overhead.WorkerFailed("no torch.")
+            raise overhead.WorkerFailed("no torch.")
         both = {"jax": {"median": 1e-3}, "torch": {"median": 4e-3}}
         return [{"rank": 4, "floor": 5e-4} | {name: both[name] for name in given.frameworks}], {
             "device": "NVIDIA H200"
         }
 
-    monkeypatch.setattr(timing.overhead, "cases_of", cases_of)
+    monkeypatch.setattr(overhead, "cases_of", cases_of)
     monkeypatch.setattr(gpu_program, "compiler_found", lambda: True)
     monkeypatch.setattr(gpu_program, "gpu_found", lambda: True)
     monkeypatch.setattr(gpu_program, "compiled", lambda job, limit: {"error": "none"})
