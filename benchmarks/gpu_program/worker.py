@@ -36,6 +36,7 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "powersgd, alternating": _powersgd(alternating=True),
     "powersgd, start_step=1000": _powersgd(start_step=1000),
     "powersgd, gpu_kernels": _powersgd(gpu_kernels=True),
+    "powersgd, gpu_kernels, bfloat16": _powersgd(gpu_kernels=True, comm_dtype=jnp.bfloat16),
     "powersgd, gpu_kernels, int8": _powersgd(gpu_kernels=True, comm_dtype=jnp.int8),
     "batched_powersgd": lambda rank: jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0),
     "allreduce": lambda rank: jaxcomp.allreduce(axis_name=AXIS),
