@@ -74,7 +74,7 @@ def _study(config: Config) -> str:
     left = sum(leaf.bytes_before for leaf in stats.leaves if not leaf.compressed)
     fields = {
         "parameters": sum(leaf.size for leaf in stats.leaves),
-        "uncompressed": round(left / stats.bytes_before, 4),
+        "uncompressed": round(left / stats.bytes_before, 6),
         "width": config.width,
         "context": config.context,
         "batch_size": config.batch_size,

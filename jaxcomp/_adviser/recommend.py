@@ -19,6 +19,7 @@ from jaxcomp._adviser.recommendation import INT8_NAME, Recommendation
 from jaxcomp._adviser.shapes import assumed_params, count_values
 from jaxcomp._adviser.units import format_time, parse_share
 from jaxcomp._base.checks import ParameterError, check_int
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import PyTree
 from jaxcomp._bytes.stats import compression_stats, quantized_stats
 from jaxcomp._lowrank.matricize import plan_leaves
@@ -64,12 +65,13 @@ def recommend(
     falling bytes. Of its results the largest ratio of bytes is taken whose gap, the loss above the
     exact average of the same optimizer, is within the budget. Between two measured ratios the gap
     is linear in the logarithm of the ratio, beyond them nothing is assumed. The rank is the lowest
-    at which these parameters send no less than that share of their bytes; or one less, if that
-    comes within 10% of the ratio and the next rank would leave whole matrices uncompressed.
+    at which the matrices of these parameters send no less of their bytes than those of the study
+    did at that ratio, however many bytes the other leaves have; or one less, if that comes within
+    10% of it and the next rank would leave whole matrices uncompressed.
 
     A budget below every gap that was measured gets the int8 all-reduce with a residual, as do
-    parameters that factors cannot bring to the ratio; a budget below that one's gap, such as 0, the
-    exact average. With a network, steps are predicted as by `advise`: of the exact average, the
+    parameters of which factors would send as many bytes; a budget below that one's gap, such as 0,
+    the exact average. With a network, steps are predicted as by `advise`: of the exact average, the
     int8 all-reduce and `powersgd` the first is taken that is within 10% of the fastest.
 
     What it says holds for a small model and few steps. `validity` of the result names them, and
@@ -208,16 +210,14 @@ def _factors(
         return None, f"No rank that was measured with {optimizer} keeps {_percent(budget)}"
     wire = max(reached, key=lambda w: reached[w])
     target, curve = reached[wire], curves[wire]
-    rank = _rank(params, workers, wire, target)
-    ratio = _ratio(params, workers, rank, wire)
-    if rank == 1 and ratio * _EXACTLY < target:
-        return None, (
-            f"Rank 1 sends {ratio:.1f} times fewer bytes of these parameters, too few of which are "
-            f"in matrices for the {target:.1f} times of the study"
-        )
-    rounded = quantized_stats(params, replicas=workers)
-    if ratio * rounded.bytes_after <= rounded.bytes_before:
+    matrices = _Matrices.of(params, workers, wire)
+    if not matrices.bytes_before:
+        return None, "None of these parameters is a matrix that factors would make smaller"
+    rank = matrices.rank(target)
+    sent, rounded = matrices.stats(rank), quantized_stats(params, replicas=workers)
+    if sent.bytes_after >= rounded.bytes_after:
         return None, f"Rank {rank}, which the budget needs, sends no fewer bytes than int8 would"
+    ratio = matrices.ratio(rank)
     low, high = curve.around(ratio)
     gap = curve.gap(ratio)
     spreads = [p.spread for p in (low, high)]
@@ -237,28 +237,55 @@ def _factors(
     return choice, "The step is no slower than with factors"
 
 
-def _rank(params: PyTree, workers: int, wire: str, target: float) -> int:
-    """The lowest at which no less is sent than the ratio allows.
+@dataclasses.dataclass(frozen=True)
+class _Matrices:
+    """The leaves that factors can make smaller, by which parameters are compared with the study's.
 
-    One less where that one already leaves whole matrices uncompressed, and one less comes close.
+    Of all bytes these may be a larger or a smaller share than in the study, which says nothing of
+    how much their gradients bear.
     """
-    low, high = 1, max((math.prod(x.shape) for x in jax.tree.leaves(params)), default=1)
-    while low < high:
-        middle = (low + high) // 2
-        if _ratio(params, workers, middle, wire) <= target * _EXACTLY:
-            high = middle
-        else:
-            low = middle + 1
-    far = low > 1 and _ratio(params, workers, low, wire) * _CLOSE < target
-    if far and _ratio(params, workers, low - 1, wire) <= target * _CLOSE:
-        return low - 1
-    return low
 
+    params: PyTree  # in float32, as in the study
+    workers: int
+    wire: str
+    paths: frozenset[str]
+    bytes_before: int
 
-def _ratio(params: PyTree, workers: int, rank: int, wire: str) -> float:
-    """Times fewer bytes, of float32 as in the study."""
-    stats = compression_stats(params, rank=rank, comm_dtype=wire, replicas=workers)
-    return stats.bytes_before / max(1, stats.bytes_after)
+    @classmethod
+    def of(cls, params: PyTree, workers: int, wire: str) -> _Matrices:
+        stats = compression_stats(params, rank=1, comm_dtype=wire, replicas=workers)
+        leaves = [leaf for leaf in stats.leaves if leaf.compressed]
+        paths = frozenset(leaf.path for leaf in leaves)
+        return cls(params, workers, wire, paths, sum(leaf.bytes_before for leaf in leaves))
+
+    def stats(self, rank: int) -> CompressionStats:
+        return compression_stats(
+            self.params, rank=rank, comm_dtype=self.wire, replicas=self.workers
+        )
+
+    def ratio(self, rank: int) -> float:
+        """Times fewer bytes of the study's model, were its matrices compressed as much as these."""
+        after = sum(x.bytes_after for x in self.stats(rank).leaves if x.path in self.paths)
+        other = evidence.STUDY.uncompressed
+        return 1 / ((1 - other) * after / self.bytes_before + other)
+
+    def rank(self, target: float) -> int:
+        """The lowest at which no less is sent than the ratio allows.
+
+        One less where that one already leaves whole matrices uncompressed, and one less comes
+        close.
+        """
+        low, high = 1, max(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        while low < high:
+            middle = (low + high) // 2
+            if self.ratio(middle) <= target * _EXACTLY:
+                high = middle
+            else:
+                low = middle + 1
+        far = low > 1 and self.ratio(low) * _CLOSE < target
+        if far and self.ratio(low - 1) <= target * _CLOSE:
+            return low - 1
+        return low
 
 
 def _in_float32(leaf: Any) -> Any:
@@ -349,13 +376,14 @@ def _outside(params: PyTree) -> list[str]:
         across = f"{widths[0]:,}" + (f" to {widths[-1]:,}" if len(widths) > 1 else "")
         said.append(
             f"size: you have {values:,} parameters, in matrices {across} wide; the rank is the one "
-            "that sends the same share of the bytes, which was not measured there"
+            "that sends the same share of their bytes, which was not measured there"
         )
     left = 1 - sum(plan.size for plan in plan_leaves(params, 1, 2.0) if plan.view) / values
     if left > 2 * study.uncompressed:
         said.append(
             f"other leaves: {left:.1%} of your values are in leaves that are not compressed, "
-            f"{study.uncompressed:.1%} of the study's; your matrices have to give more"
+            f"{study.uncompressed:.1%} of the study's; your matrices are compressed as much as "
+            "those of the study, so that fewer bytes are saved in all"
         )
     return said
 

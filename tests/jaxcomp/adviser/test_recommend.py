@@ -25,6 +25,7 @@ def shapes(*sizes):
 
 
 PARAMS = shapes((1024, 1024), (1024, 1024), (1024,))
+LEFT = 1024 / (2 * 1024**2 + 1024)  # their share that is not compressed, as in the study here
 SLOW = {"bandwidth": "100Mbit", "step_time": "20ms"}
 
 
@@ -44,7 +45,7 @@ def study(monkeypatch):
         measured(16, 20.0, 0.05, optimizer="lion", spread=None, seeds=1),
     )
     int8 = Measured("adamw", 480, "int8 all-reduce", 0, 3.94, 0.0005, None, 1)
-    monkeypatch.setattr(evidence, "STUDY", Study(467_584, 0.004, 128, 64, 4, 4, 480))
+    monkeypatch.setattr(evidence, "STUDY", Study(467_584, LEFT, 128, 64, 4, 4, 480))
     monkeypatch.setattr(evidence, "EXACT", {"adamw": "rate 0.002", "lion": "rate 0.0004"})
     monkeypatch.setattr(evidence, "INT8", int8)
     monkeypatch.setattr(evidence, "MEASURED", points)
@@ -140,13 +141,24 @@ def test_the_rank_before_matrices_are_left_out_serves_if_it_is_close(monkeypatch
     assert 10.2 < found.ratio < 10.2 * 1.1
 
 
-def test_parameters_that_factors_cannot_bring_to_the_ratio():
+def test_parameters_without_matrices():
     vectors = recommend(0.01, shapes((1000,), (100,)))
     assert vectors.name == "int8"
-    assert "Rank 1 sends 1.0 times fewer bytes of these parameters" in vectors.reason
-    mixed = recommend(0.01, shapes((1024, 1024), (100_000,)))
-    assert mixed.name == "int8"
-    assert "too few of which are in matrices" in mixed.reason
+    assert vectors.reason.startswith("None of these parameters is a matrix that factors would")
+
+
+@pytest.mark.parametrize("budget", [0.004, 0.01, 0.2])
+def test_matrices_are_compressed_as_in_the_study_whatever_lies_beside_them(budget):
+    mixed = recommend(budget, shapes((1024, 1024), (1024, 1024), (200_000,)))
+    assert mixed.rank == recommend(budget).rank
+    assert mixed.ratio < 11
+    assert "8.7% of your values are in leaves that are not compressed" in str(mixed)
+
+
+def test_a_larger_budget_never_sends_more():
+    params = shapes((1024, 1024), (64, 64), (300_000,))
+    sent = [recommend(budget, params).ratio for budget in (0.0, 0.002, 0.004, 0.006, 0.02, 0.2)]
+    assert sent == sorted(sent)
 
 
 def test_of_float16_parameters_the_rank_is_the_same_and_the_bytes_are_counted_as_they_are():
@@ -198,6 +210,8 @@ def test_what_the_study_was_and_where_the_parameters_lie_outside():
 
 def test_the_model_of_the_study_gets_the_rank_that_was_measured(monkeypatch):
     params = shapes((256, 128), (128, 512), (128,))
+    left = 128 / (256 * 128 + 128 * 512 + 128)
+    monkeypatch.setattr(evidence, "STUDY", Study(98_432, left, 128, 64, 4, 4, 480))
     ratio = round(fewer_bytes(16, params=params), 2)
     monkeypatch.setattr(evidence, "MEASURED", (measured(16, ratio, 0.008),))
     found = recommend(0.008, params, workers=8)
