@@ -21,13 +21,19 @@ import jax
 import optax
 
 import jaxcomp
-from benchmarks.cluster.plan import parse_rate
-from benchmarks.common.arguments import at_least, command_line
+from benchmarks.common.arguments import command_line
 from benchmarks.gpu_program.count import FREE
 from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
 from benchmarks.gpu_program.profile import profile
-from benchmarks.gpu_program.schedule import DEVICES, Schedule, beside, informed, limited
-from benchmarks.gpu_program.target import AXIS, TARGETS, mesh_of
+from benchmarks.gpu_program.schedule import (
+    DEVICES,
+    Schedule,
+    add_options,
+    beside,
+    checked_options,
+    informed,
+)
+from benchmarks.gpu_program.target import AXIS
 from benchmarks.gpu_program.training_step import block, loss_around, lower, parameters
 
 # Stands in the names of what `jaxcomp.scan_layers` computes the gradient of a layer with.
@@ -117,24 +123,10 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked, and with them the mesh."""
     parser = command_line("benchmarks.gpu_program.scanned", __doc__)
     add = parser.add_argument
-    shown = "(default: %(default)s)"
-    add("--blocks", type=int, default=12, metavar="N", help=shown)
-    add("--rank", type=int, default=4, metavar="R", help=shown)
     add("--alternating", action="store_true", help="one-sided steps")
     add("--behind", action="store_true", help="a plain scan, with the reducer behind it")
-    add("--gpu-kernels", action="store_true", help="`powersgd(gpu_kernels=True)`")
-    add("--link", metavar="RATE", help="between neighbours, such as 10gbit")
-    add("--latency", type=float, default=20e-6, metavar="S", help="of the link, in s " + shown)
-    add("--target", choices=TARGETS, default="h200", help=shown)
-    given = parser.parse_args(argv)
-    try:
-        at_least("--blocks", given.blocks, 3)
-        at_least("--rank", given.rank, 1)
-        given.link = given.link and limited(parse_rate(given.link))
-        given.mesh = mesh_of(given.target, DEVICES)
-    except (ValueError, RuntimeError) as error:
-        parser.error(str(error).replace("--rates", "--link"))
-    return given
+    add_options(parser)
+    return checked_options(parser, argv, blocks=3, rank=1)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
@@ -86,20 +87,35 @@ def _is_backward(x: Instruction) -> bool:
 def options(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked, and with them the mesh."""
     parser = command_line("benchmarks.gpu_program.schedule", __doc__)
-    add = parser.add_argument
-    shown = "(default: %(default)s)"
-    add("--buckets", type=int, default=4, metavar="N", help=shown)
+    parser.add_argument(
+        "--buckets", type=int, default=4, metavar="N", help="(default: %(default)s)"
+    )
+    add_options(parser)
+    return checked_options(parser, argv, buckets=1, blocks=1, rank=1)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of every command that compiles a training step for its schedule."""
+    add, shown = parser.add_argument, "(default: %(default)s)"
     add("--blocks", type=int, default=12, metavar="N", help=shown)
     add("--rank", type=int, default=4, metavar="R", help=shown)
     add("--gpu-kernels", action="store_true", help="`powersgd(gpu_kernels=True)`")
     add("--link", metavar="RATE", help="between neighbours, such as 10gbit")
     add("--latency", type=float, default=20e-6, metavar="S", help="of the link, in s " + shown)
     add("--target", choices=TARGETS, default="h200", help=shown)
+
+
+def checked_options(
+    parser: argparse.ArgumentParser, argv: list[str] | None, **least: int
+) -> argparse.Namespace:
+    """What was given, with numbers of at least so much, the link as a rate, and a mesh."""
     given = parser.parse_args(argv)
     try:
-        for name in ("buckets", "blocks", "rank"):
-            at_least(f"--{name}", getattr(given, name), 1)
+        for name, number in least.items():
+            at_least(f"--{name}", getattr(given, name), number)
         given.link = given.link and limited(parse_rate(given.link))
+        if not 0 <= given.latency < math.inf:
+            raise ValueError(f"`--latency` must be a number of seconds, got {given.latency}.")
         given.mesh = mesh_of(given.target, DEVICES)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).replace("--rates", "--link"))

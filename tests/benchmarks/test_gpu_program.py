@@ -213,7 +213,7 @@ def test_a_link_that_is_no_rate_is_refused(wrong, capsys):
     assert "`--link`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--buckets", "0"], ["--blocks", "0"]])
+@pytest.mark.parametrize("wrong", [["--buckets", "0"], ["--blocks", "0"], ["--latency", "nan"]])
 def test_a_schedule_of_nothing_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         schedule.main(wrong)
