@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.tables import in_page, markdown
+from benchmarks.gpu_program.target import TARGETS
 
 _TIMES = ("ms", "torch's hook, ms", "floor, ms")
 _HEADER = (
@@ -91,8 +92,11 @@ _TREE = "gpt2-small"
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The runs in a folder by the names of their files, that without a tag first."""
-    files = sorted(folder.glob("gpu_program-*.json"), key=lambda file: (len(file.stem), file.stem))
+    """The runs in a folder by the names of their files, that of H200s without a tag first."""
+    files = sorted(
+        folder.glob("gpu_program-*.json"),
+        key=lambda file: (file.stem != f"gpu_program-{TARGETS[0]}", file.stem),
+    )
     return {file.stem: json.loads(file.read_text()) for file in files}
 
 

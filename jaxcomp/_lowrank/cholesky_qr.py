@@ -8,8 +8,8 @@ the blocks of a matrix, the inverse Cholesky factors, and the blocks times these
 One round in float32 resolves directions down to some thousandth of a column's length, since a Gram
 matrix holds squares. So correlations are taken for a little smaller than they are ("shifted
 CholeskyQR", Fukaya et al. 2020): what lies below is only made larger by that factor, and the next
-round resolves it. A column that is small even so had no direction of its own; the second round
-finds it, and puts a fixed dense one in its place.
+round resolves it. A column that is close to the span of others even after two rounds had no
+direction of its own; it gives way to a fixed dense one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from jaxcomp._mesh.axes import alike
 
 # Rounds until columns of float32 are orthonormal to rounding whatever they were; and until they are
 # no longer close to each other, which is enough for what spans a space and is no factor itself.
-ROUNDS = 5
+ROUNDS = 6
 ROUNDS_TO_SPAN = 2
-# By so much correlations are shrunk: some ten times the rounding of a Gram matrix, and the least
-# pivot that there can be.
-_SHIFT = 1e-5
-# A column that is shorter than this after a shifted round has no direction of its own: less than
-# 3e-6 of it was left.
-_LOST = 1e-6  # squared length
+# By so much correlations are shrunk, up to this rank and in proportion above it: some ten times the
+# rounding of a Gram matrix, and the least pivot that there can be.
+_SHIFT, _SHIFT_RANK = 1e-5, 64
+_LARGE_SHIFT = 1e-2
+# The round that looks for columns without a direction of their own, and the least pivot of those
+# that have one. Each round before makes what tells a column from the others some two hundred times
+# larger; those after it orthogonalise what takes the place of the rest.
+_LOOKS, _LEAST_PIVOT = 2, 1e-2
+# Columns come in with entries up to 1; nothing but zeros gets a squared length of this.
+_ZERO = 1e-30
 # Rows in a block, of which the largest is taken whose padding costs less than an eighth.
 _BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
 _PADDING = 1.125
@@ -88,19 +92,22 @@ def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Arra
     row = jnp.asarray(start)[:, None] + jnp.arange(size)
     inside = row < jnp.asarray(np.array(rows)[owner])[:, None]
     spare = jnp.where(inside[..., None], spare_directions(row, rank, dtype), 0)
-    # Dividing by the largest entry keeps squares inside the float range.
+    # Dividing by the largest entry keeps squares inside the float range; in two steps, because
+    # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
     largest = jnp.abs(blocks).max(axis=1)[firsts[:, None] + padded].max(axis=1)
     largest = largest[owner][:, None]
-    x = jnp.where(largest == 0, spare, blocks / jnp.where(largest == 0, 1, largest))
+    step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
+    x = (blocks * step) / jnp.where(largest == 0, 1, largest * step)
+    x = jnp.where(largest == 0, spare, x)
     exact = lax.Precision.HIGHEST
     for turn in range(rounds):
         gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
         gram = jnp.matmul(members, gram.reshape(-1, rank * rank), precision=exact)
         gram = gram.reshape(-1, rank, rank)
-        lost_below = jnp.asarray(_LOST if turn == 1 else -1, dtype)
+        lost_below = jnp.asarray(_LEAST_PIVOT if turn == _LOOKS else -1, dtype)
         inverse, lost = factorize(gram, lost_below)
         x = jnp.einsum("bni,bij->bnj", x, inverse[owner], precision=exact)
-        if turn == 1:
+        if turn == _LOOKS:
             x = jnp.where(lost[owner][:, None], spare, x)
     return _joined(x, factors)
 
@@ -112,21 +119,30 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
 
     Args:
       gram: ``(number, r, r)``, symmetric.
-      lost_below: Columns of at most this squared length have no direction of their own.
+      lost_below: Columns of which at most this share of the squared length lies outside of the span
+        of those before them have no direction of their own.
 
     Returns:
       Upper triangular matrices ``(number, r, r)`` to multiply with from the right, zero in the
       columns that are lost; and which those are, bool ``(number, r)``.
     """
-    correlations, norm, lost = scaled(gram, lost_below)
-    factor = lax.linalg.cholesky(correlations, symmetrize_input=False)
+    correlations, norm = scaled(gram)
+    # Where rounding is more than the shift, as between columns that are all multiples of one, the
+    # factorisation fails: a larger shift takes its place, and tells less apart.
+    both = jnp.stack([correlations, _shrunk(correlations, _LARGE_SHIFT)])
+    factors = lax.linalg.cholesky(both, symmetrize_input=False)
+    failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
+    factor = jnp.where(failed, factors[1], factors[0])
     unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     unit, factor = alike([unit, factor])
     inverse = lax.linalg.triangular_solve(factor, unit, left_side=True, lower=True)
+    pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
+    pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
+    lost = (pivots <= lost_below) | (norm == 0)
     return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
 
 
-def scaled(gram: Array, lost_below: Array) -> tuple[Array, Array, Array]:
+def scaled(gram: Array) -> tuple[Array, Array]:
     """A Gram matrix as one of columns of length 1, kept from being singular.
 
     Correlations are a little smaller than they were, so that a column that is a sum of others is
@@ -134,21 +150,27 @@ def scaled(gram: Array, lost_below: Array) -> tuple[Array, Array, Array]:
 
     Args:
       gram: ``(..., r, r)``.
-      lost_below: As in `inverse_factors`.
 
     Returns:
-      Correlations ``(..., r, r)`` without an eigenvalue below about `_SHIFT`; what each column was
-      multiplied with, ``(..., r)``, 0 where it is lost; and which are lost.
+      Correlations ``(..., r, r)`` without an eigenvalue below about the shift; and what each column
+      was multiplied with, ``(..., r)``, 0 where it is zero.
     """
     axis = gram.ndim - 2
     unit = lax.broadcasted_iota(jnp.int32, gram.shape, axis) == lax.broadcasted_iota(
         jnp.int32, gram.shape, axis + 1
     )
     diagonal = jnp.where(unit, gram, 0).sum(axis=-2)
-    lost = diagonal <= lost_below
-    norm = jnp.where(lost, 0, lax.rsqrt(jnp.where(lost, 1, diagonal)))
-    share = norm[..., :, None] * norm[..., None, :] * (1 / (1 + _SHIFT))
-    return jnp.where(unit, 1, gram * share), norm, lost
+    there = diagonal > _ZERO
+    norm = jnp.where(there, lax.rsqrt(jnp.where(there, diagonal, 1)), 0)
+    correlations = gram * norm[..., :, None] * norm[..., None, :]
+    return jnp.where(unit, 1, _shrunk(correlations, _shift(gram.shape[-1]))), norm
+
+
+def _shrunk(correlations: Array, shift: float) -> Array:
+    """Correlations less a share; ones on the diagonal stay for `scaled` to put back."""
+    row = lax.broadcasted_iota(jnp.int32, correlations.shape, correlations.ndim - 2)
+    unit = row == lax.broadcasted_iota(jnp.int32, correlations.shape, correlations.ndim - 1)
+    return jnp.where(unit, correlations, correlations * (1 / (1 + shift)))
 
 
 def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
@@ -157,28 +179,34 @@ def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     Gauss's elimination on the matrix beside the identity, row by row, as operations on whole
     matrices: a GPU has no use for a single entry.
     """
-    correlations, norm, lost = scaled(gram, lost_below)
+    correlations, norm = scaled(gram)
     row = lax.broadcasted_iota(jnp.int32, gram.shape, 0)
     unit = row == lax.broadcasted_iota(jnp.int32, gram.shape, 1)
     numbers = lax.iota(jnp.int32, gram.shape[0])
 
-    def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
-        left, beside = both
+    def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        left, beside, pivots = carry
         here = jnp.where(row == j, left, 0).sum(axis=0)
         below = jnp.where(row == j, beside, 0).sum(axis=0)
         pivot = jnp.where(numbers == j, here, 0).sum()
-        root = lax.rsqrt(jnp.maximum(pivot, _SHIFT / 2))
+        least = _shift(gram.shape[0]) / 2
+        root = lax.rsqrt(jnp.maximum(pivot, least))
         here, below = here * root, below * root
-        # The matrix stays symmetric: its column is its row.
-        share = jnp.where(numbers > j, here, 0)[:, None]
+        # The matrix stays symmetric: its column is its row. A pivot below the shift is nothing but
+        # rounding, which would grow from row to row: nothing is subtracted for it in this round.
+        share = jnp.where((numbers > j) & (pivot >= least), here, 0)[:, None]
         beside = jnp.where(row == j, below[None], beside - share * below[None])
-        return left - share * here[None], beside
+        return left - share * here[None], beside, jnp.where(numbers == j, pivot, pivots)
 
-    _, inverse = lax.fori_loop(
-        0, gram.shape[0], step, tuple(alike([correlations, unit.astype(gram.dtype)]))
-    )
+    carry = correlations, unit.astype(gram.dtype), jnp.zeros_like(norm)
+    _, inverse, pivots = lax.fori_loop(0, gram.shape[0], step, tuple(alike(list(carry))))
+    lost = (pivots <= lost_below) | (norm == 0)
     # Lower triangular so far. The scaling of the Gram matrix is one of the columns too.
     return norm[:, None] * jnp.where(lost[:, None], 0, inverse).T, lost
+
+
+def _shift(rank: int) -> float:
+    return _SHIFT * max(1, rank / _SHIFT_RANK)
 
 
 def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:

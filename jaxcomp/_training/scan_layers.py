@@ -23,7 +23,7 @@ from jaxcomp._mesh.marks import marked
 from jaxcomp._mesh.per_replica import mark_local
 from jaxcomp._reducers.contract import Reducer
 from jaxcomp._training.gradients import check_loss
-from jaxcomp._training.scan_passes import Block, Call, Training, is_floating, run, scanned
+from jaxcomp._training.scan_passes import Block, Call, Carried, Training, is_floating, run, scanned
 from jaxcomp._training.scan_state import (
     ScanState,
     as_floats,
@@ -74,7 +74,9 @@ class ScanLayers:
         Args:
           fun: The mean loss of this replica's examples: a scalar, or (scalar, auxiliary) with
             `has_aux`. It takes the parameters first, and calls these layers once, on the part of
-            them that `part` names.
+            them that `part` names; it may cast them before, or add a penalty on them, which is not
+            compressed. Inside `jax.vmap`, a loop or a branch of `fun` they run another number of
+            times, and all gradients are NaN: accumulate over calls of ``value_and_grad``.
           part: The name of the part of the parameters that holds the stacked layers, a key or an
             attribute at any depth.
           rest: The reducer of all other parameters; None for the one of the layers.
@@ -153,17 +155,17 @@ class ScanValueAndGrad:
         depth = depth_of(found.layers)
         old = mark_local(state, axis_name)
         _check_depth(old.layers, depth)
-        call = Call(self.layers)
+        call = Call(self.layers, old.layers, {"mark": old.mark, **weights})
 
-        def loss(rest: PyTree, carried: tuple[PyTree, PyTree, Array]) -> Any:
-            training = Training(*carried, old.layers, {"mark": old.mark, **weights}, call)
-            return self.fun(found.joined(rest, training), *args, **kwargs)
+        def loss(rest: PyTree, layers: PyTree, carried: Carried) -> Any:
+            call.carried = carried
+            return self.fun(found.joined(rest, Training(layers, call)), *args, **kwargs)
 
         # The layers' parameters stay as they are: what comes back for them is averaged already.
-        carried = (found.layers, as_floats(old.layers), typed_like(jnp.zeros([]), found.layers))
-        value, (grads, (layer_grads, floats, flag)) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=self.has_aux
-        )(as_local(found.rest, axis_name), carried)
+        carried = Carried(as_floats(old.layers), typed_like(jnp.zeros([]), found.layers))
+        value, (grads, layer_grads, (floats, flag)) = jax.value_and_grad(
+            loss, argnums=(0, 1, 2), has_aux=self.has_aux
+        )(as_local(found.rest, axis_name), found.layers, carried)
         call.check_ended()
         check_loss(value[0] if self.has_aux else value, axis_name)
         finite = flag == 1  # were the layers run several times, their flags would have added up

@@ -27,11 +27,21 @@ from jaxcomp._training.scan_state import (
 Block = Callable[..., PyTree]
 
 
-class Call:
-    """How often the layers were called in a function."""
+class Carried(NamedTuple):
+    """What goes into a backward pass beside the parameters, and comes out of it."""
 
-    def __init__(self, layers: Any) -> None:
+    floats: PyTree  # the state, as `as_floats` makes it; its cotangent is the new one
+    flag: Array  # float32 scalar; its cotangent is whether all layers are finite
+
+
+class Call:
+    """One differentiated function: how often it called the layers, and what it hides from users."""
+
+    def __init__(self, layers: Any, state: PyTree, beside: dict[str, Any]) -> None:
         self.layers, self.times = layers, 0
+        self.state = state  # itself, for its dtypes
+        self.beside = beside  # the mark, and a weight if there is one
+        self.carried: Carried | None = None
 
     def begin(self, layers: Any) -> None:
         """Counts a call.
@@ -62,20 +72,33 @@ class Call:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What stands for the layers' parameters while they are differentiated."""
+    """What stands for the layers' parameters while they are differentiated.
+
+    Its leaves are these and nothing else: a loss may cast them, or sum their squares.
+    """
 
     params: PyTree
-    floats: PyTree  # the state, as `as_floats` makes it; its cotangent is the new one
-    flag: Array  # float32 scalar; its cotangent is whether all layers are finite
-    state: PyTree  # the state itself, for its dtypes
-    beside: dict[str, Any]  # the mark, and a weight if there is one
     call: Call = dataclasses.field(metadata={"static": True})
 
+    def __getattr__(self, name: str) -> Any:
+        # Of an AttributeError, which those who ask whether there is one expect.
+        raise AttributeError(_asked_for(f"`.{name}`"))
+
     def __getitem__(self, key: Any) -> Any:
-        raise ValueError(
-            f"The parameters of scanned layers go into layers(params, x) as they are, and {key!r} "
-            "of them was asked for. What else the loss needs of them belongs into `block`."
-        )
+        raise ValueError(_asked_for(repr(key)))
+
+    def _as_operand(self, other: Any) -> Any:
+        del other
+        raise ValueError(_asked_for("its value"))
+
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = _as_operand
+
+
+def _asked_for(what: str) -> str:
+    return (
+        f"The parameters of scanned layers go into layers(params, x) as they are, and {what} "
+        "of them was asked for. What else the loss needs of them belongs into `block`."
+    )
 
 
 def is_floating(x: Any) -> bool:
@@ -158,13 +181,15 @@ def run(
     x, args = as_local((x, args), reducer.axis_name)
     kind_x, own_x, other_x = _Floating.of(x)
     kind_args, own_args, other_args = _Floating.of(args)
-    scan = _Scan(block, reducer, training.state, kind_x, kind_args)
+    call = training.call
+    assert call.carried is not None  # set before the function that called the layers
+    scan = _Scan(block, reducer, call.state, kind_x, kind_args)
     function = jax.custom_vjp(lambda *given: scan.forward(*given)[0])
     function.defvjp(scan.forward, scan.backward)
     return kind_x.joined(
         *function(
-            (training.params, training.floats, training.flag),
-            training.beside,
+            (training.params, *call.carried),
+            call.beside,
             own_x,
             own_args,
             other_x,

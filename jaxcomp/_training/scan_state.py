@@ -35,11 +35,11 @@ def depth_of(params: PyTree) -> int:
     """The number of layers.
 
     Raises:
-      ValueError: If leaves disagree on it, or are not floating.
+      ValueError: If leaves disagree on it, or it is 0, or they are not floating.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     shapes = {leaf_name(path): tuple(np.shape(leaf)) for path, leaf in leaves}
-    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+    if len(depths := {shape[:1] for shape in shapes.values()}) != 1 or depths & {(), (0,)}:
         listed = "".join(f"\n  {name}: {shape}" for name, shape in shapes.items())
         raise ValueError(
             "The parameters of scanned layers need one leading axis of layers, as long for every "

@@ -202,7 +202,7 @@ def test_a_profile_has_what_a_link_takes_and_what_memory_takes():
     lines = profile(parse(SCHEDULED), "a100", 4, bits_per_second=1e6, latency=1e-3).splitlines()
     # 2 (W - 1) steps of 1 ms and a quarter of 32 bytes, at a megabit a second.
     assert 'costs { name: "start" cost_us: 6384.00 }' in lines
-    assert 'costs { name: "a" cost_us: 3.00 }' in lines
+    assert 'costs { name: "a" cost_us: 4.00 }' in lines
     assert len(lines) == 6  # neither the parameter nor the view nor the done
 
 

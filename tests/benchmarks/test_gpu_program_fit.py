@@ -77,12 +77,10 @@ def test_the_command_writes_the_forms(trees, monkeypatch, tmp_path, capsys):
 
 
 def test_the_forms_are_those_of_the_committed_counts():
-    # The counts come with the next run of `benchmarks.gpu_program`, and the forms from them.
-    for path in RESULTS.glob("gpu_program-h200.json"):
-        cases = json.loads(path.read_text())["cases"]
-        module = MODULE.read_text()
-        assert with_forms(module, cases) == module, f"run {COMMAND}"
-        for reducer in FLOORS:
-            for tree, _, rank, kernels, k, words, w in fitted(cases, reducer).rows:
-                assert k == pytest.approx(kernels, rel=0.3), (tree, reducer, rank)
-                assert w == pytest.approx(words, rel=0.12), (tree, reducer, rank)
+    cases = json.loads((RESULTS / "gpu_program-h200.json").read_text())["cases"]
+    module = MODULE.read_text()
+    assert with_forms(module, cases) == module, f"run {COMMAND}"
+    for reducer in FLOORS:
+        for tree, _, rank, kernels, k, words, w in fitted(cases, reducer).rows:
+            assert k == pytest.approx(kernels, rel=0.3), (tree, reducer, rank)
+            assert w == pytest.approx(words, rel=0.12), (tree, reducer, rank)

@@ -62,6 +62,24 @@ def test_zero_and_repeated_columns_get_a_direction_of_their_own(form, rank):
 
 
 @forms
+def test_equal_columns_without_any_rounding_get_directions_of_their_own(form):
+    one_row = jnp.zeros((64, 4)).at[0].set(1.0)
+    for x in (jnp.ones((64, 4)), one_row, jnp.ones((64, 4)).at[3].set(1e30)):
+        assert_orthonormal(FORMS[form](x))
+
+
+@pytest.mark.parametrize("form", ["cpu", "cholesky"])
+def test_smooth_columns_of_which_float32_tells_a_few_apart(form):
+    assert_orthonormal(FORMS[form](jnp.asarray(np.vander(np.linspace(0, 1, 64), 64), jnp.float32)))
+
+
+@pytest.mark.parametrize("form", ["cpu", "cholesky"])
+def test_values_at_the_end_of_the_range(form):
+    x = jax.random.normal(jax.random.key(0), (64, 4))
+    assert_orthonormal(FORMS[form](x / jnp.abs(x).max() * jnp.float32(3e38)))
+
+
+@forms
 def test_columns_of_very_different_size(form):
     x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
     p = FORMS[form](jnp.asarray(x * np.float32([1e30, 1e-30])))

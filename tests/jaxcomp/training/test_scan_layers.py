@@ -270,6 +270,30 @@ def test_one_layer_needs_no_loop():
     assert_close(grads, wanted)
 
 
+def test_a_loss_may_cast_all_parameters_and_add_a_penalty_on_them():
+    """What maps over the parameters sees those of the layers, and nothing of the reducer."""
+
+    def loss(run, params, x):
+        cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
+        value, aux = loss_of(cast, x, run)
+        return value + 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)), aux
+
+    layers, params = jaxcomp.scan_layers(block, reducer("powersgd")), parameters()
+    value_and_grad = layers.value_and_grad(
+        functools.partial(loss, layers), "layers", rest=REST, has_aux=True
+    )
+    step, state = mapped("vmap", value_and_grad, value_and_grad.init(params))
+    plain, plain_state = mapped("vmap", scanned(reducer("powersgd")), value_and_grad.init(params))
+    rounded = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16).astype(jnp.float32), params)
+    for x in batches(2):
+        (_, grads), state = step(state, params, x)
+        (_, wanted), plain_state = plain(plain_state, rounded, x)
+    # The penalty is the same on every replica, and is not compressed.
+    wanted = jax.tree.map(lambda g, p: g + 0.2 * p, wanted, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01), grads, wanted)
+    np.testing.assert_array_equal(state.layers.count, plain_state.layers.count)
+
+
 def test_a_saved_state_is_the_mean_over_replicas_and_not_over_layers():
     value_and_grad = scanned(reducer("powersgd"))
     state = value_and_grad.init(parameters())
@@ -352,6 +376,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="`rest` must be a jaxcomp reducer"):
             layers.value_and_grad(loss_of, "layers", rest=3)
 
+    def test_an_attribute_of_the_layers(self):
+        layers = jaxcomp.scan_layers(fragile, REST)
+        loss = lambda p, x: (p["layers"].w ** 2).sum()  # noqa: E731
+        with pytest.raises(AttributeError, match=r"go into layers\(params, x\) as they are"):
+            run_once(layers.value_and_grad(loss, "layers"))
+
     def test_leading_axes(self):
         layers = jaxcomp.scan_layers(fragile, REST)
         value_and_grad = layers.value_and_grad(loss_of, "layers")
@@ -360,6 +390,8 @@ class TestErrors:
                 layers({"w": np.ones((3, 8, 8)), "b": leaf}, np.ones(8))
         with pytest.raises(ValueError, match=r"must be floating, and \['w'\] is not"):
             value_and_grad.init({"layers": {"w": np.ones((3, 8, 8), int)}})
+        with pytest.raises(ValueError, match=r"one leading axis .*\n.*\(0, 8\)"):
+            value_and_grad.init({"layers": {"w": np.ones((0, 8), np.float32)}})
         with pytest.raises(ValueError, match="there is none"):
             value_and_grad.init({"layers": {}})
 
@@ -376,6 +408,7 @@ class TestErrors:
             (lambda layers, p, x: x.mean() + 0 * p["last"].sum(), "did not call the layers"),
             (lambda layers, p, x: layers(p["layers"], layers(p["layers"], x)).sum(), "and once"),
             (lambda layers, p, x: (p["layers"]["w"] ** 2).sum(), "go into layers"),
+            (lambda layers, p, x: (x @ p["layers"]).sum(), "go into layers"),
         ],
     )
     def test_what_the_loss_does_with_the_layers(self, loss, message):
