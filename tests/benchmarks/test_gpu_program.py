@@ -13,12 +13,13 @@ import sys
 
 import pytest
 
+from benchmarks.common.paths import RESULTS
 from benchmarks.gpu_program import __main__ as gpu_program
 from benchmarks.gpu_program import scanned, schedule
 from benchmarks.gpu_program.count import beside_collectives, count, kernel_bytes
 from benchmarks.gpu_program.hlo import arrays, parse
 from benchmarks.gpu_program.profile import profile
-from benchmarks.gpu_program.report import table
+from benchmarks.gpu_program.report import paged, results, table
 from benchmarks.overhead import __main__ as overhead
 
 MODULE = parse((pathlib.Path(__file__).parent / "data" / "gpu_program.hlo").read_text())
@@ -134,6 +135,15 @@ def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
     assert lines[-2] == f"{row} 40 (28) |"
     assert "scf.if" in lines[-1]
     assert (tmp_path / "gpu_program-h200.md").read_text() in capsys.readouterr().out
+
+
+def test_the_page_shows_the_tables_of_the_results():
+    page = gpu_program.PAGE.read_text()
+    runs = results(RESULTS)
+    assert next(iter(runs)) == "gpu_program-h200"
+    assert paged(page, runs) == page
+    with pytest.raises(ValueError, match="no results to report"):
+        paged(page, {})
 
 
 def test_what_a_gpu_is_timed_with_stands_in_the_same_table(monkeypatch, tmp_path):
