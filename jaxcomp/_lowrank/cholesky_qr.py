@@ -155,22 +155,24 @@ def scaled(gram: Array) -> tuple[Array, Array]:
       Correlations ``(..., r, r)`` without an eigenvalue below about the shift; and what each column
       was multiplied with, ``(..., r)``, 0 where it is zero.
     """
-    axis = gram.ndim - 2
-    unit = lax.broadcasted_iota(jnp.int32, gram.shape, axis) == lax.broadcasted_iota(
-        jnp.int32, gram.shape, axis + 1
-    )
-    diagonal = jnp.where(unit, gram, 0).sum(axis=-2)
+    diagonal = jnp.where(_unit(gram), gram, 0).sum(axis=-2)
     there = diagonal > _ZERO
     norm = jnp.where(there, lax.rsqrt(jnp.where(there, diagonal, 1)), 0)
     correlations = gram * norm[..., :, None] * norm[..., None, :]
-    return jnp.where(unit, 1, _shrunk(correlations, _shift(gram.shape[-1]))), norm
+    return _shrunk(correlations, _shift(gram.shape[-1])), norm
 
 
 def _shrunk(correlations: Array, shift: float) -> Array:
-    """Correlations less a share; ones on the diagonal stay for `scaled` to put back."""
-    row = lax.broadcasted_iota(jnp.int32, correlations.shape, correlations.ndim - 2)
-    unit = row == lax.broadcasted_iota(jnp.int32, correlations.shape, correlations.ndim - 1)
-    return jnp.where(unit, correlations, correlations * (1 / (1 + shift)))
+    """Correlations less a share, with ones on the diagonal."""
+    return jnp.where(_unit(correlations), 1, correlations * (1 / (1 + shift)))
+
+
+def _unit(matrices: Array) -> Array:
+    """Where their diagonals are; bool, in iotas, which a kernel can make too."""
+    row, column = (
+        lax.broadcasted_iota(jnp.int32, matrices.shape, matrices.ndim - k) for k in (2, 1)
+    )
+    return row == column
 
 
 def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
@@ -181,7 +183,6 @@ def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     """
     correlations, norm = scaled(gram)
     row = lax.broadcasted_iota(jnp.int32, gram.shape, 0)
-    unit = row == lax.broadcasted_iota(jnp.int32, gram.shape, 1)
     numbers = lax.iota(jnp.int32, gram.shape[0])
 
     def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -198,7 +199,7 @@ def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
         beside = jnp.where(row == j, below[None], beside - share * below[None])
         return left - share * here[None], beside, jnp.where(numbers == j, pivot, pivots)
 
-    carry = correlations, unit.astype(gram.dtype), jnp.zeros_like(norm)
+    carry = correlations, _unit(gram).astype(gram.dtype), jnp.zeros_like(norm)
     _, inverse, pivots = lax.fori_loop(0, gram.shape[0], step, tuple(alike(list(carry))))
     lost = (pivots <= lost_below) | (norm == 0)
     # Lower triangular so far. The scaling of the Gram matrix is one of the columns too.

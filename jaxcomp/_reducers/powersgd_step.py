@@ -243,9 +243,7 @@ class Step:
         found: list[_Agreed] = []
         after = None
         for bucket in self.buckets:
-            inside = set(bucket)
-            own = [k for k, i in enumerate(self.chosen) if i in inside]
-            rest = [k for k, i in enumerate(self.dense) if i in inside]
+            own, rest = _places(self.chosen, bucket), _places(self.dense, bucket)
             part = dataclasses.replace(
                 self,
                 chosen=[self.chosen[k] for k in own],
@@ -505,15 +503,15 @@ class Step:
         added, _ = self._feedback(count)
         scale = jnp.asarray(1 if added is None else added, jnp.float32)
         scale = jnp.where(self.ours if started is None else started & self.ours, scale, 0)
-        bases = self._right_bases(memory, count)
+        bases, views = self._right_bases(memory, count), self._views()
         order: list[int] = []
         totals: list[Array] = []
         left: list[Array] = []
         # A kernel takes many leaves, and waits for the last of their gradients.
         for bucket in self.buckets or [self.chosen]:
-            own = [k for k, i in enumerate(self.chosen) if i in set(bucket)]
+            own = _places(self.chosen, bucket)
             sums, products = grouped.add_and_multiply(
-                [self._views()[k] for k in own],
+                [views[k] for k in own],
                 [leaves[self.chosen[k]] for k in own],
                 [memory.residual[self.chosen[k]] for k in own],
                 scale,
@@ -618,6 +616,12 @@ def _random(
     for number in path:
         key = jax.random.fold_in(key, number)
     return jax.random.normal(key, shape, compute_dtype(plan.dtype))
+
+
+def _places(positions: Sequence[int], bucket: Sequence[int]) -> list[int]:
+    """Which of these positions of leaves are in the bucket, by their places here."""
+    inside = set(bucket)
+    return [k for k, i in enumerate(positions) if i in inside]
 
 
 def _sorted_by(keys: Sequence[int], values: Sequence[Array]) -> list[Array]:
