@@ -23,6 +23,7 @@ from jaxcomp._lowrank.kernels import compiler_found
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView, plan_leaves
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 from jaxcomp._lowrank.products import outer, replace_by_product, times_q, transposed_times_p
+from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import (
     as_local,
     axis_size,
@@ -164,6 +165,8 @@ class Step:
     ours: Array  # bool scalar: whether the residual is this replica's; if not, it is left out
     buckets: list[list[int]]  # positions of what is sent together, in this order; []: of all
     kernels: grouped.Kernels | None = None  # None: plain JAX, one leaf after the other
+    # Of the leaves and plans that are given here.
+    stacks: Stacks = dataclasses.field(default_factory=Stacks)
     after: Array | None = None  # bool scalar: whether what was sent before this is finite
     turn: Turn | None = None  # None: the count decides, in a conditional
 
@@ -172,20 +175,43 @@ class Step:
     ) -> Result:
         """An exact average before `start_step`, a compressed one from then on."""
         arguments = leaves, memory, count, weight
-        if not self._for_gpus():
+        # Both forms for GPUs take arrays whole, not such as may be sharded along an automatic axis.
+        if not (self.chosen and compiler_found()) or other_axes():
             return self._run(*arguments)
-        on_gpus = dataclasses.replace(self, kernels=grouped.Kernels())
-        return lax.platform_dependent(*arguments, cuda=on_gpus._run, default=self._run)
-
-    def _for_gpus(self) -> bool:
-        """Whether the kernels for GPUs are worth tracing.
-
-        They take arrays whole: neither a `jax.vmap` over replicas nor an array that may be sharded
-        along an automatic axis.
-        """
+        on_gpus = self._run_stacked
+        # The kernels have no rule for a `jax.vmap` over replicas.
         mapped = set(axis_tuple(self.options.axis_name)) <= set(mapped_mesh_axes())
-        asked = self.options.gpu_kernels and compiler_found()
-        return bool(self.chosen) and mapped and not other_axes() and asked
+        if self.options.gpu_kernels and mapped:
+            on_gpus = dataclasses.replace(self, kernels=grouped.Kernels())._run
+        return lax.platform_dependent(*arguments, cuda=on_gpus, default=self._run)
+
+    def _run_stacked(
+        self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
+    ) -> Result:
+        """`_run` with the small leaves of one shape as one leaf."""
+        compressed = set(self.chosen)
+        apart = [[i for i in bucket if i in compressed] for bucket in self.buckets]
+        stacks = Stacks.of(self.plans, apart or [self.chosen], memory.residual)
+        step = dataclasses.replace(
+            self,
+            stacks=stacks,
+            plans=stacks.plans(self.plans),
+            chosen=stacks.left(self.chosen),
+            buckets=[stacks.left(bucket) for bucket in self.buckets],
+        )
+        stacked = Memory(*map(stacks.stack, memory))
+        result = step._run(stacks.stack(leaves), stacked, count, weight)
+
+        def averaged(values: list[Array]) -> list[Array]:
+            found = dict(zip(sorted(step.chosen + step.dense), values, strict=True))
+            each = stacks.unstack([found.get(i) for i in range(len(leaves))])
+            return [each[i] for i in sorted(self.chosen + self.dense)]
+
+        return result._replace(
+            outputs=averaged(result.outputs),
+            memory=Memory(*map(stacks.unstack, result.memory)),
+            sent=averaged(result.sent) if result.sent else [],
+        )
 
     def _run(
         self, leaves: list[Array], memory: Memory, count: Array, weight: Weight | None
@@ -459,9 +485,7 @@ class Step:
         axis_name = self.options.axis_name
         integers = self.options.integers
         if integers is not None:
-            by_shares = functools.partial(
-                reduce_integers, axis_name=axis_name, thin=thin, bits=integers.bits
-            )
+            by_shares = functools.partial(self._reduce_integers, thin=thin, bits=integers.bits)
             return weighted_mean(by_shares, parts, weight, axis_name, weighed=weighed)
         mean = functools.partial(
             reduce_mean,
@@ -472,13 +496,33 @@ class Step:
         )
         return weighted_mean(mean, parts, weight, axis_name, self.wire, weighed=weighed)
 
+    def _reduce_integers(self, parts: Sequence[Array], *, thin: int, bits: int) -> Reduced:
+        """Every leaf's factor in blocks of its own, so that a stack sends what its leaves would."""
+        each = self.stacks.split(self.chosen, parts[:thin])
+        reduced = reduce_integers(
+            [*each, *parts[thin:]], self.options.axis_name, thin=len(each), bits=bits
+        )
+
+        def together(values: Sequence[Array]) -> list[Array]:
+            factors = self.stacks.join(self.chosen, values[: len(each)])
+            return [*factors, *values[len(each) :]]
+
+        return reduced._replace(means=together(reduced.means), sent=together(reduced.sent))
+
     def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
         """Orthonormal right factors to begin a power iteration with."""
         starts: Any = memory.q
         if not self.options.warm_start:
-            starts = {i: random_q(self.options, self.plans[i], i, count) for i in self.chosen}
+            starts = {i: self._random_start(i, count) for i in self.chosen}
         # They only have to span the space: another basis of it gives the same left factors.
         return self._bases(self._beside(starts), self.options.eps, ROUNDS_TO_SPAN)
+
+    def _random_start(self, i: int, count: Array) -> Array:
+        plan, stack = self.plans[i], self.stacks.members.get(i)
+        if stack is None:
+            return random_q(self.options, plan, i, count)
+        one = lambda k: _random(self.options, plan, plan.q_shape[1:], (k, count))  # noqa: E731
+        return jax.vmap(one)(jnp.array(stack))
 
     def _bases(self, factors: Sequence[Array], eps: Any, rounds: int = ROUNDS) -> list[Array]:
         if self.kernels:
