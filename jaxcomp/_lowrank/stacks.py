@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixDims, MatrixView
 
 # To copy more values than these takes as long as to launch what a stack saves (4 MB there and back,
@@ -85,22 +84,6 @@ class Stacks:
                 for i, value in zip(group, values[first], strict=True):
                     result[i] = value
         return result
-
-    def split(self, positions: Sequence[int], values: Sequence[Array]) -> list[Array]:
-        """Values beside these positions, every stack as so many values."""
-        return [
-            part
-            for i, value in zip(positions, values, strict=True)
-            for part in (value if i in self.members else [value])
-        ]
-
-    def join(self, positions: Sequence[int], parts: Sequence[Array]) -> list[Array]:
-        """The inverse of `split`."""
-        each = iter(parts)
-        return [
-            jnp.stack([next(each) for _ in self.members[i]]) if i in self.members else next(each)
-            for i in positions
-        ]
 
 
 def _plan_of(plan: LeafPlan, number: int) -> LeafPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +150,7 @@ def mean_by_shares(
     layouts: Sequence[Layout],
     axis_name: AxisName,
     key: Array | None = None,
+    stacked: Collection[int] = (),
 ) -> Reduced:
     """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
 
@@ -158,6 +159,8 @@ def mean_by_shares(
       layouts: How each of them travels.
       axis_name: The mapped axis or axes.
       key: Rounds at random; None rounds to nearest.
+      stacked: Positions of parts that are many arrays along a first axis, of which each travels as
+        the layout says.
 
     Returns:
       The means, what this replica sent of them, and whether all means are finite. A value that is
@@ -178,7 +181,7 @@ def mean_by_shares(
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     keys = (None, None) if key is None else jax.random.split(key)
-    groups = _groups(parts, layouts)
+    groups = _groups(parts, layouts, stacked)
     wire = _encode([_cut(group, parts) for group in groups], groups, keys[0])
     received = _decode(exchange(wire, axis_name), groups)
     means = [jax.vmap(_mean_of_rows)(x) for x in received]
@@ -202,28 +205,39 @@ def mean_by_shares(
 class _Group(NamedTuple):
     """Parts of one layout, which are treated together: a GPU launches a kernel for each otherwise.
 
-    What belongs to a group is an array with an axis of its parts in front.
+    What belongs to a group is an array with an axis of their arrays in front.
     """
 
     positions: list[int]
+    numbers: list[int]  # how many arrays each part is; 0: it is one, without an axis that says so
+    seeds: list[int]  # of each array, unlike those of all other groups
     layout: Layout
     dtype: Any
 
 
-def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[_Group]:
+def _groups(
+    parts: Sequence[Array], layouts: Sequence[Layout], stacked: Collection[int]
+) -> list[_Group]:
     found: dict[Any, _Group] = {}
+    seed = 0
     for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        large = part.size > _LARGE
-        key = layout, part.shape, part.dtype, i if large else None
-        found.setdefault(key, _Group([], layout, part.dtype)).positions.append(i)
+        number, shape = (part.shape[0], part.shape[1:]) if i in stacked else (0, part.shape)
+        key = layout, shape, part.dtype, i if part.size > _LARGE else None
+        group = found.setdefault(key, _Group([], [], [], layout, part.dtype))
+        group.positions.append(i)
+        group.numbers.append(number)
+        group.seeds.extend(range(seed, seed := seed + max(number, 1)))
     return list(found.values())
 
 
 def _cut(group: _Group, parts: Sequence[Array]) -> Array:
-    chosen = [parts[i] for i in group.positions]
+    arrays = [
+        parts[i] if number else parts[i][None]
+        for i, number in zip(group.positions, group.numbers, strict=True)
+    ]
     # A single one needs no copy.
-    stack = chosen[0][None] if len(chosen) == 1 else jnp.stack(chosen)
-    return jax.vmap(group.layout.cut)(stack)
+    together = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+    return jax.vmap(group.layout.cut)(together)
 
 
 def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None) -> Array:
@@ -234,9 +248,9 @@ def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None
         if key is None:
             encoded = jax.vmap(lambda y, encode=encode: encode(y, None))(x)
         else:
-            own = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(group.positions))
+            own = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(group.seeds))
             encoded = jax.vmap(encode)(x, own)
-        width = len(group.positions) * group.layout.row_bytes
+        width = len(group.seeds) * group.layout.row_bytes
         rows.append(encoded.swapaxes(0, 1).reshape(encoded.shape[1], width))
     return jnp.concatenate(rows, axis=1)
 
@@ -244,7 +258,7 @@ def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None
 def _decode(rows: Array, groups: Sequence[_Group]) -> list[Array]:
     values, start = [], 0
     for group in groups:
-        number, width = len(group.positions), group.layout.row_bytes
+        number, width = len(group.seeds), group.layout.row_bytes
         own = rows[:, start : start + number * width]
         own = own.reshape(rows.shape[0], number, width).swapaxes(0, 1)
         values.append(jax.vmap(lambda x, g=group: g.layout.decode(x, g.dtype))(own))
@@ -257,8 +271,15 @@ def _joined(
 ) -> list[Array]:
     results = list(like)
     for group, x in zip(groups, values, strict=True):
-        for k, i in enumerate(group.positions):
-            results[i] = group.layout.join(x[k], like[i])
+        start = 0
+        for i, number in zip(group.positions, group.numbers, strict=True):
+            end = start + max(number, 1)
+            join = group.layout.join
+            if number:
+                results[i] = jax.vmap(join)(x[start:end], like[i])
+            else:
+                results[i] = join(x[start], like[i])
+            start = end
     return results
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jax import lax
 
@@ -33,7 +33,12 @@ def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayo
 
 
 def reduce_integers(
-    parts: Sequence[Array], axis_name: AxisName, *, thin: int, bits: int
+    parts: Sequence[Array],
+    axis_name: AxisName,
+    *,
+    thin: int,
+    bits: int,
+    stacked: Collection[int] = (),
 ) -> Reduced:
     """Averages factors as integers and the other parts exactly, in an all-to-all and an all-gather.
 
@@ -45,15 +50,17 @@ def reduce_integers(
       axis_name: The mapped axis or axes.
       thin: How many of the parts are factors.
       bits: Of an integer.
+      stacked: Positions of parts that are the factors of many leaves, along a first axis.
 
     Returns:
       Means and sent with the parts' shapes and dtypes.
     """
     replicas, factors, dense = axis_size(axis_name), parts[:thin], parts[thin:]
     columns = _transposed(factors)
-    layouts: list[Layout] = [factor_layout(x.shape, replicas, bits) for x in factors]
+    shapes = [x.shape[1:] if i in stacked else x.shape for i, x in enumerate(factors)]
+    layouts: list[Layout] = [factor_layout(shape, replicas, bits) for shape in shapes]
     if other_axes():
-        reduced = mean_by_shares(columns, layouts, axis_name)
+        reduced = mean_by_shares(columns, layouts, axis_name, stacked=stacked)
         others = mean_each(dense, axis_name)
         means, sent = [*reduced.means, *others], [*reduced.sent, *dense]
         finite = reduced.finite & all_finite(others)
@@ -61,7 +68,9 @@ def reduce_integers(
         # In their own dtypes: they have no residual that could keep a rounding.
         layouts += [ExactLayout(x.size, replicas, x.dtype) for x in dense]
         values = [x.astype(compute_dtype(x.dtype)) for x in dense]
-        means, sent, finite = mean_by_shares([*columns, *values], layouts, axis_name)
+        means, sent, finite = mean_by_shares(
+            [*columns, *values], layouts, axis_name, stacked=stacked
+        )
     dtypes = [x.dtype for x in parts]
 
     def restored(xs: Sequence[Array]) -> list[Array]:

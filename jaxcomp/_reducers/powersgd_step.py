@@ -485,7 +485,14 @@ class Step:
         axis_name = self.options.axis_name
         integers = self.options.integers
         if integers is not None:
-            by_shares = functools.partial(self._reduce_integers, thin=thin, bits=integers.bits)
+            by_shares = functools.partial(
+                reduce_integers,
+                axis_name=axis_name,
+                thin=thin,
+                bits=integers.bits,
+                # Each of their leaves is sent as it would be without the others.
+                stacked=[k for k, i in enumerate(self.chosen) if i in self.stacks.members],
+            )
             return weighted_mean(by_shares, parts, weight, axis_name, weighed=weighed)
         mean = functools.partial(
             reduce_mean,
@@ -495,19 +502,6 @@ class Step:
             divide_packed=self.kernels is not None,
         )
         return weighted_mean(mean, parts, weight, axis_name, self.wire, weighed=weighed)
-
-    def _reduce_integers(self, parts: Sequence[Array], *, thin: int, bits: int) -> Reduced:
-        """Every leaf's factor in blocks of its own, so that a stack sends what its leaves would."""
-        each = self.stacks.split(self.chosen, parts[:thin])
-        reduced = reduce_integers(
-            [*each, *parts[thin:]], self.options.axis_name, thin=len(each), bits=bits
-        )
-
-        def together(values: Sequence[Array]) -> list[Array]:
-            factors = self.stacks.join(self.chosen, values[: len(each)])
-            return [*factors, *values[len(each) :]]
-
-        return reduced._replace(means=together(reduced.means), sent=together(reduced.sent))
 
     def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
         """Orthonormal right factors to begin a power iteration with."""
