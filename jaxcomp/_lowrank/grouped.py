@@ -102,15 +102,21 @@ def outer(
     q: Sequence[Array],
     dtypes: Sequence[Any],
     how: Kernels,
+    finite: Array | None = None,
 ) -> list[Array]:
-    """``P Q^T`` of every leaf, in its shape and in these dtypes."""
+    """``P Q^T`` of every leaf, in its shape and in these dtypes; NaN unless `finite`."""
+
+    def checked(factor: Array) -> Array:
+        return factor if finite is None else jnp.where(finite, factor, jnp.nan)
+
     results = list(p)
     for group, fits in _groups(views, p, dtypes):
         if not fits:
-            whole = [products.outer(views[i], p[i], q[i]).astype(dtypes[i]) for i in group]
+            whole = [products.outer(views[i], checked(p[i]), q[i]).astype(dtypes[i]) for i in group]
             _put(results, group, whole)
             continue
         first, second = _in_memory_order(views, p, q, group)
+        first = checked(first)
         found = kernels.outer(first, second, len(group), dtypes[group[0]], interpret=how.interpret)
         _put(results, group, [x.reshape(views[i].shape) for i, x in zip(group, found, strict=True)])
     return results
@@ -193,7 +199,7 @@ def where(
             other: Any = jnp.nan
             if olds is not None:
                 other = jnp.concatenate([olds[i].reshape(-1) for i in group])
-            sizes = [news[i].size for i in group]
+            sizes = tuple(news[i].size for i in group)
             found = kernels.separate(jnp.where(flag, flat, other), sizes, interpret=how.interpret)
             _put(
                 results,

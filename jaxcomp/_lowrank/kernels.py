@@ -77,6 +77,13 @@ class _Grid:
         return pl.cdiv(pl.cdiv(self.contracted, self.tile_contracted), self.splits)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "contract_last",
+        "interpret",
+    ),
+)
 def multiply(
     parts: Sequence[tuple[Array, ...]],
     factors: Array,
@@ -182,6 +189,14 @@ def _multiply_body(
     _put(product, at, total, mask)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "leaves",
+        "dtype",
+        "interpret",
+    ),
+)
 def outer(
     first: Array,
     second: Array,
@@ -214,6 +229,7 @@ def outer(
     )
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def unsent(
     totals: Sequence[Array],
     olds: Sequence[Array],
@@ -272,6 +288,7 @@ def unsent(
     )
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def inverse_factors(
     gram: Array, lost_below: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
@@ -303,7 +320,14 @@ def inverse_factors(
     return inverse, lost > 0
 
 
-def separate(flat: Array, sizes: Sequence[int], *, interpret: bool = False) -> list[Array]:
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "sizes",
+        "interpret",
+    ),
+)
+def separate(flat: Array, sizes: tuple[int, ...], *, interpret: bool = False) -> list[Array]:
     """Pieces of a flat vector that follow each other, each copied to an array of its own."""
     ends = list(itertools.accumulate(sizes))
     tile = min(1024, pl.next_power_of_2(max(sizes)))

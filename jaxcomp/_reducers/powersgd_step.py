@@ -353,7 +353,10 @@ class Step:
 
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
-        mean_left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
+        mean_left = first.means[:n]
+        zeros_came = self.kernels and given.weight is None and options.integers is None
+        if not zeros_came:
+            mean_left = [jnp.where(first.finite, x, 0) for x in mean_left]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
         mean_weight = None
         if own is not None and weight is not None and weight.mean is not None:
@@ -420,13 +423,9 @@ class Step:
         dtypes = [self.plans[i].dtype for i in self.chosen]
         means, finite = agreed.means, agreed.finite
         half = jnp.dtype(jnp.float16) in dtypes
-        if not half:
-            # One NaN in a row of a factor is NaN in the whole row of the product: no second look
-            # at what is as large as the gradients.
-            means = means._replace(p=nan_unless(finite, means.p))
-        outputs = self._products(means)
+        # A float16 output can overflow where its factors did not.
+        outputs = self._products(means, None if half else finite)
         if half:
-            # A float16 output can overflow where its factors did not.
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
         sent = []
@@ -499,7 +498,7 @@ class Step:
             axis_name=axis_name,
             wire_dtype=self.wire,
             thin=thin,
-            divide_packed=self.kernels is not None,
+            whole=self.kernels is not None,
         )
         return weighted_mean(mean, parts, weight, axis_name, self.wire, weighed=weighed)
 
@@ -582,11 +581,15 @@ class Step:
         for i, x in zip(self.chosen, after, strict=True):
             olds[i] = x
 
-    def _products(self, factors: _Factors) -> list[Array]:
-        """``P Q^T`` in the shape and dtype of every compressed leaf."""
+    def _products(self, factors: _Factors, finite: Array | None = None) -> list[Array]:
+        """``P Q^T`` in the shape and dtype of every compressed leaf; NaN unless `finite`."""
         dtypes = [self.plans[i].dtype for i in self.chosen]
         if self.kernels:
-            return grouped.outer(self._views(), *factors, dtypes, self.kernels)
+            return grouped.outer(self._views(), *factors, dtypes, self.kernels, finite)
+        if finite is not None:
+            # One NaN in a row of a factor is NaN in the whole row of the product: no second look
+            # at what is as large as the gradients.
+            factors = factors._replace(p=nan_unless(finite, factors.p))
         zipped = zip(self._views(), *factors, dtypes, strict=True)
         return [outer(v, p, q).astype(dtype) for v, p, q, dtype in zipped]
 

@@ -76,7 +76,7 @@ def test_factors_of_gram_matrices(rank):
 def test_pieces_of_a_vector():
     sizes = [5, 1, 2000]
     flat = jnp.arange(sum(sizes), dtype=jnp.float32)
-    found = kernels.separate(flat, sizes, interpret=True)
+    found = kernels.separate(flat, tuple(sizes), interpret=True)
     for piece, wanted in zip(found, jnp.split(flat, [5, 6]), strict=True):
         np.testing.assert_array_equal(piece, wanted)
 
