@@ -46,14 +46,22 @@ class Stacks:
           groups: Positions of leaves that may be stacked with each other.
           residuals: Of all leaves; stacked ones have one dtype.
         """
-        alike: dict[Any, list[int]] = {}
-        for number, group in enumerate(groups):
-            for i in group:
-                plan, kept = plans[i], getattr(residuals[i], "dtype", None)
-                if plan.view is not None and plan.size <= _SMALL:
-                    key = (number, plan.shape, plan.dtype, plan.view, plan.rank, kept)
-                    alike.setdefault(key, []).append(i)
-        cut = [tuple(x[k : k + _MOST]) for x in alike.values() for k in range(0, len(x), _MOST)]
+        return cls.alike(
+            {
+                i: (number, plan.shape, plan.dtype, plan.view, plan.rank, _dtype(residuals[i]))
+                for number, group in enumerate(groups)
+                for i in group
+                if (plan := plans[i]).view is not None and plan.size <= _SMALL
+            }
+        )
+
+    @classmethod
+    def alike(cls, kinds: Mapping[int, Any]) -> Stacks:
+        """Stacks of the leaves at these positions that are of one kind."""
+        found: dict[Any, list[int]] = {}
+        for i, kind in kinds.items():
+            found.setdefault(kind, []).append(i)
+        cut = (tuple(x[k : k + _MOST]) for x in found.values() for k in range(0, len(x), _MOST))
         return cls({stack[0]: stack for stack in cut if len(stack) > 1})
 
     def left(self, positions: Sequence[int]) -> list[int]:
@@ -84,6 +92,10 @@ class Stacks:
                 for i, value in zip(group, values[first], strict=True):
                     result[i] = value
         return result
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)
 
 
 def _plan_of(plan: LeafPlan, number: int) -> LeafPlan:

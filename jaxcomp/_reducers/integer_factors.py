@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName
-from jaxcomp._lowrank.orthogonalize import map_by_shape
+from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import axis_size, other_axes
 from jaxcomp._mesh.collectives import Reduced
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
@@ -17,6 +18,7 @@ from jaxcomp._mesh.weights import mean_each
 from jaxcomp._reducers.contract import all_finite
 
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
+_LARGE = 1 << 19  # values of a factor: more are not worth a copy to be treated together
 
 
 def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
@@ -53,14 +55,26 @@ def reduce_integers(
       stacked: Positions of parts that are the factors of many leaves, along a first axis.
 
     Returns:
-      Means and sent with the parts' shapes and dtypes.
+      Means and sent with the parts' shapes and dtypes; means of factors are 0 unless all means are
+      finite.
     """
-    replicas, factors, dense = axis_size(axis_name), parts[:thin], parts[thin:]
-    columns = _transposed(factors)
-    shapes = [x.shape[1:] if i in stacked else x.shape for i, x in enumerate(factors)]
+    replicas, dense = axis_size(axis_name), parts[thin:]
+    # Small factors of one shape as one: a GPU launches kernels for each otherwise.
+    stacks = Stacks.alike(
+        {
+            i: (x.shape, x.dtype)
+            for i, x in enumerate(parts[:thin])
+            if i not in stacked and x.size <= _LARGE
+        }
+    )
+    kept = stacks.left(range(thin))
+    factors = stacks.stack(parts[:thin])
+    columns = [_transposed(factors[i]) for i in kept]
+    many = [k for k, i in enumerate(kept) if i in stacks.members or i in stacked]
+    shapes = [x.mT.shape[1:] if k in many else x.mT.shape for k, x in enumerate(columns)]
     layouts: list[Layout] = [factor_layout(shape, replicas, bits) for shape in shapes]
     if other_axes():
-        reduced = mean_by_shares(columns, layouts, axis_name, stacked=stacked)
+        reduced = mean_by_shares(columns, layouts, axis_name, stacked=many)
         others = mean_each(dense, axis_name)
         means, sent = [*reduced.means, *others], [*reduced.sent, *dense]
         finite = reduced.finite & all_finite(others)
@@ -68,23 +82,26 @@ def reduce_integers(
         # In their own dtypes: they have no residual that could keep a rounding.
         layouts += [ExactLayout(x.size, replicas, x.dtype) for x in dense]
         values = [x.astype(compute_dtype(x.dtype)) for x in dense]
-        means, sent, finite = mean_by_shares(
-            [*columns, *values], layouts, axis_name, stacked=stacked
-        )
-    dtypes = [x.dtype for x in parts]
+        means, sent, finite = mean_by_shares([*columns, *values], layouts, axis_name, stacked=many)
+
+    # No decomposition need be trusted with NaN: `finite` tells.
+    means = [*(jnp.where(finite, x, 0) for x in means[: len(kept)]), *means[len(kept) :]]
 
     def restored(xs: Sequence[Array]) -> list[Array]:
-        turned = [*_transposed(xs[:thin]), *xs[thin:]]
-        return [x.astype(dtype) for x, dtype in zip(turned, dtypes, strict=True)]
+        turned = dict(zip(kept, map(_transposed, xs[: len(kept)]), strict=True))
+        # XLA would transpose each of the leaves in a kernel of its own.
+        turned |= {i: lax.optimization_barrier(turned[i]) for i in stacks.members}
+        each = [*stacks.unstack([turned.get(i) for i in range(thin)]), *xs[len(kept) :]]
+        return [x.astype(part.dtype) for x, part in zip(each, parts, strict=True)]
 
     return Reduced(restored(means), restored(sent), finite)
 
 
-def _transposed(factors: Sequence[Array]) -> list[Array]:
-    """The last two axes of each in turn, those of one shape together.
+def _transposed(factor: Array) -> Array:
+    """The last two axes in turn.
 
     The barrier keeps XLA from folding the transpose into the product that made the factor, whose
     CPU backend is ten times slower at that form, and from decoding the factors anew for every
     value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
     """
-    return map_by_shape(lambda x: lax.optimization_barrier(x).mT, factors)
+    return lax.optimization_barrier(factor).mT

@@ -354,8 +354,8 @@ class Step:
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
         mean_left = first.means[:n]
-        zeros_came = self.kernels and given.weight is None and options.integers is None
-        if not zeros_came:
+        zeros_came = self.kernels is not None or options.integers is not None
+        if not (zeros_came and given.weight is None):
             mean_left = [jnp.where(first.finite, x, 0) for x in mean_left]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
         mean_weight = None
