@@ -16,7 +16,7 @@ from reference import orthogonalize
 from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
 
 import jaxcomp
-from jaxcomp._mesh.shares import BlockLayout
+from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
 from jaxcomp._reducers.integer_factors import reduce_integers
 
 
@@ -195,6 +195,37 @@ def test_columns_of_different_size_are_rounded_apart():
     mean = jax.vmap(lambda x: reduce_integers([x], AXIS, thin=1, bits=8).means[0], axis_name=AXIS)
     error = np.abs(jax.jit(mean)(factors)[0] - factors.mean(0)).max(0)
     assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_arrays_travel_the_same_in_a_stack(random):
+    n, arrays = 2, jax.random.normal(jax.random.key(0), (2, 5, 6, 8))
+    own = BlockLayout.of(48, n, 16)
+    key = jax.random.key(1) if random else None
+
+    def apart(x):
+        found = mean_by_shares([*x], [own] * 5, AXIS, key)
+        return jnp.stack(found.means), jnp.stack(found.sent)
+
+    def together(x):
+        # Two stacks around a single one: they are encoded together, in the same order.
+        found = mean_by_shares([x[:2], x[2], x[3:]], [own] * 3, AXIS, key, stacked=[0, 2])
+        join = lambda values: jnp.concatenate([values[0], values[1][None], values[2]])  # noqa: E731
+        return join(found.means), join(found.sent)
+
+    results = [jax.jit(jax.vmap(f, axis_name=AXIS))(arrays) for f in (apart, together)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_factors_are_zeros_where_something_is_not_finite():
+    def reduce(factors, bias):
+        return reduce_integers([*factors, bias], AXIS, thin=3, bits=8)
+
+    factors = jnp.ones((2, 3, 16, 2))
+    for bad in (np.nan, np.inf):
+        found = jax.vmap(reduce, axis_name=AXIS)(factors, jnp.array([[1.0], [bad]]))
+        assert not found.finite.any()
+        assert all((x == 0).all() for x in found.means[:3])
 
 
 def test_leaves_that_are_not_compressed_are_averaged_exactly():
