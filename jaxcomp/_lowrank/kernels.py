@@ -1,10 +1,11 @@
 """Pallas kernels for NVIDIA GPUs: what XLA does not fuse, for many leaves of one shape at once.
 
 XLA writes the sum of gradient and residual before it multiplies, reads the old residual only to
-keep it where a gradient is not finite, and launches a kernel for every leaf. Here the sum is
-written as it is multiplied, the old residual is not read in a finite step, and all leaves of one
-shape are one launch. Each leaf is a stack of matrices ``(batch, a, b)`` in memory order; `_lowrank`
-elsewhere has the same arithmetic in plain JAX, which every other device runs.
+keep it where a gradient is not finite, and launches a kernel for every leaf, or copies leaves into
+a stack (`stacks`). Here the sum is written as it is multiplied, the old residual is not read in a
+finite step, and all leaves of one shape are one launch, where they lie. Each leaf is an array of
+matrices ``(batch, a, b)`` in memory order; `_lowrank` elsewhere has the same arithmetic in plain
+JAX, which every other device runs.
 """
 
 from __future__ import annotations
@@ -77,13 +78,7 @@ class _Grid:
         return pl.cdiv(pl.cdiv(self.contracted, self.tile_contracted), self.splits)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "contract_last",
-        "interpret",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("contract_last", "interpret"))
 def multiply(
     parts: Sequence[tuple[Array, ...]],
     factors: Array,
@@ -189,14 +184,7 @@ def _multiply_body(
     _put(product, at, total, mask)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "leaves",
-        "dtype",
-        "interpret",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("leaves", "dtype", "interpret"))
 def outer(
     first: Array,
     second: Array,
@@ -320,13 +308,7 @@ def inverse_factors(
     return inverse, lost > 0
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "sizes",
-        "interpret",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def separate(flat: Array, sizes: tuple[int, ...], *, interpret: bool = False) -> list[Array]:
     """Pieces of a flat vector that follow each other, each copied to an array of its own."""
     ends = list(itertools.accumulate(sizes))

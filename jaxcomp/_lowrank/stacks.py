@@ -12,14 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixDims, MatrixView
 
-# To copy more values than these takes as long as to launch what a stack saves (4 MB there and back,
-# at terabytes a second), and would be felt in the memory that a step needs.
-_SMALL = 1 << 20
+# A leaf of so many values is copied as fast as the kernels that its stack saves are launched (4 MB
+# there and back, at terabytes a second, and ten kernels).
+SMALL = 1 << 20
+# Stacks are copies, of gradients, residuals and outputs: 256 MB each are not felt beside a model.
+_ALL = 1 << 26
 # XLA takes 32 leaves at once out of a stack. From a longer one each is a kernel of its own, and of
-# 200 layers temporary memory is 2.3 times the gradients instead of 1.1 (jaxlib 0.10.2).
+# 200 layers temporary memory is twice as much (jaxlib 0.10.2, rank 4).
 _MOST = 32
 
 
@@ -27,7 +30,8 @@ _MOST = 32
 class Stacks:
     """Which leaves of a tree are stacked, by their positions.
 
-    A stack has the position of the first of its members; those of the others stay empty.
+    A stack has the position of the first of its members; those of the others stay as they are, and
+    are not used.
     """
 
     members: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -39,21 +43,26 @@ class Stacks:
         groups: Sequence[Sequence[int]],
         residuals: Sequence[Any],
     ) -> Stacks:
-        """Stacks of the compressed leaves that are small and alike.
+        """Stacks of the compressed leaves that are small and alike, the smallest leaves first.
 
         Args:
           plans: Of all leaves.
           groups: Positions of leaves that may be stacked with each other.
           residuals: Of all leaves; stacked ones have one dtype.
         """
-        return cls.alike(
-            {
-                i: (number, plan.shape, plan.dtype, plan.view, plan.rank, _dtype(residuals[i]))
-                for number, group in enumerate(groups)
-                for i in group
-                if (plan := plans[i]).view is not None and plan.size <= _SMALL
-            }
-        )
+        kinds = {
+            i: (number, plan.shape, plan.dtype, plan.view, plan.rank, _dtype(residuals[i]))
+            for number, group in enumerate(groups)
+            for i in group
+            if (plan := plans[i]).view is not None and plan.size <= SMALL
+        }
+        stacks, values = {}, 0
+        found = cls.alike(kinds).members
+        for first in sorted(found, key=lambda i: plans[i].size):
+            values += len(found[first]) * plans[first].size
+            if values <= _ALL:
+                stacks[first] = found[first]
+        return cls(stacks)
 
     @classmethod
     def alike(cls, kinds: Mapping[int, Any]) -> Stacks:
@@ -77,10 +86,10 @@ class Stacks:
         return result
 
     def stack(self, values: Sequence[Any]) -> list[Any]:
-        """Values of all leaves, with stacks in their places; what is no array is not stacked."""
+        """Values of all leaves, with stacks in their places; a masked node stays one."""
         result = list(values)
         for first, group in self.members.items():
-            if hasattr(values[first], "shape"):
+            if not isinstance(values[first], optax.MaskedNode):
                 result[first] = jnp.stack([values[i] for i in group])
         return result
 
@@ -88,7 +97,7 @@ class Stacks:
         """The inverse of `stack`."""
         result = list(values)
         for first, group in self.members.items():
-            if hasattr(values[first], "shape"):
+            if not isinstance(values[first], optax.MaskedNode):
                 for i, value in zip(group, values[first], strict=True):
                     result[i] = value
         return result

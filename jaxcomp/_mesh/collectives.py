@@ -55,7 +55,7 @@ def reduce_mean(
     wire_dtype: Any,
     *,
     thin: int = 0,
-    whole: bool = False,
+    zeroed_whole: bool = False,
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
@@ -73,9 +73,9 @@ def reduce_mean(
         where their mean does not.
       thin: How many of the first parts are factors, small beside the weights that they stand for.
         Beside automatic axes each device sends its share of them, and gathers the means.
-      whole: Divide by the number of replicas, and put zeros in the place of means that are not all
-        finite, before the parts are taken from the vector, so that they stay nothing but slices of
-        it. Otherwise XLA would write each quotient first, in a kernel of its own.
+      zeroed_whole: Put zeros in the place of means that are not all finite, and divide by the
+        number of replicas, before the parts are taken from the vector. They stay nothing but slices
+        of it; otherwise XLA would write each quotient first, in a kernel of its own.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,7 +96,7 @@ def reduce_mean(
         axis_name=axis_name,
         wire_dtype=jnp.dtype(wire_dtype),
         thin=thin,
-        whole=whole,
+        zeroed_whole=zeroed_whole,
     )
     if other_axes():
         return reduce(parts, groups=[[i] for i in range(len(parts))])
@@ -130,7 +130,7 @@ def _reduce_groups(
     axis_name: AxisName,
     wire_dtype: Any,
     thin: int,
-    whole: bool,
+    zeroed_whole: bool,
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
     size = axis_size(axis_name)
@@ -155,10 +155,10 @@ def _reduce_groups(
         }
         return [each[i] for i in range(len(parts))]
 
-    if whole:
+    if zeroed_whole:
         totals = [jnp.where(finite, total / size if exact else total, 0) for total in totals]
     means, sent = unpacked(totals), parts
-    if exact and not whole:
+    if exact and not zeroed_whole:
         means = [x / size for x in means]
     if not exact:
         sent = [x * size for x in unpacked(values)]

@@ -22,8 +22,8 @@ from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
 
 _SCALE_BYTES = 4
-# More values are not worth a copy to be treated together.
-_LARGE = 1 << 19
+# Arrays of more values are not worth a copy to be treated together.
+LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
@@ -150,7 +150,6 @@ def mean_by_shares(
     layouts: Sequence[Layout],
     axis_name: AxisName,
     key: Array | None = None,
-    stacked: Collection[int] = (),
 ) -> Reduced:
     """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
 
@@ -159,8 +158,6 @@ def mean_by_shares(
       layouts: How each of them travels.
       axis_name: The mapped axis or axes.
       key: Rounds at random; None rounds to nearest.
-      stacked: Positions of parts that are many arrays along a first axis, of which each travels as
-        the layout says.
 
     Returns:
       The means, what this replica sent of them, and whether all means are finite. A value that is
@@ -175,13 +172,28 @@ def mean_by_shares(
       >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, -2.0], [3.0, -2.0]]))[0].tolist()
       [2.0, -2.0]
     """
+    return mean_of_stacks(parts, layouts, (), axis_name, key)
+
+
+def mean_of_stacks(
+    parts: Sequence[Array],
+    layouts: Sequence[Layout],
+    stacks: Collection[int],
+    axis_name: AxisName,
+    key: Array | None = None,
+) -> Reduced:
+    """`mean_by_shares`, where the parts at the positions `stacks` are many arrays each.
+
+    Such a part has them along its first axis. Its layout is that of one of them: they travel, and
+    are rounded at random, as they would in parts of their own.
+    """
     replicas = axis_size(axis_name)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     keys = (None, None) if key is None else jax.random.split(key)
-    groups = _groups(parts, layouts, stacked)
+    groups = _groups(parts, layouts, stacks)
     wire = _encode([_cut(group, parts) for group in groups], groups, keys[0])
     received = _decode(exchange(wire, axis_name), groups)
     means = [jax.vmap(_mean_of_rows)(x) for x in received]
@@ -209,30 +221,32 @@ class _Group(NamedTuple):
     """
 
     positions: list[int]
-    numbers: list[int]  # how many arrays each part is; 0: it is one, without an axis that says so
+    numbers: list[int | None]  # how many arrays each part is; None: one, without an axis for it
     seeds: list[int]  # of each array, unlike those of all other groups
     layout: Layout
     dtype: Any
 
 
 def _groups(
-    parts: Sequence[Array], layouts: Sequence[Layout], stacked: Collection[int]
+    parts: Sequence[Array], layouts: Sequence[Layout], stacks: Collection[int]
 ) -> list[_Group]:
     found: dict[Any, _Group] = {}
     seed = 0
     for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        number, shape = (part.shape[0], part.shape[1:]) if i in stacked else (0, part.shape)
-        key = layout, shape, part.dtype, i if part.size > _LARGE else None
+        number, shape = (part.shape[0], part.shape[1:]) if i in stacks else (None, part.shape)
+        key = layout, shape, part.dtype, i if part.size > LARGE else None
         group = found.setdefault(key, _Group([], [], [], layout, part.dtype))
         group.positions.append(i)
         group.numbers.append(number)
-        group.seeds.extend(range(seed, seed := seed + max(number, 1)))
+        end = seed + (1 if number is None else number)
+        group.seeds.extend(range(seed, end))
+        seed = end
     return list(found.values())
 
 
 def _cut(group: _Group, parts: Sequence[Array]) -> Array:
     arrays = [
-        parts[i] if number else parts[i][None]
+        parts[i][None] if number is None else parts[i]
         for i, number in zip(group.positions, group.numbers, strict=True)
     ]
     # A single one needs no copy.
@@ -271,15 +285,14 @@ def _joined(
 ) -> list[Array]:
     results = list(like)
     for group, x in zip(groups, values, strict=True):
-        start = 0
+        start, join = 0, group.layout.join
         for i, number in zip(group.positions, group.numbers, strict=True):
-            end = start + max(number, 1)
-            join = group.layout.join
-            if number:
-                results[i] = jax.vmap(join)(x[start:end], like[i])
-            else:
+            if number is None:
                 results[i] = join(x[start], like[i])
-            start = end
+                start += 1
+            else:
+                results[i] = jax.vmap(join)(x[start : start + number], like[i])
+                start += number
     return results
 
 

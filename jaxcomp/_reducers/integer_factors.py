@@ -13,12 +13,11 @@ from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import axis_size, other_axes
 from jaxcomp._mesh.collectives import Reduced
-from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
+from jaxcomp._mesh.shares import LARGE, BlockLayout, ExactLayout, Layout, mean_of_stacks
 from jaxcomp._mesh.weights import mean_each
 from jaxcomp._reducers.contract import all_finite
 
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
-_LARGE = 1 << 19  # values of a factor: more are not worth a copy to be treated together
 
 
 def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
@@ -40,7 +39,7 @@ def reduce_integers(
     *,
     thin: int,
     bits: int,
-    stacked: Collection[int] = (),
+    stacked: Collection[int] = frozenset(),
 ) -> Reduced:
     """Averages factors as integers and the other parts exactly, in an all-to-all and an all-gather.
 
@@ -60,21 +59,18 @@ def reduce_integers(
     """
     replicas, dense = axis_size(axis_name), parts[thin:]
     # Small factors of one shape as one: a GPU launches kernels for each otherwise.
-    stacks = Stacks.alike(
-        {
-            i: (x.shape, x.dtype)
-            for i, x in enumerate(parts[:thin])
-            if i not in stacked and x.size <= _LARGE
-        }
-    )
+    alone = {i: x for i, x in enumerate(parts[:thin]) if i not in stacked and x.size <= LARGE}
+    stacks = Stacks.alike({i: (x.shape, x.dtype) for i, x in alone.items()})
     kept = stacks.left(range(thin))
     factors = stacks.stack(parts[:thin])
     columns = [_transposed(factors[i]) for i in kept]
-    many = [k for k, i in enumerate(kept) if i in stacks.members or i in stacked]
-    shapes = [x.mT.shape[1:] if k in many else x.mT.shape for k, x in enumerate(columns)]
-    layouts: list[Layout] = [factor_layout(shape, replicas, bits) for shape in shapes]
+    many = {k for k, i in enumerate(kept) if i in stacks.members or i in stacked}
+    layouts: list[Layout] = [
+        factor_layout(factors[i].shape[1 if k in many else 0 :], replicas, bits)
+        for k, i in enumerate(kept)
+    ]
     if other_axes():
-        reduced = mean_by_shares(columns, layouts, axis_name, stacked=many)
+        reduced = mean_of_stacks(columns, layouts, many, axis_name)
         others = mean_each(dense, axis_name)
         means, sent = [*reduced.means, *others], [*reduced.sent, *dense]
         finite = reduced.finite & all_finite(others)
@@ -82,10 +78,7 @@ def reduce_integers(
         # In their own dtypes: they have no residual that could keep a rounding.
         layouts += [ExactLayout(x.size, replicas, x.dtype) for x in dense]
         values = [x.astype(compute_dtype(x.dtype)) for x in dense]
-        means, sent, finite = mean_by_shares([*columns, *values], layouts, axis_name, stacked=many)
-
-    # No decomposition need be trusted with NaN: `finite` tells.
-    means = [*(jnp.where(finite, x, 0) for x in means[: len(kept)]), *means[len(kept) :]]
+        means, sent, finite = mean_of_stacks([*columns, *values], layouts, many, axis_name)
 
     def restored(xs: Sequence[Array]) -> list[Array]:
         turned = dict(zip(kept, map(_transposed, xs[: len(kept)]), strict=True))
@@ -94,7 +87,8 @@ def reduce_integers(
         each = [*stacks.unstack([turned.get(i) for i in range(thin)]), *xs[len(kept) :]]
         return [x.astype(part.dtype) for x, part in zip(each, parts, strict=True)]
 
-    return Reduced(restored(means), restored(sent), finite)
+    zeroed = [jnp.where(finite, x, 0) for x in means[: len(kept)]]
+    return Reduced(restored([*zeroed, *means[len(kept) :]]), restored(sent), finite)
 
 
 def _transposed(factor: Array) -> Array:

@@ -153,7 +153,8 @@ class Step:
 
     Only two things depend on the count through a conditional: the factors and, built from them, the
     outputs. Whatever passes through a conditional is copied, so that the sums of gradient and
-    residual only go in, and the residual stays outside and is updated in place.
+    residual only go in, and the residual stays outside and is updated in place (but for that of a
+    stack, which is a copy).
     """
 
     options: Options
@@ -165,7 +166,7 @@ class Step:
     ours: Array  # bool scalar: whether the residual is this replica's; if not, it is left out
     buckets: list[list[int]]  # positions of what is sent together, in this order; []: of all
     kernels: grouped.Kernels | None = None  # None: plain JAX, one leaf after the other
-    # Of the leaves and plans that are given here.
+    # Which of the chosen leaves, as they are given here, are stacks of leaves.
     stacks: Stacks = dataclasses.field(default_factory=Stacks)
     after: Array | None = None  # bool scalar: whether what was sent before this is finite
     turn: Turn | None = None  # None: the count decides, in a conditional
@@ -354,8 +355,7 @@ class Step:
         # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands
         # in for torch's sum; dividing eps too leaves the quotient unchanged.
         mean_left = first.means[:n]
-        zeros_came = self.kernels is not None or options.integers is not None
-        if not (zeros_came and given.weight is None):
+        if not self._gives_zeros(given.weight):
             mean_left = [jnp.where(first.finite, x, 0) for x in mean_left]
         p = self._bases(mean_left, options.eps / axis_size(options.axis_name))
         mean_weight = None
@@ -481,26 +481,33 @@ class Step:
     ) -> WeightedMeans:
         if self.after is not None:
             parts = nan_unless(self.after, parts)
-        axis_name = self.options.axis_name
-        integers = self.options.integers
+        axis_name, integers = self.options.axis_name, self.options.integers
         if integers is not None:
-            by_shares = functools.partial(
+            mean = functools.partial(
                 reduce_integers,
                 axis_name=axis_name,
                 thin=thin,
                 bits=integers.bits,
                 # Each of their leaves is sent as it would be without the others.
-                stacked=[k for k, i in enumerate(self.chosen) if i in self.stacks.members],
+                stacked={k for k, i in enumerate(self.chosen) if i in self.stacks.members},
             )
-            return weighted_mean(by_shares, parts, weight, axis_name, weighed=weighed)
-        mean = functools.partial(
-            reduce_mean,
-            axis_name=axis_name,
-            wire_dtype=self.wire,
-            thin=thin,
-            whole=self.kernels is not None,
-        )
-        return weighted_mean(mean, parts, weight, axis_name, self.wire, weighed=weighed)
+        else:
+            mean = functools.partial(
+                reduce_mean,
+                axis_name=axis_name,
+                wire_dtype=self.wire,
+                thin=thin,
+                zeroed_whole=self.kernels is not None,
+            )
+        wire = jnp.float32 if integers is not None else self.wire
+        return weighted_mean(mean, parts, weight, axis_name, wire, weighed=weighed)
+
+    def _gives_zeros(self, weight: Weight | None) -> bool:
+        """Whether `_reduce` gives zeros for factors that are not finite.
+
+        Integers do, and the kernels' vector; weights are divided by after either.
+        """
+        return weight is None and (self.options.integers is not None or self.kernels is not None)
 
     def _right_bases(self, memory: Memory, count: Array) -> list[Array]:
         """Orthonormal right factors to begin a power iteration with."""
@@ -514,8 +521,11 @@ class Step:
         plan, stack = self.plans[i], self.stacks.members.get(i)
         if stack is None:
             return random_q(self.options, plan, i, count)
-        one = lambda k: _random(self.options, plan, plan.q_shape[1:], (k, count))  # noqa: E731
-        return jax.vmap(one)(jnp.array(stack))
+
+        def of_member(k: Array) -> Array:
+            return _random(self.options, plan, plan.q_shape[1:], (k, count))
+
+        return jax.vmap(of_member)(jnp.array(stack))
 
     def _bases(self, factors: Sequence[Array], eps: Any, rounds: int = ROUNDS) -> list[Array]:
         if self.kernels:

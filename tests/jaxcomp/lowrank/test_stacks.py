@@ -112,8 +112,12 @@ def test_what_is_stacked(monkeypatch):
 
     monkeypatch.setattr(stacks, "_MOST", 2)
     assert found(everything) == {triple[:2] for triple in triples}
-    monkeypatch.setattr(stacks, "_SMALL", 479)  # of conv's 432 values, and not of a's 480
+    monkeypatch.setattr(stacks, "SMALL", 479)  # of conv's 432 values, and not of a's 480
     assert found(everything) == {("['conv0']", "['conv1']")}
+    monkeypatch.setattr(stacks, "SMALL", 1 << 20)
+    monkeypatch.setattr(stacks, "_ALL", 2 * 432 + 2 * 480)  # the smallest first
+    assert found(everything) == {("['conv0']", "['conv1']"), ("['a0']", "['a1']")}
+    monkeypatch.setattr(stacks, "SMALL", 479)
     half = [i for i, name in enumerate(names) if "0" in name or "2" in name]
     assert found([half]) == {("['conv0']", "['conv2']")}
 

@@ -16,7 +16,7 @@ from reference import orthogonalize
 from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
 
 import jaxcomp
-from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
+from jaxcomp._mesh.shares import BlockLayout, mean_by_shares, mean_of_stacks
 from jaxcomp._reducers.integer_factors import reduce_integers
 
 
@@ -209,7 +209,7 @@ def test_arrays_travel_the_same_in_a_stack(random):
 
     def together(x):
         # Two stacks around a single one: they are encoded together, in the same order.
-        found = mean_by_shares([x[:2], x[2], x[3:]], [own] * 3, AXIS, key, stacked=[0, 2])
+        found = mean_of_stacks([x[:2], x[2], x[3:]], [own] * 3, {0, 2}, AXIS, key)
         join = lambda values: jnp.concatenate([values[0], values[1][None], values[2]])  # noqa: E731
         return join(found.means), join(found.sent)
 
