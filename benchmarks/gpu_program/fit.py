@@ -10,6 +10,7 @@ into docs/choosing.md, and prints how far each program is from them. Needs no GP
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import re
@@ -45,6 +46,7 @@ FLOORS = {
     "quantized_allreduce": 0,
 }
 _FLOOR_OTHER, _FEW_COLUMNS = 2, 8
+_SMALL, _STACK = 1 << 20, 32  # values of a leaf that is stacked; leaves of a stack
 
 
 class Terms(NamedTuple):
@@ -68,9 +70,14 @@ def terms(tree: str, reducer: str, rank: int) -> Terms:
     factors = sum(plan.wire_size for plan in plans) - other
     # A leaf's own rank may be lower, but not that of all.
     doublings = math.log2(max([plan.rank for plan in plans if plan.view], default=1))
-    several = len(views) if doublings else 0
+    small = collections.Counter(
+        (plan.shape, plan.view) for plan in plans if plan.view and plan.size <= _SMALL
+    )
+    copied = sum(number - -(-number // _STACK) for number in small.values())
+    arrays = len(views) - copied
+    several = arrays if doublings else 0
     return Terms(
-        [1, doublings, len(shapes), len(views), several, len(plans) - len(views)],
+        [1, doublings, len(shapes), arrays, several, copied, len(plans) - len(views)],
         [
             values,
             values if 2**doublings > _FEW_COLUMNS else 0,

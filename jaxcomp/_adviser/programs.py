@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxcomp._lowrank.matricize import LeafPlan
+from jaxcomp._lowrank.stacks import Stacks
 
 
 class Form(NamedTuple):
@@ -28,32 +29,32 @@ class Form(NamedTuple):
 FORMS: dict[str, Form] = {
     "powersgd": Form(
         7,
-        (25.4, 15.4, 0, 5.97, 5.41, 1.05),
-        (3.32, 1.7, 2.01, 0, 7.41),
+        (51.8, 15, 0, 6.31, 5, 1.84, 1.15),
+        (3.3, 1.77, 2.31, 48.8, 0.935),
     ),
     "powersgd, int8": Form(
         7,
-        (52.4, 14.6, 4.31, 3.6, 5.09, 2.25),
-        (3.67, 1.5, 3.98, 0, 7.73),
+        (36.2, 13.6, 0, 2.66, 4.13, 6.37, 3.07),
+        (3.29, 1.81, 4.08, 56.2, 0),
     ),
     "powersgd, gpu_kernels": Form(
         7,
-        (36.7, 3.24, 9.77, 0, 0.028, 0.041),
-        (0, 0, 18.2, 40.5, 0),
+        (42.9, 3.22, 9.02, 0, 0.0737, 0, 0.0244),
+        (0, 0, 17.9, 40.2, 0.243),
     ),
     "powersgd, gpu_kernels, int8": Form(
         7,
-        (43.7, 5.22, 16.1, 0, 1.8, 0.597),
-        (0, 0, 17.2, 47.9, 0.0526),
+        (55, 5.39, 16, 0, 0.173, 0, 0.6),
+        (0, 0, 17.3, 46.7, 0.508),
     ),
     "powersgd, alternating": Form(
         6,
-        (37.2, 9.55, 0, 9.22, 1.8, 1.97),
-        (3.04, 2.13, 5.44, 0, 5.53),
+        (31.9, 11.3, 0, 8.5, 2.71, 1.96, 2.15),
+        (3.18, 2.01, 6.72, 44.6, 0),
     ),
     "quantized_allreduce": Form(
         0,
-        (78.5, 0, 0, 0, 0, 2.49),
+        (78.5, 0, 0, 0, 0, 0, 2.49),
         (0, 0, 2.59, 0, 0),
     ),
 }
@@ -87,12 +88,16 @@ def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Progr
     shapes = {(v.batch, v.n_rows, v.n_cols, v.cols_first) for p in plans if (v := p.view)}
     rank = max((plan.rank for plan in compressed), default=1)
     doublings = math.log2(rank)
+    stacks = Stacks.of(plans, [range(len(plans))], [None] * len(plans))
+    copied = sum(len(members) - 1 for members in stacks.members.values())
+    arrays = len(compressed) - copied
     kernels = (
         buckets,
         buckets * doublings,
         len(shapes),
-        len(compressed),
-        len(compressed) if rank > 1 else 0,
+        arrays,
+        arrays if rank > 1 else 0,
+        copied,
         len(other),
     )
     words = (values, values if rank > _FEW_COLUMNS else 0, sum(other), factors, factors * doublings)
