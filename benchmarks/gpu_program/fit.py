@@ -74,6 +74,7 @@ def terms(tree: str, reducer: str, rank: int) -> Terms:
         (plan.shape, plan.view) for plan in plans if plan.view and plan.size <= _SMALL
     )
     copied = sum(number - -(-number // _STACK) for number in small.values())
+    stacked = sum(math.prod(shape) * n for (shape, _), n in small.items() if n > 1)
     arrays = len(views) - copied
     several = arrays if doublings else 0
     return Terms(
@@ -84,6 +85,7 @@ def terms(tree: str, reducer: str, rank: int) -> Terms:
             other,
             factors,
             factors * doublings,
+            stacked,
         ],
         values,
         other,

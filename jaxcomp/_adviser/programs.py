@@ -30,32 +30,32 @@ FORMS: dict[str, Form] = {
     "powersgd": Form(
         7,
         (51.8, 15, 0, 6.31, 5, 1.84, 1.15),
-        (3.3, 1.77, 2.31, 48.8, 0.935),
+        (2.85, 2.33, 3.09, 26.1, 3.8, 1.09),
     ),
     "powersgd, int8": Form(
         7,
         (36.2, 13.6, 0, 2.66, 4.13, 6.37, 3.07),
-        (3.29, 1.81, 4.08, 56.2, 0),
+        (2.86, 2.17, 4.82, 43.6, 1.53, 0.978),
     ),
     "powersgd, gpu_kernels": Form(
         7,
         (42.9, 3.22, 9.02, 0, 0.0737, 0, 0.0244),
-        (0, 0, 17.9, 40.2, 0.243),
+        (0, 0, 17.9, 40.2, 0.243, 0),
     ),
     "powersgd, gpu_kernels, int8": Form(
         7,
         (55, 5.39, 16, 0, 0.173, 0, 0.6),
-        (0, 0, 17.3, 46.7, 0.508),
+        (0, 0, 17.3, 46.7, 0.508, 0),
     ),
     "powersgd, alternating": Form(
         6,
         (31.9, 11.3, 0, 8.5, 2.71, 1.96, 2.15),
-        (3.18, 2.01, 6.72, 44.6, 0),
+        (2.49, 2.63, 8, 21.5, 2.8, 1.66),
     ),
     "quantized_allreduce": Form(
         0,
         (78.5, 0, 0, 0, 0, 0, 2.49),
-        (0, 0, 2.59, 0, 0),
+        (0, 0, 2.59, 0, 0, 0),
     ),
 }
 # end
@@ -90,6 +90,7 @@ def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Progr
     doublings = math.log2(rank)
     stacks = Stacks.of(plans, [range(len(plans))], [None] * len(plans))
     copied = sum(len(members) - 1 for members in stacks.members.values())
+    stacked = sum(len(x) * plans[first].size for first, x in stacks.members.items())
     arrays = len(compressed) - copied
     kernels = (
         buckets,
@@ -100,7 +101,14 @@ def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Progr
         copied,
         len(other),
     )
-    words = (values, values if rank > _FEW_COLUMNS else 0, sum(other), factors, factors * doublings)
+    words = (
+        values,
+        values if rank > _FEW_COLUMNS else 0,
+        sum(other),
+        factors,
+        factors * doublings,
+        stacked,
+    )
     floor = form.floor * values + _FLOOR_OTHER * sum(other)
     return Program(_total(form.kernels, kernels), floor + _total(form.words, words))
 

