@@ -7,7 +7,8 @@
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
-AdamW also two of four times the steps. The model, the data and the simulated replicas are those of
+AdamW also two of four times the steps, Muon also three of a model of four times the width, where a
+run takes a quarter of an hour. The model, the data and the simulated replicas are those of
 `benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/optimizers.jsonl and not made again: stop the
@@ -30,14 +31,33 @@ from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.evidence import write
 from benchmarks.optimizers.report import PAGE, best, paged
-from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
+from benchmarks.optimizers.settings import (
+    GRID,
+    MAIN,
+    WIDE,
+    Setting,
+    frontier,
+    frontier_of_width,
+    longer,
+    wider,
+)
 
 OUT = RESULTS / "optimizers.jsonl"
 LONG, LONG_SEEDS = ("adamw",), 2
 
 
-def study(optimizer: str, runs: Runs[Setting], more: Runs[Setting], seeds: int) -> None:
-    """Makes what is missing; `more` has the runs of four times the steps."""
+def study(
+    optimizer: str, runs: Runs[Setting], more: Runs[Setting], wide: Runs[Setting], seeds: int
+) -> None:
+    """Makes what is missing.
+
+    Args:
+      optimizer: Which.
+      runs: Of the main setting.
+      more: Of four times the steps.
+      wide: Of four times the width.
+      seeds: How many.
+    """
     main = optimizer in MAIN
     exact = best(optimizer, runs.loss)
     for setting in (exact, *frontier(exact, full=main)):
@@ -47,6 +67,11 @@ def study(optimizer: str, runs: Runs[Setting], more: Runs[Setting], seeds: int) 
         for setting in (exact, replace(exact, rank=21, wire="int6")):
             for seed in range(min(LONG_SEEDS, seeds)):
                 more.loss(setting, seed)
+    if optimizer in WIDE:
+        exact = best(optimizer, wide.loss, WIDE)
+        for setting in (exact, *frontier_of_width(exact)):
+            for seed in range(seeds):
+                wide.loss(setting, seed)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,12 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     config = Config(steps=given.steps)
     if not (given.report or given.evidence):
-        runs, more = (
+        runs, more, wide = (
             Runs(given.out, each, Setting, "benchmarks.optimizers")
-            for each in (config, longer(config))
+            for each in (config, longer(config), wider(config))
         )
         for optimizer in given.optimizers:
-            study(optimizer, runs, more, given.seeds)
+            study(optimizer, runs, more, wide, given.seeds)
     if given.evidence:
         return write(read_runs(given.out), config)
     if given.out == OUT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,17 @@ from benchmarks.common.runs import made_on, provenance
 from benchmarks.common.tables import in_page, markdown, with_spread
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import Config
-from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
+from benchmarks.optimizers.settings import (
+    GRID,
+    MAIN,
+    WIDE,
+    Grid,
+    Setting,
+    frontier,
+    frontier_of_width,
+    longer,
+    wider,
+)
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
@@ -20,52 +30,69 @@ _HEADER = ["optimizer", "sent", "seeds", "held-out loss", "above exact", "fewer 
 Loss = Callable[[Setting, int], float]  # of a setting and a seed: the final held-out loss
 
 
-def best(optimizer: str, loss: Loss) -> Setting:
-    """The exact average at its best rate and momentum, on seed 0."""
-    return min(
-        (Setting(optimizer, rate, momentum) for rate, momentum in GRID[optimizer]),
-        key=lambda setting: loss(setting, 0),
-    )
+def best(optimizer: str, loss: Loss, grid: Grid = GRID) -> Setting:
+    """The exact average at its best rate and momentum of the grid, on seed 0."""
+    return min(searched(optimizer, grid), key=lambda setting: loss(setting, 0))
+
+
+def searched(optimizer: str, grid: Grid) -> list[Setting]:
+    """The exact averages of a grid."""
+    return [Setting(optimizer, rate, momentum) for rate, momentum in grid[optimizer]]
 
 
 def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
-    """The page with the tables of the runs of a configuration, and of longer ones.
+    """The page with the tables of the runs of a configuration, of longer and of wider ones.
 
     Raises:
       ValueError: No search has come to its end, or the page has no place for the tables.
     """
-    own, long = (
-        [run for run in runs if run["config"] == asdict(c)] for c in (config, longer(config))
-    )
-    found, found_later = results(own, Setting), results(long, Setting)
+    kinds = (config, longer(config), wider(config))
+    counted = [[run for run in runs if run["config"] == asdict(kind)] for kind in kinds]
+    found, later, wide = (results(some, Setting) for some in counted)
     rows, tried = list[list[str]](), list[list[str]]()
     for optimizer in GRID:
-        try:
-            exact = best(optimizer, lambda setting, seed: found[setting].losses[seed])
-        except KeyError:
-            continue  # not searched to its end
-        rows += _rows(optimizer, exact, found, "")
-        if exact in found_later:
-            rows += _rows(optimizer, exact, found_later, f", {longer(config).steps:,} steps")
-        tried += [
-            [setting.label(), f"{found[setting].losses[0]:.3f}"]
-            for setting in (Setting(optimizer, *point) for point in GRID[optimizer])
-        ]
+        if (exact := _best(optimizer, found, GRID)) is None:
+            continue
+        wanted = [*frontier(exact, full=optimizer in MAIN)]
+        rows += _rows(exact, wanted, found, "")
+        if exact in later:
+            rows += _rows(exact, wanted, later, f", {longer(config).steps:,} steps")
+        tried += _tried(optimizer, found, GRID, "")
+        if optimizer in WIDE and (exact := _best(optimizer, wide, WIDE)):
+            note = f", width {wider(config).width}"
+            rows += _rows(exact, frontier_of_width(exact), wide, note)
+            tried += _tried(optimizer, wide, WIDE, note)
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
-    made = made_on(provenance([*own, *long]))
-    searched = markdown(["exact runs, seed 0", "held-out loss"], tried)
+    made = made_on(provenance([run for some in counted for run in some]))
+    exact_runs = markdown(["exact runs, seed 0", "held-out loss"], tried)
     return in_page(
-        page, COMMAND, "\n\n".join((markdown(_HEADER, rows, left=2), searched, made, ""))
+        page, COMMAND, "\n\n".join((markdown(_HEADER, rows, left=2), exact_runs, made, ""))
     )
+
+
+def _best(optimizer: str, found: Mapping[Setting, Result], grid: Grid) -> Setting | None:
+    """None for a search that has not come to its end."""
+    try:
+        return best(optimizer, lambda setting, seed: found[setting].losses[seed], grid)
+    except KeyError:
+        return None
+
+
+def _tried(
+    optimizer: str, found: Mapping[Setting, Result], grid: Grid, note: str
+) -> list[list[str]]:
+    return [
+        [setting.label() + note, f"{found[setting].losses[0]:.3f}"]
+        for setting in searched(optimizer, grid)
+    ]
 
 
 def _rows(
-    optimizer: str, exact: Setting, found: Mapping[Setting, Result], note: str
+    exact: Setting, compressed: Iterable[Setting], found: Mapping[Setting, Result], note: str
 ) -> list[list[str]]:
-    wanted = (exact, *frontier(exact, full=optimizer in MAIN))
     rows = []
-    for setting in (s for s in wanted if s in found):
+    for setting in (s for s in (exact, *compressed) if s in found):
         own, beside = found[setting], found[exact]
         losses = list(own.losses.values())
         above = "" if setting == exact else with_spread(own.gaps(beside), "+.1f", "%")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import jaxcomp
 from benchmarks.convergence.optimizers import optimizer
 from benchmarks.convergence.training import AXIS, Config, after_a_quarter
 
-# (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's own rate is
-# ten times that of the Adam beside it, which is what is given.
-GRID: dict[str, tuple[tuple[float, float | None], ...]] = {
+# By optimizer: (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's
+# own rate is ten times that of the Adam beside it, which is what is given.
+Grid = Mapping[str, Sequence[tuple[float, float | None]]]
+GRID: Grid = {
     "adamw": ((2e-3, None), (2e-3, 0.8), (2e-3, 0.7), (1e-3, 0.8), (4e-3, 0.8)),
     "muon": ((2e-3, None), (2e-3, 0.9), (2e-3, 0.8), (1e-3, 0.8), (4e-3, 0.8)),
     "sgd": ((0.03, 0.9), (0.1, 0.9), (0.3, 0.9)),
@@ -23,6 +24,11 @@ GRID: dict[str, tuple[tuple[float, float | None], ...]] = {
     "adafactor": ((1e-2, None), (3e-2, None), (1e-1, None)),
 }
 MAIN = ("adamw", "muon")  # with three seeds
+# The same in a model of four times the width and twice the blocks. What AdamW loses there is in
+# `benchmarks.time_to_loss`.
+WIDE: Grid = {
+    "muon": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8)),
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,19 @@ def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
         yield replace(exact, ratio=20.2, wire="int6")
     yield replace(exact, rank=11, wire="int6")
     yield replace(exact, rank=5, wire="int6")
+
+
+def frontier_of_width(exact: Setting) -> Iterator[Setting]:
+    """What is compressed in a model of four times the width: some 20 and 40 times fewer bytes."""
+    yield replace(exact, rank=84, wire="int6")
+    yield replace(exact, rank=43, wire="int6")
+
+
+def wider(config: Config) -> Config:
+    """A model of four times the width, as in `benchmarks.time_to_loss`: 12.9 million parameters."""
+    return replace(
+        config, width=4 * config.width, heads=2 * config.heads, layers=2 * config.layers, replicas=2
+    )
 
 
 def longer(config: Config) -> Config:

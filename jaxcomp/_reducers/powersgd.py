@@ -1,6 +1,6 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-Arguments, state and their checks; the arithmetic of an update is in `_powersgd_step`.
+Arguments, state and their checks; the arithmetic of an update is in `powersgd_step`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from jaxcomp._reducers.contract import (
 )
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
-from jaxcomp._reducers.powersgd_step import Memory, Options, Step, Turn, random_p, random_q
+from jaxcomp._reducers.powersgd_factors import Leaves, Memory
+from jaxcomp._reducers.powersgd_options import Options, Turn
+from jaxcomp._reducers.powersgd_step import Step
 
 
 class PowerSGDState(NamedTuple):
@@ -291,9 +293,9 @@ def _init(options: Options, params: PyTree) -> PowerSGDState:
             dtype = options.residual_dtype or compute_dtype(plan.dtype)
             residual[i] = jnp.zeros_like(leaf, dtype=dtype)
         if options.warm_start:
-            q[i] = random_q(options, plan, i, 0)
+            q[i] = options.random_q(plan, i, 0)
         if options.alternating:
-            p[i] = random_p(options, plan, i)
+            p[i] = options.random_p(plan, i)
     mark = common_mark(options.axis_name) if options.error_feedback else ()
     state = _state(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), mark)
     if is_bound(options.axis_name):
@@ -322,16 +324,19 @@ def _reduce(
     gradients = opened.tree(opened.arrays)
     plans = options.plan(gradients)
     memory = _fitted_memory(options, plans, gradients, state)
-    step = Step(
+    leaves = Leaves(
         options,
+        plans,
         [i for i in opened.positions if plans[i].view is not None],
         [i for i in opened.positions if plans[i].view is None],
-        plans,
         options.wire_dtype(x.dtype for x in opened.arrays),
+    )
+    step = Step(
+        leaves,
         want_sent,
         is_ours(state.mark, options.axis_name),
         [] if options.buckets is None else in_buckets(gradients, options.buckets),
-        turn=turn,
+        turn,
     )
     result = step.run(opened.leaves, memory, state.count, opened.weight)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)

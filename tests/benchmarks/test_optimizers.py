@@ -10,7 +10,16 @@ from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
-from benchmarks.optimizers.settings import GRID, MAIN, Setting, frontier, longer
+from benchmarks.optimizers.settings import (
+    GRID,
+    MAIN,
+    WIDE,
+    Setting,
+    frontier,
+    frontier_of_width,
+    longer,
+    wider,
+)
 
 TINY = Config(
     steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
@@ -78,7 +87,7 @@ def test_the_tables_have_what_was_searched_to_its_end():
         runs.append(made | {"bytes": sent, "config": asdict(config), "about": about})
         return value
 
-    for optimizer in ("adamw", "sgd"):
+    for optimizer in ("adamw", "muon", "sgd"):
         exact = report.best(optimizer, lambda s, seed: loss(TINY, s, seed))
         for setting in (exact, *frontier(exact, full=optimizer in MAIN)):
             for seed in (0, 1):
@@ -87,6 +96,9 @@ def test_the_tables_have_what_was_searched_to_its_end():
     adamw = Setting("adamw", *GRID["adamw"][1])
     for setting in (adamw, replace(adamw, rank=21, wire="int6")):
         loss(longer(TINY), setting, 0)
+    wide = report.best("muon", lambda s, seed: loss(wider(TINY), s, seed), WIDE)
+    for setting in frontier_of_width(wide):
+        loss(wider(TINY), setting, 0)
     page = f"before\n<!-- {report.COMMAND} -->\nold\n<!-- end -->\nafter"
     text = report.paged(page, runs, TINY)
     assert text.startswith("before\n")
@@ -96,6 +108,9 @@ def test_the_tables_have_what_was_searched_to_its_end():
     assert "|  | rank 21, int6, 16 steps | 1 | 2.005 | +0.2% | 4.8x |" in text
     rate, momentum = GRID["sgd"][1]
     assert f"| sgd, rate {rate:g}, momentum {momentum:g} | exact | 2 |" in text
+    assert "|  | rank 84, int6, width 64 | 1 |" in text
+    for rate, _ in WIDE["muon"]:
+        assert f"| muon, rate {rate:g}, momentum 0.8: exact, width 64 |" in text
     assert "lion" not in text
     with pytest.raises(ValueError, match="no search has come to its end"):
         report.paged(page, [], TINY)

@@ -1,7 +1,5 @@
 """The kernels for GPUs, interpreted: the same values as plain JAX."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from runners import AXIS, simulate
 import jaxcomp
 from jaxcomp._lowrank import kernels
 from jaxcomp._lowrank.cholesky_qr import inverse_factors
-from jaxcomp._lowrank.grouped import Kernels
+from jaxcomp._lowrank.grouped import Grouped
 from jaxcomp._lowrank.matricize import default_matrix_dims
 from jaxcomp._reducers.powersgd_step import Step
 
@@ -115,8 +113,8 @@ def test_an_update_on_a_gpu_is_that_on_a_cpu(options, monkeypatch):
     for interpreted in (False, True):
 
         def run(self, *arguments, interpreted=interpreted):
-            how = Kernels(interpret=True) if interpreted else None
-            return plain_run(dataclasses.replace(self, kernels=how), *arguments)
+            step = self.with_kernels(Grouped(interpret=True)) if interpreted else self
+            return plain_run(step, *arguments)
 
         monkeypatch.setattr(Step, "run", run)
         tx = jaxcomp.powersgd(3, axis_name=AXIS, **options)

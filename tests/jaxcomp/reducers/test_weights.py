@@ -43,6 +43,9 @@ LOSSY = {
     "low-rank-alternating": jaxcomp.powersgd(
         2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, alternating=True
     ),
+    "low-rank-cold": jaxcomp.powersgd(
+        2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, warm_start=False
+    ),
     "integers": jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
 }
 LINEAR = EXACT | {name: tx for name, (tx, _) in ROUNDED.items()}
@@ -109,9 +112,10 @@ def test_weights_without_a_mean_leave_no_trace(name, weights):
 
 
 @pytest.mark.parametrize("scale", [1, 512])
-def test_whatever_the_weights_become_nothing_is_lost(scale):
+@pytest.mark.parametrize("name", ["low-rank", "low-rank-cold"])
+def test_whatever_the_weights_become_nothing_is_lost(name, scale):
     """Outputs and the mean residual, which a checkpoint keeps, add up to what went in."""
-    state, step, rng = start("low-rank"), step_of("low-rank"), np.random.default_rng(0)
+    state, step, rng = start(name), step_of(name), np.random.default_rng(0)
     went_in = came_out = np.zeros(SHAPES["w"])
     for seed in range(40):
         grads, weights = gradients(seed), scale * rng.integers(0, 4, 4).astype(np.float32)

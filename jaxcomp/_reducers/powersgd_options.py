@@ -1,0 +1,152 @@
+"""The checked arguments of PowerSGD, and what follows from them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeGuard, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp._base.leaves import Integers, compute_dtype, widest
+from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
+from jaxcomp._mesh.axes import from_step
+from jaxcomp._mesh.weights import Weight
+
+# An exact average; left and right factors; or, alternating, one of the two.
+Turn = Literal["exact", "both", "left", "right"]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked arguments of `powersgd`, which documents them."""
+
+    rank: int | RankFn
+    axis_name: AxisName
+    start_step: int
+    min_compression_rate: float
+    error_feedback: bool
+    warm_start: bool
+    eps: Any
+    seed: Any
+    comm_dtype: Any
+    residual_dtype: Any
+    matrix_dims: MatrixDimsFn | None
+    error_decay: Any
+    feedback_every: int
+    reduce_first: AxisName | None
+    alternating: bool
+    buckets: int | BucketFn | None
+    gpu_kernels: bool
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The forms that a step may have."""
+        compressed = ("left", "right") if self.alternating else ("both",)
+        return ("exact", *compressed) if self.start_step else compressed
+
+    def turn_of(self, count: Array) -> Array:
+        """The place in `turns` of the step with this count; int32 scalar."""
+        side = (count - self.start_step) % 2 if self.alternating else jnp.zeros_like(count)
+        return jnp.where(count < self.start_step, 0, side + 1) if self.start_step else side
+
+    def plan(self, tree: PyTree) -> list[LeafPlan]:
+        """What happens to each leaf of `tree`."""
+        return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
+
+    @property
+    def integers(self) -> Integers | None:
+        """As which integers factors travel; the rest then goes as without a `comm_dtype`."""
+        return self.comm_dtype if isinstance(self.comm_dtype, Integers) else None
+
+    def wire_dtype(self, dtypes: Iterable[Any]) -> Any:
+        """What goes on the wire for gradients of these dtypes, in an all-reduce."""
+        if self.comm_dtype is None or self.integers is not None:
+            return widest(dtypes)
+        return self.comm_dtype
+
+    def repays_evenly(self, weight: Weight | None) -> TypeGuard[Weight]:
+        """Whether residuals are shares of the mean one, whatever their replicas weigh by now.
+
+        A residual holds what was not sent, and how its replica differs from the others. The latter
+        cancels in the mean under the weights that it arose with, and under no others. So it is kept
+        as it entered the mean, weight included, and enters the next mean as it is. For that the
+        mean weight must be known, which the first all-reduce brings for the second; the first one
+        takes that of the last step, which the length of warm right factors tells, or the replica's
+        own, because all that it decides is directions. One-sided steps have no second all-reduce.
+        """
+        return weight is not None and self.error_feedback and not self.alternating
+
+    def random_q(self, plan: LeafPlan, index: Array | int, count: Array | int) -> Array:
+        """A right factor to start from: the same everywhere, another for every leaf and count."""
+        return self._random(plan.q_shape, plan.dtype, (index, count))
+
+    def random_p(self, plan: LeafPlan, index: int) -> Array:
+        """A left factor for alternating steps to hold until the first of them replaces it."""
+        return self._random(plan.p_shape, plan.dtype, (index, 0, 1))
+
+    def random_stack(self, plan: LeafPlan, stack: tuple[int, ...], count: Array) -> Array:
+        """The `random_q` of each leaf of a stack with this plan, along the first axis."""
+
+        def of_member(index: Array) -> Array:
+            return self._random(plan.q_shape[1:], plan.dtype, (index, count))
+
+        return jax.vmap(of_member)(jnp.array(stack))
+
+    def _random(self, shape: tuple[int, ...], dtype: Any, path: tuple[Array | int, ...]) -> Array:
+        # Threefry whatever jax_default_prng_impl says: others differ between the lanes of a vmap.
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        for number in path:
+            key = jax.random.fold_in(key, number)
+        return jax.random.normal(key, shape, compute_dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Which form one update has: known from its turn, or told by its count."""
+
+    options: Options
+    turn: Turn | None  # None: the count decides, in a conditional
+    count: Array  # int32 scalar: updates before this one
+
+    @property
+    def started(self) -> Array | None:
+        """Bool scalar: whether this update is compressed; None if it is known to be."""
+        if self.turn is not None:
+            return jnp.array(False) if self.turn == "exact" else None
+        return None if self.options.start_step == 0 else self.count >= self.options.start_step
+
+    @property
+    def is_left(self) -> Array:
+        """Bool scalar: whether an alternating update sends left factors."""
+        if self.turn is not None:
+            return jnp.array(self.turn == "left")
+        return (self.count - self.options.start_step) % 2 == 0
+
+    def exact_or(self, exact: Callable[[], T], compressed: Callable[[], T]) -> T:
+        """What is to be done before `start_step`, or what from then on."""
+        if self.turn is not None:
+            return exact() if self.turn == "exact" else compressed()
+        return from_step(self.count, self.options.start_step, exact, compressed)
+
+    def left_or_right(self, left: Callable[[], T], right: Callable[[], T]) -> T:
+        """What is to be done in an alternating update that sends left factors, or right ones."""
+        if self.turn is not None:
+            return left() if self.turn == "left" else right()
+        return jax.lax.cond(self.is_left, left, right)
+
+    def feedback(self, ours: Array) -> tuple[Any, Any]:
+        """By what the residual is multiplied as it is added, and as it is kept; None: 1 and 0.
+
+        Args:
+          ours: Bool scalar: whether the residual is this replica's; if not, none of it is kept.
+        """
+        decay, every = self.options.error_decay, self.options.feedback_every
+        added: Any = decay(self.count) if callable(decay) else decay
+        if every > 1:
+            due = (self.count + 1) % every == 0
+            return jnp.where(due, added, 0.0), jnp.where(due | ~ours, 0.0, 1.0)
+        return (None if isinstance(added, (int, float)) and added == 1 else added), None
