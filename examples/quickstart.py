@@ -56,6 +56,6 @@ def train(reducer):
 
 
 exact, _ = train(jaxcomp.allreduce(axis_name="data"))
-loss, sent = train(jaxcomp.powersgd(rank=16, axis_name="data", start_step=10, comm_dtype="int8"))
+loss, sent = train(jaxcomp.powersgd(rank=17, axis_name="data", start_step=10, comm_dtype="int6"))
 print(f"held-out loss {exact:.4f} exact, {loss:.4f} compressed: {loss / exact - 1:+.1%}")
 print(f"{sent.bytes_after:,} bytes a step, {sent.ratio:.1f} times fewer bytes")
