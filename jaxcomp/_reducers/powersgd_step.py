@@ -138,9 +138,8 @@ class Step:
         dense = [values[i] for i in leaves.dense]
         gradients = [values[i] for i in leaves.chosen]
         evenly = options.repays_evenly(weight)
-        # Without a warm start nothing tells it; it only decides directions.
-        known = evenly and options.warm_start
-        last = _norm([memory.q[i] for i in leaves.chosen]) if known else None
+        told = evenly and options.warm_start  # by the length of the factors
+        last = _norm([memory.q[i] for i in leaves.chosen]) if told else None
         given = Given(totals, gradients, left, dense, memory, phase, weight, last)
         agreed = phase.exact_or(
             lambda: Agreement(leaves).nothing(dense), lambda: agree(leaves, self.buckets, given)
