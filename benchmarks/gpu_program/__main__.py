@@ -50,6 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--map", choices=("shard_map", "pmap"), default="shard_map", help=shown.strip())
     add("--limit", type=float, default=1800, metavar="S", help="seconds for a program" + shown)
     add("--tag", default="", help="what the names of the files end with, such as -pmap")
+    add("--keep", action="store_true", help="keep the file's other programs, and say so in it")
     add("--report", action="store_true", help="only write the tables of docs/gpu.md anew")
     add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
     given = parser.parse_args(argv)
@@ -72,6 +73,20 @@ def jobs(given: argparse.Namespace) -> list[dict[str, Any]]:
         for reducer in given.reducers
         for rank in (given.ranks[:1] if reducer in RANKLESS else given.ranks)
     ]
+
+
+def kept(earlier: dict[str, Any], again: list[dict[str, Any]]) -> dict[str, Any]:
+    """The programs of an earlier run that are not compiled again, and how they were made."""
+    made = {"command": earlier["command"], "date": earlier["date"]}
+    gone = set(map(_place, again))
+    cases = [case for case in earlier["cases"] if _place(case) not in gone]
+    return {"earlier": [*earlier.get("earlier", []), made], "cases": cases}
+
+
+def _place(job: dict[str, Any]) -> tuple[int, ...]:
+    """Where a program stands in a table; that of a reducer without ranks has one place."""
+    tree, reducer = list(TREES).index(job["tree"]), list(REDUCERS).index(job["reducer"])
+    return tree, reducer, 0 if job["reducer"] in RANKLESS else job["rank"]
 
 
 def compiled(job: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -107,12 +122,14 @@ def main(argv: list[str] | None = None) -> int:
     run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
     given.out.mkdir(parents=True, exist_ok=True)
     stem = given.out / f"gpu_program-{given.target}{given.tag}"
+    if given.keep and Path(f"{stem}.json").exists():
+        run |= kept(json.loads(Path(f"{stem}.json").read_text()), jobs(given))
     timed = times(given.trees, given.ranks, given.reducers) if gpu_found() else {}
     for job in jobs(given):
         target = {"target": given.target, "devices": given.devices, "map": given.map}
         case = job | compiled(job | target, given.limit) | timed.get(tuple(job.values()), {})
         print(json.dumps(case), file=sys.stderr)
-        run["cases"].append(case)
+        run["cases"] = sorted([*run["cases"], case], key=_place)
         Path(f"{stem}.json").write_text(json.dumps(run, indent=1) + "\n")
     text = table(run)
     Path(f"{stem}.md").write_text(text)

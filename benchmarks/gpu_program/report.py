@@ -36,6 +36,8 @@ def table(run: dict[str, Any]) -> str:
         f"{machine['busy_cores_at_start']:.1f} of them busy with something else at the start; "
         f"{versions}.\n\n"
     )
+    if earlier := [f"`{made['command']}`, {made['date']}" for made in run.get("earlier", [])]:
+        head += f"Programs that it did not compile again are of {'; '.join(earlier)}.\n\n"
     cases = run["cases"]
     if not any("seconds" in case for case in cases):
         return head + markdown(_HEADER, [_row(case) for case in cases], left=2) + "\n"

@@ -37,6 +37,9 @@ _OWN_OPERAND_BYTES = 1 << 19
 _OWN_OPERAND_BYTES_ON_GPU = 1 << 21
 # Stands in the name of a sum that would be one of bfloat16, were there one on CPU.
 WIDENED = "bfloat16_as_float32"
+# With the widening of factors of more columns than these fused into their products, jaxlib 0.12
+# compiles for GPUs for minutes (GPT-2 small at rank 128: 209 s of a processor; at rank 64: 50).
+_FUSED_COLUMNS = 64
 # XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
 _MOST_OPERANDS = 128
 
@@ -143,9 +146,8 @@ def _reduce_groups(
         values = [round_to(value / size, wire_dtype) for value in values]
     summed = _psum if exact else functools.partial(_psum_narrow, wire_dtype=wire_dtype)
     totals = summed(spread(values, thin), axis_name)
-    if thin and not exact:
-        # Widened once: with that fused into products of 128 columns, jaxlib 0.12's compiler for
-        # GPUs takes minutes.
+    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:thin]):
+        # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
         totals, values = (
             [lax.optimization_barrier(x.astype(dtype)) for x in xs] for xs in (totals, values)
         )

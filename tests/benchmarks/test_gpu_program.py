@@ -137,6 +137,31 @@ def test_a_table_of_programs_and_failures(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "gpu_program-h200.md").read_text() in capsys.readouterr().out
 
 
+def test_what_is_compiled_again_takes_the_place_of_what_was(monkeypatch, tmp_path):
+    found = iter([{"error": f"fault {number}"} for number in range(5)])
+    monkeypatch.setattr(gpu_program, "compiler_found", lambda: True)
+    monkeypatch.setattr(gpu_program, "compiled", lambda job, limit: next(found))
+    monkeypatch.setattr(gpu_program, "gpu_found", lambda: False)
+
+    def run(*arguments):
+        gpu_program.main(["--trees", "mlp", "--out", str(tmp_path), *arguments])
+        made = json.loads((tmp_path / "gpu_program-h200.json").read_text())
+        return made, [(case["reducer"], case["rank"], case["error"]) for case in made["cases"]]
+
+    _, before = run("--reducers", "powersgd;allreduce", "--ranks", "4")
+    assert before == [("powersgd", 4, "fault 0"), ("allreduce", 4, "fault 1")]
+    made, after = run("--reducers", "powersgd", "--ranks", "1,4", "--keep")
+    kept = [("powersgd", 1, "fault 2"), ("powersgd", 4, "fault 3")]
+    assert after == [*kept, ("allreduce", 4, "fault 1")]
+    ((earlier, _),) = [made["earlier"][0].values()]
+    assert f"did not compile again are of `{earlier}`" in table(made)
+    # An all-reduce has no rank, whatever was asked for.
+    assert run("--reducers", "allreduce", "--ranks", "1", "--keep")[1] == [
+        *kept,
+        ("allreduce", 1, "fault 4"),
+    ]
+
+
 def test_the_page_shows_the_tables_of_the_results():
     page = gpu_program.PAGE.read_text()
     runs = results(RESULTS)
