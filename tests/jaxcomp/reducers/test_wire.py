@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import collectives, sent_bytes
+from leaves import random_grads
 from reducers import reducer
-from runners import AXIS, lower_update
+from runners import AXIS, lower_update, simulate
 from xla import users_program
 
 import jaxcomp
+from jaxcomp._mesh import collectives as mesh_collectives
 
 
 def transformer(layers=24, width=16):
@@ -90,6 +92,18 @@ def test_allreduce_is_one_collective_in_its_dtype(dtype, kind):
     text = program(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype), params)
     values = sum(x.size for x in jax.tree.leaves(params))
     assert collectives(text) == [("all-reduce", kind, values)]
+
+
+def test_factors_that_are_widened_once_are_the_same_factors(monkeypatch):
+    """As those of many columns are: what is replicated is known to be, and not a value changes."""
+    grads, results = random_grads({"a": (12, 8), "b": (9, 20)}, 2, 2), []
+    for columns in (64, 2):
+        monkeypatch.setattr(mesh_collectives, "_FUSED_COLUMNS", columns)
+        tx = jaxcomp.powersgd(
+            3, axis_name=AXIS, start_step=0, min_compression_rate=0.5, comm_dtype=jnp.bfloat16
+        )
+        results.append(simulate("shard_map", tx, grads))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
 
 
 def test_an_empty_tree_sends_nothing():
