@@ -16,7 +16,7 @@ from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import AXIS, Config
 from benchmarks.optimizers.report import best
-from benchmarks.optimizers.settings import GRID, Setting, longer
+from benchmarks.optimizers.settings import GRID, WIDE, Setting, longer, wider
 
 MODULE = ROOT / "jaxcomp" / "_adviser" / "evidence.py"
 PAGE = ROOT / "docs" / "choosing.md"
@@ -38,7 +38,8 @@ def with_tables(
       module: Its text.
       runs: Of this study.
       convergence: Of `benchmarks.convergence`.
-      config: Of the runs that are interpolated; those of four times the steps stand beside them.
+      config: Of the runs that are interpolated; those of four times the steps, and of four times
+        the width, stand beside them.
 
     Raises:
       ValueError: No compressed runs follow a finished search, or the module has no place for
@@ -56,6 +57,10 @@ def with_tables(
         f"INT8 = {_call(_int8(convergence, config))}\n"
         "MEASURED: Sequence[Measured] = [\n"
         + "".join(f"    {_call(row)},\n" for row in rows)
+        + "]\n"
+        f"WIDTH = {wider(config).width}\n"
+        "WIDE: Sequence[Measured] = [\n"
+        + "".join(f"    {_call(row)},\n" for row in _wide(runs, config))
         + "]\n"
     )
     return _PLACE.sub(lambda _: text, module)
@@ -107,6 +112,19 @@ def _measured(
             exact[name] = f"rate {setting.rate:g}{momentum}"
             rows += found
     return exact, rows
+
+
+def _wide(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...]]:
+    """The rows of the wider model, which has a search of its own."""
+    found = results([run for run in runs if run["config"] == asdict(wider(config))], Setting)
+    rows = list[tuple[Any, ...]]()
+    for name in WIDE:
+        try:
+            setting = best(name, lambda setting, seed: found[setting].losses[seed], WIDE)
+        except KeyError:
+            continue  # not searched to its end
+        rows += _rows(setting, found, config.steps)
+    return rows
 
 
 def _rows(exact: Setting, found: dict[Setting, Result], steps: int) -> list[tuple[Any, ...]]:

@@ -77,6 +77,10 @@ MEASURED: Sequence[Measured] = [
     Measured("adafactor", 480, "int6", 11, 40.27, 0.003, None, 1),
     Measured("adafactor", 480, "int6", 5, 82.96, 0.0117, None, 1),
 ]
+WIDTH = 512
+WIDE: Sequence[Measured] = [
+    Measured("muon", 480, "int6", 84, 21.46, 0.005, 0.0022, 3),
+]
 # end
 
 

@@ -340,6 +340,7 @@ def _validity(params: PyTree, workers: int, optimizer: str, choice: _Choice) -> 
     else:
         said.append(f"seeds: {seeds}, whose gaps have a standard deviation of {choice.spread:.2%}")
     said += _longer(choice)
+    said += _wider(params, with_what)
     if optimizer != with_what:
         said.append(f"optimizer: this was measured with {with_what}, not with {optimizer}")
     if choice.rank is not None:
@@ -366,11 +367,27 @@ def _longer(choice: _Choice) -> list[str]:
     ]
 
 
+def _wider(params: PyTree, optimizer: str) -> list[str]:
+    """What was measured in a wider model than the study's, where the matrices are wider too."""
+    if not any(width > evidence.STUDY.width for width in _widths(params)):
+        return []
+    return [
+        f"width: in a model of width {evidence.WIDTH} runs at {m.ratio:.1f} times fewer bytes "
+        f"ended {_ended(m.gap)} exact averages"
+        for m in evidence.WIDE
+        if m.optimizer == optimizer
+    ]
+
+
+def _widths(params: PyTree) -> list[int]:
+    """Of the matrices that can be compressed; ascending."""
+    views = [plan.view for plan in plan_leaves(params, 1, 2.0) if plan.view is not None]
+    return sorted({min(view.n_rows, view.n_cols) for view in views})
+
+
 def _outside(params: PyTree) -> list[str]:
     """Where the shapes lie outside of the study's."""
-    study, values = evidence.STUDY, count_values(params)
-    views = [plan.view for plan in plan_leaves(params, 1, 2.0) if plan.view is not None]
-    widths = sorted({min(view.n_rows, view.n_cols) for view in views})
+    study, values, widths = evidence.STUDY, count_values(params), _widths(params)
     said = list[str]()
     if (widths[0], widths[-1]) != (study.width, study.width) or values > 2 * study.parameters:
         across = f"{widths[0]:,}" + (f" to {widths[-1]:,}" if len(widths) > 1 else "")

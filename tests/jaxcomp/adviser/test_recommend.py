@@ -49,6 +49,8 @@ def study(monkeypatch):
     monkeypatch.setattr(evidence, "EXACT", {"adamw": "rate 0.002", "lion": "rate 0.0004"})
     monkeypatch.setattr(evidence, "INT8", int8)
     monkeypatch.setattr(evidence, "MEASURED", points)
+    wide = (measured(64, 20.0, -0.001), measured(64, 20.0, 0.01, optimizer="lion"))
+    monkeypatch.setattr(evidence, "WIDE", wide)
 
 
 def recommend(budget, params=PARAMS, **given):
@@ -197,6 +199,8 @@ def test_what_the_study_was_and_where_the_parameters_lie_outside():
     assert "adamw at rate 0.002" in said
     assert "standard deviation of 0.20%" in said
     assert "over 1,920 steps runs at 20.0 times fewer bytes ended 0.3% above" in said
+    assert "width: in a model of width 512 runs at 20.0 times fewer bytes ended 0.1% below" in said
+    assert "width: " not in str(recommend("2%", shapes((128, 512), (128,))))
     assert "2,098,176 parameters, in matrices 1,024 wide" in said
     assert "replicas: yours are 8, the study's 4" in said
     assert "other leaves" not in said
