@@ -1,7 +1,7 @@
 """The arithmetic of PowerSGD on lists of leaves, on NVIDIA GPUs those of one shape in one kernel.
 
 What the kernels do not take (more columns than fit into the registers, float64, a view that moves
-values in memory) is multiplied leaf by leaf, as `leafwise.Leafwise` does it.
+values in memory) is multiplied leaf by leaf, as `leafwise` does it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank import kernels, products
 from jaxcomp._lowrank.cholesky_qr import ROUNDS, inverse_factors
+from jaxcomp._lowrank.leafwise import Leafwise
 from jaxcomp._lowrank.matricize import MatrixView
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 
@@ -31,7 +32,7 @@ class _Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class Grouped(Leafwise):
     """Kernels for leaves of one shape: on GPUs, or in tests interpreted, on any device."""
 
     interpret: bool = False
@@ -134,18 +135,7 @@ class Grouped:
         kept: Array | None,
         function: Callable[[Array, Array, Array], Array],
     ) -> list[Array]:
-        """The new residuals, in the place of the old ones.
-
-        Args:
-          views: How each leaf is a matrix.
-          p: Left factors.
-          q: Right factors.
-          totals: What was to be sent, in the leaves' shapes.
-          olds: The old residuals.
-          commit: Bool scalar: whether the residuals change at all.
-          kept: How much of the old residual stays; None for nothing.
-          function: The same for one leaf, from ``P Q^T``, the total and the old residual.
-        """
+        """The new residuals; `function` makes those of leaves that no kernel takes."""
         results = list(olds)
         for group, fits in _groups(
             views, p, [(x.dtype, e.dtype) for x, e in zip(totals, olds, strict=True)]

@@ -1,6 +1,6 @@
 """The arithmetic of PowerSGD on lists of leaves, one leaf after the other, in plain JAX.
 
-`grouped.Grouped` has the same methods in kernels for NVIDIA GPUs.
+`grouped` has the same methods in kernels for NVIDIA GPUs.
 """
 
 from __future__ import annotations

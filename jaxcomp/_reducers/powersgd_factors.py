@@ -50,7 +50,7 @@ class Leaves:
     kernels: Grouped | None = None  # None: plain JAX, one leaf after the other
 
     @property
-    def arithmetic(self) -> Leafwise | Grouped:
+    def arithmetic(self) -> Leafwise:
         """What multiplies them."""
         return self.kernels or Leafwise()
 
