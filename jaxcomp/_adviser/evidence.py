@@ -80,6 +80,7 @@ MEASURED: Sequence[Measured] = [
 WIDTH = 512
 WIDE: Sequence[Measured] = [
     Measured("muon", 480, "int6", 84, 21.46, 0.005, 0.0022, 3),
+    Measured("muon", 480, "int6", 43, 39.58, 0.0241, None, 1),
 ]
 # end
 
