@@ -5,8 +5,7 @@ matrices, orthonormal bases, means of several arrays in one collective, and the 
 that every reducer's step has in common. Names here are public, as those of `jaxcomp` itself are.
 """
 
-from jaxcomp._base.boxes import unboxed
-from jaxcomp._base.leaves import round_to
+from jaxcomp._base.leaves import round_to, unboxed
 from jaxcomp._lowrank.matricize import (
     LeafPlan,
     MatrixView,

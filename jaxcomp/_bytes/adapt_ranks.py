@@ -11,9 +11,8 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomp._base.boxes import unboxed
 from jaxcomp._base.checks import check_function
-from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import leaf_dtype, leaf_name, unboxed
 from jaxcomp._base.typing import DType, MatrixDimsFn, PyTree
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.state import LocalSGDState

@@ -1,7 +1,7 @@
 """The arithmetic of PowerSGD on lists of leaves, on NVIDIA GPUs those of one shape in one kernel.
 
 What the kernels do not take (more columns than fit into the registers, float64, a view that moves
-values in memory) is multiplied leaf by leaf, as `leafwise` does it.
+values in memory) is multiplied leaf by leaf, as `products` does it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank import kernels, products
 from jaxcomp._lowrank.cholesky_qr import ROUNDS, inverse_factors
-from jaxcomp._lowrank.leafwise import Leafwise
 from jaxcomp._lowrank.matricize import MatrixView
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 
@@ -32,7 +31,7 @@ class _Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped(Leafwise):
+class Grouped(products.Leafwise):
     """Kernels for leaves of one shape: on GPUs, or in tests interpreted, on any device."""
 
     interpret: bool = False

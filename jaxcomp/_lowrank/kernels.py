@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -38,16 +37,6 @@ _PROGRAMS = 528
 MOST_LEAVES = 32
 # Three passes of TensorFloat-32 lose nothing that float32 would keep.
 _EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-
-
-@functools.cache
-def compiler_found() -> bool:
-    """Whether a plugin for NVIDIA GPUs is installed; without, these kernels need not be traced."""
-    try:
-        names = ("xla_cuda12", "xla_cuda13")
-        return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
-    except ModuleNotFoundError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -235,3 +236,13 @@ def check_local(gradients: PyTree, axis_name: AxisName) -> None:
                 f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
                 f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
             )
+
+
+@functools.cache
+def compiler_found() -> bool:
+    """Whether a plugin for NVIDIA GPUs is installed; without, their forms need not be traced."""
+    try:
+        names = ("xla_cuda12", "xla_cuda13")
+        return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
+    except ModuleNotFoundError:
+        return False

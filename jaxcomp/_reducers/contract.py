@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.boxes import boxed_as, unboxed
 from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.leaves import boxed_as, unboxed
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs

@@ -17,8 +17,8 @@ from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.cholesky_qr import ROUNDS_TO_SPAN
 from jaxcomp._lowrank.grouped import Grouped
-from jaxcomp._lowrank.leafwise import Leafwise
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView
+from jaxcomp._lowrank.products import Leafwise
 from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import as_local, axis_size
 from jaxcomp._mesh.collectives import Reduced, reduce_mean

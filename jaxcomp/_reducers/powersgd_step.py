@@ -16,9 +16,8 @@ from jax import lax
 from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.grouped import Grouped
-from jaxcomp._lowrank.kernels import compiler_found
 from jaxcomp._lowrank.stacks import Stacks
-from jaxcomp._mesh.axes import axis_tuple, mapped_mesh_axes, other_axes
+from jaxcomp._mesh.axes import axis_tuple, compiler_found, mapped_mesh_axes, other_axes
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.weights import Weight, weighted_mean
 from jaxcomp._reducers.contract import all_finite
