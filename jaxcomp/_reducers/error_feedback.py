@@ -13,7 +13,7 @@ from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dty
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.marks import common_mark, is_ours, marked
+from jaxcomp._mesh.weights import common_mark, is_ours, marked
 from jaxcomp._reducers.contract import (
     Reduction,
     Transformation,

@@ -37,7 +37,7 @@ from jaxcomp._base.typing import (
 )
 from jaxcomp._lowrank.matricize import LeafPlan, stacked_matrix_dims
 from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.marks import common_mark, is_ours, marked
+from jaxcomp._mesh.weights import common_mark, is_ours, marked
 from jaxcomp._reducers.buckets import checked_buckets, in_buckets
 from jaxcomp._reducers.contract import (
     Reducer,
