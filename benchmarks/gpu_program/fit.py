@@ -10,9 +10,7 @@ into docs/choosing.md, and prints how far each program is from them. Needs no GP
 
 from __future__ import annotations
 
-import collections
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,51 +43,14 @@ FLOORS = {
     "powersgd, alternating": 6,
     "quantized_allreduce": 0,
 }
-_FLOOR_OTHER, _FEW_COLUMNS = 2, 8
-_SMALL, _STACK = 1 << 20, 32  # values of a leaf that is stacked; leaves of a stack
 
 
-class Terms(NamedTuple):
-    """What the factors are multiplied with; the adviser has the same."""
-
-    kernels: list[float]
-    words: list[float]
-    values: int  # compressed
-    other: int  # values that are not
-
-
-def terms(tree: str, reducer: str, rank: int) -> Terms:
+def terms(tree: str, reducer: str, rank: int) -> extend.ProgramTerms:
     """Of one program."""
     leaves = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
     low = None if reducer == "quantized_allreduce" else rank
     plans = extend.plan_leaves(leaves, lambda path, leaf: low, min_compression_rate=2.0)
-    views = [plan.view for plan in plans if plan.view]
-    shapes = {(v.batch, v.n_rows, v.n_cols, v.cols_first) for v in views}
-    values = sum(plan.size for plan in plans if plan.view)
-    other = sum(plan.size for plan in plans) - values
-    factors = sum(plan.wire_size for plan in plans) - other
-    # A leaf's own rank may be lower, but not that of all.
-    doublings = math.log2(max([plan.rank for plan in plans if plan.view], default=1))
-    small = collections.Counter(
-        (plan.shape, plan.view) for plan in plans if plan.view and plan.size <= _SMALL
-    )
-    copied = sum(number - -(-number // _STACK) for number in small.values())
-    stacked = sum(math.prod(shape) * n for (shape, _), n in small.items() if n > 1)
-    arrays = len(views) - copied
-    several = arrays if doublings else 0
-    return Terms(
-        [1, doublings, len(shapes), arrays, several, copied, len(plans) - len(views)],
-        [
-            values,
-            values if 2**doublings > _FEW_COLUMNS else 0,
-            other,
-            factors,
-            factors * doublings,
-            stacked,
-        ],
-        values,
-        other,
-    )
+    return extend.program_terms(plans)
 
 
 class Fitted(NamedTuple):
@@ -116,7 +77,7 @@ def fitted(cases: Sequence[Mapping[str, Any]], reducer: str) -> Fitted:
     found = [terms(case["tree"], reducer, case["rank"]) for case in own]
     counted = np.array([case["kernels"] for case in own], float)
     moved = np.array([case["words"] * case["values"] for case in own], float)
-    floor = np.array([FLOORS[reducer] * x.values + _FLOOR_OTHER * x.other for x in found], float)
+    floor = np.array([x.floor(FLOORS[reducer]) for x in found])
     kernels = _factors([x.kernels for x in found], counted, counted)
     words = _factors([x.words for x in found], np.maximum(moved - floor, 0), moved)
     launched = np.array([x.kernels for x in found]) @ kernels
@@ -132,7 +93,7 @@ def _words(cases: Sequence[Mapping[str, Any]]) -> Any:
     return np.array([case["words"] for case in cases])
 
 
-def _factors(terms: list[list[float]], wanted: Any, scale: Any) -> list[float]:
+def _factors(terms: Sequence[Sequence[float]], wanted: Any, scale: Any) -> list[float]:
     weighted = np.array(terms, float) / scale[:, None]
     # Columns of one length: those of words are millions of times as long as each other.
     length = np.linalg.norm(weighted, axis=0)

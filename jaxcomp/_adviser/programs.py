@@ -17,7 +17,7 @@ from jaxcomp._lowrank.stacks import Stacks
 class Form(NamedTuple):
     """How kernels and words of one form of the update grow with the leaves and the rank.
 
-    What each figure is multiplied with is in `gpu_program`, in the same order.
+    What each figure is multiplied with is in `ProgramTerms`, in the same order.
     """
 
     floor: float  # words for every compressed value below which no program goes
@@ -72,15 +72,35 @@ class Program(NamedTuple):
     words: float  # of four bytes, read or written
 
 
-def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Program:
-    """What an update is predicted to launch and to move.
+class ProgramTerms(NamedTuple):
+    """What kernels and words of one update grow with: numbers to fit counted programs to."""
+
+    kernels: tuple[float, ...]
+    words: tuple[float, ...]  # above the floor
+    values: int  # compressed
+    other: int  # values that are not
+
+    def floor(self, words_a_value: float) -> float:
+        """Words that an update moves at least, `words_a_value` for every compressed value."""
+        return words_a_value * self.values + _FLOOR_OTHER * self.other
+
+
+def program_terms(plans: Sequence[LeafPlan], buckets: int = 1) -> ProgramTerms:
+    """What the adviser multiplies with factors that were fitted to programs compiled for GPUs.
+
+    For those who count programs of hardware of their own, as `benchmarks/gpu_program` does.
 
     Args:
-      name: Of `FORMS`.
-      plans: Of all leaves.
+      plans: Of all leaves, from `plan_leaves`.
       buckets: Each makes bases of its own, and so launches once more what an update launches once.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxcomp import extend
+    >>> plans = extend.plan_leaves({"w": jnp.zeros((64, 32)), "b": jnp.zeros(64)}, 4, 2.0)
+    >>> terms = extend.program_terms(plans)
+    >>> terms.values, terms.other, terms.floor(7)
+    (2048, 64, 14464)
     """
-    form = FORMS[name]
     compressed = [plan for plan in plans if plan.view is not None]
     other = [plan.size for plan in plans if plan.view is None]
     values = sum(plan.size for plan in compressed)
@@ -109,8 +129,14 @@ def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Progr
         factors * doublings,
         stacked,
     )
-    floor = form.floor * values + _FLOOR_OTHER * sum(other)
-    return Program(_total(form.kernels, kernels), floor + _total(form.words, words))
+    return ProgramTerms(kernels, words, values, sum(other))
+
+
+def gpu_program(name: str, plans: Sequence[LeafPlan], buckets: int = 1) -> Program:
+    """What an update is predicted to launch and to move; `name` is one of `FORMS`."""
+    form, terms = FORMS[name], program_terms(plans, buckets)
+    words = terms.floor(form.floor) + _total(form.words, terms.words)
+    return Program(_total(form.kernels, terms.kernels), words)
 
 
 def _total(each: Sequence[float], numbers: Sequence[float]) -> float:
