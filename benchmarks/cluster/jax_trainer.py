@@ -183,7 +183,10 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     if strategy.kind == "none":
         return 0.0
     if strategy.in_rounds:
-        return jaxcomp.local_sgd_stats(params, sync_every=strategy.number).bytes_per_step
+        reducer = make_reducer(strategy) if strategy.every > 1 else None
+        reduced = reducer and functools.partial(reducer.bytes, replicas=processes)
+        every = strategy.round_steps
+        return jaxcomp.local_sgd_stats(params, sync_every=every, reduced=reduced).bytes_per_step
     # Of one-sided steps the mean of a step for either side, as a sample has one of each.
     return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)
 
@@ -218,14 +221,15 @@ def _rounds(task: Task, strategy: Strategy) -> Program:
     tx, step = _local_step(task)
     run = jaxcomp.local_sgd_round(
         step,
-        sync_every=strategy.number,
+        sync_every=strategy.round_steps,
         axis_name=AXIS,
         inner_init=tx.init,
+        reducer=make_reducer(strategy) if strategy.every > 1 else None,
         fragment_sync_delay=strategy.delay,
         outer=optax.sgd(*OUTER, nesterov=True) if strategy.kind == "diloco" else None,
     )
     program = _mapped(task, run, run.init, P(None, AXIS))
-    return dataclasses.replace(program, in_round=strategy.number)
+    return dataclasses.replace(program, in_round=strategy.round_steps)
 
 
 def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[..., Any]]:

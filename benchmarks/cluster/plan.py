@@ -33,6 +33,7 @@ _NUMBERED = {
     "streaming": "the same, each average sent half a round before it is used",
     "diloco": "local-sgd with an outer Nesterov momentum",
 }
+_ROUNDS = ("local-sgd", "streaming", "diloco")
 _WITH_FACTORS = ("powersgd", "one-sided")
 _WIRES = {"fp16": "float16", "int8": "int8", "int6": "int6"}
 _NOT_IN_TORCH = ("one-sided", "int8", "streaming", "diloco")
@@ -74,11 +75,13 @@ class Strategy:
     kind: str
     number: int = 0  # rank, or steps between averages; 0 where the kind takes none
     wire: str = ""  # how factors travel: "" for float32, else a key of `_WIRES`
+    every: int = 1  # steps that each replica takes alone before their sum is compressed
 
     @property
     def name(self) -> str:
         """As on the command line."""
-        return "-".join(str(part) for part in (self.kind, self.number, self.wire) if part)
+        every = f"every-{self.every}" if self.every > 1 else ""
+        return "-".join(str(part) for part in (self.kind, self.number, self.wire, every) if part)
 
     @property
     def comm_dtype(self) -> str | None:
@@ -92,14 +95,17 @@ class Strategy:
         A whole round of local SGD; a step for either side of one-sided compression, which send
         different amounts; one step otherwise.
         """
-        if self.in_rounds:
-            return self.number
-        return 2 if self.kind == "one-sided" else 1
+        return 2 if self.kind == "one-sided" else self.round_steps
+
+    @property
+    def round_steps(self) -> int:
+        """Steps that one call of the program takes: of a round; 1 where there are none."""
+        return self.number if self.kind in _ROUNDS else self.every
 
     @property
     def in_rounds(self) -> bool:
-        """Whether parameters are averaged, after so many steps as `number` says."""
-        return self.kind in ("local-sgd", "streaming", "diloco")
+        """Whether it is parameters that are averaged, after `round_steps`."""
+        return self.kind in _ROUNDS or self.every > 1
 
     @property
     def delay(self) -> int:
@@ -108,7 +114,8 @@ class Strategy:
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
-        return framework == "jax" or not (self.wire or self.kind in _NOT_IN_TORCH)
+        own = self.wire or self.every > 1 or self.kind in _NOT_IN_TORCH
+        return framework == "jax" or not own
 
 
 UNLIMITED = Rate("unlimited", None)
@@ -140,12 +147,18 @@ def parse_strategy(text: str) -> Strategy:
     name = text.strip().lower()
     if name in _PLAIN:
         return Strategy(name)
-    wires = "|".join(_WIRES)
-    found = re.fullmatch(rf"({'|'.join(_NUMBERED)})-([1-9]\d*)(?:-({wires}))?", name)
-    if found and (found[3] is None or found[1] in _WITH_FACTORS):
-        return Strategy(found[1], int(found[2]), found[3] or "")
+    wires, number = "|".join(_WIRES), r"([1-9]\d*)"
+    kinds = "|".join(_NUMBERED)
+    found = re.fullmatch(rf"({kinds})-{number}(?:-({wires}))?(?:-every-{number})?", name)
+    if (
+        found
+        and (found[3] is None or found[1] in _WITH_FACTORS)
+        and (found[4] is None or found[1] == "powersgd")
+    ):
+        return Strategy(found[1], int(found[2]), found[3] or "", int(found[4] or 1))
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
     known += [f"{kind}-N-{wires}" for kind in _WITH_FACTORS]
+    known += ["powersgd-N-every-H (of the change in H steps, as local-sgd-H)"]
     raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
 
 

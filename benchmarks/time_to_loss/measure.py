@@ -94,16 +94,11 @@ def _started(plan: Plan) -> Generator[tuple[Network, Job, Run]]:
 def _record(job: Job, run: Run) -> dict[str, Any]:
     framework, strategy, seed = run
     named = {"framework": framework, "strategy": strategy.name, "seed": seed}
-    return named | {"steps_per_call": _call(strategy), "parameters": job.parameters}
-
-
-def _call(strategy: Strategy) -> int:
-    """Steps in one call: a round of local SGD is trained as a whole, and ends with an average."""
-    return strategy.number if strategy.in_rounds else 1
+    return named | {"steps_per_call": strategy.round_steps, "parameters": job.parameters}
 
 
 def _trained(job: Job, config: Config, strategy: Strategy) -> dict[str, Any]:
-    call = _call(strategy)
+    call = strategy.round_steps
     every = max(1, config.eval_every // call) * call
     curve, seconds, sent, first = [], 0.0, 0, 0
     while first + every <= config.steps:
@@ -120,7 +115,7 @@ def _trained(job: Job, config: Config, strategy: Strategy) -> dict[str, Any]:
 def _times(network: Network, job: Job, plan: Plan, rate: Rate, strategy: Strategy) -> list[float]:
     """Seconds of calls at a rate."""
     network.shape(rate)
-    call, steps = _call(strategy), plan.config.steps
+    call, steps = strategy.round_steps, plan.config.steps
     settled = _slowest(_train(job, 0, call, steps))[-1]
     if settled > plan.seconds_per_rate / 4:
         count, kept = max(1, int(plan.seconds_per_rate / settled)), [settled]

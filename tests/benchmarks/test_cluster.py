@@ -100,6 +100,12 @@ def test_strategies():
     streaming = parse_strategy("streaming-8")
     assert (streaming.name, streaming.steps_per_sample) == ("streaming-8", 8)
     assert not streaming.runs_in("torch")
+    rare = parse_strategy("powersgd-4-int6-every-8")
+    assert (rare.name, rare.number, rare.comm_dtype) == ("powersgd-4-int6-every-8", 4, "int6")
+    assert (rare.steps_per_sample, rare.in_rounds) == (8, True)
+    assert not parse_strategy("powersgd-4-every-2").runs_in("torch")
+    assert parse_strategy("local-sgd-1").in_rounds
+    assert not parse_strategy("powersgd-4-every-1").in_rounds
     assert parse_strategy("one-sided-4").name == "one-sided-4"
     assert parse_strategy("one-sided-4").steps_per_sample == 2  # a step for each side
     assert not parse_strategy("one-sided-4").runs_in("torch")
@@ -112,7 +118,19 @@ def test_strategies():
     assert all(parse_strategy(s).runs_in("torch") for s in ("none", "fp16", "local-sgd-2"))
 
 
-@pytest.mark.parametrize("text", ["", "powersgd", "powersgd-0", "powersgd-x", "none-1", "zip"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "powersgd",
+        "powersgd-0",
+        "powersgd-x",
+        "none-1",
+        "zip",
+        "one-sided-4-every-8",
+        "powersgd-4-every-0",
+    ],
+)
 def test_what_is_no_strategy(text):
     with pytest.raises(ValueError, match=r"`--strategies` has no .*powersgd-N \(N: rank\)"):
         parse_strategy(text)
