@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import jaxcomp
+from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.printed import with_printed
 from benchmarks.common.runs import read_runs
@@ -17,11 +18,14 @@ from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import AXIS, Config
 from benchmarks.optimizers.report import best
 from benchmarks.optimizers.settings import GRID, WIDE, Setting, longer, wider
+from benchmarks.time_to_loss import report as over_links
+from benchmarks.time_to_loss.task import Config as OverLinks
 
 MODULE = ROOT / "jaxcomp" / "_adviser" / "evidence.py"
 PAGE = ROOT / "docs" / "choosing.md"
 COMMAND = "python -m benchmarks.optimizers --evidence"
 CONVERGENCE = RESULTS / "convergence.jsonl"  # has the int8 all-reduce, with AdamW
+TIME_TO_LOSS = RESULTS / "time_to_loss.jsonl"  # has the wider model with AdamW
 _INT8, _EXACT = "int8", "allreduce"  # strategies there
 _PLACE = re.compile(rf"(?<=^# {re.escape(COMMAND)}\n).*?(?=^# end$)", re.DOTALL | re.MULTILINE)
 
@@ -30,6 +34,7 @@ def with_tables(
     module: str,
     runs: Sequence[dict[str, Any]],
     convergence: Sequence[dict[str, Any]],
+    links: Sequence[dict[str, Any]],
     config: Config,
 ) -> str:
     """The module with the tables of these runs.
@@ -38,6 +43,7 @@ def with_tables(
       module: Its text.
       runs: Of this study.
       convergence: Of `benchmarks.convergence`.
+      links: Of `benchmarks.time_to_loss`.
       config: Of the runs that are interpolated; those of four times the steps, and of four times
         the width, stand beside them.
 
@@ -60,7 +66,7 @@ def with_tables(
         + "]\n"
         f"WIDTH = {wider(config).width}\n"
         "WIDE: Sequence[Measured] = [\n"
-        + "".join(f"    {_call(row)},\n" for row in _wide(runs, config))
+        + "".join(f"    {_call(row)},\n" for row in [*_wide(runs, config), *_over_links(links)])
         + "]\n"
     )
     return _PLACE.sub(lambda _: text, module)
@@ -68,9 +74,10 @@ def with_tables(
 
 def write(runs: Sequence[dict[str, Any]], config: Config) -> int:
     """The module and the page anew; the exit code of a command that did so."""
-    program, convergence = "benchmarks.optimizers", read_runs(CONVERGENCE)
+    program = "benchmarks.optimizers"
+    others = read_runs(CONVERGENCE), read_runs(TIME_TO_LOSS)
     return write_page(
-        program, MODULE, lambda module: with_tables(module, runs, convergence, config)
+        program, MODULE, lambda module: with_tables(module, runs, *others, config)
     ) or write_page(program, PAGE, with_printed)
 
 
@@ -127,6 +134,22 @@ def _wide(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...
     return rows
 
 
+def _over_links(runs: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The rows of AdamW in the wider model, of strategies with more than one seed."""
+    setting = OverLinks()
+    found = over_links.results([run for run in runs if run["config"] == asdict(setting)])
+    rows = list[tuple[Any, ...]]()
+    for name, own in found.items():
+        framework, _, strategy = name.partition("/")
+        plan = parse_strategy(strategy)
+        if (framework, plan.kind) == ("jax", "powersgd") and len(own.losses) > 1:
+            exact = found[over_links.EXACT]
+            ratio, above = exact.sent / own.sent, own.gaps(exact)
+            wire = plan.wire or "float32"
+            rows.append(_row("adamw", setting.steps, wire, plan.number, ratio, above, plan.every))
+    return sorted(rows, key=lambda row: row[4])
+
+
 def _rows(exact: Setting, found: dict[Setting, Result], steps: int) -> list[tuple[Any, ...]]:
     rows = []
     for setting, own in found.items():
@@ -143,12 +166,19 @@ def _rows(exact: Setting, found: dict[Setting, Result], steps: int) -> list[tupl
 
 
 def _row(
-    optimizer: str, steps: int, wire: str, rank: int, ratio: float, above: Sequence[float]
+    optimizer: str,
+    steps: int,
+    wire: str,
+    rank: int,
+    ratio: float,
+    above: Sequence[float],
+    every: int = 1,
 ) -> tuple[Any, ...]:
     """The fields of a `Measured`, gaps in shares and no longer in per cent."""
     gap = round(mean(above) / 100, 4)
     spread = round(stdev(above) / 100, 4) if len(above) > 1 else None
-    return optimizer, steps, wire, rank, round(ratio, 2), gap, spread, len(above)
+    fields = optimizer, steps, wire, rank, round(ratio, 2), gap, spread, len(above)
+    return fields if every == 1 else (*fields, every)
 
 
 def _int8(convergence: Sequence[dict[str, Any]], config: Config) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ class Measured:
     gap: float  # of the held-out loss: 0.01 is 1% above, on average over the seeds
     spread: float | None  # standard deviation over the seeds; None for a single one
     seeds: int
+    every: int = 1  # steps that replicas take alone, whose sum is compressed: a round of local SGD
 
 
 # python -m benchmarks.optimizers --evidence
@@ -81,6 +82,11 @@ WIDTH = 512
 WIDE: Sequence[Measured] = [
     Measured("muon", 480, "int6", 84, 21.46, 0.005, 0.0022, 3),
     Measured("muon", 480, "int6", 43, 39.58, 0.0241, None, 1),
+    Measured("adamw", 480, "int6", 32, 51.06, -0.0029, 0.0062, 3),
+    Measured("adamw", 480, "int6", 16, 112.87, 0.013, 0.005, 3),
+    Measured("adamw", 480, "int6", 32, 204.24, -0.0015, 0.0069, 3, 4),
+    Measured("adamw", 480, "int6", 24, 305.54, 0.0044, 0.0044, 3, 4),
+    Measured("adamw", 480, "int6", 20, 364.5, 0.0079, 0.0066, 3, 4),
 ]
 # end
 

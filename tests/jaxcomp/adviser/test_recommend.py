@@ -49,7 +49,9 @@ def study(monkeypatch):
     monkeypatch.setattr(evidence, "EXACT", {"adamw": "rate 0.002", "lion": "rate 0.0004"})
     monkeypatch.setattr(evidence, "INT8", int8)
     monkeypatch.setattr(evidence, "MEASURED", points)
-    wide = (measured(64, 20.0, -0.001), measured(64, 20.0, 0.01, optimizer="lion"))
+    rounds = dataclasses.replace(measured(32, 160.0, 0.002), every=4)
+    more = measured(32, 51.0, 0.03)
+    wide = (measured(64, 20.0, -0.001), more, rounds, measured(64, 20.0, 0.01, optimizer="lion"))
     monkeypatch.setattr(evidence, "WIDE", wide)
 
 
@@ -200,6 +202,11 @@ def test_what_the_study_was_and_where_the_parameters_lie_outside():
     assert "standard deviation of 0.20%" in said
     assert "over 1,920 steps runs at 20.0 times fewer bytes ended 0.3% above" in said
     assert "width: in a model of width 512 runs at 20.0 times fewer bytes ended 0.1% below" in said
+    assert (
+        "runs in rounds of 4 steps (local_sgd_round) at 160.0 times fewer bytes ended 0.2%" in said
+    )
+    assert "51.0" not in said
+    assert "at 51.0 times fewer bytes ended 3% above" in " ".join(str(recommend("4%")).split())
     assert "width: " not in str(recommend("2%", shapes((128, 512), (128,))))
     assert "2,098,176 parameters, in matrices 1,024 wide" in said
     assert "replicas: yours are 8, the study's 4" in said
