@@ -187,7 +187,7 @@ def errors(
     rows = []
     for (model, rate, name), measured in figures.items():
         strategy, alone = parse_strategy(name), figures.get((model, rate, "none"))
-        if strategy.kind == "none" or alone is None or model not in calibrations:
+        if alone is None or model not in calibrations or not _predicted(strategy):
             continue
         tree = parameters(model, tiny=run["settings"]["tiny"])
         processes = run["settings"]["processes"]
@@ -198,6 +198,11 @@ def errors(
              "predicted": predicted, "error": error}
         )  # fmt: skip
     return rows
+
+
+def _predicted(strategy: Strategy) -> bool:
+    """Whether the adviser has a figure for it; of local SGD it has one for exact averages."""
+    return strategy.kind not in ("none", "streaming", "diloco") and strategy.every == 1
 
 
 def predict(

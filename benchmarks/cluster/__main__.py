@@ -143,7 +143,7 @@ def settings(plan: Plan) -> dict[str, Any]:
 def _line(case: Case) -> str:
     figures = figures_of(case)
     return (
-        f"{case.model:12} {case.rate:10} {case.strategy:13} {case.framework:6}"
+        f"{case.model:12} {case.rate:10} {case.strategy:24} {case.framework:6}"
         f"{figures.median * 1e3:10.1f} ms ({figures.low * 1e3:.1f} to {figures.high * 1e3:.1f}), "
         f"{figures.wire / 1e3:10,.1f} kB"
     )

@@ -178,13 +178,18 @@ def make_reducer(strategy: Strategy) -> Any:
     )
 
 
+def _of_change(strategy: Strategy) -> Any:
+    """What the change of a round goes through; None where parameters are averaged exactly."""
+    return make_reducer(strategy) if strategy.every > 1 else None
+
+
 def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
     if strategy.kind == "none":
         return 0.0
     if strategy.in_rounds:
-        reducer = make_reducer(strategy) if strategy.every > 1 else None
-        reduced = reducer and functools.partial(reducer.bytes, replicas=processes)
+        reducer = _of_change(strategy)
+        reduced = None if reducer is None else functools.partial(reducer.bytes, replicas=processes)
         every = strategy.round_steps
         return jaxcomp.local_sgd_stats(params, sync_every=every, reduced=reduced).bytes_per_step
     # Of one-sided steps the mean of a step for either side, as a sample has one of each.
@@ -224,7 +229,7 @@ def _rounds(task: Task, strategy: Strategy) -> Program:
         sync_every=strategy.round_steps,
         axis_name=AXIS,
         inner_init=tx.init,
-        reducer=make_reducer(strategy) if strategy.every > 1 else None,
+        reducer=_of_change(strategy),
         fragment_sync_delay=strategy.delay,
         outer=optax.sgd(*OUTER, nesterov=True) if strategy.kind == "diloco" else None,
     )

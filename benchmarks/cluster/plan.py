@@ -104,7 +104,7 @@ class Strategy:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether it is parameters that are averaged, after `round_steps`."""
+        """Whether parameters, or their change, are averaged after `round_steps`."""
         return self.kind in _ROUNDS or self.every > 1
 
     @property
@@ -158,7 +158,7 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(found[1], int(found[2]), found[3] or "", int(found[4] or 1))
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
     known += [f"{kind}-N-{wires}" for kind in _WITH_FACTORS]
-    known += ["powersgd-N-every-H (of the change in H steps, as local-sgd-H)"]
+    known += [f"powersgd-N[-{wires}]-every-H (of the change in H steps, as local-sgd-H)"]
     raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
 
 

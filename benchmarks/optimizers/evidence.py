@@ -56,6 +56,7 @@ def with_tables(
         raise ValueError("no compressed runs after a search; run python -m benchmarks.optimizers.")
     if len(_PLACE.findall(module)) != 1:
         raise ValueError(f"{MODULE.name} has no single place for the tables.")
+    wide = [*_wide(runs, config), *_over_links(links, config)]
     tuned = "".join(f'    "{name}": "{said}",\n' for name, said in exact.items())
     text = (
         f"{_study(config)}\n"
@@ -65,9 +66,8 @@ def with_tables(
         + "".join(f"    {_call(row)},\n" for row in rows)
         + "]\n"
         f"WIDTH = {wider(config).width}\n"
-        "WIDE: Sequence[Measured] = [\n"
-        + "".join(f"    {_call(row)},\n" for row in [*_wide(runs, config), *_over_links(links)])
-        + "]\n"
+        f"WIDE_REPLICAS = {wider(config).replicas}\n"
+        "WIDE: Sequence[Measured] = [\n" + "".join(f"    {_call(row)},\n" for row in wide) + "]\n"
     )
     return _PLACE.sub(lambda _: text, module)
 
@@ -134,9 +134,14 @@ def _wide(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...
     return rows
 
 
-def _over_links(runs: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The rows of AdamW in the wider model, of strategies with more than one seed."""
-    setting = OverLinks()
+def _over_links(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...]]:
+    """The rows of AdamW in the wider model, of strategies with more than one seed.
+
+    Its rate was not searched for: it is the same with and without compression.
+    """
+    setting, alike = OverLinks(), wider(config)
+    if (setting.width, setting.processes) != (alike.width, alike.replicas):
+        raise ValueError("time_to_loss and the wider model differ in their width or replicas.")
     found = over_links.results([run for run in runs if run["config"] == asdict(setting)])
     rows = list[tuple[Any, ...]]()
     for name, own in found.items():
@@ -145,7 +150,7 @@ def _over_links(runs: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
         if (framework, plan.kind) == ("jax", "powersgd") and len(own.losses) > 1:
             exact = found[over_links.EXACT]
             ratio, above = exact.sent / own.sent, own.gaps(exact)
-            wire = plan.wire or "float32"
+            wire = plan.comm_dtype or "float32"
             rows.append(_row("adamw", setting.steps, wire, plan.number, ratio, above, plan.every))
     return sorted(rows, key=lambda row: row[4])
 

@@ -46,7 +46,8 @@ RATES = "1gbit,100mbit,10mbit"
 RUNS = (
     "jax/allreduce,torch/allreduce,jax/fp16,torch/fp16,"
     "torch/powersgd-16,torch/powersgd-32,torch/powersgd-64,"
-    "jax/powersgd-16-int8,jax/powersgd-32-int8,jax/powersgd-64-int8,"
+    "jax/powersgd-16-int6,jax/powersgd-32-int6,jax/powersgd-64-int6,"
+    "jax/powersgd-24-int6-every-4,jax/powersgd-32-int6-every-4,"
     "jax/local-sgd-8,torch/local-sgd-8,jax/diloco-30"
 )
 _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}

@@ -79,6 +79,7 @@ MEASURED: Sequence[Measured] = [
     Measured("adafactor", 480, "int6", 5, 82.96, 0.0117, None, 1),
 ]
 WIDTH = 512
+WIDE_REPLICAS = 2
 WIDE: Sequence[Measured] = [
     Measured("muon", 480, "int6", 84, 21.46, 0.005, 0.0022, 3),
     Measured("muon", 480, "int6", 43, 39.58, 0.0241, None, 1),

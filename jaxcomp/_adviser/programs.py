@@ -75,8 +75,12 @@ class Program(NamedTuple):
 class ProgramTerms(NamedTuple):
     """What kernels and words of one update grow with: numbers to fit counted programs to."""
 
+    # Updates (buckets), the same times the doublings of the rank from 1, shapes, arrays once small
+    # leaves are stacked, the same above rank 1, leaves copied into stacks, leaves not compressed.
     kernels: tuple[float, ...]
-    words: tuple[float, ...]  # above the floor
+    # Above the floor: values compressed, the same above rank 8, values that are not, values of the
+    # factors, the same times the doublings, values in stacks.
+    words: tuple[float, ...]
     values: int  # compressed
     other: int  # values that are not
 
@@ -88,18 +92,22 @@ class ProgramTerms(NamedTuple):
 def program_terms(plans: Sequence[LeafPlan], buckets: int = 1) -> ProgramTerms:
     """What the adviser multiplies with factors that were fitted to programs compiled for GPUs.
 
-    For those who count programs of hardware of their own, as `benchmarks/gpu_program` does.
+    For those who count programs of other NVIDIA GPUs, as `benchmarks/gpu_program` does.
 
     Args:
       plans: Of all leaves, from `plan_leaves`.
       buckets: Each makes bases of its own, and so launches once more what an update launches once.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxcomp import extend
-    >>> plans = extend.plan_leaves({"w": jnp.zeros((64, 32)), "b": jnp.zeros(64)}, 4, 2.0)
-    >>> terms = extend.program_terms(plans)
-    >>> terms.values, terms.other, terms.floor(7)
-    (2048, 64, 14464)
+    Returns:
+      Numbers to multiply with a factor each: their sums are kernels, and words above the floor.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> plans = extend.plan_leaves({"w": jnp.zeros((64, 32)), "b": jnp.zeros(64)}, 4, 2.0)
+      >>> terms = extend.program_terms(plans)
+      >>> terms.values, terms.other, terms.floor(7)
+      (2048, 64, 14464)
     """
     compressed = [plan for plan in plans if plan.view is not None]
     other = [plan.size for plan in plans if plan.view is None]

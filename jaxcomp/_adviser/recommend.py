@@ -342,7 +342,7 @@ def _validity(
     else:
         said.append(f"seeds: {seeds}, whose gaps have a standard deviation of {choice.spread:.2%}")
     said += _longer(choice)
-    said += _wider(params, with_what, budget)
+    said += _wider(params, optimizer, budget)
     if optimizer != with_what:
         said.append(f"optimizer: this was measured with {with_what}, not with {optimizer}")
     if choice.rank is not None:
@@ -383,11 +383,17 @@ def _wider(params: PyTree, optimizer: str, budget: float) -> list[str]:
         within = [m for m in alike if m.gap <= budget]
         one = max(within, key=lambda m: m.ratio) if within else min(alike, key=lambda m: m.gap)
         rounds = f" in rounds of {every} steps (local_sgd_round)" if every > 1 else ""
+        spread = "" if one.spread is None else f", standard deviation {one.spread:.2%}"
         said.append(
-            f"width: in a model of width {evidence.WIDTH} runs{rounds} at {one.ratio:.1f} times "
-            f"fewer bytes ended {_ended(one.gap)} exact averages"
+            f"width: in a model of width {evidence.WIDTH} with {evidence.WIDE_REPLICAS} replicas "
+            f"powersgd rank {one.rank} {one.wire}{rounds} sent {one.ratio:.1f} times fewer bytes "
+            f"and ended {_ended(one.gap)} exact averages ({_seeds(one.seeds)}{spread})"
         )
     return said
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 def _widths(params: PyTree) -> list[int]:
