@@ -187,7 +187,7 @@ def errors(
     rows = []
     for (model, rate, name), measured in figures.items():
         strategy, alone = parse_strategy(name), figures.get((model, rate, "none"))
-        if alone is None or model not in calibrations or not _predicted(strategy):
+        if alone is None or model not in calibrations or _name(strategy) is None:
             continue
         tree = parameters(model, tiny=run["settings"]["tiny"])
         processes = run["settings"]["processes"]
@@ -198,11 +198,6 @@ def errors(
              "predicted": predicted, "error": error}
         )  # fmt: skip
     return rows
-
-
-def _predicted(strategy: Strategy) -> bool:
-    """Whether the adviser has a figure for it; of local SGD it has one for exact averages."""
-    return strategy.kind not in ("none", "streaming", "diloco") and strategy.every == 1
 
 
 def predict(
@@ -239,6 +234,13 @@ def predict(
         comm_dtype=strategy.comm_dtype,
         calibration=constants,
     )
+    return next(p for p in advice.predictions if p.name == _name(strategy))
+
+
+def _name(strategy: Strategy) -> str | None:
+    """What the adviser calls it; None where it has no figure, as for rounds that are compressed."""
+    if strategy.every > 1:
+        return None
     wire = f" {strategy.comm_dtype}" if strategy.comm_dtype else ""
     names = {
         "allreduce": "all-reduce float32",
@@ -248,7 +250,7 @@ def predict(
         "local-sgd": f"local SGD H={strategy.number}",
         "int8": "int8",
     }
-    return next(p for p in advice.predictions if p.name == names[strategy.kind])
+    return names.get(strategy.kind)
 
 
 if __name__ == "__main__":

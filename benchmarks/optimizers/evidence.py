@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import AXIS, Config
 from benchmarks.optimizers.report import best
-from benchmarks.optimizers.settings import GRID, WIDE, Setting, longer, wider
+from benchmarks.optimizers.settings import GRID, WIDE, Grid, Setting, longer, wider
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 
@@ -105,11 +106,7 @@ def _measured(
         for c in (config, longer(config))
     )
     exact, rows = dict[str, str](), list[tuple[Any, ...]]()
-    for name in GRID:
-        try:
-            setting = best(name, lambda setting, seed: own[setting].losses[seed])
-        except KeyError:
-            continue  # not searched to its end
+    for name, setting in _searched(own, GRID).items():
         found = [
             *_rows(setting, own, config.steps),
             *_rows(setting, long, longer(config).steps),
@@ -124,14 +121,17 @@ def _measured(
 def _wide(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...]]:
     """The rows of the wider model, which has a search of its own."""
     found = results([run for run in runs if run["config"] == asdict(wider(config))], Setting)
-    rows = list[tuple[Any, ...]]()
-    for name in WIDE:
-        try:
-            setting = best(name, lambda setting, seed: found[setting].losses[seed], WIDE)
-        except KeyError:
-            continue  # not searched to its end
-        rows += _rows(setting, found, config.steps)
-    return rows
+    searched = _searched(found, WIDE).values()
+    return [row for setting in searched for row in _rows(setting, found, config.steps)]
+
+
+def _searched(found: dict[Setting, Result], grid: Grid) -> dict[str, Setting]:
+    """The best exact setting of each optimizer whose search is finished."""
+    chosen = dict[str, Setting]()
+    for name in grid:
+        with contextlib.suppress(KeyError):  # not searched to its end
+            chosen[name] = best(name, lambda setting, seed: found[setting].losses[seed], grid)
+    return chosen
 
 
 def _over_links(runs: Sequence[dict[str, Any]], config: Config) -> list[tuple[Any, ...]]:

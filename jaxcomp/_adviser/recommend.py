@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxcomp._base.checks import ParameterError, check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import PyTree
 from jaxcomp._bytes.stats import compression_stats, quantized_stats
-from jaxcomp._lowrank.matricize import plan_leaves
+from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
 
 # Among choices whose steps are that close the one that loses least is to be preferred, as in
 # `advise`. So a gain that is within the error of the model is none.
@@ -342,11 +343,12 @@ def _validity(
     else:
         said.append(f"seeds: {seeds}, whose gaps have a standard deviation of {choice.spread:.2%}")
     said += _longer(choice)
-    said += _wider(params, optimizer, budget)
+    plans = plan_leaves(params, 1, 2.0)
+    said += _wider(plans, optimizer, budget)
     if optimizer != with_what:
         said.append(f"optimizer: this was measured with {with_what}, not with {optimizer}")
     if choice.rank is not None:
-        said += _outside(params)
+        said += _outside(params, plans)
     if workers != study.replicas:
         said.append(f"replicas: yours are {workers}, the study's {study.replicas}")
     return said
@@ -369,12 +371,12 @@ def _longer(choice: _Choice) -> list[str]:
     ]
 
 
-def _wider(params: PyTree, optimizer: str, budget: float) -> list[str]:
+def _wider(plans: Sequence[LeafPlan], optimizer: str, budget: float) -> list[str]:
     """What was measured in a wider model than the study's, where the matrices are wider too.
 
     In every step, and in rounds: the fewest bytes within the budget, or else the smallest gap.
     """
-    if not any(width > evidence.STUDY.width for width in _widths(params)):
+    if not any(width > evidence.STUDY.width for width in _widths(plans)):
         return []
     measured = [m for m in evidence.WIDE if m.optimizer == optimizer]
     said = list[str]()
@@ -383,28 +385,24 @@ def _wider(params: PyTree, optimizer: str, budget: float) -> list[str]:
         within = [m for m in alike if m.gap <= budget]
         one = max(within, key=lambda m: m.ratio) if within else min(alike, key=lambda m: m.gap)
         rounds = f" in rounds of {every} steps (local_sgd_round)" if every > 1 else ""
+        seeds = "seed" if one.seeds == 1 else "seeds"
         spread = "" if one.spread is None else f", standard deviation {one.spread:.2%}"
         said.append(
             f"width: in a model of width {evidence.WIDTH} with {evidence.WIDE_REPLICAS} replicas "
             f"powersgd rank {one.rank} {one.wire}{rounds} sent {one.ratio:.1f} times fewer bytes "
-            f"and ended {_ended(one.gap)} exact averages ({_seeds(one.seeds)}{spread})"
+            f"and ended {_ended(one.gap)} exact averages ({one.seeds} {seeds}{spread})"
         )
     return said
 
 
-def _seeds(number: int) -> str:
-    return "1 seed" if number == 1 else f"{number} seeds"
-
-
-def _widths(params: PyTree) -> list[int]:
+def _widths(plans: Sequence[LeafPlan]) -> list[int]:
     """Of the matrices that can be compressed; ascending."""
-    views = [plan.view for plan in plan_leaves(params, 1, 2.0) if plan.view is not None]
-    return sorted({min(view.n_rows, view.n_cols) for view in views})
+    return sorted({min(v.n_rows, v.n_cols) for plan in plans if (v := plan.view) is not None})
 
 
-def _outside(params: PyTree) -> list[str]:
+def _outside(params: PyTree, plans: Sequence[LeafPlan]) -> list[str]:
     """Where the shapes lie outside of the study's."""
-    study, values, widths = evidence.STUDY, count_values(params), _widths(params)
+    study, values, widths = evidence.STUDY, count_values(params), _widths(plans)
     said = list[str]()
     if (widths[0], widths[-1]) != (study.width, study.width) or values > 2 * study.parameters:
         across = f"{widths[0]:,}" + (f" to {widths[-1]:,}" if len(widths) > 1 else "")
@@ -412,7 +410,7 @@ def _outside(params: PyTree) -> list[str]:
             f"size: you have {values:,} parameters, in matrices {across} wide; the rank is the one "
             "that sends the same share of their bytes, which was not measured there"
         )
-    left = 1 - sum(plan.size for plan in plan_leaves(params, 1, 2.0) if plan.view) / values
+    left = 1 - sum(plan.size for plan in plans if plan.view) / values
     if left > 2 * study.uncompressed:
         said.append(
             f"other leaves: {left:.1%} of your values are in leaves that are not compressed, "
