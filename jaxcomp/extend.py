@@ -7,6 +7,7 @@ that every reducer's step has in common. Names here are public, as those of `jax
 
 from jaxcomp._adviser.programs import ProgramTerms, program_terms
 from jaxcomp._base.leaves import round_to, unboxed
+from jaxcomp._lowrank.leafwise import map_by_shape, orthogonalize
 from jaxcomp._lowrank.matricize import (
     LeafPlan,
     MatrixView,
@@ -14,7 +15,6 @@ from jaxcomp._lowrank.matricize import (
     is_compressed,
     plan_leaves,
 )
-from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares

@@ -46,15 +46,21 @@ _BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
 _PADDING = 1.125
 
 Factorize = Callable[[Array, Array], tuple[Array, Array]]
+# (row numbers, rank, dtype) -> what takes the place of columns without a direction: (*rows, rank)
+Spare = Callable[[Array, int, Any], Array]
 
 
 def bases_by_rank(
-    factors: Sequence[Array], factorize: Factorize | None = None, rounds: int = ROUNDS
+    factors: Sequence[Array],
+    spare: Spare,
+    factorize: Factorize | None = None,
+    rounds: int = ROUNDS,
 ) -> list[Array]:
     """An orthonormal basis of the columns of every factor, as `orthogonalize` gives.
 
     Args:
       factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
+      spare: Dense columns, for those without a direction of their own.
       factorize: What takes the place of `inverse_factors`.
       rounds: `ROUNDS` or `ROUNDS_TO_SPAN`.
 
@@ -65,18 +71,21 @@ def bases_by_rank(
     for kind in dict.fromkeys((x.shape[-1], x.dtype) for x in factors):
         chosen = [i for i, x in enumerate(factors) if (x.shape[-1], x.dtype) == kind]
         parts = [factors[i] for i in chosen]
-        bases = _bases(parts, factorize, rounds) if factorize else _traced_once(parts, rounds)
+        if factorize is None:
+            bases = _traced_once(parts, spare, rounds)
+        else:
+            bases = _bases(parts, spare, factorize, rounds)
         results.update(zip(chosen, bases, strict=True))
     return [results[i] for i in range(len(factors))]
 
 
-@functools.partial(jax.jit, static_argnames="rounds")
-def _traced_once(factors: list[Array], rounds: int) -> list[Array]:
+@functools.partial(jax.jit, static_argnames=("spare", "rounds"))
+def _traced_once(factors: list[Array], spare: Spare, rounds: int) -> list[Array]:
     """`_bases` in plain JAX, which a program for CPUs is traced with and compiled without."""
-    return _bases(factors, jax.jit(inverse_factors), rounds)
+    return _bases(factors, spare, jax.jit(inverse_factors), rounds)
 
 
-def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Array]:
+def _bases(factors: list[Array], spare: Spare, factorize: Factorize, rounds: int) -> list[Array]:
     rank, dtype = factors[0].shape[-1], factors[0].dtype
     rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
     size = _block_rows(rows)
@@ -91,14 +100,14 @@ def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Arra
     start = (np.arange(len(owner)) - firsts[owner]) * size
     row = jnp.asarray(start)[:, None] + jnp.arange(size)
     inside = row < jnp.asarray(np.array(rows)[owner])[:, None]
-    spare = jnp.where(inside[..., None], spare_directions(row, rank, dtype), 0)
+    dense = jnp.where(inside[..., None], spare(row, rank, dtype), 0)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
     largest = jnp.abs(blocks).max(axis=1)[firsts[:, None] + padded].max(axis=1)
     largest = largest[owner][:, None]
     step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
     x = (blocks * step) / jnp.where(largest == 0, 1, largest * step)
-    x = jnp.where(largest == 0, spare, x)
+    x = jnp.where(largest == 0, dense, x)
     exact = lax.Precision.HIGHEST
     for turn in range(rounds):
         gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
@@ -108,7 +117,7 @@ def _bases(factors: list[Array], factorize: Factorize, rounds: int) -> list[Arra
         inverse, lost = factorize(gram, lost_below)
         x = jnp.einsum("bni,bij->bnj", x, inverse[owner], precision=exact)
         if turn == _LOOKS:
-            x = jnp.where(lost[owner][:, None], spare, x)
+            x = jnp.where(lost[owner][:, None], dense, x)
     return _joined(x, factors)
 
 
@@ -208,26 +217,6 @@ def inverse_factor(gram: Array, lost_below: Array) -> tuple[Array, Array]:
 
 def _shift(rank: int) -> float:
     return _SHIFT * max(1, rank / _SHIFT_RANK)
-
-
-def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
-    """Dense columns without any structure that a gradient would share: hashed positions.
-
-    Args:
-      rows: Row numbers, of any shape and integer dtype.
-      rank: How many columns.
-      dtype: Of the result.
-
-    Returns:
-      ``(*rows.shape, rank)`` in [-0.5, 0.5).
-    """
-    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32)
-    # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
-    bits = rows.astype(jnp.uint32)[..., None] * jnp.uint32(2654435761)
-    bits += cols * jnp.uint32(0x9E3779B9)
-    for multiplier in (0x85EBCA6B, 0xC2B2AE35):
-        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
-    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
 
 
 def _block_rows(rows: Sequence[int]) -> int:

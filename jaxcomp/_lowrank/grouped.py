@@ -1,7 +1,7 @@
 """The arithmetic of PowerSGD on lists of leaves, on NVIDIA GPUs those of one shape in one kernel.
 
 What the kernels do not take (more columns than fit into the registers, float64, a view that moves
-values in memory) is multiplied leaf by leaf, as `products` does it.
+values in memory) is multiplied leaf by leaf, as `leafwise` does it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array
-from jaxcomp._lowrank import kernels, products
+from jaxcomp._lowrank import kernels, leafwise
 from jaxcomp._lowrank.cholesky_qr import ROUNDS, inverse_factors
+from jaxcomp._lowrank.leafwise import orthonormal_bases
 from jaxcomp._lowrank.matricize import MatrixView
-from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 
 # Biases, scales and factors, of which there are many; more values are worth a kernel of their own.
 _SMALL = 1 << 19
@@ -31,7 +31,7 @@ class _Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped(products.Leafwise):
+class Grouped(leafwise.Leafwise):
     """Kernels for leaves of one shape: on GPUs, or in tests interpreted, on any device."""
 
     interpret: bool = False
@@ -53,7 +53,7 @@ class Grouped(products.Leafwise):
                 for i in group:
                     extra = residuals[i].astype(q[i].dtype) * scale.astype(q[i].dtype)
                     totals[i] = gradients[i].astype(q[i].dtype) + extra
-                    left[i] = products.times_q(views[i], totals[i], q[i])
+                    left[i] = leafwise.times_q(views[i], totals[i], q[i])
                 continue
             parts = [
                 (_stack_of(views[i], gradients[i]), _stack_of(views[i], residuals[i]))
@@ -80,7 +80,7 @@ class Grouped(products.Leafwise):
     ) -> list[Array]:
         """``M Q`` of every leaf, or ``M^T P`` if `transposed`."""
         results = list(factors)
-        one = products.transposed_times_p if transposed else products.times_q
+        one = leafwise.transposed_times_p if transposed else leafwise.times_q
         for group, fits in _groups(views, factors, [x.dtype for x in totals]):
             if not fits:
                 _put(results, group, [one(views[i], totals[i], factors[i]) for i in group])
@@ -111,7 +111,7 @@ class Grouped(products.Leafwise):
         for group, fits in _groups(views, p, dtypes):
             if not fits:
                 whole = [
-                    products.outer(views[i], checked(p[i]), q[i]).astype(dtypes[i]) for i in group
+                    leafwise.outer(views[i], checked(p[i]), q[i]).astype(dtypes[i]) for i in group
                 ]
                 _put(results, group, whole)
                 continue
@@ -141,7 +141,7 @@ class Grouped(products.Leafwise):
         ):
             if not fits:
                 for i in group:
-                    results[i] = products.replace_by_product(
+                    results[i] = leafwise.replace_by_product(
                         views[i], p[i], q[i], totals[i], olds[i], function
                     )
                 continue

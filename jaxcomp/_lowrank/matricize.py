@@ -1,7 +1,7 @@
 """From leaves to matrices: which axes are rows and columns, and which leaves are compressed.
 
 A leaf is never transposed when a reshape will do: `MatrixView` remembers whether rows or columns
-come first in memory, and the products in `_factors` contract the right axis.
+come first in memory, and the products in `leafwise` contract the right axis.
 """
 
 from __future__ import annotations

@@ -25,6 +25,13 @@ def mapped_mesh_axes() -> tuple[str, ...]:
     return tuple(name for name, kind in kinds if kind == AxisType.Manual)
 
 
+def explicit_axes() -> tuple[str, ...]:
+    """Mesh axes beside which every operation must say how its result is sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
 def other_axes(kind: AxisType | None = None) -> tuple[str, ...]:
     """Mesh axes of more than one device that are not mapped here; all, or those of one kind.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.axes import axis_tuple, explicit_axes
 
 
 def context_mesh() -> Any:
@@ -69,35 +69,25 @@ def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
 
 
 def on_automatic_axes(
-    function: Callable[..., Any], shardings: Callable[..., PyTree]
-) -> Callable[..., Any]:
-    """`function` with the Explicit axes of the mesh left to the compiler while it runs.
-
-    Beside Explicit axes every operation must say how its result is sharded, which the arithmetic of
-    a reducer, with its reshapes and products, cannot know. The results are typed again as asked.
+    function: Callable[..., Any], shardings: PyTree, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `function` with the Explicit axes of the mesh left to the compiler while it runs.
 
     Args:
       function: Of trees by position and by name. Its arrays may be sharded in their types.
-      shardings: Of the same arguments; returns what the results are typed as, a prefix of them.
+      shardings: What the results are typed as afterwards, a prefix of them.
+      *args: What `function` is called with.
+      **kwargs: The same by name.
     """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-        if not axes:
-            return function(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+    def inside(arrays: dict[int, Array]) -> Any:
+        args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        return function(*args, **kwargs)
 
-        def inside(arrays: dict[int, Array]) -> Any:
-            args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-            return function(*args, **kwargs)
-
-        typed = jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings(*args, **kwargs))
-        return typed(arrays)
-
-    return run
+    typed = jax.sharding.auto_axes(inside, axes=explicit_axes(), out_sharding=shardings)
+    return typed(arrays)
 
 
 def typed_specs(tree: PyTree) -> PyTree:

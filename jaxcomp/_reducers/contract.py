@@ -12,11 +12,10 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_axis_name, check_int
-from jaxcomp._base.leaves import boxed_as, unboxed
+from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs
-from jaxcomp._reducers.opening import Reduction, all_finite, reducible
+from jaxcomp._reducers.opening import Reduction, all_finite, on_plain_arrays, reducible
 
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
@@ -181,11 +180,11 @@ class Reducer(Transformation):
             return result.updates, result.state
 
         made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
-        update = _on_plain_trees(on_automatic_axes(update or derived, _typed_as_update))
+        update = on_plain_arrays(update or derived, _pair)
         self = super().__new__(
             cls, _on_plain_params(init), update, made_by=made_by, count_bytes=count_bytes
         )
-        self.reduce = _on_plain_trees(on_automatic_axes(checked, _typed_as_reduction))
+        self.reduce = on_plain_arrays(checked, _reduction)
         self.axis_name, self.turns = axis_name, turns
         return self
 
@@ -201,31 +200,15 @@ def _on_plain_params(init: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return lambda params: init(unboxed(params))
 
 
-def _on_plain_trees(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` on what is in the boxes of gradients and parameters; outputs are boxed again."""
-
-    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
-        result = function(unboxed(updates), state, unboxed(params), **extra_args)
-        if isinstance(result, Reduction):
-            means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
-            return result._replace(updates=means, sent=sent)
-        means, state = result
-        return boxed_as(means, updates), state
-
-    return run
+def _pair(updates: PyTree, state: PyTree) -> PyTree:
+    """What belongs to the results of an update, from what belongs to what they replace."""
+    return updates, state
 
 
-def _typed_as_update(updates: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> PyTree:
-    """How the results of an update lie over Explicit axes: as what they replace."""
-    del args, extra_args
-    return typed_specs(updates), typed_specs(state)
-
-
-def _typed_as_reduction(updates: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> PyTree:
-    """As `_typed_as_update`, for all fields of a `Reduction`."""
-    own, kept = _typed_as_update(updates, state, *args, **extra_args)
+def _reduction(updates: PyTree, state: PyTree) -> PyTree:
+    """As `_pair`, how a `Reduction` is sharded."""
     finite: Any = jax.sharding.PartitionSpec()
-    return Reduction(own, kept, own, finite)
+    return Reduction(updates, state, updates, finite)
 
 
 def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:

@@ -13,7 +13,6 @@ from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dty
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.weights import common_mark, is_ours, marked
 from jaxcomp._reducers.contract import (
     Reduction,
     Transformation,
@@ -23,7 +22,15 @@ from jaxcomp._reducers.contract import (
     reducer_if_mapped,
     reduction_of,
 )
-from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
+from jaxcomp._reducers.opening import (
+    Field,
+    check_reduce_first,
+    common_mark,
+    fitted,
+    is_ours,
+    marked,
+    open_step,
+)
 
 
 class ErrorFeedbackState(NamedTuple):

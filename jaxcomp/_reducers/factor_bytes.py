@@ -14,7 +14,7 @@ from jaxcomp._base.typing import PyTree
 from jaxcomp._lowrank.matricize import LeafPlan
 from jaxcomp._mesh.shares import ExactLayout
 from jaxcomp._reducers.integer_factors import factor_layout
-from jaxcomp._reducers.powersgd_options import Options
+from jaxcomp._reducers.powersgd_state import Options
 
 
 def count_bytes(

@@ -1,9 +1,19 @@
-"""The opening and closing that every step of a reducer has in common."""
+"""What every step of a reducer begins and ends with, whatever its arithmetic.
+
+Gradients are checked and taken apart, and what is made of them is put together again. The state is
+compared with them: leaf by leaf, and by marks, which say whose residual it is, so that another
+replica's can do no harm. `jax.pmap` with ``out_axes=None`` and ``shard_map(check_vma=False)`` with
+``P()`` return arrays that claim to be replicated and are not, and taking the first of several
+copies is a habit. Either way a checkpoint gets one replica's residual for all of them. Added on
+every replica, it would be a gradient that nobody computed; a replica that finds another's mark
+leaves it out instead. The mark is the replica's index less the mean index, so that the mean of all
+marks, which is what a consolidated state holds, is 0: a residual that is everybody's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +22,18 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import boxed_as, leaf_name, unboxed
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple, check_local
+from jaxcomp._mesh.axes import (
+    as_local,
+    axis_size,
+    axis_tuple,
+    check_local,
+    explicit_axes,
+    is_bound,
+)
+from jaxcomp._mesh.collectives import replica_index
+from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs
 from jaxcomp._mesh.weights import Weight, as_weight, if_counted, weighted_mean_each
 
 
@@ -26,6 +45,36 @@ class Reduction(NamedTuple):
     # this replica's own contribution as sent: `updates` is the mean of it, weighted by the weights
     sent: PyTree
     finite: Array  # bool scalar, equal on every replica: whether all updates are finite
+
+
+def on_plain_arrays(
+    function: Callable[..., Any], specs: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[..., Any]:
+    """`function` on what is in the boxes of gradients and parameters; outputs are boxed again.
+
+    Beside Explicit axes every operation must say how its result is sharded, which the arithmetic of
+    a reducer, with its reshapes and products, cannot know. There the compiler decides meanwhile,
+    and the results are typed as what they replace.
+
+    Args:
+      function: A reducer's ``update`` or `reduce`.
+      specs: From the partition specs of gradients and state to those of what `function` returns.
+    """
+
+    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
+        arguments = unboxed(updates), state, unboxed(params)
+        if explicit_axes():
+            typed = specs(*map(typed_specs, arguments[:2]))
+            result = on_automatic_axes(function, typed, *arguments, **extra_args)
+        else:
+            result = function(*arguments, **extra_args)
+        if isinstance(result, Reduction):
+            means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
+            return result._replace(updates=means, sent=sent)
+        means, state = result
+        return boxed_as(means, updates), state
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +170,7 @@ def open_step(
     """
     if reduce_first is not None:
         updates, weight = _averaged(updates, reduce_first, weight)
-    counts = as_weight(weight, axis_name)
+    counts = None if weight is None else as_weight(weight, axis_name)
     leaves, treedef = jax.tree.flatten(updates)
     positions = reducible(updates, axis_name)
     if counts is not None:
@@ -256,3 +305,32 @@ def _replaced(leaves: list[Array], positions: list[int], values: Sequence[Array]
     for position, value in zip(positions, values, strict=True):
         result[position] = value
     return result
+
+
+def common_mark(axis_name: AxisName | None) -> Array:
+    """The mark of a residual that is everybody's: zeros of shape (1,)."""
+    mark = jnp.zeros(1, jnp.float32)
+    return as_local(mark, axis_name) if axis_name and is_bound(axis_name) else mark
+
+
+def own_mark(axis_name: AxisName) -> Array:
+    """The mark of this replica: float32 of shape (1,)."""
+    centre = (axis_size(axis_name) - 1) / 2
+    return replica_index(axis_name).astype(jnp.float32)[None] - centre
+
+
+def is_ours(mark: PyTree, axis_name: AxisName) -> Array:
+    """Bool scalar: whether a residual with this mark is everybody's or this replica's own.
+
+    A state of before there were marks has (): its residual is taken for what it says it is.
+    """
+    if isinstance(mark, tuple):
+        return jnp.array(True)
+    return ((mark == 0) | (mark == own_mark(axis_name))).all()
+
+
+def marked(mark: PyTree, axis_name: AxisName, commit: Array) -> PyTree:
+    """The mark after a step: this replica's, if the step wrote the residual."""
+    if isinstance(mark, tuple):
+        return mark
+    return jnp.where(commit, own_mark(axis_name), as_local(mark, axis_name))

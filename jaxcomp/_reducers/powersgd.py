@@ -1,16 +1,12 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-Arguments, state and their checks; the arithmetic of an update is in `powersgd_step`.
+Arguments and their checks; `powersgd_state` has what is remembered, `powersgd_step` an update.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import optax
+from typing import Any
 
 from jaxcomp._base.checks import (
     check_axis_name,
@@ -20,52 +16,17 @@ from jaxcomp._base.checks import (
     check_number,
     check_static_number,
 )
-from jaxcomp._base.leaves import (
-    checked_factor_dtype,
-    checked_residual_dtype,
-    compute_dtype,
-)
-from jaxcomp._base.typing import (
-    Array,
-    AxisName,
-    BucketFn,
-    DType,
-    MatrixDimsFn,
-    PyTree,
-    RankFn,
-    Schedule,
-)
-from jaxcomp._lowrank.matricize import LeafPlan, stacked_matrix_dims
-from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.weights import common_mark, is_ours, marked
-from jaxcomp._reducers.buckets import checked_buckets, in_buckets
-from jaxcomp._reducers.contract import (
-    Reducer,
-    Reduction,
-    Turns,
-    call_text,
-)
+from jaxcomp._base.leaves import checked_factor_dtype, checked_residual_dtype
+from jaxcomp._base.typing import AxisName, BucketFn, DType, MatrixDimsFn, RankFn, Schedule
+from jaxcomp._lowrank.matricize import stacked_matrix_dims
+from jaxcomp._reducers.buckets import checked_buckets
+from jaxcomp._reducers.contract import Reducer, call_text
 from jaxcomp._reducers.factor_bytes import count_bytes
-from jaxcomp._reducers.opening import Field, check_reduce_first, fitted, open_step
-from jaxcomp._reducers.powersgd_factors import Leaves, Memory
-from jaxcomp._reducers.powersgd_options import Options, Turn
-from jaxcomp._reducers.powersgd_step import Step
+from jaxcomp._reducers.opening import check_reduce_first
+from jaxcomp._reducers.powersgd_state import Options, PowerSGDState
+from jaxcomp._reducers.powersgd_step import reducer
 
-
-class PowerSGDState(NamedTuple):
-    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
-
-    # int32 scalar: finite updates seen; replicated
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
-    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
-    # alternating only, else (): compressed leaf: (*batch, rows, r) mean left factor; replicated
-    p: PyTree = ()
-    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
-    mark: PyTree = ()
-
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("residual", "mark")
+__all__ = ["PowerSGDState", "powersgd"]
 
 
 def powersgd(
@@ -229,48 +190,7 @@ def powersgd(
             "`alternating=True` needs warm_start=True: every step multiplies with the factor of "
             "the step before."
         )
-
-    def init(params: PyTree) -> PowerSGDState:
-        return _init(options, params)
-
-    counted = functools.partial(count_bytes, options)
-
-    def made(turn: Turn | None, turns: Turns | None = None) -> Reducer:
-        def update(
-            updates: PyTree,
-            state: PowerSGDState,
-            params: PyTree | None = None,
-            *,
-            weight: Any = None,
-            **extra_args: Any,
-        ) -> tuple[PyTree, PowerSGDState]:
-            del params, extra_args
-            result = _reduce(options, updates, state, weight, turn, want_sent=False)
-            return result.updates, result.state
-
-        def reduce(
-            updates: PyTree,
-            state: PowerSGDState,
-            params: PyTree | None = None,
-            *,
-            weight: Any = None,
-            **extra_args: Any,
-        ) -> Reduction:
-            del params, extra_args
-            return _reduce(options, updates, state, weight, turn, want_sent=True)
-
-        return Reducer(
-            init,
-            reduce,
-            axis_name,
-            update=update,
-            made_by=made_by,
-            count_bytes=counted,
-            turns=turns,
-        )
-
-    of_state = lambda state: options.turn_of(state.count)  # noqa: E731
-    return made(None, Turns(of_state, tuple(map(made, options.turns))))
+    return reducer(options, made_by, functools.partial(count_bytes, options))
 
 
 def _with_stacked(matrix_dims: MatrixDimsFn | None, stacked: Any) -> MatrixDimsFn | None:
@@ -280,105 +200,3 @@ def _with_stacked(matrix_dims: MatrixDimsFn | None, stacked: Any) -> MatrixDimsF
             f"`stacked` must be a name or a tuple of names of parts of the tree, got {stacked!r}."
         )
     return stacked_matrix_dims(names, matrix_dims) if names else matrix_dims
-
-
-def _init(options: Options, params: PyTree) -> PowerSGDState:
-    leaves, treedef = jax.tree.flatten(params)
-    residual: list[Any] = [optax.MaskedNode()] * len(leaves)
-    q, p = list(residual), list(residual)
-    for i, (leaf, plan) in enumerate(zip(leaves, options.plan(params), strict=True)):
-        if plan.view is None:
-            continue
-        if options.error_feedback:
-            dtype = options.residual_dtype or compute_dtype(plan.dtype)
-            residual[i] = jnp.zeros_like(leaf, dtype=dtype)
-        if options.warm_start:
-            q[i] = options.random_q(plan, i, 0)
-        if options.alternating:
-            p[i] = options.random_p(plan, i)
-    mark = common_mark(options.axis_name) if options.error_feedback else ()
-    state = _state(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), mark)
-    if is_bound(options.axis_name):
-        # init() called inside the mapped function: under check_vma a scan can then carry the state.
-        state = state._replace(residual=as_local(state.residual, options.axis_name))
-    return state
-
-
-def _state(
-    options: Options, treedef: Any, count: Array, memory: Memory, mark: PyTree
-) -> PowerSGDState:
-    residual, q, p = (treedef.unflatten(field) for field in memory)
-    return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
-
-
-def _reduce(
-    options: Options,
-    updates: PyTree,
-    state: PowerSGDState,
-    weight: Any,
-    turn: Turn | None,
-    *,
-    want_sent: bool,
-) -> Reduction:
-    opened = open_step(updates, options.axis_name, options.reduce_first, weight)
-    gradients = opened.tree(opened.arrays)
-    plans = options.plan(gradients)
-    memory = _fitted_memory(options, plans, gradients, state)
-    leaves = Leaves(
-        options,
-        plans,
-        [i for i in opened.positions if plans[i].view is not None],
-        [i for i in opened.positions if plans[i].view is None],
-        options.wire_dtype(x.dtype for x in opened.arrays),
-    )
-    step = Step(
-        leaves,
-        want_sent,
-        is_ours(state.mark, options.axis_name),
-        [] if options.buckets is None else in_buckets(gradients, options.buckets),
-        turn,
-    )
-    result = step.run(opened.leaves, memory, state.count, opened.weight)
-    count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
-    commit = result.finite & (state.count >= options.start_step)
-    mark = marked(state.mark, options.axis_name, commit)
-    new = _state(options, opened.treedef, count, result.memory, mark)
-    return opened.close(result.outputs, new, result.finite, sent=result.sent if want_sent else None)
-
-
-def _fitted_memory(
-    options: Options, plans: list[LeafPlan], updates: PyTree, state: PowerSGDState
-) -> Memory:
-    """The leaves of the state beside those of the gradients, residuals marked as local.
-
-    Raises:
-      ValueError: Listing every leaf whose state does not fit, with the fix.
-    """
-    if not (hasattr(state, "residual") and hasattr(state, "q")):
-        raise ValueError(
-            f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
-            "optax.chain the chain's update takes the chain's state."
-        )
-    nothing = jax.tree.map(lambda _: optax.MaskedNode(), updates)
-    two_sided = isinstance(state.p, tuple) and not state.p
-    # Both are () for a tree without leaves, which no switch can tell from the other.
-    if jax.tree.leaves(updates) and two_sided == options.alternating:
-        raise ValueError(
-            f"The PowerSGDState was not made with alternating={options.alternating}, as this "
-            "update is. Make it with init() of the same powersgd, or with jaxcomp.adapt_state."
-        )
-    kept = [plan.shape if plan.view and options.error_feedback else None for plan in plans]
-    right = [plan.q_shape if plan.view and options.warm_start else None for plan in plans]
-    left = [plan.p_shape if plan.view and options.alternating else None for plan in plans]
-    residual, q, p = fitted(
-        "PowerSGDState",
-        updates,
-        [
-            Field("residual", state.residual, kept),
-            Field("q", state.q, right),
-            Field("p", state.p if options.alternating else nothing, left),
-        ],
-        "Otherwise use the rank, matrix_dims and switches that the state was made with, or "
-        "jaxcomp.adapt_state.",
-    )
-    return Memory(as_local(residual, options.axis_name), q, p)

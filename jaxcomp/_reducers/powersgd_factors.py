@@ -17,23 +17,15 @@ from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.cholesky_qr import ROUNDS_TO_SPAN
 from jaxcomp._lowrank.grouped import Grouped
+from jaxcomp._lowrank.leafwise import Leafwise
 from jaxcomp._lowrank.matricize import LeafPlan, MatrixView
-from jaxcomp._lowrank.products import Leafwise
 from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import as_local, axis_size
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.weights import Weight, WeightedMeans, weighted_mean
 from jaxcomp._reducers.integer_factors import reduce_integers
 from jaxcomp._reducers.opening import nan_unless
-from jaxcomp._reducers.powersgd_options import Options, Phase
-
-
-class Memory(NamedTuple):
-    """What is remembered of every leaf, in flattening order; a masked node where nothing is."""
-
-    residual: list[Any]
-    q: list[Any]
-    p: list[Any]  # all masked unless alternating
+from jaxcomp._reducers.powersgd_state import Memory, Options, Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +279,8 @@ class Agreement:
                 thin=thin,
                 zeroed_whole=leaves.kernels is not None,
             )
+        if weight is None:
+            return WeightedMeans(mean(parts), None)
         wire = jnp.float32 if integers is not None else leaves.wire
         return weighted_mean(mean, parts, weight, axis_name, wire, weighed=weighed)
 

@@ -1,7 +1,7 @@
-"""The arithmetic of one PowerSGD update, on the leaves of a tree.
+"""One update of PowerSGD, from the gradients' tree to outputs and the new state.
 
-`Step.run` reads from top to bottom: add the residual, agree on factors (`powersgd_factors`),
-rebuild, keep what was not sent.
+`Step` has the arithmetic on the leaves of a tree, and reads from top to bottom: add the residual,
+agree on factors (`powersgd_factors`), rebuild, keep what was not sent.
 """
 
 from __future__ import annotations
@@ -11,30 +11,117 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from jaxcomp._base.leaves import compute_dtype
-from jaxcomp._base.typing import Array
+from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.grouped import Grouped
 from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import axis_tuple, compiler_found, mapped_mesh_axes, other_axes
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.weights import Weight, weighted_mean
-from jaxcomp._reducers.contract import all_finite
-from jaxcomp._reducers.opening import nan_unless
+from jaxcomp._reducers.buckets import in_buckets
+from jaxcomp._reducers.contract import CountBytes, Reducer, Reduction, Turns
+from jaxcomp._reducers.opening import all_finite, is_ours, marked, nan_unless, open_step
 from jaxcomp._reducers.powersgd_factors import (
     Agreed,
     Agreement,
     Factors,
     Given,
     Leaves,
-    Memory,
     agree,
     places,
     reweighed,
     sorted_by,
 )
-from jaxcomp._reducers.powersgd_options import Options, Phase, Turn
+from jaxcomp._reducers.powersgd_state import (
+    Memory,
+    Options,
+    Phase,
+    PowerSGDState,
+    Turn,
+    fitted_memory,
+    initial_state,
+    state_of,
+)
+
+
+def reducer(options: Options, made_by: str, count_bytes: CountBytes) -> Reducer:
+    """The transformation with these arguments."""
+    init = functools.partial(initial_state, options)
+
+    def made(turn: Turn | None, turns: Turns | None = None) -> Reducer:
+        def update(
+            updates: PyTree,
+            state: PowerSGDState,
+            params: PyTree | None = None,
+            *,
+            weight: Any = None,
+            **extra_args: Any,
+        ) -> tuple[PyTree, PowerSGDState]:
+            del params, extra_args
+            result = _reduce(options, updates, state, weight, turn, want_sent=False)
+            return result.updates, result.state
+
+        def reduce(
+            updates: PyTree,
+            state: PowerSGDState,
+            params: PyTree | None = None,
+            *,
+            weight: Any = None,
+            **extra_args: Any,
+        ) -> Reduction:
+            del params, extra_args
+            return _reduce(options, updates, state, weight, turn, want_sent=True)
+
+        return Reducer(
+            init,
+            reduce,
+            options.axis_name,
+            update=update,
+            made_by=made_by,
+            count_bytes=count_bytes,
+            turns=turns,
+        )
+
+    of_state = lambda state: options.turn_of(state.count)  # noqa: E731
+    return made(None, Turns(of_state, tuple(map(made, options.turns))))
+
+
+def _reduce(
+    options: Options,
+    updates: PyTree,
+    state: PowerSGDState,
+    weight: Any,
+    turn: Turn | None,
+    *,
+    want_sent: bool,
+) -> Reduction:
+    opened = open_step(updates, options.axis_name, options.reduce_first, weight)
+    gradients = opened.tree(opened.arrays)
+    plans = options.plan(gradients)
+    memory = fitted_memory(options, plans, gradients, state)
+    leaves = Leaves(
+        options,
+        plans,
+        [i for i in opened.positions if plans[i].view is not None],
+        [i for i in opened.positions if plans[i].view is None],
+        options.wire_dtype(x.dtype for x in opened.arrays),
+    )
+    step = Step(
+        leaves,
+        want_sent,
+        is_ours(state.mark, options.axis_name),
+        [] if options.buckets is None else in_buckets(gradients, options.buckets),
+        turn,
+    )
+    result = step.run(opened.leaves, memory, state.count, opened.weight)
+    count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
+    commit = result.finite & (state.count >= options.start_step)
+    mark = marked(state.mark, options.axis_name, commit)
+    new = state_of(options, opened.treedef, count, result.memory, mark)
+    return opened.close(result.outputs, new, result.finite, sent=result.sent if want_sent else None)
 
 
 class Result(NamedTuple):
@@ -220,7 +307,11 @@ class Step:
         gradients = [x.astype(dtype) for x, dtype in zip(totals, self.leaves.dtypes, strict=True)]
         axis_name, wire = self.options.axis_name, self.leaves.wire
         exact = functools.partial(reduce_mean, axis_name=axis_name, wire_dtype=wire)
-        reduced, _ = weighted_mean(exact, [*gradients, *dense], weight, axis_name, wire)
+        parts = [*gradients, *dense]
+        if weight is None:
+            reduced = exact(parts)
+        else:
+            reduced, _ = weighted_mean(exact, parts, weight, axis_name, wire)
         sent = reduced.sent if self.want_sent else []
         return _Rebuilt(nan_unless(reduced.finite, reduced.means), sent, reduced.finite)
 

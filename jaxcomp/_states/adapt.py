@@ -12,7 +12,7 @@ import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
-from jaxcomp._lowrank.orthogonalize import orthogonalize
+from jaxcomp._lowrank.leafwise import orthogonalize
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.quantized import QuantizedState

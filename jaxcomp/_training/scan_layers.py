@@ -20,8 +20,8 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, typed_like
 from jaxcomp._mesh.per_replica import mark_local
-from jaxcomp._mesh.weights import marked
 from jaxcomp._reducers.contract import Reducer
+from jaxcomp._reducers.opening import marked
 from jaxcomp._training.gradients import check_loss
 from jaxcomp._training.scan_passes import Block, Call, Carried, Training, is_floating, run, scanned
 from jaxcomp._training.scan_state import (

@@ -12,8 +12,8 @@ from runners import AXIS, simulate
 
 import jaxcomp
 from jaxcomp._lowrank import kernels
-from jaxcomp._lowrank.cholesky_qr import bases_by_rank, spare_directions
-from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
+from jaxcomp._lowrank.cholesky_qr import bases_by_rank
+from jaxcomp._lowrank.leafwise import map_by_shape, orthogonalize, spare_directions
 
 
 def with_kernel(gram, lost_below):
@@ -23,8 +23,8 @@ def with_kernel(gram, lost_below):
 # What runs on CPU; on other devices; on NVIDIA GPUs, interpreted. One battery for all.
 FORMS = {
     "cpu": jax.jit(orthogonalize),
-    "cholesky": jax.jit(lambda x: bases_by_rank([x])[0]),
-    "kernel": jax.jit(lambda x: bases_by_rank([x], with_kernel)[0]),
+    "cholesky": jax.jit(lambda x: bases_by_rank([x], spare_directions)[0]),
+    "kernel": jax.jit(lambda x: bases_by_rank([x], spare_directions, with_kernel)[0]),
 }
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -115,7 +115,7 @@ def test_all_matrices_of_one_rank_together():
     """Stacks and single matrices, more and fewer rows than a block, two ranks."""
     shapes = [(3, 40, 4), (700, 4), (9, 4), (40, 7), (2, 2, 8, 4)]
     factors = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
-    for x, p in zip(factors, bases_by_rank(factors), strict=True):
+    for x, p in zip(factors, bases_by_rank(factors, spare_directions), strict=True):
         assert p.shape == x.shape
         assert_orthonormal(p)
         np.testing.assert_allclose(p @ (p.mT @ x), x, atol=1e-5)

@@ -111,4 +111,4 @@ def test_one_update_is_read_in_few_files():
     finally:
         sys.setprofile(None)
     package = jaxcomp.__file__.removesuffix("__init__.py")
-    assert len([file for file in files if file.startswith(package)]) <= 15
+    assert len([file for file in files if file.startswith(package)]) <= 9

@@ -13,7 +13,7 @@ from runners import AXIS, MAPPINGS, mesh_of, placed, simulate
 from xla import users_program
 
 import jaxcomp
-from jaxcomp._lowrank import products
+from jaxcomp._lowrank import leafwise
 from jaxcomp._lowrank.matricize import default_matrix_dims
 from jaxcomp._mesh import collectives
 
@@ -152,7 +152,7 @@ def test_residuals_in_blocks_are_those_of_whole_products(mapping, options, monke
     broken = grads | {"kernel": with_value(grads["kernel"], (1, 2, 0, 0), np.nan)}
     results = []
     for block in (1 << 20, 200):  # of 200 bytes: 20, 10, 12 and 67 blocks, most with a rest
-        monkeypatch.setattr(products, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(leafwise, "_BLOCK_BYTES", block)
         tx = jaxcomp.powersgd(
             9,
             axis_name=AXIS,

@@ -1,23 +1,41 @@
-"""The checked arguments of PowerSGD, and what follows from them alone."""
+"""What an update of PowerSGD starts from: its arguments, its form, and what is remembered."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxcomp._base.leaves import Integers, compute_dtype, widest
 from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
-from jaxcomp._mesh.axes import from_step
+from jaxcomp._mesh.axes import as_local, from_step, is_bound
 from jaxcomp._mesh.weights import Weight
+from jaxcomp._reducers.opening import Field, common_mark, fitted
 
 # An exact average; left and right factors; or, alternating, one of the two.
 Turn = Literal["exact", "both", "left", "right"]
 T = TypeVar("T")
+
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    # alternating only, else (): compressed leaf: (*batch, rows, r) mean left factor; replicated
+    p: PyTree = ()
+    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
+    mark: PyTree = ()
+
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("residual", "mark")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,3 +168,78 @@ class Phase:
             due = (self.count + 1) % every == 0
             return jnp.where(due, added, 0.0), jnp.where(due | ~ours, 0.0, 1.0)
         return (None if isinstance(added, (int, float)) and added == 1 else added), None
+
+
+class Memory(NamedTuple):
+    """What is remembered of every leaf, in flattening order; a masked node where nothing is."""
+
+    residual: list[Any]
+    q: list[Any]
+    p: list[Any]  # all masked unless alternating
+
+
+def initial_state(options: Options, params: PyTree) -> PowerSGDState:
+    leaves, treedef = jax.tree.flatten(params)
+    residual: list[Any] = [optax.MaskedNode()] * len(leaves)
+    q, p = list(residual), list(residual)
+    for i, (leaf, plan) in enumerate(zip(leaves, options.plan(params), strict=True)):
+        if plan.view is None:
+            continue
+        if options.error_feedback:
+            dtype = options.residual_dtype or compute_dtype(plan.dtype)
+            residual[i] = jnp.zeros_like(leaf, dtype=dtype)
+        if options.warm_start:
+            q[i] = options.random_q(plan, i, 0)
+        if options.alternating:
+            p[i] = options.random_p(plan, i)
+    mark = common_mark(options.axis_name) if options.error_feedback else ()
+    state = state_of(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), mark)
+    if is_bound(options.axis_name):
+        # init() called inside the mapped function: under check_vma a scan can then carry the state.
+        state = state._replace(residual=as_local(state.residual, options.axis_name))
+    return state
+
+
+def state_of(
+    options: Options, treedef: Any, count: Array, memory: Memory, mark: PyTree
+) -> PowerSGDState:
+    residual, q, p = (treedef.unflatten(field) for field in memory)
+    return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
+
+
+def fitted_memory(
+    options: Options, plans: list[LeafPlan], updates: PyTree, state: PowerSGDState
+) -> Memory:
+    """The leaves of the state beside those of the gradients, residuals marked as local.
+
+    Raises:
+      ValueError: Listing every leaf whose state does not fit, with the fix.
+    """
+    if not (hasattr(state, "residual") and hasattr(state, "q")):
+        raise ValueError(
+            f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
+            "optax.chain the chain's update takes the chain's state."
+        )
+    nothing = jax.tree.map(lambda _: optax.MaskedNode(), updates)
+    two_sided = isinstance(state.p, tuple) and not state.p
+    # Both are () for a tree without leaves, which no switch can tell from the other.
+    if jax.tree.leaves(updates) and two_sided == options.alternating:
+        raise ValueError(
+            f"The PowerSGDState was not made with alternating={options.alternating}, as this "
+            "update is. Make it with init() of the same powersgd, or with jaxcomp.adapt_state."
+        )
+    kept = [plan.shape if plan.view and options.error_feedback else None for plan in plans]
+    right = [plan.q_shape if plan.view and options.warm_start else None for plan in plans]
+    left = [plan.p_shape if plan.view and options.alternating else None for plan in plans]
+    residual, q, p = fitted(
+        "PowerSGDState",
+        updates,
+        [
+            Field("residual", state.residual, kept),
+            Field("q", state.q, right),
+            Field("p", state.p if options.alternating else nothing, left),
+        ],
+        "Otherwise use the rank, matrix_dims and switches that the state was made with, or "
+        "jaxcomp.adapt_state.",
+    )
+    return Memory(as_local(residual, options.axis_name), q, p)
