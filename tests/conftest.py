@@ -18,6 +18,7 @@ from hypothesis import settings  # noqa: E402
 # A GPU that happens to be there is used; the replicas are CPU devices otherwise.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+memory.save_time()
 
 # The first example of a shape compiles, so a deadline would time the compiler; and a gate that
 # lands or refuses work must not depend on the day's random seeds.
