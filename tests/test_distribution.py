@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (
     "tests/test_wings.py",
-    "tests/jaxcomp/lowrank/test_matricize.py",
+    "tests/jaxcomp/reducers/test_errors.py",
     "tests/docs/test_adopt.py::test_all_loops_are_there",
 )
 
@@ -107,7 +107,7 @@ def test_the_sdist_installs_into_an_empty_environment_and_its_tests_run_there(
         shutil.rmtree(unpacked / package)
     where = "import jaxcomp, torch_bridge; print(jaxcomp.__file__, torch_bridge.__file__)"
     assert run("-c", where).count(str(tmp_path / "env")) == 2
-    sample = unpacked / "tests/jaxcomp/lowrank/test_matricize.py"
+    sample = unpacked / "tests/jaxcomp/reducers/test_errors.py"
     assert "passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", sample)
 
 

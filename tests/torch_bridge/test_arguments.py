@@ -158,7 +158,7 @@ def test_every_hook_type_is_a_reducer(member):
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
     grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), jnp.float32)}
     update = jax.vmap(made[-1].update, in_axes=(0, None), axis_name="data")
-    output = update(grads, states[-1])[0]["w"]
+    output = jax.jit(update)(grads, states[-1])[0]["w"]
     mean = np.broadcast_to(grads["w"].mean(0), (2, 8, 8))
     expected = grads["w"] if member.name == "NOOP" else mean
     np.testing.assert_allclose(output, expected, atol=0.05)
@@ -301,7 +301,7 @@ def test_the_per_channel_hook_has_blocks_of_512_values():
     tx = reducer_from_torch("QUANTIZE_PER_CHANNEL", axis_name="data")
     state = tx.init({"w": jnp.zeros(1024)})
     update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
-    output = update({"w": jnp.asarray(gradient)}, state)[0]["w"]
+    output = jax.jit(update)({"w": gradient}, state)[0]["w"]
     # In the block of the large value a step of int8 is 8; in the next block it is not.
     assert abs(float(output[0, 300]) - 1) > 0.5
     assert float(output[0, 600]) == pytest.approx(1, rel=0.01)

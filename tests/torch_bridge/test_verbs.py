@@ -104,10 +104,10 @@ def test_a_whole_run_there_and_back(algorithm, tmp_path):
     ours = FlaxNetwork().apply(params, jnp.asarray(x.permute(0, 2, 3, 1).numpy()))
     np.testing.assert_allclose(ours, model.eval()(x).detach(), atol=1e-5)
 
-    grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)) * 0.01, params["params"])
+    grads = jax.tree.map(lambda p: np.full((2, *p.shape), 0.01, p.dtype), params["params"])
     update = jax.vmap(transformation.update, in_axes=(0, None, None), axis_name="data")
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        updates, _ = update(grads, opt_state, params["params"])
+        updates, _ = jax.jit(update)(grads, opt_state, params["params"])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
     assert not np.any(updates["frozen"]["kernel"])
 
@@ -273,7 +273,8 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     run = torch_bridge.to_flax(source, variables())
     grads = jax.tree.map(lambda p: jnp.stack([p, -p]), run.params["params"])
     update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
-    updates, _ = update(grads, run.transformation.init(run.params["params"]), run.params["params"])
+    state = run.transformation.init(run.params["params"])
+    updates, _ = jax.jit(update)(grads, state, run.params["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
 
 

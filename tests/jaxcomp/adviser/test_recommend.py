@@ -189,7 +189,7 @@ def test_it_trains():
     tx = optax.chain(chosen.reducer("data"), optax.sgd(0.1))
     state = tx.init(params)
     step = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
-    updates, _ = step(jax.tree.map(lambda x: jnp.stack([x, x]), params), state)
+    updates, _ = jax.jit(step)(jax.tree.map(lambda x: jnp.stack([x, x]), params), state)
     # A gradient of rank 1 is sent whole but for rounding.
     assert jnp.allclose(updates["w"], -0.1, atol=0.01)
 

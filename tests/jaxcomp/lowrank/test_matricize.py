@@ -1,5 +1,7 @@
 """Leaf to matrix and back, and the rule that decides what is compressed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def views(draw):
 
 @given(views())
 def test_unmatricize_undoes_matricize(view):
-    leaf = jnp.arange(np.prod(view.shape), dtype=jnp.float32).reshape(view.shape)
+    leaf = np.arange(np.prod(view.shape)).reshape(view.shape)
     matrix = view.matricize(leaf)
     pair = (view.n_cols, view.n_rows) if view.cols_first else (view.n_rows, view.n_cols)
     assert matrix.shape == (*view.batch, *pair)
@@ -62,11 +64,15 @@ def test_products_do_not_depend_on_the_memory_order(view, rank):
     m = m.reshape(*view.batch, view.n_rows, view.n_cols)
     p = rng.normal(size=(*view.batch, view.n_rows, rank))
     q = rng.normal(size=(*view.batch, view.n_cols, rank))
-    x = jnp.asarray(leaf, jnp.float32)
-    p32, q32 = jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)
-    np.testing.assert_allclose(times_q(view, x, q32), m @ q, atol=1e-4)
-    np.testing.assert_allclose(transposed_times_p(view, x, p32), m.swapaxes(-1, -2) @ p, atol=1e-4)
-    product = outer(view, p32, q32)
+    x, p32, q32 = map(np.float32, (leaf, p, q))
+
+    def jitted(function, *args):
+        return np.asarray(jax.jit(functools.partial(function, view))(*args))
+
+    left, right = jitted(times_q, x, q32), jitted(transposed_times_p, x, p32)
+    np.testing.assert_allclose(left, m @ q, atol=1e-4)
+    np.testing.assert_allclose(right, m.swapaxes(-1, -2) @ p, atol=1e-4)
+    product = jitted(outer, p32, q32)
     assert product.shape == view.shape
     order = view.dims.batch + view.dims.rows + view.dims.cols
     product = product.transpose(order).reshape(m.shape)

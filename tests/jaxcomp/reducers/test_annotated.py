@@ -40,7 +40,7 @@ def one_update(tx, params, n=4):
     )
     state = tx.init(params)
     update = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, 0), axis_name="data")
-    return update(grads, state)
+    return jax.jit(update)(grads, state)
 
 
 @pytest.mark.parametrize("make", ["powersgd", "error_feedback"])

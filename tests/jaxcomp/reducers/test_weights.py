@@ -226,7 +226,7 @@ def test_fast_axes_are_weighed_too():
     pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads)
     state = tx.init(zeros(SHAPES))
     step = lambda g, w: tx.update(g, state, weight=w)[0]  # noqa: E731
-    mapped = jax.vmap(jax.vmap(step, axis_name="fast"), axis_name=AXIS)
+    mapped = jax.jit(jax.vmap(jax.vmap(step, axis_name="fast"), axis_name=AXIS))
     # The pair (0, 2) has one that counts; a pair without any sits out together.
     for weights in (WEIGHTS, np.array([0, 0, 0, 2], np.float32)[[0, 1, 2, 3]]):
         outputs = mapped(pairs, weights.reshape(2, 2))

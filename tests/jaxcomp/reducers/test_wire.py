@@ -25,16 +25,15 @@ def transformer(layers=24, width=16):
     return jax.tree.map(lambda s: jnp.zeros(s), tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def program(tx, params, mapping="shard_map", n=8):
-    lowered = lower_update(tx, params, n, mapping)
-    return (lowered.compile() if mapping == "pmap" else users_program(lowered)).as_text()
+def program(tx, params):
+    return users_program(lower_update(tx, params, 8)).as_text()
 
 
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
 def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
     params, rank = transformer(), 2
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    text = program(tx, params, mapping)
+    text = lower_update(tx, params, 8, mapping).compile().as_text()
     found = collectives(text)
     assert [op for op, _, _ in found] == ["all-reduce", "all-reduce"]
     sent = sent_bytes(found)
