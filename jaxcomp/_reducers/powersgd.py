@@ -26,7 +26,7 @@ from jaxcomp._reducers.opening import check_reduce_first
 from jaxcomp._reducers.powersgd_state import Options, PowerSGDState
 from jaxcomp._reducers.powersgd_step import reducer
 
-__all__ = ["PowerSGDState", "powersgd"]
+__all__ = ["PowerSGDState", "powersgd"]  # older pickles name the state by this module
 
 
 def powersgd(

@@ -1,5 +1,7 @@
 """The algorithm: against a NumPy reference, and the invariants that make it trustworthy."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,3 +250,7 @@ def test_rank_function_and_batch_axes_compress_each_layer_of_a_stack():
             np.testing.assert_allclose(
                 outputs["stack"][t, layer].T, reference.step(matrices[:, t]), atol=2e-5
             )
+
+
+def test_a_state_pickled_by_an_earlier_version_is_found():
+    assert pickle.loads(b"cjaxcomp._reducers.powersgd\nPowerSGDState\n.") is jaxcomp.PowerSGDState
