@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from runners import forget_programs
 
-_GROWTH = 500 << 20
+_GROWTH = 800 << 20
 _left = 0
 # Tracing makes a million objects a second that its own reference counts free.
 _OBJECTS_BEFORE_COLLECTION = 200_000
