@@ -107,7 +107,7 @@ def test_the_sdist_installs_into_an_empty_environment_and_its_tests_run_there(
         shutil.rmtree(unpacked / package)
     where = "import jaxcomp, torch_bridge; print(jaxcomp.__file__, torch_bridge.__file__)"
     assert run("-c", where).count(str(tmp_path / "env")) == 2
-    sample = unpacked / "tests/jaxcomp/reducers/test_errors.py"
+    sample = unpacked / "tests/jaxcomp/reducers/test_contract.py"
     assert "passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", sample)
 
 

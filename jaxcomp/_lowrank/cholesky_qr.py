@@ -60,7 +60,8 @@ def bases_by_rank(
 
     Args:
       factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
-      spare: Dense columns, for those without a direction of their own.
+      spare: Makes dense columns, for those without a direction of their own. `leafwise` has them,
+        for the bases of a CPU too.
       factorize: What takes the place of `inverse_factors`.
       rounds: `ROUNDS` or `ROUNDS_TO_SPAN`.
 

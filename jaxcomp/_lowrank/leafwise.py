@@ -41,7 +41,7 @@ _COLLINEAR = 1e-6
 
 
 class Leafwise:
-    """All of it for lists of leaves, one after the other.
+    """Products, residuals and bases for lists of leaves, one after the other.
 
     `grouped` has the same methods in kernels for NVIDIA GPUs.
     """

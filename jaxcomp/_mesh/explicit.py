@@ -68,8 +68,8 @@ def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def on_automatic_axes(
-    function: Callable[..., Any], shardings: PyTree, *args: Any, **kwargs: Any
+def call_on_automatic_axes(
+    function: Callable[..., Any], shardings: PyTree, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls `function` with the Explicit axes of the mesh left to the compiler while it runs.
 

@@ -180,11 +180,11 @@ class Reducer(Transformation):
             return result.updates, result.state
 
         made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
-        update = on_plain_arrays(update or derived, _pair)
+        update = on_plain_arrays(update or derived, _update_specs)
         self = super().__new__(
             cls, _on_plain_params(init), update, made_by=made_by, count_bytes=count_bytes
         )
-        self.reduce = on_plain_arrays(checked, _reduction)
+        self.reduce = on_plain_arrays(checked, _reduction_specs)
         self.axis_name, self.turns = axis_name, turns
         return self
 
@@ -200,13 +200,13 @@ def _on_plain_params(init: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return lambda params: init(unboxed(params))
 
 
-def _pair(updates: PyTree, state: PyTree) -> PyTree:
-    """What belongs to the results of an update, from what belongs to what they replace."""
+def _update_specs(updates: PyTree, state: PyTree) -> PyTree:
+    """How the results of an update are sharded: as what they replace."""
     return updates, state
 
 
-def _reduction(updates: PyTree, state: PyTree) -> PyTree:
-    """As `_pair`, how a `Reduction` is sharded."""
+def _reduction_specs(updates: PyTree, state: PyTree) -> PyTree:
+    """How the fields of a `Reduction` are sharded: as what they replace."""
     finite: Any = jax.sharding.PartitionSpec()
     return Reduction(updates, state, updates, finite)
 

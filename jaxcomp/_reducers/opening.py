@@ -33,7 +33,7 @@ from jaxcomp._mesh.axes import (
     is_bound,
 )
 from jaxcomp._mesh.collectives import replica_index
-from jaxcomp._mesh.explicit import on_automatic_axes, typed_specs
+from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.weights import Weight, as_weight, if_counted, weighted_mean_each
 
 
@@ -65,7 +65,7 @@ def on_plain_arrays(
         arguments = unboxed(updates), state, unboxed(params)
         if explicit_axes():
             typed = specs(*map(typed_specs, arguments[:2]))
-            result = on_automatic_axes(function, typed, *arguments, **extra_args)
+            result = call_on_automatic_axes(function, typed, *arguments, **extra_args)
         else:
             result = function(*arguments, **extra_args)
         if isinstance(result, Reduction):

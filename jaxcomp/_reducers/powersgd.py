@@ -1,6 +1,7 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-Arguments and their checks; `powersgd_state` has what is remembered, `powersgd_step` an update.
+Arguments and their checks; `powersgd_state` has what follows from them and what is remembered,
+`powersgd_step` an update.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Agreement:
                 thin=thin,
                 zeroed_whole=leaves.kernels is not None,
             )
-        if weight is None:
+        if weight is None:  # nothing rides along
             return WeightedMeans(mean(parts), None)
         wire = jnp.float32 if integers is not None else leaves.wire
         return weighted_mean(mean, parts, weight, axis_name, wire, weighed=weighed)

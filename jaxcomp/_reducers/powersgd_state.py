@@ -179,6 +179,7 @@ class Memory(NamedTuple):
 
 
 def initial_state(options: Options, params: PyTree) -> PowerSGDState:
+    """Nothing left over, random factors; typed as local where it is made in a mapped function."""
     leaves, treedef = jax.tree.flatten(params)
     residual: list[Any] = [optax.MaskedNode()] * len(leaves)
     q, p = list(residual), list(residual)
@@ -203,6 +204,7 @@ def initial_state(options: Options, params: PyTree) -> PowerSGDState:
 def state_of(
     options: Options, treedef: Any, count: Array, memory: Memory, mark: PyTree
 ) -> PowerSGDState:
+    """The state with these leaves."""
     residual, q, p = (treedef.unflatten(field) for field in memory)
     return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
 

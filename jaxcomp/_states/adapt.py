@@ -14,7 +14,7 @@ from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._lowrank.leafwise import orthogonalize
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
-from jaxcomp._reducers.powersgd import PowerSGDState
+from jaxcomp._reducers.powersgd_state import PowerSGDState
 from jaxcomp._reducers.quantized import QuantizedState
 from jaxcomp._reducers.switch_at import SwitchState
 from jaxcomp._states.forms import CONSOLIDATED, Form

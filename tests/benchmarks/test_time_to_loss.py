@@ -149,10 +149,10 @@ def test_wrong_arguments(arguments, message, capsys):
 @pytest.mark.torch
 def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(TINY).items()]
-    of_times = "jax/powersgd-1-int6-every-2,torch/allreduce"
+    timed_runs = "jax/powersgd-1-int6-every-2,torch/allreduce"
     program = [sys.executable, "-m", "benchmarks.time_to_loss", *setting, "--rates", "100mbit"]
     program += ["--samples", "2", "--out", str(tmp_path / "out")]
-    for more in (["--runs", RUNS], ["--runs", of_times, "--times"]):
+    for more in (["--runs", RUNS], ["--runs", timed_runs, "--times"]):
         done = subprocess.run(
             [*program, *more], cwd=ROOT, capture_output=True, text=True, check=False
         )
@@ -175,5 +175,5 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
     assert local["curve"][-1][2] != exact["curve"][-1][2]
     assert rare["sent_per_step"] < local["sent_per_step"] / 2
     assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
-    assert [x["strategy"] for x in times] == [name.split("/")[1] for name in of_times.split(",")]
+    assert [x["strategy"] for x in times] == [name.split("/")[1] for name in timed_runs.split(",")]
     assert all(len(x["seconds"]["100mbit"]) == 2 for x in times)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import mmap
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 from runners import forget_programs
 
-_GROWTH = 800 << 20
+_GROWTH = 500 << 20
 _left = 0
 # Tracing makes a million objects a second that its own reference counts free.
 _OBJECTS_BEFORE_COLLECTION = 200_000
@@ -24,12 +25,13 @@ def save_time() -> None:
     """Collects garbage less often, and lowers programs in one MLIR context a thread.
 
     JAX makes a context with all dialects for every program, and drops it: 5 ms of the 14 that an
-    array of a new shape costs, and a quarter of the suite. Where it has no such function any more,
-    nothing is saved.
+    array of a new shape costs. Where its function is another or gone, nothing is saved. To be
+    called once.
     """
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, 20, 50)
     mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
-    if make := getattr(mlir, "make_ir_context", None):
+    make = getattr(mlir, "make_ir_context", None)
+    if make and not inspect.signature(make).parameters:
         _contexts.make = make
         mlir.make_ir_context = _contexts.of_this_thread
 
@@ -43,9 +45,10 @@ class _Contexts:
         self.forget()
 
     def of_this_thread(self) -> Any:
-        if not hasattr(self._local, "context"):
-            self._local.context = self.make()
-        return self._local.context
+        local = self._local  # another thread may forget meanwhile
+        if not hasattr(local, "context"):
+            local.context = self.make()
+        return local.context
 
     def forget(self) -> None:
         """What is lowered from now on has new ones: types and locations stay in a context."""

@@ -164,3 +164,12 @@ def test_a_module_with_functions_in_it_is_told_to_filter():
             jax.vmap(lambda _, tx=tx: tx.update(module, tx.init(module)), axis_name="data")(
                 jnp.zeros(2)
             )
+
+
+def test_an_extra_argument_may_have_any_name_beside_explicit_axes():
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tx = jaxcomp.allreduce(axis_name="data")
+    with jax.set_mesh(mesh):
+        update = lambda g: tx.update(g, tx.init(g), function=1, shardings=2)[0]  # noqa: E731
+        means = jax.jit(jax.vmap(update, axis_name="data"))(np.array([[1.0], [3.0]], np.float32))
+    assert means.tolist() == [[2.0], [2.0]]

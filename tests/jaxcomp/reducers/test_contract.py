@@ -95,7 +95,10 @@ def test_a_plain_transformation_counts_as_sending_its_average():
 
 
 def test_one_update_is_read_in_few_files():
-    """Those of jaxcomp in which anything runs while an update is traced."""
+    """Those of jaxcomp in which anything runs while a plain update runs on a CPU.
+
+    A weight is read in one more; jax.jit also traces the form for other devices, one more again.
+    """
     files = set()
 
     def look(frame, event, argument):
