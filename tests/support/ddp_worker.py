@@ -1,4 +1,6 @@
-"""One rank of a real DDP job over gloo; the tests start it as a subprocess, twice.
+"""A real DDP job of two ranks over gloo; a script for subprocesses.
+
+    python ddp_worker.py train|resume FOLDER [RANK OF THE HOOK]
 
 `train` feeds given gradients through DDP with the PowerSGD hook and saves at SAVE_AT in the
 documented form and with save_checkpoint. `resume` goes on from a hook state that the test wrote.
@@ -11,6 +13,7 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -87,9 +90,7 @@ def save(ddp_model, state, out, rank):
         (out / "layout.json").write_text(text)
 
 
-def main():
-    mode, rank, out, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    out = pathlib.Path(out)
+def worker(rank, mode, out, *arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out / mode}", rank=rank, world_size=2)
     model = ddp(Feed())
@@ -116,4 +117,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    mode, folder, *rest = sys.argv[1:]
+    run_ranks(worker, 2, mode, pathlib.Path(folder), *rest)

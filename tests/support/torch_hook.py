@@ -14,7 +14,7 @@ import tempfile
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 
@@ -90,5 +90,4 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        arguments = (world, store, source, target, int(start), [int(r) for r in ranks])
-        mp.spawn(worker, args=arguments, nprocs=world)
+        run_ranks(worker, world, world, store, source, target, int(start), [int(r) for r in ranks])

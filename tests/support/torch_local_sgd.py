@@ -1,13 +1,16 @@
-"""One process of a torch run of local SGD over gloo: ``data.npz rank world meeting-point out.npz``.
+"""A torch run of local SGD over gloo; a script for subprocesses.
 
-Runs the cases of its number of processes and writes the weights of this rank. Gloo meets
-through a file, so that no port need be found.
+    python torch_local_sgd.py FOLDER WORLD
+
+Runs the cases of its number of processes with the folder's data.npz, and writes the weights of each
+rank to ``RANK.npz``. Gloo meets through a file, so that no port need be found.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import sys
 from collections import OrderedDict
 from datetime import timedelta
@@ -15,6 +18,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -80,14 +84,14 @@ def accelerate_local_sgd(data, rank, steps):
     return weights(model)
 
 
-def main(path, rank, world, meeting_point, out):
+def worker(rank, folder, world):
     torch.set_num_threads(1)
-    data = np.load(path)
+    data = np.load(folder / "data.npz")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{meeting_point}",
+        init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
@@ -104,9 +108,9 @@ def main(path, rank, world, meeting_point, out):
         averager = HierarchicalModelAverager(OrderedDict([(2, 2), (8, 4)]), warmup_steps=5)
         found["hierarchical"] = post_local(data, rank, averager, 5)
     arrays = {f"{case}_{i}": w for case, ws in found.items() for i, w in enumerate(ws)}
-    np.savez(out, **arrays)
+    np.savez(folder / f"{rank}.npz", **arrays)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    run_ranks(worker, int(sys.argv[2]), pathlib.Path(sys.argv[1]), int(sys.argv[2]))

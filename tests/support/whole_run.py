@@ -1,6 +1,6 @@
-"""One rank of DDP jobs over gloo that stay in torch, wait for JAX, and go on from what it left.
+"""DDP jobs of two ranks over gloo that stay in torch, wait for JAX, and go on from what it left.
 
-    python whole_run.py RANK FOLDER CASE [CASE ...]
+    python whole_run.py FOLDER CASE [CASE ...]
 
 Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` saved at MOVES[0]; then, as soon as
 ``CASE.to_torch.pt`` is there, the steps from MOVES[1] on. Losses go to ``CASE.RANK.json``.
@@ -15,6 +15,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -131,8 +132,7 @@ def returned(case, rank, folder):
     return losses, model.module.norm.running_mean.tolist()
 
 
-def main():
-    rank, folder, cases = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:]
+def worker(rank, folder, *cases):
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
@@ -146,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_ranks(worker, WORLD, pathlib.Path(sys.argv[1]), *sys.argv[2:])

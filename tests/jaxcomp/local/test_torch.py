@@ -44,23 +44,16 @@ def torch_run(tmp_path_factory):
 def launch(world, folder):
     params, x, y = data_of(world)
     np.savez(folder / "data.npz", x=x, y=y, **params)
-    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, folder / "data.npz", str(rank), str(world), folder / "meet",
-             folder / f"{rank}.npz"],
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    done = subprocess.run(
+        [sys.executable, SCRIPT, folder, str(world)],
+        env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     ranks = [dict(np.load(folder / f"{rank}.npz")) for rank in range(world)]
     cases = {key.rsplit("_", 1)[0] for key in ranks[0]}
     return {
