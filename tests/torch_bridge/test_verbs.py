@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import optax
 import pytest
 import torch
 from flax import nnx
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 import jaxcomp
 import torch_bridge
@@ -129,6 +131,32 @@ def test_a_whole_run_there_and_back(algorithm, tmp_path):
     for index, entry in source.optimizer["state"].items():
         for key, value in entry.items():
             np.testing.assert_allclose(back.optimizer["state"][index][key], value, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_what_else_the_file_holds_comes_back(tmp_path):
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+    found = {
+        "scheduler": scheduler.state_dict(),
+        "ema": {"decay": 0.9, "shadow": [torch.ones(3)]},
+        "args": argparse.Namespace(lr=0.1),
+        "comm_hook": powerSGD_hook,
+        "epoch": 3,
+    }
+    torch.save({"state_dict": model.state_dict(), **found}, tmp_path / "source.pt")
+    read = torch_bridge.load(tmp_path / "source.pt")
+    assert "comm_hook" not in read.extra
+    read.extra["args"]["activation"] = torch.relu
+    params = torch_bridge.to_flax(read, variables()).params
+    with pytest.warns(UserWarning, match=r"left out: args\.activation\. Add them in torch"):
+        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt")
+    extra = torch.load(tmp_path / "back.pt", weights_only=True)["extra"]
+    assert extra["scheduler"] == found["scheduler"]
+    assert extra["args"] == {"lr": 0.1}
+    assert extra["epoch"] == 3
+    np.testing.assert_array_equal(extra["ema"]["shadow"][0], np.ones(3))
 
 
 def test_an_unused_layer_starts_afresh_and_is_named():

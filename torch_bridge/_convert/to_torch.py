@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -13,7 +14,9 @@ import numpy as np
 from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
+from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._convert.optimizer_groups import trained_names
@@ -31,6 +34,7 @@ from torch_bridge._pairing.pair import PairOptions, Rules, paired
 from torch_bridge._pairing.pairing import Pairing
 
 _SMALL = 1024  # values; what is smaller may be a step count or a seed
+_SHOWN = 10  # names in a warning
 
 
 def to_torch(
@@ -58,7 +62,8 @@ def to_torch(
       opt_state: The Optax state, consolidated (`jaxcomp.consolidate`): of parameters, of those that
         are trained, or of whole variables. It may hold more than torch has a place for.
       like: The torch checkpoint that the run came from: names, hyperparameters, random number
-        generator and whatever else Flax has no use for come from there.
+        generator and whatever else Flax has no use for come from there, as they were then. A
+        learning rate scheduler has not taken the steps that JAX took.
       path: A file to write the document to, whole or not at all; an existing one is replaced.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_flax`.
@@ -252,11 +257,13 @@ def _inferred(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries that ``torch.load(weights_only=True)`` can read back."""
-    kept = {}
-    for name, value in extra.items():
-        if isinstance(value, np.ndarray):
-            kept[name] = to_tensor(value)
-        elif isinstance(value, str | int | float | bool | None):
-            kept[name] = value
+    """Everything that ``torch.load(weights_only=True)`` can read back."""
+    kept, lacking = plain_copy(extra)
+    if lacking:
+        more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+        warnings.warn(
+            f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
+            f"{printable(', '.join(lacking[:_SHOWN]))}{more}. Add them in torch.",
+            stacklevel=4,
+        )
     return kept

@@ -155,6 +155,8 @@ def _documented(value: dict[Any, Any]) -> Checkpoint:
     if model is not None and not _is_state_dict(model):
         raise SchemaError("it has no state_dict (name -> tensor) and no `comm_hook_state`")
     layout, registered = rest.pop("layout", None), rest.get("comm_hook")
+    if isinstance(registered, Global):
+        del rest["comm_hook"]
     return Checkpoint(
         model=_unwrapped(model or {}),
         powersgd=() if hook is None else (record_from_slots(hook),),
