@@ -159,6 +159,44 @@ def test_what_else_the_file_holds_comes_back(tmp_path):
     np.testing.assert_array_equal(extra["ema"]["shadow"][0], np.ones(3))
 
 
+def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
+    """A file of torch.save marks neither buffers nor buckets; the optimizer counts parameters."""
+    model = torch.nn.Module()
+    model.fc1, model.fc2 = torch.nn.Linear(24, 32), torch.nn.Linear(32, 16)
+    model.register_buffer("mask", torch.ones(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    layout = BucketLayout.from_order([["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]], arrays)
+    rng, q = np.random.default_rng(0), np.linalg.qr
+    factors = {
+        slot.entry.name: (
+            q(rng.standard_normal((slot.rows, slot.rank)))[0].astype("f4"),
+            rng.standard_normal((slot.cols, slot.rank)).astype("f4"),
+        )
+        for slot in layout.factor_slots(2, 2.0)
+    }
+    own = {name: rng.standard_normal(arrays[name].shape).astype("f4") for name in layout.names}
+    records = []
+    for sign in (1, -1):  # what is not compressed cancels, and P has taken its part of the rest
+        left = {n: own[n] - factors[n][0] @ (factors[n][0].T @ own[n]) for n in factors}
+        errors = {name: left.get(name, sign * own[name]) for name in own}
+        records.append(PowerSGDRecord(2, 20, *pack(layout, 2, 2.0, errors, factors)))
+    source = Checkpoint(arrays, tuple(records), optimizer.state_dict(), world_size=2)
+    like = {
+        "fc1": {"kernel": np.zeros((24, 32), "f4"), "bias": np.zeros(32, "f4")},
+        "fc2": {"kernel": np.zeros((32, 16), "f4"), "bias": np.zeros(16, "f4")},
+    }
+    params, _, opt_state, _ = torch_bridge.to_flax(source, like, ignore="mask")
+    momentum = optax.tree_utils.tree_get(opt_state, "trace")
+    np.testing.assert_array_equal(momentum["fc2"]["bias"], np.ones(16))
+    document = torch_bridge.to_torch(params, opt_state, source, ignore="mask")
+    assert BucketLayout.from_json(document["layout"]) == layout
+    assert document["optimizer"]["state"].keys() == {0, 1, 2, 3}
+    np.testing.assert_array_equal(document["state_dict"]["mask"], np.ones((8, 8)))
+
+
 def test_an_unused_layer_starts_afresh_and_is_named():
     with pytest.warns(UserWarning, match="unused/kernel in the file is not finite"):
         state = torch_bridge.to_flax(checkpoint(), variables()).opt_state[0]

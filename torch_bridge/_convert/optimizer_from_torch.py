@@ -17,7 +17,7 @@ from torch_bridge._convert.params import leaves_from_torch
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairing import Pairing, unpaired
 from torch_bridge._pairing.same_order import refuse_other_order
 
 Path: TypeAlias = tuple[str, ...]
@@ -114,7 +114,7 @@ def optimizer_plan(
     step: int | None = None,
 ) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
     """The transformation of `optimizer_from_torch`, and what fills its fresh state."""
-    entries = read_entries(optimizer, model, param_names)
+    entries = read_entries(optimizer, model, param_names, unpaired(model, found))
     settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
     rates = _rates(learning_rate, settings)
     parts = _parts(found, entries, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -160,6 +160,7 @@ def read_entries(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
     param_names: Sequence[str] | Sequence[Sequence[str]] | None,
+    leftover: Collection[str] = (),
 ) -> dict[str, Entry]:
     """Names the parameters of an optimizer state dict.
 
@@ -168,6 +169,7 @@ def read_entries(
       model: Torch state dict of the model.
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
+      leftover: Tensors that go to no leaf. Where `model` has too many, these were buffers.
 
     Returns:
       Parameter name, as in `model`, -> entry.
@@ -185,10 +187,13 @@ def read_entries(
     groups = optimizer["param_groups"]
     indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
     names = _names(groups, model, param_names)
+    if param_names is None and len(names) != len(indices):
+        names = [name for name in names if name not in leftover]
     if len(names) != len(indices):
         raise ValueError(
-            f"The optimizer has {len(indices)} parameters and there are {len(names)} names. Pass "
-            "`param_names`: [name for name, p in model.named_parameters()] of those it was given."
+            f"The optimizer has {len(indices)} parameters and there are {len(names)} names: what "
+            "was frozen or is a buffer cannot be told. Pass `param_names`: "
+            "[name for name, p in model.named_parameters()] of those that it was given."
         )
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)

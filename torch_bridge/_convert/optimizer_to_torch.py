@@ -18,7 +18,7 @@ from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
 from torch_bridge._convert.params import tensors_from_flax
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairing import Pairing, unpaired
 
 
 def optimizer_to_torch(
@@ -68,11 +68,12 @@ def optimizer_to_torch(
     """
     model = named(model)
     pairings_of: dict[str, list[Pairing]] = {}
-    for pairing in paired(model, params, pairings, rules, options):
+    found = paired(model, params, pairings, rules, options)
+    for pairing in found:
         if pairing.kind != "buffer":
             bare = dataclasses.replace(pairing, path=_bare(pairing.path))
             pairings_of.setdefault(pairing.torch_name, []).append(bare)
-    entries = read_entries(like, model, param_names)
+    entries = read_entries(like, model, param_names, unpaired(model, found))
     settings = [Hyperparameters.read(group, algorithm) for group in like["param_groups"]]
     moments_of = _Moments.of(state)
     filled: dict[int, dict[str, Any]] = {}

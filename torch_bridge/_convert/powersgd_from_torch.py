@@ -22,7 +22,7 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairing import Pairing, unpaired
 from torch_bridge._pairing.same_order import refuse_other_order
 
 SAME_CUT = (
@@ -85,7 +85,8 @@ def powersgd_from_torch(
       (20, (12, 1))
     """
     record = record_of(checkpoint)
-    source = Source.of(checkpoint, layout, missing_ranks)
+    leftover = [] if pairings is None else unpaired(checkpoint.model, pairings)
+    source = Source.of(checkpoint, layout, missing_ranks, leftover)
     model = source.model(checkpoint)
     frozen = set(model) - set(source.known) if source.known else set()
     found = paired(model, params, pairings, rules, options, optional=frozen)

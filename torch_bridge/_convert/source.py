@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import BucketEntry, FactorSlot
-from torch_bridge._hook.infer import infer_layout, length_misfit
+from torch_bridge._hook.infer import infer_without, length_misfit
 from torch_bridge._pairing.pairing import Pairing
 
 _MISSING_RANKS = ("error", "zero", "replicate")
@@ -43,8 +43,9 @@ class Source:
         checkpoint: Checkpoint,
         layout: BucketLayout | None,
         missing_ranks: str,
+        leftover: Collection[str] = (),
     ) -> Source:
-        """Of a checkpoint with hook state.
+        """Of a checkpoint with hook state, of which the tensors `leftover` go to no Flax leaf.
 
         Raises:
           ValueError: `missing_ranks` is none of the three.
@@ -57,7 +58,7 @@ class Source:
         record = checkpoint.powersgd[0]
         if not record.buckets:  # before the start
             return cls(layout or checkpoint.layout, {}, {}, {}, checkpoint.aliases)
-        layout = layout or checkpoint.layout or infer_layout(checkpoint)
+        layout = layout or checkpoint.layout or infer_without(checkpoint, leftover)
         reason = length_misfit(layout, record)
         if reason is not None:
             raise CheckpointMismatch(

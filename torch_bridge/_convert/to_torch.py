@@ -27,11 +27,11 @@ from torch_bridge._convert.to_flax import cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
-from torch_bridge._hook.infer import infer_layout
+from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairing import Pairing, unpaired
 
 _SMALL = 1024  # values; what is smaller may be a step count or a seed
 _SHOWN = 10  # names in a warning
@@ -193,7 +193,7 @@ def assemble(
     if parts["powersgd"] is not None and (like.powersgd or layout):
         notify("converting the PowerSGD state")
         reducer = parts.pop("powersgd")
-        layout = layout or _inferred(like, reducer)
+        layout = layout or _inferred(like, reducer, unpaired(like.model, pairings))
         chosen = params_of(reducer, params)
         found = paired(like.model, chosen, pairings, (), {})
         if like.powersgd and matrix_dims is None:
@@ -242,10 +242,10 @@ def hollow(tree: Any) -> Any:
     )
 
 
-def _inferred(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
+def _inferred(like: Checkpoint, reducer: PowerSGDState, leftover: Sequence[str]) -> BucketLayout:
     record = like.powersgd[0]
     if record.buckets:
-        return infer_layout(like)
+        return infer_without(like, leftover)
     if int(np.asarray(reducer.count)) == record.iter:
         return BucketLayout(())  # nothing but counters on either side
     raise CheckpointMismatch(

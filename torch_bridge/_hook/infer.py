@@ -44,7 +44,8 @@ def infer_layout(
       checkpoint: With a model and the hook state; all ranks' files decide more than one.
       orders: Further candidates: label -> all trainable parameters in one order, for example from
         `gradient_order`.
-      frozen: Names of parameters that were not trained; the file does not mark them.
+      frozen: Names of parameters that were not trained, and of buffers other than running
+        statistics; the file does not mark them.
 
     Returns:
       The layout.
@@ -83,6 +84,16 @@ def infer_layout(
         f"{_HOW_TO}",
         mis_shaped=reasons or [_length_problem(checkpoint, record)],
     )
+
+
+def infer_without(checkpoint: Checkpoint, leftover: Collection[str]) -> BucketLayout:
+    """`infer_layout`, where tensors that go to no Flax leaf may be buffers without a gradient."""
+    try:
+        return infer_layout(checkpoint)
+    except CheckpointMismatch:
+        if not leftover:
+            raise
+    return infer_layout(checkpoint, frozen=leftover)
 
 
 def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
@@ -234,8 +245,9 @@ def _length_problem(checkpoint: Checkpoint, record: PowerSGDRecord) -> str:
     have = sum(checkpoint.model[name].size for name in trainable(checkpoint))
     held = {bucket: error.size for bucket, error in sorted(record.error_dict.items())}
     return (
-        f"the model's parameters have {have} values, the error buffers {held}; frozen parameters, "
-        f"which the file does not mark, have none (name them in infer_layout(..., frozen=[...]))"
+        f"the model's parameters have {have} values, the error buffers {held}; frozen parameters "
+        f"and buffers of the model, which the file does not mark, have none (name them in "
+        f"infer_layout(..., frozen=[...]))"
     )
 
 

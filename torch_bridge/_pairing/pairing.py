@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,3 +216,9 @@ class Pairing:
                 f"shape {shape}, got {values.shape}. Pass the tensor that the pairing was made for."
             )
         return values
+
+
+def unpaired(names: Iterable[str], pairings: Sequence[Pairing]) -> list[str]:
+    """Those of the tensors that go to no leaf under any of their names."""
+    found = {name for p in pairings for name in (p.torch_name, *p.aliases)}
+    return [name for name in names if name not in found]
