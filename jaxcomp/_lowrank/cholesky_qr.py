@@ -99,7 +99,7 @@ def _bases(factors: list[Array], spare: Spare, factorize: Factorize, rounds: int
     blocks = _cut(factors, size)
     # Which row of its matrix each row of a block is.
     start = (np.arange(len(owner)) - firsts[owner]) * size
-    row = jnp.asarray(start)[:, None] + jnp.arange(size)
+    row = jnp.asarray(start)[:, None] + jnp.arange(size)[None]
     inside = row < jnp.asarray(np.array(rows)[owner])[:, None]
     dense = jnp.where(inside[..., None], spare(row, rank, dtype), 0)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because

@@ -372,7 +372,7 @@ def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
     Returns:
       ``(*rows.shape, rank)`` in [-0.5, 0.5).
     """
-    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32)
+    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32).reshape(*rows.ndim * (1,), rank)
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
     bits = rows.astype(jnp.uint32)[..., None] * jnp.uint32(2654435761)
     bits += cols * jnp.uint32(0x9E3779B9)

@@ -12,6 +12,7 @@ from jaxcomp._base.leaves import checked_dtype
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.weights import weighted_mean, weighted_mean_each
 from jaxcomp._reducers.contract import (
     Reducer,
@@ -19,7 +20,7 @@ from jaxcomp._reducers.contract import (
     all_finite,
     call_text,
 )
-from jaxcomp._reducers.opening import check_reduce_first, open_step
+from jaxcomp._reducers.opening import check_reduce_first, open_step, other_state
 
 
 def allreduce(
@@ -73,6 +74,8 @@ def allreduce(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
+        if of_reducer(state):  # handed on, a residual would never be sent
+            raise other_state("allreduce", "optax.EmptyState", state)
         step = open_step(updates, axis_name, reduce_first, weight)
         if wire is None:
             reduced, _ = weighted_mean_each(step.arrays, step.weight, axis_name)

@@ -30,6 +30,7 @@ from jaxcomp._reducers.opening import (
     is_ours,
     marked,
     open_step,
+    other_state,
 )
 
 
@@ -126,6 +127,8 @@ def error_feedback(
         weight: Any = None,
         **extra_args: Any,
     ) -> Reduction:
+        if not isinstance(state, ErrorFeedbackState):
+            raise other_state("error_feedback", "ErrorFeedbackState", state)
         step = open_step(updates, axis_name, reduce_first, weight)
         residual = _fitted_residual(step.tree(step.arrays), state.residual)
         if axis_name:

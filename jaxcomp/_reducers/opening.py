@@ -207,6 +207,15 @@ def reducible(updates: PyTree, axis_name: AxisName | None) -> list[int]:
     return positions
 
 
+def other_state(reducer: str, kind: str, state: PyTree) -> ValueError:
+    """The refusal of a state that is not this reducer's own."""
+    return ValueError(
+        f"{reducer}'s update needs its own {kind}, got {type(state).__name__}. Inside an "
+        "optax.chain the chain's update takes the chain's state; jaxcomp.adapt_state turns another "
+        "reducer's into this one's."
+    )
+
+
 def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
     """The arrays, or NaN throughout."""
     return [jnp.where(finite, x, jnp.nan) for x in values]

@@ -15,7 +15,7 @@ from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
 from jaxcomp._mesh.axes import as_local, from_step, is_bound
 from jaxcomp._mesh.weights import Weight
-from jaxcomp._reducers.opening import Field, common_mark, fitted
+from jaxcomp._reducers.opening import Field, common_mark, fitted, other_state
 
 # An exact average; left and right factors; or, alternating, one of the two.
 Turn = Literal["exact", "both", "left", "right"]
@@ -218,10 +218,7 @@ def fitted_memory(
       ValueError: Listing every leaf whose state does not fit, with the fix.
     """
     if not (hasattr(state, "residual") and hasattr(state, "q")):
-        raise ValueError(
-            f"powersgd's update needs its own PowerSGDState, got {type(state).__name__}. Inside an "
-            "optax.chain the chain's update takes the chain's state."
-        )
+        raise other_state("powersgd", "PowerSGDState", state)
     nothing = jax.tree.map(lambda _: optax.MaskedNode(), updates)
     two_sided = isinstance(state.p, tuple) and not state.p
     # Both are () for a tree without leaves, which no switch can tell from the other.

@@ -25,7 +25,7 @@ from jaxcomp._reducers.contract import (
     Reduction,
     call_text,
 )
-from jaxcomp._reducers.opening import check_reduce_first, open_step
+from jaxcomp._reducers.opening import check_reduce_first, open_step, other_state
 
 _ROUNDINGS = ("nearest", "stochastic")
 
@@ -126,6 +126,8 @@ def quantized_allreduce(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
+        if not isinstance(state, QuantizedState):
+            raise other_state("quantized_allreduce", "QuantizedState", state)
         step = open_step(updates, axis_name, reduce_first, weight)
         key = None
         if rounding == "stochastic":

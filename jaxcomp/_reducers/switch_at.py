@@ -22,6 +22,7 @@ from jaxcomp._reducers.contract import (
     reducer_if_mapped,
     reduction_of,
 )
+from jaxcomp._reducers.opening import other_state
 
 
 class SwitchState(NamedTuple):
@@ -95,6 +96,8 @@ def switch_at(
         weight: Any = None,
         **extra_args: Any,
     ) -> Reduction:
+        if not isinstance(state, SwitchState):
+            raise other_state("switch_at", "SwitchState", state)
         if weight is not None:
             extra_args["weight"] = weight
         if axis_name:

@@ -192,6 +192,22 @@ def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(name):
 
 
 @pytest.mark.parametrize("name", REDUCERS)
+def test_the_state_of_another_reducer_is_refused_with_the_fix(name):
+    tx, other = reducer(name), reducer("powersgd" if "feedback-" in name else "feedback-int8")
+    update = jax.vmap(lambda g: tx.update(g, other.init(zeros(SMALL)))[0], axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"update needs its own .*, got .*adapt_state"):
+        jax.eval_shape(update, jax.tree.map(lambda g: g[:, 0], GRADS))
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_no_operand_is_broadcast_to_more_dimensions(name):
+    tx = reducer(name)
+    with jax.numpy_rank_promotion("raise"):
+        update = jax.vmap(lambda g: tx.update(g, tx.init(zeros(SMALL))), axis_name=AXIS)
+        jax.eval_shape(update, jax.tree.map(lambda g: g[:, 0], GRADS))
+
+
+@pytest.mark.parametrize("name", REDUCERS)
 def test_a_reducer_can_be_copied_and_its_state_pickled(name):
     tx = reducer(name)
     for other in (copy.copy(tx), copy.deepcopy(tx)):
