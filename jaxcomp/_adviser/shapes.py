@@ -26,7 +26,7 @@ _SAFETENSORS |= {
 _MAX_HEADER = 100_000_000  # bytes, as in safetensors itself
 _HEAD_WIDTH = 64
 _VOCABULARY = 50_257
-_SMALLEST = 10_000
+_SMALLEST, _LARGEST = 10_000, 10**12
 
 
 def assumed_params(count: int) -> tuple[PyTree, str]:
@@ -39,12 +39,17 @@ def assumed_params(count: int) -> tuple[PyTree, str]:
       The tree of shapes, and a sentence that says what was assumed.
 
     Raises:
-      ValueError: For a number too small for such a model.
+      ValueError: For a number too small for such a model, or beyond any so far.
     """
     if count < _SMALLEST:
         raise ValueError(
             f"{count:,} parameters are too few to guess shapes from. Pass a file with the shapes, "
             "or 10k parameters and more."
+        )
+    if count > _LARGEST:
+        raise ValueError(
+            f"{count:.3g} parameters are more than the {_LARGEST:.0e} that shapes are guessed for. "
+            "Pass a file with the shapes."
         )
 
     def layer_size(width: int) -> int:

@@ -62,7 +62,8 @@ def error_feedback(
         e_w = m_w - s_w
 
     So nothing is lost: the mean residual is the mean of :math:`m` minus the output, whatever the
-    wire did to it. The gradients reach the reducer in float32 (or wider, where they are). If an
+    wire did to it; only how an all-reduce of 16-bit numbers rounds its sums is in nobody's
+    residual. The gradients reach the reducer in float32 (or wider, where they are). If an
     output is not finite, all outputs are NaN and the state stays as it was, bit for bit.
 
     Args:

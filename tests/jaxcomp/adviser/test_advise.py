@@ -466,6 +466,7 @@ def test_a_file_that_is_no_calibration(text, tmp_path, capsys):
         ("advise --params 1M --workers 8 --bandwidth 1Gbit", "required: --step-time"),
         ("advise --params 1M --workers no --bandwidth 1Gbit --step-time 1s", "invalid int"),
         ("advise --params 5 --workers 8 --bandwidth 1Gbit --step-time 1s", "too few to guess"),
+        ("advise --params 1e300 --workers 8 --bandwidth 1Gbit --step-time 1s", "1e+300 param"),
         (
             "advise --params no.json --workers 8 --bandwidth 1Gbit --step-time 1s",
             "no.json: No such",
