@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from runners import types_of
 
 import jaxcomp
 
@@ -75,6 +76,14 @@ def test_a_round_maps_itself_over_the_mesh(kind):
     np.testing.assert_allclose(
         mean.inner[0].trace["w"], np.mean(state.inner[0].trace["w"], 0), rtol=1e-5, atol=1e-7
     )
+    # What was saved goes on on two replicas, with the mean of all momenta and residuals.
+    params, mean = jax.device_get((params, mean))
+    fewer = jaxcomp.local_sgd_round(step, mesh=grid(kind, 2), **arguments())
+    moved = jaxcomp.stack_replicas(mean, 2)
+    assert types_of(moved) == types_of(fewer.init(params))
+    new, moved, _ = jax.jit(fewer)(params, moved, batches[0][:, :4])
+    assert np.isfinite(new["w"]).all()
+    assert np.all(moved.reducer[0].count == ROUNDS + 1)
 
 
 def test_what_does_not_fit_the_mesh_is_refused():
