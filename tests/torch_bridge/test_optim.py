@@ -80,11 +80,12 @@ def torch_steps(module, optimizer, seeds) -> None:
         optimizer.step()
 
 
-def flax_steps(module, like, params, tx, state, seeds):
+def flax_steps(module, like, params, tx, state, seeds, unused=()):
     pairings = pair(module.state_dict(), like)
     update = jax.jit(tx.update)
     for seed in seeds:
         leaves = leaves_from_torch(pairings, gradients(module, seed), mean=True)
+        leaves = {p: g * 0 if p[0] in unused else g for p, g in leaves.items()}
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
         grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
         updates, state = update(grads, state, params)
@@ -202,6 +203,37 @@ def test_parameter_that_had_no_gradient_yet():
         params, _ = flax_steps(module, LIKE, params, tx, state, (7, 8))
         torch_steps(module, optimizer, (7, 8))
         assert_close(params, module, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.3}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.Adam, {"weight_decay": 0.3}),
+        (torch.optim.AdamW, {"weight_decay": 0.3}),
+    ],
+)
+def test_a_layer_that_is_not_used_yet_waits(make, keywords):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.05, **keywords)
+    module[0].requires_grad_(False)
+    torch_steps(module, optimizer, range(3))
+    params, before = params_from_torch(module.state_dict(), LIKE), optimizer.state_dict()
+    rate = optax.constant_schedule(0.05)
+    tx, state = optimizer_from_torch(before, module.state_dict(), params, learning_rate=rate)
+    params, state = flax_steps(module, LIKE, params, tx, state, (7, 8), unused=("Conv_0",))
+    torch_steps(module, optimizer, (7, 8))
+    assert_close(params, module, LIKE)
+    back = optimizer_to_torch(state, params, before, module.state_dict())
+    assert back["state"].keys() == optimizer.state_dict()["state"].keys() == {2}
+    counts = {int(c) for c in jax.tree.leaves(state) if c.dtype == np.int32 and c.ndim == 0}
+    assert 2 + (3 if make is not torch.optim.SGD else 0) in counts
+
+    module[0].requires_grad_(True)
+    params, _ = flax_steps(module, LIKE, params, tx, state, (9, 10))
+    torch_steps(module, optimizer, (9, 10))
+    assert_close(params, module, LIKE)
 
 
 @pytest.mark.parametrize(

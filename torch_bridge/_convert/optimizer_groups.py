@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -74,7 +74,10 @@ class Hyperparameters:
         return cls(found, **common, betas=(first, second), eps=_number("eps", group["eps"]))
 
     def transformation(
-        self, learning_rate: optax.ScalarOrSchedule, terms: int = 1
+        self,
+        learning_rate: optax.ScalarOrSchedule,
+        terms: int = 1,
+        pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None,
     ) -> optax.GradientTransformation:
         """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
 
@@ -82,6 +85,7 @@ class Hyperparameters:
           learning_rate: A number or a schedule in place of the group's own.
           terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
             what its own gradient says, so their sum moves `terms` times as fast.
+          pause: Put around everything but the learning rate, whose schedule goes on for all.
         """
         parts = [optax.scale(-1.0)] if self.maximize else []
         several = [optax.scale(float(terms))] if terms > 1 else []
@@ -92,6 +96,7 @@ class Hyperparameters:
             adam = [optax.scale_by_adam(*self.betas, eps=self.eps), *several]
             late = [optax.add_decayed_weights(self.weight_decay)]
             parts += decay + adam if self.algorithm == "adam" else adam + late
+        parts = [pause(optax.chain(*parts))] if pause else parts
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
     def _momentum(self) -> optax.GradientTransformation:
@@ -105,6 +110,11 @@ class Hyperparameters:
     def has_momentum(self) -> bool:
         """Whether there is a momentum buffer."""
         return self.algorithm == "sgd" and self.momentum != 0
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether torch keeps anything for a parameter that has been updated."""
+        return self.algorithm != "sgd" or self.has_momentum
 
 
 def _number(name: str, value: Any) -> float:
@@ -146,6 +156,11 @@ class Entry:
     index: int
     group: int
     state: Mapping[str, Any]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything is kept: not before the first gradient."""
+        return any(value is not None for value in self.state.values())
 
     @property
     def step(self) -> int:

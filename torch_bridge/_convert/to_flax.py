@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -11,11 +12,13 @@ import optax
 
 import jaxcomp
 from jaxcomp.extend import plan_leaves
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import ParamNames, optimizer_plan
+from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, optimizer_plan
 from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
+from torch_bridge._convert.source import layout_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, trained
@@ -70,7 +73,8 @@ def to_flax(
       like: The Flax tree to fill, of which only structure and shapes are used: linen parameters,
         linen variables, an ``nnx.State`` or an nnx module.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      layout: As for `powersgd_from_torch`.
+      layout: As for `powersgd_from_torch`. What is in no bucket gets no gradient in torch, and is
+        frozen here, whether the optimizer was given it or not.
       missing_ranks: As for `powersgd_from_torch`.
       matrix_dims: How leaves become matrices. None: as jaxcomp does by default, or as torch does
         where the two cut a leaf apart.
@@ -88,6 +92,11 @@ def to_flax(
     Raises:
       ValueError: The optimizer has no equal in optax.
       CheckpointMismatch: As `params_from_torch` and `powersgd_from_torch`.
+
+    Warns:
+      UserWarning: As `powersgd_from_torch`. Or the optimizer has leaves that are in no bucket of
+        DDP, with state, which are frozen; or leaves without state where others have some, and no
+        layout says whether they are frozen.
 
     Example:
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
@@ -122,7 +131,9 @@ def to_flax(
         if consume:
             for record in checkpoint.powersgd:
                 record.error_dict.clear()
-    states += [fill(tx.init(chosen)) for tx, fill in links[1:]]
+    for tx, filler in links[1:]:
+        _say_what_is_frozen(filler, checkpoint, layout)
+        states.append(filler.fill(tx.init(chosen)))
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
@@ -172,8 +183,8 @@ def _links(
         reducer = reducer_from_torch(hook if known else "allreduce_hook", axis_name=axis_name)
     links: list[tuple[optax.GradientTransformation, Any]] = [(reducer, matrix_dims)]
     if checkpoint.optimizer is not None:
+        layout = layout or checkpoint.layout
         if param_names is None:
-            layout = layout or checkpoint.layout
             param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
         links.append(
             optimizer_plan(
@@ -184,9 +195,44 @@ def _links(
                 param_names,
                 learning_rate,
                 step=_step(checkpoint) or None,
+                frozen=_frozen(checkpoint, layout, pairings),
             )
         )
     return links
+
+
+def _frozen(
+    checkpoint: Checkpoint, layout: BucketLayout | None, pairings: Sequence[Pairing]
+) -> set[str]:
+    """Torch parameters that DDP has in no bucket, as they get no gradient."""
+    if layout is None:
+        return set()
+    known, aliases = layout.entries, checkpoint.aliases
+    return {p.torch_name for p in pairings if layout_name(p, known, aliases) is None}
+
+
+def _say_what_is_frozen(
+    filler: Filler, checkpoint: Checkpoint, layout: BucketLayout | None
+) -> None:
+    """Warns where the optimizer and the buckets disagree, or the file leaves it open."""
+    held = filler.paused("held")
+    if held:
+        warnings.warn(
+            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
+            "that they get no gradient. They are frozen here too; their state is kept.",
+            stacklevel=3,
+        )
+    # An inferred layout is accepted only where every parameter is in a bucket.
+    said = layout or checkpoint.layout or any(record.buckets for record in checkpoint.powersgd)
+    waiting = filler.paused("waiting")
+    if waiting and not said:
+        warnings.warn(
+            f"{printable(', '.join(waiting))}: never used, or frozen; the file does not say which, "
+            "and the optimizer has no state for them. They are trained as soon as they get a "
+            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
+            "checkpoint.model), with the names of what is trained.",
+            stacklevel=3,
+        )
 
 
 def _chained(
