@@ -230,6 +230,14 @@ def read_entries(
     return entries
 
 
+def steps_taken(optimizer: Any) -> int:
+    """Updates that Adam has counted; 0 for SGD, which counts none, and where there is no state."""
+    if not isinstance(optimizer, Mapping) or not is_optimizer(optimizer):
+        return 0
+    states = optimizer["state"].items()
+    return max((Entry(index, 0, state).step for index, state in states), default=0)
+
+
 def trained_names(
     optimizer: Mapping[str, Any], model: Mapping[str, Any], layout: BucketLayout | None
 ) -> list[str] | None:

@@ -15,7 +15,7 @@ from jaxcomp.extend import plan_leaves
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, optimizer_plan
-from torch_bridge._convert.optimizer_groups import trained_names
+from torch_bridge._convert.optimizer_groups import steps_taken, trained_names
 from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.source import layout_name
@@ -35,7 +35,7 @@ class FlaxRun(NamedTuple):
       transformation: The complete ``optax.chain(reducer, optimizer)``.
       opt_state: Its state, consolidated; the tree of ``transformation.init(params)``, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
-      step: Steps taken so far.
+      step: Steps taken so far: what Adam counted, else the calls of the hook.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), 20)
@@ -59,6 +59,7 @@ def to_flax(
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
     param_names: ParamNames = None,
     consume: bool = False,
+    step: int | None = None,
     rules: Rules = (),
     pairings: Sequence[Pairing] | None = None,
     **options: Unpack[PairOptions],
@@ -82,6 +83,9 @@ def to_flax(
       param_names: As for `optimizer_from_torch`; an optimizer that was given the trainable
         parameters alone needs none, since they are in the layout.
       consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
+      step: Updates taken so far, where a schedule goes on; None for Adam's own count, and for the
+        hook's with SGD, which counts none. The hook counts every reduction since its state was
+        made, which differs with gradient accumulation.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
       **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
@@ -96,7 +100,8 @@ def to_flax(
     Warns:
       UserWarning: As `powersgd_from_torch`. Or the optimizer has leaves that are in no bucket of
         DDP, with state, which are frozen; or leaves without state where others have some, and no
-        layout says whether they are frozen.
+        layout says whether they are frozen. Or a schedule goes on at Adam's count, and the hook
+        has another.
 
     Example:
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
@@ -111,8 +116,11 @@ def to_flax(
     found = paired_whole(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
+    if step is None:
+        _say_where_a_schedule_goes_on(checkpoint, learning_rate)
+        step = _step(checkpoint)
     links = _links(
-        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate
+        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate, step
     )
     states: list[Any] = []
     if not checkpoint.powersgd:
@@ -137,7 +145,7 @@ def to_flax(
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    return FlaxRun(params, _chained(links), tuple(states), _step(checkpoint))
+    return FlaxRun(params, _chained(links), tuple(states), step)
 
 
 def shapes_of_run(
@@ -170,6 +178,7 @@ def _links(
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    step: int = 0,
 ) -> list[tuple[optax.GradientTransformation, Any]]:
     """The reducer with its matrices, and the optimizer with what fills its state."""
     pairings = paired(checkpoint.model, params, pairings, (), {})
@@ -194,7 +203,7 @@ def _links(
                 pairings,
                 param_names,
                 learning_rate,
-                step=_step(checkpoint) or None,
+                step=step,
                 frozen=_frozen(checkpoint, layout, pairings),
             )
         )
@@ -242,7 +251,26 @@ def _chained(
 
 
 def _step(checkpoint: Checkpoint) -> int:
-    return checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
+    """Steps taken so far. The hook counts reductions, and from 0 again with a fresh state."""
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
+    return steps_taken(checkpoint.optimizer) or hook
+
+
+def _say_where_a_schedule_goes_on(
+    checkpoint: Checkpoint,
+    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
+) -> None:
+    """Warns where the hook would have it go on elsewhere."""
+    rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate]
+    counted = steps_taken(checkpoint.optimizer)
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
+    if counted not in (0, hook) and any(map(callable, rates)):
+        warnings.warn(
+            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
+            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
+            "to say where.",
+            stacklevel=3,
+        )
 
 
 def _names(checkpoint: Checkpoint, layout: BucketLayout | None) -> Mapping[str, Any]:
