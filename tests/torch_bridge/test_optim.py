@@ -371,6 +371,39 @@ def test_what_has_no_equal_is_refused():
     assert caught.value.missing == ("0.weight", "0.bias", "2.weight")
 
 
+@pytest.mark.parametrize(
+    ("make", "group", "state", "said"),
+    [
+        (torch.optim.Adam, {}, {"exp_avg_var": np.zeros(3)}, r"`state` with \['exp_avg_var'\]"),
+        (torch.optim.Adam, {"final_lr": 0.1, "gamma": 0.1}, {}, r"with \['final_lr', 'gamma'\]"),
+        (torch.optim.SGD, {"trust_coefficient": 1e-3}, {}, r"\['trust_coefficient'\], which"),
+    ],
+)
+def test_relatives_of_sgd_and_adam_are_refused(make, group, state, said):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.1)
+    torch_steps(module, optimizer, range(1))
+    saved, model = optimizer.state_dict(), module.state_dict()
+    params = params_from_torch(model, LIKE)
+    saved["param_groups"][0].update(group)
+    saved["state"].setdefault(1, {}).update(state)
+    with pytest.raises(ValueError, match=said):
+        optimizer_from_torch(saved, model, params)
+    with pytest.raises(ValueError, match=said):
+        optimizer_to_torch((), params, saved, model)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_schedulers_and_people_note_in_a_group_is_no_other_algorithm(make):
+    module = network()
+    optimizer = make([{"params": list(module.parameters()), "name": "all"}], lr=0.1)
+    schedulers = torch.optim.lr_scheduler
+    schedulers.OneCycleLR(optimizer, 0.2, 10, cycle_momentum=make is torch.optim.AdamW)
+    torch.optim.swa_utils.SWALR(optimizer, 0.1)
+    model = module.state_dict()
+    optimizer_from_torch(optimizer.state_dict(), model, params_from_torch(model, LIKE))
+
+
 def test_older_files_say_which_adam():
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.1)
