@@ -214,7 +214,7 @@ def _frozen(
     checkpoint: Checkpoint, layout: BucketLayout | None, pairings: Sequence[Pairing]
 ) -> set[str]:
     """Torch parameters that DDP has in no bucket, as they get no gradient."""
-    if layout is None:
+    if layout is None or not layout.names:  # none of them: written before compression began
         return set()
     known, aliases = layout.entries, checkpoint.aliases
     return {p.torch_name for p in pairings if layout_name(p, known, aliases) is None}
@@ -232,7 +232,8 @@ def _say_what_is_frozen(
             stacklevel=3,
         )
     # An inferred layout is accepted only where every parameter is in a bucket.
-    said = layout or checkpoint.layout or any(record.buckets for record in checkpoint.powersgd)
+    layout = layout or checkpoint.layout
+    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
     waiting = filler.paused("waiting")
     if waiting and not said:
         warnings.warn(
