@@ -80,11 +80,12 @@ def torch_steps(module, optimizer, seeds) -> None:
         optimizer.step()
 
 
-def flax_steps(module, like, params, tx, state, seeds):
+def flax_steps(module, like, params, tx, state, seeds, unused=()):
     pairings = pair(module.state_dict(), like)
     update = jax.jit(tx.update)
     for seed in seeds:
         leaves = leaves_from_torch(pairings, gradients(module, seed), mean=True)
+        leaves = {p: g * 0 if p[0] in unused else g for p, g in leaves.items()}
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
         grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
         updates, state = update(grads, state, params)
@@ -202,6 +203,37 @@ def test_parameter_that_had_no_gradient_yet():
         params, _ = flax_steps(module, LIKE, params, tx, state, (7, 8))
         torch_steps(module, optimizer, (7, 8))
         assert_close(params, module, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.3}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.Adam, {"weight_decay": 0.3}),
+        (torch.optim.AdamW, {"weight_decay": 0.3}),
+    ],
+)
+def test_a_layer_that_is_not_used_yet_waits(make, keywords):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.05, **keywords)
+    module[0].requires_grad_(False)
+    torch_steps(module, optimizer, range(3))
+    params, before = params_from_torch(module.state_dict(), LIKE), optimizer.state_dict()
+    rate = optax.constant_schedule(0.05)
+    tx, state = optimizer_from_torch(before, module.state_dict(), params, learning_rate=rate)
+    params, state = flax_steps(module, LIKE, params, tx, state, (7, 8), unused=("Conv_0",))
+    torch_steps(module, optimizer, (7, 8))
+    assert_close(params, module, LIKE)
+    back = optimizer_to_torch(state, params, before, module.state_dict())
+    assert back["state"].keys() == optimizer.state_dict()["state"].keys() == {2}
+    counts = {int(c) for c in jax.tree.leaves(state) if c.dtype == np.int32 and c.ndim == 0}
+    assert 2 + (3 if make is not torch.optim.SGD else 0) in counts
+
+    module[0].requires_grad_(True)
+    params, _ = flax_steps(module, LIKE, params, tx, state, (9, 10))
+    torch_steps(module, optimizer, (9, 10))
+    assert_close(params, module, LIKE)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +369,39 @@ def test_what_has_no_equal_is_refused():
     with pytest.raises(CheckpointMismatch, match="another optimizer") as caught:
         optimizer_to_torch(optax.sgd(0.1).init(params), params, like, model)
     assert caught.value.missing == ("0.weight", "0.bias", "2.weight")
+
+
+@pytest.mark.parametrize(
+    ("make", "group", "state", "said"),
+    [
+        (torch.optim.Adam, {}, {"exp_avg_var": np.zeros(3)}, r"`state` with \['exp_avg_var'\]"),
+        (torch.optim.Adam, {"final_lr": 0.1, "gamma": 0.1}, {}, r"with \['final_lr', 'gamma'\]"),
+        (torch.optim.SGD, {"trust_coefficient": 1e-3}, {}, r"\['trust_coefficient'\], which"),
+    ],
+)
+def test_relatives_of_sgd_and_adam_are_refused(make, group, state, said):
+    module = network()
+    optimizer = make(module.parameters(), lr=0.1)
+    torch_steps(module, optimizer, range(1))
+    saved, model = optimizer.state_dict(), module.state_dict()
+    params = params_from_torch(model, LIKE)
+    saved["param_groups"][0].update(group)
+    saved["state"].setdefault(1, {}).update(state)
+    with pytest.raises(ValueError, match=said):
+        optimizer_from_torch(saved, model, params)
+    with pytest.raises(ValueError, match=said):
+        optimizer_to_torch((), params, saved, model)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_schedulers_and_people_note_in_a_group_is_no_other_algorithm(make):
+    module = network()
+    optimizer = make([{"params": list(module.parameters()), "name": "all"}], lr=0.1)
+    schedulers = torch.optim.lr_scheduler
+    schedulers.OneCycleLR(optimizer, 0.2, 10, cycle_momentum=make is torch.optim.AdamW)
+    torch.optim.swa_utils.SWALR(optimizer, 0.1)
+    model = module.state_dict()
+    optimizer_from_torch(optimizer.state_dict(), model, params_from_torch(model, LIKE))
 
 
 def test_older_files_say_which_adam():

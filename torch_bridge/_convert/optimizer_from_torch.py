@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack
 
 import jax
@@ -14,6 +14,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_entries
 from torch_bridge._convert.params import leaves_from_torch
+from torch_bridge._convert.paused import WaitingState, held, until_gradient
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
@@ -23,17 +24,23 @@ from torch_bridge._pairing.same_order import refuse_other_order
 Path: TypeAlias = tuple[str, ...]
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _FROZEN = "frozen"
+_PAUSES = {"": None, "waiting": until_gradient, "held": held}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Leaves that share hyperparameters, step count and number of summed torch parameters."""
+    """Leaves that share hyperparameters, step count and number of summed torch parameters.
+
+    Those of a part may all be frozen with their state (``pause="held"``), or all without a gradient
+    as yet (``pause="waiting"``).
+    """
 
     label: str
     group: int
     step: int
     terms: int
     started: bool
+    pause: str = ""
 
 
 def optimizer_from_torch(
@@ -73,8 +80,9 @@ def optimizer_from_torch(
       **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
 
     Returns:
-      The transformation and its state. Leaves that the optimizer does not have are frozen. For an
-      ``nnx.Optimizer`` made with this transformation, ``optimizer.opt_state =
+      The transformation and its state. Leaves that the optimizer does not have are frozen; where
+      only some have state, the others (never used so far) wait for their first gradient, as in
+      torch. For an ``nnx.Optimizer`` made with this transformation, ``optimizer.opt_state =
       jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), jax.tree.leaves(state))``.
 
     Raises:
@@ -97,10 +105,10 @@ def optimizer_from_torch(
     model = named(model)
     found = paired(model, params, pairings, rules, options)
     refuse_other_order(found, model, params)
-    tx, fill = optimizer_plan(
+    tx, filler = optimizer_plan(
         optimizer, model, params, found, param_names, learning_rate, algorithm, step
     )
-    return tx, fill(tx.init(params))
+    return tx, filler.fill(tx.init(params))
 
 
 def optimizer_plan(
@@ -112,17 +120,30 @@ def optimizer_plan(
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
     algorithm: str | None = None,
     step: int | None = None,
-) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
-    """The transformation of `optimizer_from_torch`, and what fills its fresh state."""
+    frozen: Collection[str] = (),
+) -> tuple[optax.GradientTransformation, Filler]:
+    """The transformation of `optimizer_from_torch`, and what fills its fresh state.
+
+    Args:
+      optimizer: As for `optimizer_from_torch`, and so are all that are not named here.
+      model: The torch state dict.
+      params: The Flax parameters.
+      found: Their pairings.
+      param_names: See there.
+      learning_rate: See there.
+      algorithm: See there.
+      step: See there.
+      frozen: Torch parameters that get no gradient, whether the optimizer has them or not.
+    """
     entries = read_entries(optimizer, model, param_names, unpaired(model, found))
     settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
     rates = _rates(learning_rate, settings)
-    parts = _parts(found, entries, settings)
+    parts = _parts(found, entries, settings, frozen)
     used = sorted(set(parts.values()), key=lambda part: part.label)
 
     def transformation(part: _Part) -> optax.GradientTransformation:
         hyper = settings[part.group]
-        return hyper.transformation(rates[part.group], part.terms)
+        return hyper.transformation(rates[part.group], part.terms, _PAUSES[part.pause])
 
     every = flatten_tree(params)
     if len(used) == 1 and len(parts) == len(every.paths):
@@ -134,7 +155,7 @@ def optimizer_plan(
         inner = {part.label: transformation(part) for part in used}
         tx = optax.multi_transform({**inner, _FROZEN: optax.set_to_zero()}, labels)
     taken = max([part.step for part in used], default=0) if step is None else step
-    return tx, _Filler(found, entries, settings, used, taken).fill
+    return tx, Filler(found, entries, parts, used, taken)
 
 
 def _rates(
@@ -157,34 +178,25 @@ def _parts(
     pairings: Sequence[Pairing],
     entries: Mapping[str, Entry],
     settings: Sequence[Hyperparameters],
+    frozen: Collection[str],
 ) -> dict[Path, _Part]:
-    """The part that each leaf of the optimizer belongs to."""
-    parts: dict[Path, _Part] = {}
+    """The part that each leaf of the optimizer belongs to; none for what has nothing to keep."""
+    parts: dict[Path, _Part | None] = {}
     split: list[str] = []
+    begun = any(entry.has_state for entry in entries.values())
     for pairing in pairings:
         entry = entries.get(pairing.torch_name)
         if entry is None or pairing.kind == "buffer":
             continue
-        if pairing.must_be_zero:
-            raise CheckpointMismatch(
-                f"The optimizer moves {pairing.torch_name}, which flax.nnx.GRUCell does not have. "
-                "Use flax.linen.GRUCell."
-            )
         hyper = settings[entry.group]
-        if pairing.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
-            raise CheckpointMismatch(
-                f"{'/'.join(pairing.path)} is the sum of {pairing.terms} torch biases, whose L2 "
-                "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
-            )
-        started = hyper.has_momentum and entry.state.get("momentum_buffer") is not None
-        label = f"group{entry.group}_step{entry.step}_terms{pairing.terms}_{int(started)}"
-        part = _Part(label, entry.group, entry.step, pairing.terms, started)
+        pause = _pause(entry, hyper, begun, pairing.torch_name in frozen)
+        part = None if pause == _FROZEN else _part(pairing, entry, hyper, pause)
         if parts.setdefault(pairing.path, part) != part:
             split.append("/".join(pairing.path))
     if split:
         raise CheckpointMismatch(
-            "Torch parameters that are one Flax leaf stand in different param groups, or have "
-            "taken different numbers of steps.",
+            "Torch parameters that are one Flax leaf stand in different param groups, have taken "
+            "different numbers of steps, or are frozen in part.",
             ambiguous=split,
         )
     # A buffer that is not there yet is a buffer of zeros, except for dampening: merge those parts.
@@ -193,20 +205,54 @@ def _parts(
         if settings[part.group].dampening
         else dataclasses.replace(part, label=part.label[:-2], started=True)
         for path, part in parts.items()
+        if part is not None
     }
 
 
+def _pause(entry: Entry, hyper: Hyperparameters, begun: bool, frozen: bool) -> str:
+    """Why torch does not move a parameter: frozen, held or waiting; empty if it does."""
+    if frozen:
+        return "held" if entry.has_state or (hyper.keeps_state and not begun) else _FROZEN
+    never = begun and hyper.keeps_state and not entry.has_state
+    # Else gradients of zeros change nothing, and one part less is a simpler state.
+    matters = hyper.algorithm != "sgd" or hyper.dampening or hyper.weight_decay
+    return "waiting" if never and matters else ""
+
+
+def _part(pairing: Pairing, entry: Entry, hyper: Hyperparameters, pause: str) -> _Part:
+    """The part of one torch parameter."""
+    if pause != "held" and pairing.must_be_zero:
+        raise CheckpointMismatch(
+            f"The optimizer moves {pairing.torch_name}, which flax.nnx.GRUCell does not have. "
+            "Use flax.linen.GRUCell."
+        )
+    if pairing.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
+        raise CheckpointMismatch(
+            f"{'/'.join(pairing.path)} is the sum of {pairing.terms} torch biases, whose L2 "
+            "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
+        )
+    started = hyper.has_momentum and entry.state.get("momentum_buffer") is not None
+    why = pause and f"_{pause}"
+    label = f"group{entry.group}_step{entry.step}_terms{pairing.terms}{why}_{int(started)}"
+    return _Part(label, entry.group, entry.step, pairing.terms, started, pause)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Filler:
+class Filler:
     """Puts what torch kept into a fresh Optax state."""
 
     pairings: Sequence[Pairing]
     entries: Mapping[str, Entry]
-    settings: Sequence[Hyperparameters]
+    leaves: Mapping[Path, _Part]
     parts: Sequence[_Part]
     taken: int
 
+    def paused(self, pause: str) -> list[str]:
+        """The leaves that are ``held``, or ``waiting``."""
+        return ["/".join(path) for path, part in self.leaves.items() if part.pause == pause]
+
     def fill(self, node: Any, part: _Part | None = None) -> Any:
+        """The state, of which only the structure counts, with what torch kept."""
         part = self.parts[0] if part is None and len(self.parts) == 1 else part
         if isinstance(node, optax.ScaleByAdamState):
             assert part is not None  # Adam never stands outside a part
@@ -231,6 +277,8 @@ class _Filler:
                     for label, inner in node.inner_states.items()
                 }
             )
+        if isinstance(node, WaitingState):
+            return node._replace(inner_state=self.fill(node.inner_state, part))
         if isinstance(node, optax.MaskedState):
             return node._replace(inner_state=self.fill(node.inner_state, part))
         return tuple(self.fill(child, part) for child in node) if type(node) is tuple else node

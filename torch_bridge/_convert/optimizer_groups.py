@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -11,10 +11,23 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.dampened_trace import dampened_trace
 from torch_bridge._hook.buckets import BucketLayout
 
 _MAX_STEPS = 2**31  # optax counts in int32
+# What SGD and Adam must have, what else torch puts into their groups, and what they keep. Several
+# optimizers outside of torch have the first, and more.
+_MARKS = {"sgd": {"momentum", "dampening", "nesterov"}, "adam": {"betas", "eps", "amsgrad"}}
+_OF_TORCH = {
+    *("params", "param_names", "lr", "weight_decay", "maximize", "foreach", "differentiable"),
+    *("fused", "capturable", "decoupled_weight_decay"),
+}
+_OF_SCHEDULERS = {
+    *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+    *("lr_scale", "lr_mult"),  # of many training scripts, whose scheduler multiplies `lr` by it
+}
+_STATES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -74,7 +87,10 @@ class Hyperparameters:
         return cls(found, **common, betas=(first, second), eps=_number("eps", group["eps"]))
 
     def transformation(
-        self, learning_rate: optax.ScalarOrSchedule, terms: int = 1
+        self,
+        learning_rate: optax.ScalarOrSchedule,
+        terms: int = 1,
+        pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None,
     ) -> optax.GradientTransformation:
         """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
 
@@ -82,6 +98,7 @@ class Hyperparameters:
           learning_rate: A number or a schedule in place of the group's own.
           terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
             what its own gradient says, so their sum moves `terms` times as fast.
+          pause: Put around everything but the learning rate, whose schedule goes on for all.
         """
         parts = [optax.scale(-1.0)] if self.maximize else []
         several = [optax.scale(float(terms))] if terms > 1 else []
@@ -92,6 +109,7 @@ class Hyperparameters:
             adam = [optax.scale_by_adam(*self.betas, eps=self.eps), *several]
             late = [optax.add_decayed_weights(self.weight_decay)]
             parts += decay + adam if self.algorithm == "adam" else adam + late
+        parts = [pause(optax.chain(*parts))] if pause else parts
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
     def _momentum(self) -> optax.GradientTransformation:
@@ -106,6 +124,11 @@ class Hyperparameters:
         """Whether there is a momentum buffer."""
         return self.algorithm == "sgd" and self.momentum != 0
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether torch keeps anything for a parameter that has been updated."""
+        return self.algorithm != "sgd" or self.has_momentum
+
 
 def _number(name: str, value: Any) -> float:
     try:
@@ -117,9 +140,10 @@ def _number(name: str, value: Any) -> float:
 
 
 def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
-    if {"momentum", "dampening", "nesterov"} <= group.keys():
+    family = _family(group)
+    if family == "sgd":
         found = "sgd"
-    elif {"betas", "eps", "amsgrad"} <= group.keys():
+    elif family == "adam":
         decoupled = group.get("decoupled_weight_decay")
         if decoupled is None and asked is None and group.get("weight_decay"):
             raise ValueError(
@@ -139,6 +163,32 @@ def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
     return found
 
 
+def _family(group: Mapping[str, Any]) -> str | None:
+    return next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
+
+
+def _refuse_relatives(optimizer: Mapping[str, Any]) -> None:
+    """Refuses what has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM."""
+    others, kept = set[Any](), set[Any]()
+    for group in optimizer["param_groups"]:
+        family = _family(group)
+        if family is None:
+            continue  # refused where the hyperparameters are read
+        labels = {key for key, value in group.items() if isinstance(value, str)}
+        others |= group.keys() - _MARKS[family] - _OF_TORCH - _OF_SCHEDULERS - labels
+        for index in group["params"]:
+            kept |= optimizer["state"].get(index, {}).keys() - _STATES[family]
+    if others or kept:
+        hyper = f" `param_groups` with {sorted(map(str, others))}" if others else ""
+        state = f" `state` with {sorted(map(str, kept))}" if kept else ""
+        raise ValueError(
+            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this optimizer has"
+            f"{printable(hyper + (' and' if hyper and state else '') + state)}, which they do not "
+            "have. Start the optimizer anew and convert the parameters alone; entries of your own "
+            "that change no update can be deleted from `param_groups`."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One parameter of the optimizer: its index, its group and what is kept for it."""
@@ -146,6 +196,11 @@ class Entry:
     index: int
     group: int
     state: Mapping[str, Any]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything is kept: not before the first gradient."""
+        return any(value is not None for value in self.state.values())
 
     @property
     def step(self) -> int:
@@ -175,7 +230,7 @@ def read_entries(
       Parameter name, as in `model`, -> entry.
 
     Raises:
-      ValueError: If names are needed and not there.
+      ValueError: If names are needed and not there, or it is another algorithm.
       CheckpointMismatch: With every unknown name and every state of another shape.
     """
     if not is_optimizer(optimizer):
@@ -184,6 +239,7 @@ def read_entries(
             "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
             "state_dict() of one."
         )
+    _refuse_relatives(optimizer)
     groups = optimizer["param_groups"]
     indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
     names = _names(groups, model, param_names)
@@ -218,6 +274,14 @@ def read_entries(
             mis_shaped=mis_shaped,
         )
     return entries
+
+
+def steps_taken(optimizer: Any) -> int:
+    """Updates that Adam has counted; 0 for SGD, which counts none, and where there is no state."""
+    if not isinstance(optimizer, Mapping) or not is_optimizer(optimizer):
+        return 0
+    states = optimizer["state"].items()
+    return max((Entry(index, 0, state).step for index, state in states), default=0)
 
 
 def trained_names(

@@ -16,6 +16,7 @@ from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
 from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
 from torch_bridge._convert.params import tensors_from_flax
+from torch_bridge._convert.paused import WaitingState
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
 from torch_bridge._pairing.pairing import Pairing, unpaired
@@ -117,7 +118,23 @@ class _Moments:
                 found.trace.update(_by_path(node.trace))
                 if isinstance(node, DampenedTraceState):
                     found.idle.update(path for path, on in _by_path(node.started) if not on)
+        found.idle |= _waiting(state)
         return found
+
+
+def _waiting(state: Any) -> set[Path]:
+    """Leaves that have had no gradient yet, for which torch keeps nothing."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, WaitingState)
+
+    idle: set[Path] = set()
+    for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+        (started,) = jax.tree.leaves(node.started)
+        if not started:
+            inner = _Moments.of(node.inner_state)
+            idle |= {*inner.mu, *inner.trace}
+    return idle
 
 
 def _by_path(tree: Any) -> Iterator[tuple[Path, Any]]:
@@ -139,9 +156,9 @@ def _for_one(
     tables = [found.trace] if hyper.has_momentum else [found.mu, found.nu]
     if not pairings or any(p.path not in table for p in pairings for table in tables):
         return None
+    if any(p.path in found.idle for p in pairings):
+        return {}
     if hyper.has_momentum:
-        if any(p.path in found.idle for p in pairings):
-            return {}
         return {"momentum_buffer": _tensor(pairings, found.trace, summed=True)}
     steps = {found.count[p.path] for p in pairings}
     if len(steps) > 1:

@@ -101,11 +101,22 @@ class Source:
 
     def key(self, pairing: Pairing) -> str | None:
         """The layout's name of a tensor; None if it has no gradient (frozen)."""
-        names = (pairing.torch_name, *pairing.aliases, self.aliases.get(pairing.torch_name))
-        return next((name for name in names if name in self.known), None)
+        return layout_name(pairing, self.known, self.aliases)
 
     def slot(self, pairing: Pairing) -> FactorSlot | None:
         return self.slots.get(self.key(pairing) or "")
+
+
+def layout_name(pairing: Pairing, known: Collection[str], aliases: Mapping[str, str]) -> str | None:
+    """The name, of those that a layout knows, of a tensor that may be tied; None if it is frozen.
+
+    Args:
+      pairing: Of the tensor.
+      known: The names in the layout.
+      aliases: Name of a tied tensor -> the first name of the same memory.
+    """
+    names = (pairing.torch_name, *pairing.aliases, aliases.get(pairing.torch_name))
+    return next((name for name in names if name in known), None)
 
 
 def _mean_errors(

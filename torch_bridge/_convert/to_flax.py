@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -11,11 +12,13 @@ import optax
 
 import jaxcomp
 from jaxcomp.extend import plan_leaves
+from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import ParamNames, optimizer_plan
-from torch_bridge._convert.optimizer_groups import trained_names
+from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, optimizer_plan
+from torch_bridge._convert.optimizer_groups import steps_taken, trained_names
 from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
+from torch_bridge._convert.source import layout_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, trained
@@ -32,7 +35,7 @@ class FlaxRun(NamedTuple):
       transformation: The complete ``optax.chain(reducer, optimizer)``.
       opt_state: Its state, consolidated; the tree of ``transformation.init(params)``, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
-      step: Steps taken so far.
+      step: Steps taken so far: what Adam counted, else the calls of the hook.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), 20)
@@ -56,6 +59,7 @@ def to_flax(
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
     param_names: ParamNames = None,
     consume: bool = False,
+    step: int | None = None,
     rules: Rules = (),
     pairings: Sequence[Pairing] | None = None,
     **options: Unpack[PairOptions],
@@ -70,7 +74,8 @@ def to_flax(
       like: The Flax tree to fill, of which only structure and shapes are used: linen parameters,
         linen variables, an ``nnx.State`` or an nnx module.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      layout: As for `powersgd_from_torch`.
+      layout: As for `powersgd_from_torch`. What is in no bucket gets no gradient in torch, and is
+        frozen here, whether the optimizer was given it or not.
       missing_ranks: As for `powersgd_from_torch`.
       matrix_dims: How leaves become matrices. None: as jaxcomp does by default, or as torch does
         where the two cut a leaf apart.
@@ -78,6 +83,9 @@ def to_flax(
       param_names: As for `optimizer_from_torch`; an optimizer that was given the trainable
         parameters alone needs none, since they are in the layout.
       consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
+      step: Updates taken so far, where a schedule goes on; None for Adam's own count, and for the
+        hook's with SGD, which counts none. The hook counts every reduction since its state was
+        made, which differs with gradient accumulation.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
       **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
@@ -88,6 +96,12 @@ def to_flax(
     Raises:
       ValueError: The optimizer has no equal in optax.
       CheckpointMismatch: As `params_from_torch` and `powersgd_from_torch`.
+
+    Warns:
+      UserWarning: As `powersgd_from_torch`. Or the optimizer has leaves that are in no bucket of
+        DDP, with state, which are frozen; or leaves without state where others have some, and no
+        layout says whether they are frozen. Or a schedule goes on at Adam's count, and the hook
+        has another.
 
     Example:
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
@@ -102,8 +116,11 @@ def to_flax(
     found = paired_whole(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
+    if step is None:
+        _say_where_a_schedule_goes_on(checkpoint, learning_rate)
+        step = _step(checkpoint)
     links = _links(
-        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate
+        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate, step
     )
     states: list[Any] = []
     if not checkpoint.powersgd:
@@ -122,11 +139,13 @@ def to_flax(
         if consume:
             for record in checkpoint.powersgd:
                 record.error_dict.clear()
-    states += [fill(tx.init(chosen)) for tx, fill in links[1:]]
+    for tx, filler in links[1:]:
+        _say_what_is_frozen(filler, checkpoint, layout)
+        states.append(filler.fill(tx.init(chosen)))
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    return FlaxRun(params, _chained(links), tuple(states), _step(checkpoint))
+    return FlaxRun(params, _chained(links), tuple(states), step)
 
 
 def shapes_of_run(
@@ -159,6 +178,7 @@ def _links(
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
     learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    step: int = 0,
 ) -> list[tuple[optax.GradientTransformation, Any]]:
     """The reducer with its matrices, and the optimizer with what fills its state."""
     pairings = paired(checkpoint.model, params, pairings, (), {})
@@ -172,8 +192,8 @@ def _links(
         reducer = reducer_from_torch(hook if known else "allreduce_hook", axis_name=axis_name)
     links: list[tuple[optax.GradientTransformation, Any]] = [(reducer, matrix_dims)]
     if checkpoint.optimizer is not None:
+        layout = layout or checkpoint.layout
         if param_names is None:
-            layout = layout or checkpoint.layout
             param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
         links.append(
             optimizer_plan(
@@ -183,10 +203,46 @@ def _links(
                 pairings,
                 param_names,
                 learning_rate,
-                step=_step(checkpoint) or None,
+                step=step,
+                frozen=_frozen(checkpoint, layout, pairings),
             )
         )
     return links
+
+
+def _frozen(
+    checkpoint: Checkpoint, layout: BucketLayout | None, pairings: Sequence[Pairing]
+) -> set[str]:
+    """Torch parameters that DDP has in no bucket, as they get no gradient."""
+    if layout is None or not layout.names:  # none of them: written before compression began
+        return set()
+    known, aliases = layout.entries, checkpoint.aliases
+    return {p.torch_name for p in pairings if layout_name(p, known, aliases) is None}
+
+
+def _say_what_is_frozen(
+    filler: Filler, checkpoint: Checkpoint, layout: BucketLayout | None
+) -> None:
+    """Warns where the optimizer and the buckets disagree, or the file leaves it open."""
+    held = filler.paused("held")
+    if held:
+        warnings.warn(
+            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
+            "that they get no gradient. They are frozen here too; their state is kept.",
+            stacklevel=3,
+        )
+    # An inferred layout is accepted only where every parameter is in a bucket.
+    layout = layout or checkpoint.layout
+    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
+    waiting = filler.paused("waiting")
+    if waiting and not said:
+        warnings.warn(
+            f"{printable(', '.join(waiting))}: never used, or frozen; the file does not say which, "
+            "and the optimizer has no state for them. They are trained as soon as they get a "
+            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
+            "checkpoint.model), with the names of what is trained.",
+            stacklevel=3,
+        )
 
 
 def _chained(
@@ -196,7 +252,26 @@ def _chained(
 
 
 def _step(checkpoint: Checkpoint) -> int:
-    return checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
+    """Steps taken so far. The hook counts reductions, and from 0 again with a fresh state."""
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
+    return steps_taken(checkpoint.optimizer) or hook
+
+
+def _say_where_a_schedule_goes_on(
+    checkpoint: Checkpoint,
+    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
+) -> None:
+    """Warns where the hook would have it go on elsewhere."""
+    rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate]
+    counted = steps_taken(checkpoint.optimizer)
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
+    if counted not in (0, hook) and any(map(callable, rates)):
+        warnings.warn(
+            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
+            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
+            "to say where.",
+            stacklevel=3,
+        )
 
 
 def _names(checkpoint: Checkpoint, layout: BucketLayout | None) -> Mapping[str, Any]:
