@@ -80,6 +80,26 @@ def test_patterns_that_match_nothing_are_listed():
     assert error.value.unexpected == idle
 
 
+def test_misspelled_options_are_refused():
+    model, like = blocks("up", "down")
+    checkpoint = Checkpoint(model)
+    params = torch_bridge.params_from_torch(model, like)
+    for convert in (
+        lambda **said: torch_bridge.params_from_torch(model, like, **said),
+        lambda **said: torch_bridge.params_to_torch(like, model, **said),
+        lambda **said: torch_bridge.to_flax(checkpoint, like, **said),
+        lambda **said: torch_bridge.to_torch(params, (), checkpoint, **said),
+    ):
+        with pytest.raises(TypeError, match="'flaten'. Did you mean 'flatten'?"):
+            convert(flaten={"up": None})
+        with pytest.raises(
+            TypeError, match="no argument 'missing_rank'. From torch_bridge.pair it takes conv1d,"
+        ):
+            convert(missing_rank="zero")
+    with pytest.raises(ValueError, match="`ignore`: .* is no regular expression"):
+        torch_bridge.params_from_torch(model, like, ignore="(")
+
+
 def test_square_matrices_of_which_the_others_disagree_are_asked_about():
     model, like = blocks("up")
     with pytest.raises(CheckpointMismatch, match="conv1d=") as error:

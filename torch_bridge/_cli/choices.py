@@ -17,7 +17,7 @@ import jax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.match import Options, check_pattern
+from torch_bridge._pairing.match import Options
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 from torch_bridge._read.tensors import Budget, default_limit
 from torch_bridge._read.values import Malformed
@@ -149,15 +149,17 @@ def parse_pairing(
     Raises:
       ValueError: One of them has another form.
     """
-    check_pattern("ignore", ignore)
     options = {
         "rules": [_split("--rule", "REGEX=PATH", rule) for rule in rules],
         "flatten": dict(map(_parse_flatten, flatten)),
         "conv_transpose": conv_transpose,
         "conv1d": conv1d,
+        "ignore": ignore,
     }
-    Options(tuple(options["rules"]), tuple(options["flatten"].items()), conv_transpose, conv1d)
-    return {**options, "ignore": ignore}
+    Options(
+        tuple(options["rules"]), tuple(options["flatten"].items()), conv_transpose, conv1d, ignore
+    )
+    return options
 
 
 def _parse_flatten(text: str) -> tuple[str, tuple[int, ...] | None]:

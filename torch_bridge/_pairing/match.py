@@ -42,11 +42,13 @@ class Options:
     flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     conv_transpose: str | None = None
     conv1d: str | None = None
+    ignore: str | None = None
 
     def __post_init__(self) -> None:
         patterns = [("rules", pattern) for pattern, _ in self.rules]
         patterns += [("flatten", pattern) for pattern, _ in self.flatten]
         patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
+        patterns += [("ignore", self.ignore)]
         for name, pattern in patterns:
             check_pattern(name, pattern)
 

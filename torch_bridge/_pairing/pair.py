@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -101,9 +102,9 @@ def pair(
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
     model = named(model)
-    options = _options(rules, flatten, conv_transpose, conv1d)
+    options = _options(rules, flatten, conv_transpose, conv1d, ignore)
     _refuse_idle(model, options)
-    return _pair_with(model, like, options, ignore)
+    return _pair_with(model, like, options)
 
 
 def _options(
@@ -111,10 +112,28 @@ def _options(
     flatten: Flatten | None = None,
     conv_transpose: str | None = None,
     conv1d: str | None = None,
-    **_: Any,
+    ignore: str | None = None,
 ) -> Options:
     rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    return Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d)
+    return Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d, ignore)
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Refuse options that `pair` does not have: what is misspelled would not be heard.
+
+    Raises:
+      TypeError: As Python's own for an argument that there is not.
+    """
+    known = sorted(PairOptions.__optional_keys__)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"Did you mean {close[0]!r}?"
+                if close
+                else f"From torch_bridge.pair it takes {', '.join(known)}."
+            )
+            raise TypeError(f"This function has no argument {name!r}. {hint}")
 
 
 def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
@@ -147,12 +166,10 @@ def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
         )
 
 
-def _pair_with(
-    model: Mapping[str, Any], like: Any, options: Options, ignore: str | None
-) -> tuple[Pairing, ...]:
-    if ignore:
+def _pair_with(model: Mapping[str, Any], like: Any, options: Options) -> tuple[Pairing, ...]:
+    if options.ignore:
         cleaned = clean_names(list(model))
-        model = {n: v for n, v in model.items() if not re.fullmatch(ignore, cleaned[n])}
+        model = {n: v for n, v in model.items() if not re.fullmatch(options.ignore, cleaned[n])}
     tree = flatten_tree(like)
     first: CheckpointMismatch | None = None
     for tied in _tie_attempts(model):
@@ -186,9 +203,11 @@ def paired(
         `pairings` either.
 
     Raises:
+      TypeError: There is no such option.
       ValueError: Both are given.
       CheckpointMismatch: `pairings` lack a leaf of `like`, or as `pair` does.
     """
+    _refuse_unknown(options)
     if pairings is not None:
         if rules or any(options.values()):
             raise ValueError(
@@ -196,15 +215,15 @@ def paired(
                 "like, or pass them to torch_bridge.pair."
             )
         return _fitted(pairings, like)
-    model, parsed, ignore = named(model), _options(rules, **options), options.get("ignore")
+    model, parsed = named(model), _options(rules, **options)
     _refuse_idle(model, parsed)
     try:
-        return _pair_with(model, like, parsed, ignore)
+        return _pair_with(model, like, parsed)
     except CheckpointMismatch:
         if not optional:
             raise
         needed = {name: value for name, value in model.items() if name not in optional}
-        return _pair_with(needed, like, parsed, ignore)
+        return _pair_with(needed, like, parsed)
 
 
 def _fitted(pairings: Sequence[Pairing], like: Any) -> tuple[Pairing, ...]:
