@@ -80,7 +80,7 @@ def to_flax(
       consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The four parts, by name.

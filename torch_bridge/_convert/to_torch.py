@@ -65,7 +65,7 @@ def to_torch(
       param_names: As for `to_flax`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The document: dictionaries of tensors and plain values.
@@ -131,7 +131,7 @@ def save_for_torch(
       param_names: As for `to_torch`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Raises:
       CheckpointMismatch: A part does not fit `like`; everything that does not is listed.

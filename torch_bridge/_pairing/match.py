@@ -16,9 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from torch_bridge._base.names import clean_names
 from torch_bridge._pairing.doubts import (
-    Map,
+    Maps,
     form_of,
-    maybe_flattened,
     storage,
     storage_of_its_kind,
 )
@@ -30,6 +29,7 @@ _UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
 )
+_SHAPES = ("flatten", "unflatten")
 Index = tuple[int, ...]
 Couple = tuple[TorchUnit, FlaxUnit]
 
@@ -40,13 +40,15 @@ class Options:
 
     rules: tuple[tuple[str, str], ...] = ()
     flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
+    unflatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     conv_transpose: str | None = None
     conv1d: str | None = None
     ignore: str | None = None
 
     def __post_init__(self) -> None:
         patterns = [("rules", pattern) for pattern, _ in self.rules]
-        patterns += [("flatten", pattern) for pattern, _ in self.flatten]
+        for option in _SHAPES:
+            patterns += [(option, pattern) for pattern, _ in getattr(self, option)]
         patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
         patterns += [("ignore", self.ignore)]
         for name, pattern in patterns:
@@ -65,6 +67,7 @@ class Matcher:
     undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
     assumed: list[str] = dataclasses.field(default_factory=list)  # square, taken for a Linear
     known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
+    moved: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
     straight_too: bool = False  # matrices that fit as (in, out) only are no mistake
 
     def run(self) -> list[Built]:
@@ -241,13 +244,51 @@ class Matcher:
         )
 
     def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
-        flattened, said = None, False
-        for pattern, shape in self.options.flatten:
-            if re.fullmatch(pattern, unit.name):
-                flattened, said = shape, True
-        if not said and (found := self._maybe_flattened.get(unit)):
-            flattened = found.shape
-            self.ambiguous += [found.question] if found.question else []
+        hints = Hints(
+            flattened=self._map_of("flatten", unit),
+            unflattened=self._map_of("unflatten", unit),
+            transposed=self._is_transposed(unit, target),
+            straight=self._is_straight(unit, target),
+        )
+        built = build(unit, target, hints)
+        for option, field in zip(_SHAPES, ("flattened", "unflattened"), strict=True):
+            said = self._said(option, unit)
+            if said is None or said[1] is None:
+                continue
+            without = build(unit, target, dataclasses.replace(hints, **{field: None}))
+            moved = (without.pairings, without.mis_shaped) != (built.pairings, built.mis_shaped)
+            self.moved[option, said[0]] = moved or self.moved.get((option, said[0]), False)
+            if moved:
+                built.mis_shaped = [f"{line}, with {option}={said[1]}" for line in built.mis_shaped]
+        return built
+
+    @property
+    def idle(self) -> list[str]:
+        """Patterns of shapes that matched layers and moved nothing in any of them."""
+        return [
+            f"{option}: {pattern}" for (option, pattern), moved in self.moved.items() if not moved
+        ]
+
+    def _said(self, option: str, unit: TorchUnit) -> tuple[str, tuple[int, ...] | None] | None:
+        """The last pattern of `flatten` or `unflatten` that names this layer, and its shape."""
+        said = [item for item in getattr(self.options, option) if re.fullmatch(item[0], unit.name)]
+        return said[-1] if said else None
+
+    def _map_of(self, option: str, unit: TorchUnit) -> tuple[int, ...] | None:
+        said = self._said(option, unit)
+        if said is not None:
+            return said[1]
+        of, layer = self._maps.follows.get(unit, ("", unit))
+        if of == option:
+            return self._map_of(option, layer)
+        found = getattr(self._maps, option).get(unit)
+        if found is None:
+            return None
+        if found.question and found.question not in self.ambiguous:
+            self.ambiguous.append(found.question)
+        return found.shape
+
+    def _is_transposed(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         words = set(unit.stem.words) | set(target.stem.words)
         transposed = bool(words & TRANSPOSED_WORDS)
         if self.options.conv_transpose is not None:
@@ -259,7 +300,7 @@ class Matcher:
                     f"{unit.name} has as many inputs as outputs, so it may be a Conv or a "
                     "ConvTranspose: say which with conv_transpose=<regular expression>"
                 )
-        return build(unit, target, Hints(flattened, transposed, self._is_straight(unit, target)))
+        return transposed
 
     def _is_straight(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         form = storage(unit, target)
@@ -278,8 +319,8 @@ class Matcher:
         return form == "straight"
 
     @functools.cached_property
-    def _maybe_flattened(self) -> dict[TorchUnit, Map]:
-        return maybe_flattened(self.torch, self.couples)
+    def _maps(self) -> Maps:
+        return Maps.of(self.torch, self.couples)
 
     def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         key = (_signature(unit), _signature(target))  # a large model has few different ones

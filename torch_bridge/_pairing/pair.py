@@ -34,6 +34,7 @@ class PairOptions(TypedDict, total=False):
     """
 
     flatten: Flatten | None
+    unflatten: Flatten | None
     conv_transpose: str | None
     conv1d: str | None
     ignore: str | None
@@ -56,6 +57,7 @@ def pair(
     rules: Rules = (),
     *,
     flatten: Flatten | None = None,
+    unflatten: Flatten | None = None,
     conv_transpose: str | None = None,
     conv1d: str | None = None,
     ignore: str | None = None,
@@ -75,11 +77,16 @@ def pair(
         match a whole tensor or module name; the path is a leaf or a module, with groups as in
         ``r"block_\1/kernel"``. A Linear that packs several goes to several modules, in the order of
         its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
-      flatten: Regular expression of a Linear's module name -> the channels-first shape
-        ``(C, H, W)`` of what is flattened before it, or None if nothing is. Flax flattens
-        ``(H, W, C)``, so the inputs of such a layer have to be reordered; no shape shows it. Where
-        a Linear follows a convolution and has several inputs for each channel, a square map behind
-        the last convolution is recognised, and anything else is asked about.
+      flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
+        suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened
+        before it, or None if nothing is. Flax flattens ``(H, W, C)``, so the inputs of such a layer
+        have to be reordered; no shape shows it. Where a Linear follows a convolution and has
+        several inputs for each channel, a square map behind the last convolution is recognised, and
+        anything else is asked about. A norm of as many values directly before it follows it; one
+        that stands elsewhere can be named itself.
+      unflatten: The same for the outputs of a Linear that are seen as ``(C, H, W)``, as before the
+        convolutions of a decoder, with the norm directly behind it. It is asked about where a
+        convolution is next and has several of the outputs for each channel.
       conv_transpose: Regular expression of the module names of those ConvTranspose layers that have
         as many inputs as outputs, which no shape tells from a Conv. Without it, the name decides.
       conv1d: Regular expression of the module names of layers that keep their weight ``(in, out)``
@@ -93,7 +100,8 @@ def pair(
 
     Raises:
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, or with
-        those patterns of `rules`, `flatten` and `conv1d` that match nothing.
+        those patterns of `rules`, `flatten`, `unflatten` and `conv1d` that match nothing, or name a
+        shape where it moves nothing.
 
     Example:
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
@@ -102,7 +110,7 @@ def pair(
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
     model = named(model)
-    options = _options(rules, flatten, conv_transpose, conv1d, ignore)
+    options = _options(rules, flatten, unflatten, conv_transpose, conv1d, ignore)
     _refuse_idle(model, options)
     return _pair_with(model, like, options)
 
@@ -110,12 +118,14 @@ def pair(
 def _options(
     rules: Rules = (),
     flatten: Flatten | None = None,
+    unflatten: Flatten | None = None,
     conv_transpose: str | None = None,
     conv1d: str | None = None,
     ignore: str | None = None,
 ) -> Options:
     rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    return Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d, ignore)
+    inputs, outputs = (tuple((said or {}).items()) for said in (flatten, unflatten))
+    return Options(rules, inputs, outputs, conv_transpose, conv1d, ignore)
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -140,6 +150,7 @@ def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
     """Refuse patterns that match nothing: what is misspelled would be ignored without a word."""
     asked = [("rules", pattern) for pattern, _ in options.rules]
     asked += [("flatten", pattern) for pattern, _ in options.flatten]
+    asked += [("unflatten", pattern) for pattern, _ in options.unflatten]
     asked += [("conv1d", options.conv1d)]
     asked = [(name, pattern) for name, pattern in asked if pattern]
     if not asked or any(isinstance(value, jax.ShapeDtypeStruct) for value in model.values()):
@@ -322,8 +333,16 @@ def _pair(
         raise CheckpointMismatch(
             "The torch model and the Flax tree do not correspond. Say what belongs together with "
             "`rules` (regular expression -> path) and what to leave out with `ignore`.",
-            parameters=("rules", "ignore"),
+            parameters=("rules", *_named_in(problems), "ignore"),
             **problems,
+        )
+    if matcher.idle:
+        raise CheckpointMismatch(
+            "Some patterns name layers in which no order of (C, H, W) is kept: `flatten` is for "
+            "what reads a flattened map, `unflatten` for a Linear whose outputs become one. "
+            "Correct them or leave them out.",
+            unexpected=matcher.idle,
+            parameters=sorted({line.partition(":")[0] for line in matcher.idle}),
         )
     if matcher.assumed:
         warnings.warn(
@@ -335,6 +354,13 @@ def _pair(
     order = {path: k for k, path in enumerate(tree.shapes)}
     pairings = sorted((p for part in built for p in part.pairings), key=lambda p: order[p.path])
     return tuple(_with_aliases(pairing, tied) for pairing in pairings)
+
+
+def _named_in(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """The options that the lines of an error speak of."""
+    text = "\n".join(line for lines in problems.values() for line in lines)
+    known = sorted(PairOptions.__optional_keys__ - {"ignore"})
+    return [name for name in known if re.search(rf"\b{name}=", text)]
 
 
 def _with_aliases(pairing: Pairing, tied: Mapping[str, str]) -> Pairing:
