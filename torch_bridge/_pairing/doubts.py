@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from torch_bridge._pairing.layers import dense_cut, orientation
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
 _CLEAR = ("linear", "straight")
+_OF_TORCH = re.compile(r"(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 _IMAGE = 4  # channels, at most
 _Facts = tuple[str, int, int, int]  # convolution, its channels and spatial axes, inputs behind it
 Couples = Mapping[TorchUnit, FlaxUnit]
@@ -30,8 +32,8 @@ def storage(unit: TorchUnit, target: FlaxUnit) -> str:
     shape, kernel = _shapes(unit, target)
     if not kernel or len(shape) != 2:
         return "none"
-    # Rows of a packed one; what nn.MultiheadAttention packs.
-    if unit.part is not None or unit.entries["weight"][0].endswith("in_proj_weight"):
+    # Rows of a packed one; what nn.MultiheadAttention packs, and nn.LSTM.
+    if unit.part is not None or _OF_TORCH.search(unit.entries["weight"][0]):
         return "linear"
     forms = (bool(dense_cut(kernel, *shape[::-1])), bool(dense_cut(kernel, *shape)))
     names = {(True, True): "both", (True, False): "linear", (False, True): "straight"}
@@ -129,7 +131,7 @@ def _is_matrix(unit: TorchUnit, couples: Couples) -> bool:
 
 
 def _reads(unit: TorchUnit, couples: Couples) -> bool:
-    return unit in couples and (unit.family == "recurrent" or _is_matrix(unit, couples))
+    return unit in couples and ("weight_ih" in unit.entries or _is_matrix(unit, couples))
 
 
 def _outputs(unit: TorchUnit | None, couples: Couples) -> int:
@@ -204,7 +206,7 @@ def _maybe_flattened(
 
 
 def _may_read(unit: TorchUnit, shape: tuple[int, ...]) -> bool:
-    return unit.family == "recurrent" or (unit.family == "weight" and bool(shape))
+    return "weight_ih" in unit.entries or (unit.family == "weight" and bool(shape))
 
 
 def _norms_of(

@@ -1,10 +1,11 @@
 """Which torch layer is which Flax layer: by rule, by name, by structure, or not at all.
 
-Evidence, in this order. A user's rule. The same name (``layers.0.conv1`` and ``layers_0/conv1``,
-whatever the case). The same structure: layers of equal shapes whose names differ only in their
-numbers form a group, and a group goes to the one group of the other side that has as many layers of
-such shapes, numbered alike. Where several groups qualify, modules of the same name and modules
-already matched decide; where these do not decide either, the match is refused.
+Evidence, in this order. A user's rule. The very name of a tensor and a leaf. The same name
+(``layers.0.conv1`` and ``layers_0/conv1``, whatever the case). The same structure: layers of equal
+shapes whose names differ only in their numbers form a group, and a group goes to the one group of
+the other side that has as many layers of such shapes, numbered alike. Where several groups qualify,
+modules of the same name and modules already matched decide; where these do not decide either, the
+match is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch_bridge._base.names import clean_names
 from torch_bridge._pairing.doubts import (
@@ -21,6 +23,7 @@ from torch_bridge._pairing.doubts import (
     storage,
     storage_of_its_kind,
 )
+from torch_bridge._pairing.exact import Cut, of_equal_names, without
 from torch_bridge._pairing.layers import Built, Hints, build
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
@@ -72,7 +75,9 @@ class Matcher:
 
     def run(self) -> list[Built]:
         """Matches, builds the pairings of every couple and fills `ambiguous`."""
+        self._couple_alone(self._said_exactly())
         self._by_rule()
+        self._couple_alone(of_equal_names(self.open_torch, self.open_flax))
         self._by_name(lambda unit: unit.stem.exact, forced=True)
         # What fits a Linear is one: (in, out) explains only what is left after that.
         for self.straight_too in (False, True):
@@ -94,6 +99,42 @@ class Matcher:
         taken = set(self.couples.values())
         return [unit for unit in self.flax if unit not in taken]
 
+    def _said_exactly(self) -> list[Cut]:
+        """Tensors and leaves that a rule names, and that their layers keep apart."""
+        owners = {
+            path: (unit, key) for unit in self.flax for key, (path, _) in unit.entries.items()
+        }
+        cuts: dict[tuple[str, ...], Cut] = {}
+        for unit in self.torch if self.options.rules else ():
+            for key, (name, _) in unit.entries.items():
+                path = self._path_said(unit, self._cleaned[name])
+                target = owners.get(path) or owners.get(("params", *path))
+                if path and target and (cut := Cut(unit, key, *target)).is_needed:
+                    cuts.setdefault(target[0].entries[target[1]][0], cut)
+        return list(cuts.values())
+
+    def _path_said(self, unit: TorchUnit, name: str) -> tuple[str, ...]:
+        """Where the first rule sends this tensor by its own name; () if it goes with its layer."""
+        for pattern, template in self.options.rules:
+            if found := re.fullmatch(pattern, name):
+                path = _expanded(found, pattern, template)
+                return path[0] if len(path) == 1 else ()
+            if re.fullmatch(pattern, unit.name):
+                return ()
+        return ()
+
+    def _couple_alone(self, cuts: Sequence[Cut]) -> None:
+        """Take tensors and leaves out of their layers and couple them."""
+        mine: dict[TorchUnit, list[TorchUnit]] = {}
+        theirs: dict[FlaxUnit, list[FlaxUnit]] = {}
+        for cut in cuts:
+            unit, target = cut.units()
+            mine.setdefault(cut.torch, []).append(unit)
+            theirs.setdefault(cut.flax, []).append(target)
+            self.couples[unit] = target
+        self.torch = without(self.torch, _grouped_keys((c.torch, c.tensor) for c in cuts), mine)
+        self.flax = without(self.flax, _grouped_keys((c.flax, c.leaf) for c in cuts), theirs)
+
     def _by_rule(self) -> None:
         leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
         modules = {unit.path: unit for unit in self.flax}
@@ -103,13 +144,7 @@ class Matcher:
                 found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
                 if found is None:
                     continue
-                try:
-                    expanded = found.expand(template).split("|")
-                except (re.error, IndexError) as error:
-                    raise ValueError(
-                        f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
-                    ) from error
-                paths = [tuple(p.strip("/").split("/")) for p in expanded]
+                paths = _expanded(found, pattern, template)
                 parts = [unit]
                 if len(paths) > 1 and unit in self.torch:
                     count = len(paths)
@@ -328,6 +363,24 @@ class Matcher:
             hints = [Hints(), Hints(straight=True)] if self.straight_too else [Hints()]
             self.known_fits[key] = any(build(unit, target, hint).fits for hint in hints)
         return self.known_fits[key]
+
+
+def _expanded(found: re.Match[str], pattern: str, template: str) -> list[tuple[str, ...]]:
+    """The paths of a rule for the name that it matched."""
+    try:
+        expanded = found.expand(template).split("|")
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
+        ) from error
+    return [tuple(path.strip("/").split("/")) for path in expanded]
+
+
+def _grouped_keys(pairs: Iterable[tuple[Any, str]]) -> dict[Any, set[str]]:
+    taken: dict[Any, set[str]] = {}
+    for unit, key in pairs:
+        taken.setdefault(unit, set()).add(key)
+    return taken
 
 
 def _parent(path: Sequence[str]) -> tuple[str, ...]:
