@@ -535,7 +535,6 @@ def test_rules_move_indices():
         ("fc.weight", (3, 4), "fc/w", True),
         ("fc.matrix", (3, 4), "fc/kernel", True),
         ("conv.weight", (5, 4, 3, 3), "conv/w", True),
-        ("rnn.weight_hh_l0", (4, 4), "rnn/w", True),
     ],
 )
 def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path, turned):
@@ -564,6 +563,15 @@ def test_bare_parameters_and_leaves_of_the_same_names():
     for conv1d, wanted in (("", square["fc.kernel"].T), (r"fc\.kernel", square["fc.kernel"])):
         found = params_from_torch(square, tree, {r"fc\.kernel": "fc/kernel"}, conv1d=conv1d)
         np.testing.assert_array_equal(found["fc"]["kernel"], wanted)
+
+
+def test_rules_take_a_recurrent_layer_to_plain_matrices():
+    sizes = {"ih": 3, "hh": 4}
+    model = {f"rnn.weight_{k}_l0": np.random.rand(4, n) for k, n in sizes.items()}
+    like = {"rnn": {k: np.zeros((n, 4)) for k, n in sizes.items()}}
+    params = params_from_torch(model, like, {r"rnn\.weight_(..)_l0": r"rnn/\1"})
+    for k in sizes:  # the square one, too: torch keeps them (out, in)
+        np.testing.assert_array_equal(params["rnn"][k], model[f"rnn.weight_{k}_l0"].T)
 
 
 def test_rules_for_a_plain_tree_take_a_layer_apart():

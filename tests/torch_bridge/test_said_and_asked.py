@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -343,6 +345,58 @@ def test_a_run_of_which_outputs_become_a_map_there_and_back():
     error = checkpoint.mean_errors(checkpoint.layout)
     mine = there.opt_state[0].residual["fc"]["kernel"]
     np.testing.assert_array_equal(mine, pairing.to_flax(error["fc.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flatten": "fc"}, "`flatten` must map regular expressions to shapes"),
+        ({"flatten": {"fc": 3}}, "`flatten` must map"),
+        ({"flatten": {"fc": (8, -4, -4)}}, "`flatten` must map"),
+        ({"flatten": {"fc": (8, "4", 4)}}, "`flatten` must map"),
+        ({"unflatten": 3}, "`unflatten` must map"),
+        ({"rules": "fc"}, "`rules` must map regular expressions to paths"),
+        ({"rules": 3}, "`rules` must map"),
+        ({"flatten": {"fc": (8, 4, 5)}}, r"\(128, 10\), with flatten=\(8, 4, 5\)"),
+    ],
+)
+def test_options_of_another_form_are_refused_in_one_sentence(options, message):
+    model, like = network(16)
+    with pytest.raises(ValueError, match=message) as error:
+        torch_bridge.params_from_torch(model, like, **options)
+    if isinstance(error.value, CheckpointMismatch):
+        assert error.value.parameters == ("rules", "flatten", "ignore")
+    torch_bridge.params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
+
+
+def test_arguments_of_another_type_are_refused_in_one_sentence():
+    model, like = network(16)
+    for convert in (
+        lambda value: torch_bridge.to_flax(value, like),
+        lambda value: torch_bridge.to_torch(like, (), value),
+    ):
+        for value in ("checkpoint.pt", model):
+            with pytest.raises(TypeError, match=r"Pass what torch_bridge\.load returned"):
+                convert(value)
+    for value in ("x.pt", Checkpoint(model)):
+        with pytest.raises(TypeError, match=r"state dict or module is needed.* attribute `model`"):
+            torch_bridge.params_from_torch(value, like)
+    for value in (None, 3, [None]):
+        with pytest.raises(TypeError, match="`paths` must be one path"):
+            torch_bridge.load(value)
+
+
+@pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
+def test_an_optimizer_elsewhere_in_the_file_is_named(name):
+    model, like = network(16)
+    found = run(model)
+    extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
+    checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
+    with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
+        there = torch_bridge.to_flax(checkpoint, like)
+    assert len(there.opt_state) == 1
+    assert warned[0].filename == __file__
+    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like)
 
 
 @pytest.mark.parametrize(

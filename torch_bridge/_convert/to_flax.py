@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -17,7 +18,7 @@ from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import PairOptions, Rules, paired
@@ -88,6 +89,10 @@ def to_flax(
     Raises:
       ValueError: The optimizer has no equal in optax.
       CheckpointMismatch: As `params_from_torch` and `powersgd_from_torch`.
+      TypeError: `checkpoint` is something else, or there is no such option.
+
+    Warns:
+      UserWarning: The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`.
 
     Example:
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
@@ -98,7 +103,8 @@ def to_flax(
       >>> jax.tree.structure(opt_state) == jax.tree.structure(transformation.init(params))
       True
     """
-    model = _names(checkpoint, layout)
+    model = _names(checked(checkpoint), layout)
+    _warn_of_unread(checkpoint)
     found = paired_whole(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
@@ -193,6 +199,17 @@ def _chained(
     links: Sequence[tuple[optax.GradientTransformation, Any]],
 ) -> optax.GradientTransformation:
     return optax.chain(*(transformation for transformation, _ in links))
+
+
+def _warn_of_unread(checkpoint: Checkpoint) -> None:
+    """Without its optimizer a run would follow the plain gradient, and uphill."""
+    if checkpoint.optimizer is None and (names := checkpoint.unread_optimizers):
+        warnings.warn(
+            f"The checkpoint has no optimizer where one is looked for, so that the chain has none; "
+            f"checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on from "
+            f"dataclasses.replace(checkpoint, optimizer=...) with its state_dict.",
+            stacklevel=3,
+        )
 
 
 def _step(checkpoint: Checkpoint) -> int:

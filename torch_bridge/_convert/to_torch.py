@@ -22,7 +22,7 @@ from torch_bridge._convert.params import paired_whole, params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
 from torch_bridge._convert.to_flax import cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_layout
 from torch_bridge._job.save import write_document
@@ -81,6 +81,7 @@ def to_torch(
       >>> document["state_dict"]["fc.weight"].shape
       torch.Size([3, 2])
     """
+    checked(like, "like")
     reducers = reducer_states(opt_state)
     if like.powersgd and len(reducers) != 1:
         raise CheckpointMismatch(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -125,9 +127,30 @@ def _options(
     conv1d: str | None = None,
     ignore: str | None = None,
 ) -> Options:
-    rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    inputs, outputs = (tuple((said or {}).items()) for said in (flatten, unflatten))
-    return Options(rules, inputs, outputs, conv_transpose, conv1d, ignore)
+    inputs, outputs = _shapes("flatten", flatten), _shapes("unflatten", unflatten)
+    return Options(_pairs(rules), inputs, outputs, conv_transpose, conv1d, ignore)
+
+
+def _pairs(rules: Any) -> tuple[tuple[str, str], ...]:
+    with contextlib.suppress(TypeError, ValueError):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        return tuple((pattern, path) for pattern, path in pairs)
+    raise ValueError(
+        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {rules!r}."
+    )
+
+
+def _shapes(name: str, said: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """The items of `flatten` or `unflatten`, with shapes as tuples of positive integers."""
+    with contextlib.suppress(TypeError, AttributeError):
+        items = (said or {}).items()
+        shapes = tuple((p, None if s is None else tuple(map(operator.index, s))) for p, s in items)
+        if all(shape is None or (shape and min(shape) > 0) for _, shape in shapes):
+            return shapes
+    raise ValueError(
+        f"`{name}` must map regular expressions to shapes (C, H, W) or None, as in "
+        f"{{'fc': (64, 7, 7)}}, got {said!r}."
+    )
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -371,5 +394,16 @@ def _with_aliases(pairing: Pairing, tied: Mapping[str, str]) -> Pairing:
 
 
 def named(model: Model) -> Mapping[str, Any]:
-    """The state dict of a torch module, or the mapping itself."""
-    return model if isinstance(model, Mapping) else model.state_dict()
+    """The state dict of a torch module, or the mapping itself.
+
+    Raises:
+      TypeError: It is neither.
+    """
+    if isinstance(model, Mapping):
+        return model
+    if not hasattr(model, "state_dict"):
+        raise TypeError(
+            f"A torch state dict or module is needed, got a {type(model).__name__}. Of what "
+            "torch_bridge.load returns it is the attribute `model`."
+        )
+    return model.state_dict()
