@@ -115,6 +115,10 @@ def parser() -> argparse.ArgumentParser:
             help="the shape from which the input of this Linear was flattened, or none",
         )  # fmt: skip
         command.add_argument(
+            "--unflatten", action="append", default=[], metavar="REGEX=C,H,W",
+            help="the shape that the output of this Linear becomes, or none",
+        )  # fmt: skip
+        command.add_argument(
             "--conv-transpose", metavar="REGEX",
             help="ConvTranspose layers with as many inputs as outputs",
         )  # fmt: skip
@@ -280,6 +284,7 @@ def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
             pairing=parse_pairing(
                 options.rule,
                 options.flatten,
+                options.unflatten,
                 options.conv_transpose,
                 options.conv1d,
                 options.ignore,

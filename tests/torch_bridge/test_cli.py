@@ -209,6 +209,11 @@ def test_msgpack_is_flax_serialization(call, torch_file, tmp_path):
         (["inspect", "checkpoint.pt", "--layout", "text.pt"], UNUSABLE, "text.pt: A bucket"),
         (["to-flax", "checkpoint.pt", *PARAMS, "--rule", "((=x", "--out", "x"], USAGE, "'(('"),
         (["to-flax", "checkpoint.pt", *PARAMS, "--flatten", "a=b", "--out", "x"], USAGE, "C,H,W"),
+        (
+            ["to-flax", "checkpoint.pt", *PARAMS, "--unflatten", "a=b", "--out", "x"],
+            USAGE,
+            "--unfl",
+        ),
         (["to-flax", "checkpoint.pt", *PARAMS, "--ignore", "*", "--out", "x"], USAGE, "'*'"),
         (
             ["to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"],
@@ -224,6 +229,11 @@ def test_msgpack_is_flax_serialization(call, torch_file, tmp_path):
             ["to-flax", "checkpoint.pt", *PARAMS, "--flatten", "fc9=2,2,2", "--out", "x"],
             UNUSABLE,
             "flatten: fc9",
+        ),
+        (
+            ["to-flax", "checkpoint.pt", *PARAMS, "--unflatten", "fc1=8,2,2", "--out", "x"],
+            UNUSABLE,
+            "with unflatten=(8, 2, 2)",
         ),
         (["to-flax", "adagrad.pt", *PARAMS, "--out", "x"], UNUSABLE, "optax"),
         (["to-flax", "names.pt", *PARAMS, "--out", "x"], UNUSABLE, "layout names parameters"),

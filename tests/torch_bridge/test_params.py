@@ -523,6 +523,74 @@ def test_rules_move_indices():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "path", "turned"),
+    [
+        ("norm.gamma", (4,), "norm/scale", False),
+        ("tok.table", (6, 4), "tok/embedding", False),
+        ("tok.table", (4, 4), "tok/embedding", False),
+        ("head.kernel", (4, 3), "head/kernel", False),
+        ("pos.weight", (6, 4), "pos_embedding", False),
+        ("norm.weight", (4, 4), "norm/scale", False),  # LayerNorm((T, D)), over two axes
+        ("fc.weight", (3, 4), "fc/w", True),
+        ("fc.matrix", (3, 4), "fc/kernel", True),
+        ("conv.weight", (5, 4, 3, 3), "conv/w", True),
+    ],
+)
+def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path, turned):
+    weight = np.random.default_rng(0).normal(size=shape)
+    model = {name: weight, "last.weight": np.ones((2, 7)), "last.bias": np.ones(2)}
+    wanted = weight.transpose(*range(2, len(shape)), 1, 0) if turned else weight
+    module, _, leaf = path.rpartition("/")
+    like = {"last": {"kernel": np.ones((7, 2)), "bias": np.ones(2)}}
+    like |= {module: {leaf: np.zeros(wanted.shape)}} if module else {leaf: np.zeros(wanted.shape)}
+    rules = {name.replace(".", r"\."): path}
+    params = params_from_torch(model, like, rules)
+    np.testing.assert_array_equal(params[module][leaf] if module else params[leaf], wanted)
+    np.testing.assert_array_equal(params_to_torch(params, model, rules)[name], weight)
+
+
+def test_bare_parameters_and_leaves_of_the_same_names():
+    model = {"norms.0.scale": np.arange(4.0), "tok.embedding": np.ones((6, 4))}
+    like = {"norms_0": {"scale": np.zeros(4)}, "tok": {"embedding": np.zeros((6, 4))}}
+    params = params_from_torch(model, like)
+    np.testing.assert_array_equal(params["norms_0"]["scale"], model["norms.0.scale"])
+    assert params_to_torch(params, model).keys() == model.keys()
+    square = {"fc.kernel": np.arange(16.0).reshape(4, 4)}  # stored (in, out) or (out, in)
+    tree = {"fc": {"kernel": np.zeros((4, 4))}}
+    with pytest.raises(CheckpointMismatch, match="unexpected"):
+        params_from_torch(square, tree)
+    for conv1d, wanted in (("", square["fc.kernel"].T), (r"fc\.kernel", square["fc.kernel"])):
+        found = params_from_torch(square, tree, {r"fc\.kernel": "fc/kernel"}, conv1d=conv1d)
+        np.testing.assert_array_equal(found["fc"]["kernel"], wanted)
+
+
+def test_rules_take_a_recurrent_layer_to_plain_matrices():
+    sizes = {"ih": 3, "hh": 4}
+    model = {f"rnn.weight_{k}_l0": np.random.rand(4, n) for k, n in sizes.items()}
+    like = {"rnn": {k: np.zeros((n, 4)) for k, n in sizes.items()}}
+    params = params_from_torch(model, like, {r"rnn\.weight_(..)_l0": r"rnn/\1"})
+    for k in sizes:  # the square one, too: torch keeps them (out, in)
+        np.testing.assert_array_equal(params["rnn"][k], model[f"rnn.weight_{k}_l0"].T)
+
+
+def test_rules_for_a_plain_tree_take_a_layer_apart():
+    model = {"conv.weight": np.ones((8, 3, 3, 3)), "fc.weight": np.random.rand(5, 32)}
+    model["fc.bias"] = np.arange(5.0)
+    like = {"conv": {"kernel": np.ones((3, 3, 3, 8))}}
+    like |= {"fc": {"w": np.zeros((32, 5)), "b": np.zeros(5)}}
+    rules = {r"fc\.weight": "fc/w", r"fc\.bias": "fc/b"}
+    params = params_from_torch(model, like, rules)  # behind 8 channels: a map of 2 x 2
+    moved = model["fc.weight"].reshape(5, 8, 2, 2).transpose(2, 3, 1, 0).reshape(32, 5)
+    np.testing.assert_array_equal(params["fc"]["w"], moved)
+    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
+    said = params_from_torch(model, like, rules, flatten={"fc": None})
+    np.testing.assert_array_equal(said["fc"]["w"], model["fc.weight"].T)
+    with pytest.raises(CheckpointMismatch, match="fc/b") as error:
+        params_from_torch(model, like, {r"fc\.weight": "fc/w"})
+    assert error.value.unexpected == ("fc.bias (5,)",)
+
+
 def test_rule_takes_a_packed_linear_apart():
     model = {
         f"{prefix}.{name}": np.random.default_rng(0).normal(size=shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -78,6 +80,27 @@ def test_patterns_that_match_nothing_are_listed():
         torch_bridge.params_from_torch(model, like, {"up": "up", "op": "up"}, **said)
     idle = ("rules: op", "flatten: upp", "conv1d: doun")
     assert error.value.unexpected == idle
+
+
+def test_misspelled_options_are_refused():
+    model, like = blocks("up", "down")
+    checkpoint = Checkpoint(model)
+    params = torch_bridge.params_from_torch(model, like)
+    for convert in (
+        lambda **said: torch_bridge.params_from_torch(model, like, **said),
+        lambda **said: torch_bridge.params_to_torch(like, model, **said),
+        lambda **said: torch_bridge.to_flax(checkpoint, like, **said),
+        lambda **said: torch_bridge.to_torch(params, (), checkpoint, **said),
+    ):
+        with pytest.raises(TypeError, match=r"'flaten'\. Did you mean 'flatten'\?"):
+            convert(flaten={"up": None})
+        with pytest.raises(
+            TypeError,
+            match=r"no argument 'missing_rank'\. From torch_bridge\.pair it takes conv1d,",
+        ):
+            convert(missing_rank="zero")
+    with pytest.raises(ValueError, match=r"`ignore`: .* is no regular expression"):
+        torch_bridge.params_from_torch(model, like, ignore="(")
 
 
 def test_square_matrices_of_which_the_others_disagree_are_asked_about():
@@ -201,6 +224,195 @@ def test_a_matrix_behind_a_layer_as_wide_as_the_map_is_asked_about():
     assert [line.split()[0] for line in error.value.ambiguous] == ["last"]
     found = torch_bridge.params_from_torch(model, like, flatten={"last": None})
     np.testing.assert_array_equal(found["last"]["kernel"], model["last.weight"].T)
+
+
+def moved_to_last(array, shape, axis=0):
+    """The entries of one axis, in torch's order of the map (C, H, W), in that of Flax."""
+    order = np.arange(np.prod(shape)).reshape(shape).transpose(1, 2, 0).ravel()
+    return np.take(array, order, axis)
+
+
+def there_and_back(model, like, **options):
+    """The parameters in Flax, after a look at whether they come back as they were."""
+    params = torch_bridge.params_from_torch(model, like, **options)
+    back = torch_bridge.params_to_torch(params, model, **options)
+    for name, value in model.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)
+    return params
+
+
+def test_a_norm_behind_a_flatten_moves_with_what_reads_it():
+    model, like = network(16)
+    fc = model.pop("fc.weight")
+    kinds = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
+    norm = {f"bn.{kind}": values(128) + k for k, kind in enumerate(kinds)}
+    model |= {"bn1.weight": values(8), "bn1.bias": values(8), **norm, "fc.weight": fc}
+    like = {"params": {**like, "bn": {}, "bn1": {"scale": np.zeros(8), "bias": np.zeros(8)}}}
+    like["params"]["bn"] = {"scale": np.zeros(128), "bias": np.zeros(128)}
+    like["batch_stats"] = {"bn": {"mean": np.zeros(128), "var": np.zeros(128)}}
+    for options, shape in (
+        ({}, (8, 4, 4)),
+        ({"flatten": {"fc": (8, 2, 8)}}, (8, 2, 8)),
+        ({"flatten": {"fc": None}}, (128, 1, 1)),
+    ):
+        found = there_and_back(model, like, **options)
+        for kind, leaf in kinds.items():
+            part = found["batch_stats" if kind.startswith("running") else "params"]["bn"]
+            np.testing.assert_array_equal(part[leaf], moved_to_last(model[f"bn.{kind}"], shape))
+        np.testing.assert_array_equal(found["params"]["bn1"]["bias"], model["bn1.bias"])
+
+
+def test_a_norm_of_the_size_of_the_map_elsewhere_is_asked_about():
+    model, like = network(16)
+    model |= {"norm.weight": values(128), "norm.bias": values(128) + 1}
+    like["norm"] = {"scale": np.zeros(128), "bias": np.zeros(128)}
+    with pytest.raises(CheckpointMismatch, match="norm has 128 values and may read conv0") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert error.value.parameters == ("rules", "flatten", "ignore")
+    found = there_and_back(model, like, flatten={"norm": (8, 4, 4)})
+    np.testing.assert_array_equal(found["norm"]["bias"], moved_to_last(values(128) + 1, (8, 4, 4)))
+
+
+def test_a_recurrent_layer_behind_a_flatten_is_asked_about():
+    model, like = network(16)
+    del model["fc.weight"], like["fc"]
+    gates = ("weight_ih", 128), ("weight_hh", 6)
+    model |= {f"lstm.{name}_l0": values(24, width) for name, width in gates}
+    model |= {f"lstm.{name}_l1": values(24, 6) for name, _ in gates}
+    for layer, width in ((0, 128), (1, 6)):
+        shapes = {f"{side}{g}": (n, 6) for side, n in (("i", width), ("h", 6)) for g in "ifgo"}
+        like[f"lstm_{layer}"] = kernels(**shapes)
+    with pytest.raises(CheckpointMismatch, match="flatten=") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert [line.split()[0] for line in error.value.ambiguous] == ["lstm.l0"]
+    weight = model["lstm.weight_ih_l0"]
+    for shape in ((8, 4, 4), None):
+        found = there_and_back(model, like, flatten={r"lstm\.l0": shape})["lstm_0"]
+        mine = np.concatenate([found[f"i{gate}"]["kernel"] for gate in "ifgo"], axis=1)
+        np.testing.assert_array_equal(mine, moved_to_last(weight.T, shape or (128, 1, 1)))
+
+
+def generator():
+    """A Linear whose outputs become a map, with a norm between."""
+    model = {
+        "fc.weight": values(128, 16),
+        "fc.bias": values(128),
+        "norm.weight": values(128) + 1,
+        "norm.bias": values(128) + 2,
+        "up.weight": values(8, 3, 2, 2),
+    }
+    like = kernels(fc=(16, 128), up=(2, 2, 8, 3))
+    like["fc"]["bias"] = np.zeros(128, np.float32)
+    like["norm"] = {"scale": np.zeros(128, np.float32), "bias": np.zeros(128, np.float32)}
+    return model, like
+
+
+def test_outputs_that_become_a_map_are_asked_about():
+    model, like = generator()
+    with pytest.raises(CheckpointMismatch, match="fc has 128 outputs and may feed up") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert len(error.value.ambiguous) == 1
+    assert "unflatten={'fc': (8, 4, 4)}" in error.value.ambiguous[0]
+    assert error.value.parameters == ("rules", "unflatten", "ignore")
+    for shape in ((8, 4, 4), None):
+        found = there_and_back(model, like, unflatten={"fc": shape})
+        shape = shape or (128, 1, 1)
+        np.testing.assert_array_equal(
+            found["fc"]["kernel"], moved_to_last(model["fc.weight"].T, shape, 1)
+        )
+        np.testing.assert_array_equal(found["fc"]["bias"], moved_to_last(model["fc.bias"], shape))
+        for kind, leaf in (("weight", "scale"), ("bias", "bias")):
+            np.testing.assert_array_equal(
+                found["norm"][leaf], moved_to_last(model[f"norm.{kind}"], shape)
+            )
+
+
+def test_a_run_of_which_outputs_become_a_map_there_and_back():
+    model, like = generator()
+    checkpoint = run(model)
+    options = {"unflatten": {"fc": (8, 4, 4)}}
+    there = torch_bridge.to_flax(checkpoint, like, **options)
+    back = torch_bridge.to_torch(there.params, there.opt_state, checkpoint, **options)
+    for number, state in checkpoint.optimizer["state"].items():
+        mine = back["optimizer"]["state"][number]["momentum_buffer"]
+        np.testing.assert_array_equal(mine, state["momentum_buffer"])
+    (pairing,) = [
+        p for p in torch_bridge.pair(model, like, **options) if p.torch_name == "fc.weight"
+    ]
+    row, col = pairing.matrix_order()
+    weight = model["fc.weight"]
+    np.testing.assert_array_equal(pairing.to_flax(weight).T, weight[row][:, col])
+    error = checkpoint.mean_errors(checkpoint.layout)
+    mine = there.opt_state[0].residual["fc"]["kernel"]
+    np.testing.assert_array_equal(mine, pairing.to_flax(error["fc.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flatten": "fc"}, "`flatten` must map regular expressions to shapes"),
+        ({"flatten": {"fc": 3}}, "`flatten` must map"),
+        ({"flatten": {"fc": (8, -4, -4)}}, "`flatten` must map"),
+        ({"flatten": {"fc": (8, "4", 4)}}, "`flatten` must map"),
+        ({"unflatten": 3}, "`unflatten` must map"),
+        ({"rules": "fc"}, "`rules` must map regular expressions to paths"),
+        ({"rules": 3}, "`rules` must map"),
+        ({"flatten": {"fc": (8, 4, 5)}}, r"\(128, 10\), with flatten=\(8, 4, 5\)"),
+    ],
+)
+def test_options_of_another_form_are_refused_in_one_sentence(options, message):
+    model, like = network(16)
+    with pytest.raises(ValueError, match=message) as error:
+        torch_bridge.params_from_torch(model, like, **options)
+    if isinstance(error.value, CheckpointMismatch):
+        assert error.value.parameters == ("rules", "flatten", "ignore")
+    torch_bridge.params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
+
+
+def test_arguments_of_another_type_are_refused_in_one_sentence():
+    model, like = network(16)
+    for convert in (
+        lambda value: torch_bridge.to_flax(value, like),
+        lambda value: torch_bridge.to_torch(like, (), value),
+    ):
+        for value in ("checkpoint.pt", model):
+            with pytest.raises(TypeError, match=r"Pass what torch_bridge\.load returned"):
+                convert(value)
+    for value in ("x.pt", Checkpoint(model)):
+        with pytest.raises(TypeError, match=r"state dict or module is needed.* attribute `model`"):
+            torch_bridge.params_from_torch(value, like)
+    for value in (None, 3, [None]):
+        with pytest.raises(TypeError, match="`paths` must be one path"):
+            torch_bridge.load(value)
+
+
+@pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
+def test_an_optimizer_elsewhere_in_the_file_is_named(name):
+    model, like = network(16)
+    found = run(model)
+    extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
+    checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
+    with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
+        there = torch_bridge.to_flax(checkpoint, like)
+    assert len(there.opt_state) == 1
+    assert warned[0].filename == __file__
+    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like)
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({"flatten": {"conv0": (8, 4, 4)}}, "flatten: conv0"),
+        ({"unflatten": {"conv0": (8, 4, 4)}}, "unflatten: conv0"),
+        ({"unflatten": {"fc": None, "f": (2, 5)}}, "unflatten: f"),
+    ],
+)
+def test_shapes_that_move_nothing_are_refused(options, idle):
+    model, like = network(16)
+    with pytest.raises(CheckpointMismatch, match="Correct them or leave them out") as error:
+        torch_bridge.params_from_torch(model, like, **options)
+    assert error.value.unexpected == (idle,)
+    assert error.value.parameters == (idle.partition(":")[0],)
 
 
 def run(model, ranks=1, dtype=np.float32):

@@ -17,7 +17,7 @@ import jax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.match import Options, check_pattern
+from torch_bridge._pairing.match import Options
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 from torch_bridge._read.tensors import Budget, default_limit
 from torch_bridge._read.values import Malformed
@@ -29,7 +29,7 @@ class Choices:
 
     Attributes:
       params: The Flax parameter tree (arrays or shapes).
-      pairing: Keyword arguments of `pair`: ``rules``, ``flatten``, ``conv_transpose``, ``ignore``.
+      pairing: Keyword arguments of `pair`: ``rules``, ``flatten`` and the like.
       torch_dims: Use `torch_matrix_dims`, whatever jaxcomp's default cut is.
       missing_ranks: As for `powersgd_from_torch`.
       layout: The bucket layout, if it was given.
@@ -133,6 +133,7 @@ def _text(path: pathlib.Path, option: str, max_bytes: int | None) -> str:
 def parse_pairing(
     rules: Sequence[str],
     flatten: Sequence[str],
+    unflatten: Sequence[str],
     conv_transpose: str | None,
     conv1d: str | None,
     ignore: str | None,
@@ -142,6 +143,7 @@ def parse_pairing(
     Args:
       rules: Each ``REGEX=PATH``.
       flatten: Each ``REGEX=C,H,W`` or ``REGEX=none``.
+      unflatten: Likewise.
       conv_transpose: A regular expression, or None.
       conv1d: Likewise.
       ignore: Likewise.
@@ -149,23 +151,25 @@ def parse_pairing(
     Raises:
       ValueError: One of them has another form.
     """
-    check_pattern("ignore", ignore)
     options = {
         "rules": [_split("--rule", "REGEX=PATH", rule) for rule in rules],
-        "flatten": dict(map(_parse_flatten, flatten)),
+        "flatten": dict(_parse_shape("--flatten", text) for text in flatten),
+        "unflatten": dict(_parse_shape("--unflatten", text) for text in unflatten),
         "conv_transpose": conv_transpose,
         "conv1d": conv1d,
+        "ignore": ignore,
     }
-    Options(tuple(options["rules"]), tuple(options["flatten"].items()), conv_transpose, conv1d)
-    return {**options, "ignore": ignore}
+    inputs, outputs = (tuple(options[name].items()) for name in ("flatten", "unflatten"))
+    Options(tuple(options["rules"]), inputs, outputs, conv_transpose, conv1d, ignore)
+    return options
 
 
-def _parse_flatten(text: str) -> tuple[str, tuple[int, ...] | None]:
-    pattern, shape = _split("--flatten", "REGEX=C,H,W", text)
+def _parse_shape(option: str, text: str) -> tuple[str, tuple[int, ...] | None]:
+    pattern, shape = _split(option, "REGEX=C,H,W", text)
     if shape == "none":
         return pattern, None
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", shape):
-        raise ValueError(f"--flatten must be REGEX=C,H,W or REGEX=none, got {text!r}")
+        raise ValueError(f"{option} must be REGEX=C,H,W or REGEX=none, got {text!r}")
     return pattern, tuple(map(int, shape.split(",")))
 
 

@@ -77,7 +77,7 @@ def optimizer_from_torch(
       algorithm: ``'adam'`` or ``'adamw'``, needed for older files that do not say it.
       step: Updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The transformation and its state. Leaves that the optimizer does not have are frozen; where

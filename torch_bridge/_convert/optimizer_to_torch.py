@@ -50,7 +50,7 @@ def optimizer_to_torch(
       param_names: As for `optimizer_from_torch`.
       algorithm: As for `optimizer_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.

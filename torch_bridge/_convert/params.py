@@ -100,7 +100,7 @@ def params_from_torch(
         structure and shapes are used, so ``jax.eval_shape`` is enough.
       rules: Regular expression -> path; see `pair`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A tree of the structure of `like` with NumPy arrays in the dtype of `model` (bfloat16
@@ -174,7 +174,7 @@ def params_to_torch(
       like: Torch state dict (or module) that says which names and shapes there are.
       rules: Regular expression (of torch names) -> Flax path; see `pair`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`. Ignored
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`. Ignored
         tensors stay as they are in `like`.
 
     Returns:

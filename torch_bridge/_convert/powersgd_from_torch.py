@@ -60,7 +60,7 @@ def powersgd_from_torch(
       matrix_dims: As it will be passed to `jaxcomp.powersgd`.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.

@@ -66,7 +66,7 @@ def powersgd_to_torch(
         Without either, the rank is the largest in `state` and the rest are torch's defaults.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A state for ``ddp_model.register_comm_hook(state, powerSGD_hook)``.

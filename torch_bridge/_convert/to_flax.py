@@ -20,7 +20,7 @@ from torch_bridge._convert.params import paired_whole, params_from_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.source import layout_name
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import PairOptions, Rules, paired
@@ -35,7 +35,7 @@ class FlaxRun(NamedTuple):
       transformation: The complete ``optax.chain(reducer, optimizer)``.
       opt_state: Its state, consolidated; the tree of ``transformation.init(params)``, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
-      step: Steps taken so far: what Adam counted, else the calls of the hook.
+      step: Steps taken so far: the calls of the hook, or what Adam counted where there is none.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), 20)
@@ -88,7 +88,7 @@ def to_flax(
         made, which differs with gradient accumulation.
       rules: As for `params_from_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The four parts, by name.
@@ -96,6 +96,10 @@ def to_flax(
     Raises:
       ValueError: The optimizer has no equal in optax.
       CheckpointMismatch: As `params_from_torch` and `powersgd_from_torch`.
+      TypeError: `checkpoint` is something else, or there is no such option.
+
+    Warns:
+      UserWarning: The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`.
 
     Warns:
       UserWarning: As `powersgd_from_torch`. Or the optimizer has leaves that are in no bucket of
@@ -112,15 +116,24 @@ def to_flax(
       >>> jax.tree.structure(opt_state) == jax.tree.structure(transformation.init(params))
       True
     """
-    model = _names(checkpoint, layout)
+    model = _names(checked(checkpoint), layout)
+    _warn_of_unread(checkpoint)
     found = paired_whole(model, like, pairings, rules, options)
     params = params_from_torch(checkpoint.model, like, pairings=found)
     chosen = trained(params)
     if step is None:
         _say_where_a_schedule_goes_on(checkpoint, learning_rate)
-        step = _step(checkpoint)
+    updates = _updates(checkpoint) if step is None else step
     links = _links(
-        checkpoint, chosen, found, axis_name, layout, matrix_dims, param_names, learning_rate, step
+        checkpoint,
+        chosen,
+        found,
+        axis_name,
+        layout,
+        matrix_dims,
+        param_names,
+        learning_rate,
+        updates,
     )
     states: list[Any] = []
     if not checkpoint.powersgd:
@@ -145,7 +158,8 @@ def to_flax(
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    return FlaxRun(params, _chained(links), tuple(states), step)
+    taken = _step(checkpoint) if step is None else step
+    return FlaxRun(params, _chained(links), tuple(states), taken)
 
 
 def shapes_of_run(
@@ -251,8 +265,24 @@ def _chained(
     return optax.chain(*(transformation for transformation, _ in links))
 
 
+def _warn_of_unread(checkpoint: Checkpoint) -> None:
+    """Without its optimizer a run would follow the plain gradient, and uphill."""
+    if checkpoint.optimizer is None and (names := checkpoint.unread_optimizers):
+        warnings.warn(
+            f"The checkpoint has no optimizer where one is looked for, so that the chain has none; "
+            f"checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on from "
+            f"dataclasses.replace(checkpoint, optimizer=...) with its state_dict.",
+            stacklevel=3,
+        )
+
+
 def _step(checkpoint: Checkpoint) -> int:
-    """Steps taken so far. The hook counts reductions, and from 0 again with a fresh state."""
+    """Steps of the run so far."""
+    return checkpoint.powersgd[0].iter if checkpoint.powersgd else _updates(checkpoint)
+
+
+def _updates(checkpoint: Checkpoint) -> int:
+    """Updates so far. The hook counts reductions, and from 0 again with a fresh state."""
     hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
     return steps_taken(checkpoint.optimizer) or hook
 

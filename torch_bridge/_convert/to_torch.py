@@ -25,7 +25,7 @@ from torch_bridge._convert.params import paired_whole, params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
 from torch_bridge._convert.to_flax import cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
@@ -70,7 +70,7 @@ def to_torch(
       param_names: As for `to_flax`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The document: dictionaries of tensors and plain values.
@@ -86,6 +86,7 @@ def to_torch(
       >>> document["state_dict"]["fc.weight"].shape
       torch.Size([3, 2])
     """
+    checked(like, "like")
     reducers = reducer_states(opt_state)
     if like.powersgd and len(reducers) != 1:
         raise CheckpointMismatch(
@@ -136,7 +137,7 @@ def save_for_torch(
       param_names: As for `to_torch`.
       rules: As for `params_to_torch`.
       pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``conv_transpose``, ``conv1d`` and ``ignore``; see `pair`.
+      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Raises:
       CheckpointMismatch: A part does not fit `like`; everything that does not is listed.

@@ -60,6 +60,11 @@ class Checkpoint:
                 tied[name] = first[key]
         return tied
 
+    @property
+    def unread_optimizers(self) -> tuple[str, ...]:
+        """Entries of `extra` that look like an optimizer's ``state_dict()``, or a list of them."""
+        return tuple(name for name, value in self.extra.items() if _has_groups(value))
+
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
         """What one rank goes on from, in a job of any number of ranks.
 
@@ -111,3 +116,23 @@ class Checkpoint:
             for bucket in buckets
             for name, part in layout.split(bucket, self.mean_error(bucket)).items()
         }
+
+
+def checked(checkpoint: Any, name: str = "checkpoint") -> Checkpoint:
+    """The same, if it is a checkpoint.
+
+    Raises:
+      TypeError: It is something else, such as the path of one.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    raise TypeError(
+        f"`{name}` must be a torch_bridge.Checkpoint, got a {type(checkpoint).__name__}. Pass what "
+        "torch_bridge.load returned."
+    )
+
+
+def _has_groups(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(part, dict) and "param_groups" in part for part in value)
+    return isinstance(value, dict) and "param_groups" in value

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ def load(
       CheckpointMismatch: A file is damaged, cut short or of another kind, or files disagree.
       UnsafeCheckpoint: A file asks for a global that is not on the allow-list; it is named.
       OSError: A file cannot be opened.
+      TypeError: `paths` is something else.
 
     Example:
       >>> import tempfile, torch
@@ -71,7 +72,10 @@ def load(
       ((3, 2), {'epoch': 7})
     """
     single = isinstance(paths, str | os.PathLike)
-    files = [pathlib.Path(path) for path in ([paths] if single else paths)]
+    given = [paths] if single else paths
+    if not isinstance(given, Iterable) or not all(isinstance(f, str | os.PathLike) for f in given):
+        raise TypeError(f"`paths` must be one path, or a list of one for each rank, got {paths!r}.")
+    files = [pathlib.Path(path) for path in given]
     if not files:
         raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
     sizes = [_size_of(file) for file in files]

@@ -25,12 +25,15 @@ class Hints:
     """What the names and shapes of one pair of units do not say.
 
     Attributes:
-      flattened: The channels-first shape (C, *spatial) that a Linear's input was flattened from.
+      flattened: The channels-first shape (C, *spatial) from which the input of a Linear or of a
+        recurrent layer was flattened, or what a norm is of.
+      unflattened: The channels-first shape that the output of a Linear (or of a norm) becomes.
       transposed: Whether a kernel that fits both is that of a ConvTranspose.
       straight: Whether a matrix is stored (in, out), as by transformers' Conv1D.
     """
 
     flattened: Shape | None = None
+    unflattened: Shape | None = None
     transposed: bool = False
     straight: bool = False
 
@@ -129,6 +132,7 @@ def orientation(torch_shape: Shape, shape: Shape) -> str:
 
 
 def _weight(draft: _Draft, hints: Hints) -> None:
+    moved = None
     if draft.both("weight", "embedding"):
         shape = draft.torch.entries["weight"][1]
         if shape == draft.flax.entries["embedding"][1]:
@@ -137,13 +141,14 @@ def _weight(draft: _Draft, hints: Hints) -> None:
             draft.clash("weight", "embedding")
     elif draft.both("weight", "kernel"):
         if len(draft.torch.entries["weight"][1]) == 2:
+            moved = hints.unflattened
             rows = draft.torch.rows("weight")
             kind = "conv1d.weight" if hints.straight else "linear.weight"
             _linear(draft, "weight", "kernel", kind, rows, hints)
         else:
             _conv(draft, hints)
     if draft.both("bias", "bias"):
-        _vector(draft, "bias", "bias", rows=draft.torch.rows("bias"))
+        _vector(draft, "bias", "bias", rows=draft.torch.rows("bias"), moved=moved)
 
 
 def _conv(draft: _Draft, hints: Hints) -> None:
@@ -172,21 +177,27 @@ def _linear(
     height, width = draft.torch.entries[tensor][1]
     height = rows[1] - rows[0] if rows else height
     n_in, n_out = (height, width) if hints.straight else (width, height)
-    shape, flattened = draft.flax.entries[leaf][1], hints.flattened
+    shape = draft.flax.entries[leaf][1]
     cut = dense_cut(shape, n_in, n_out)
-    if not cut or math.prod(flattened or (n_in,)) != n_in or (rows and hints.straight):
+    sizes = (math.prod(hints.flattened or (n_in,)), math.prod(hints.unflattened or (n_out,)))
+    if not cut or sizes != (n_in, n_out) or (rows and hints.straight):
         draft.clash(tensor, leaf, _packed_columns(draft, tensor, leaf))
         return
-    ins, outs = shape[:cut], shape[cut:]
-    order = tuple(range(len(ins)))
-    if flattened is not None:  # torch flattened (C, *spatial), Flax flattens (*spatial, C)
-        ins, order = flattened, (*range(1, len(flattened)), 0)
+    ins, order = _moved(shape[:cut], hints.flattened)
+    outs, out_order = _moved(shape[cut:], hints.unflattened)
     if hints.straight:
-        axes = (*order, *range(len(ins), len(ins) + len(outs)))
+        axes = (*order, *(len(ins) + axis for axis in out_order))
         draft.add(tensor, leaf, kind, (*ins, *outs), axes, row_axes=len(ins))
     else:
-        axes = (*(len(outs) + axis for axis in order), *range(len(outs)))
+        axes = (*(len(outs) + axis for axis in order), *out_order)
         draft.add(tensor, leaf, kind, (*outs, *ins), axes, row_axes=len(outs), rows=rows)
+
+
+def _moved(shape: Shape, channels_first: Shape | None) -> tuple[Shape, Shape]:
+    """How torch has these axes, and their order in Flax, which flattens (*spatial, C)."""
+    if channels_first is None:
+        return shape, tuple(range(len(shape)))
+    return channels_first, (*range(1, len(channels_first)), 0)
 
 
 def _packed_columns(draft: _Draft, tensor: str, leaf: str) -> str:
@@ -209,19 +220,25 @@ def dense_cut(shape: Shape, n_in: int, n_out: int) -> int:
 
 
 def _vector(
-    draft: _Draft, tensor: str, leaf: str, kind: str = "vector", rows: tuple[int, int] | None = None
+    draft: _Draft,
+    tensor: str,
+    leaf: str,
+    kind: str = "vector",
+    rows: tuple[int, int] | None = None,
+    moved: Shape | None = None,
 ) -> None:
-    """(n,) -> (n,), or (heads, n / heads)."""
+    """(n,) -> (n,), or (heads, n / heads); `moved` is the map of which it has one value each."""
     if draft.both(tensor, leaf):
-        shape = draft.flax.entries[leaf][1]
-        draft.add(tensor, leaf, kind, shape, row_axes=len(shape), rows=rows)
+        shape, order = _moved(draft.flax.entries[leaf][1], moved)
+        draft.add(tensor, leaf, kind, shape, order, row_axes=len(shape), rows=rows)
 
 
 def _norm(draft: _Draft, hints: Hints) -> None:
-    del hints
+    moved = hints.flattened or hints.unflattened
     for tensor, leaf in _NORM.items():
-        _vector(draft, tensor, leaf, "buffer" if tensor.startswith("running") else "vector")
-    _vector(draft, "weight", "negative_slope")
+        kind = "buffer" if tensor.startswith("running") else "vector"
+        _vector(draft, tensor, leaf, kind, moved=moved)
+    _vector(draft, "weight", "negative_slope", moved=moved)
 
 
 def _array(draft: _Draft, hints: Hints) -> None:
@@ -255,7 +272,7 @@ def _third(draft: _Draft, tensor: str, position: int) -> tuple[int, int]:
 
 
 def _recurrent(draft: _Draft, hints: Hints) -> None:
-    del hints
+    of_inputs = Hints(flattened=hints.flattened)
     if "weight_hh" not in draft.torch.entries:
         return
     packed, hidden = draft.torch.entries["weight_hh"][1]
@@ -270,9 +287,10 @@ def _recurrent(draft: _Draft, hints: Hints) -> None:
         ranges = ((k * hidden, (k + 1) * hidden) for k in range(len(letters)))
         gates = [(f"i{g}", f"h{g}", rows) for g, rows in zip(letters, ranges, strict=True)]
     for input_side, hidden_side, rows in gates:
-        for tensor, side in (("weight_ih", input_side), ("weight_hh", hidden_side)):
+        sides = (("weight_ih", input_side, of_inputs), ("weight_hh", hidden_side, _NO_HINTS))
+        for tensor, side, hint in sides:
             if draft.both(tensor, f"{side}.kernel"):
-                _linear(draft, tensor, f"{side}.kernel", f"{cell}.{tensor}", rows)
+                _linear(draft, tensor, f"{side}.kernel", f"{cell}.{tensor}", rows, hint)
         if cell == "gru" and rows is None:
             _packed_gru_bias(draft, hidden)
         else:

@@ -1,10 +1,11 @@
 """Which torch layer is which Flax layer: by rule, by name, by structure, or not at all.
 
-Evidence, in this order. A user's rule. The same name (``layers.0.conv1`` and ``layers_0/conv1``,
-whatever the case). The same structure: layers of equal shapes whose names differ only in their
-numbers form a group, and a group goes to the one group of the other side that has as many layers of
-such shapes, numbered alike. Where several groups qualify, modules of the same name and modules
-already matched decide; where these do not decide either, the match is refused.
+Evidence, in this order. A user's rule. The very name of a tensor and a leaf. The same name
+(``layers.0.conv1`` and ``layers_0/conv1``, whatever the case). The same structure: layers of equal
+shapes whose names differ only in their numbers form a group, and a group goes to the one group of
+the other side that has as many layers of such shapes, numbered alike. Where several groups qualify,
+modules of the same name and modules already matched decide; where these do not decide either, the
+match is refused.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch_bridge._base.names import clean_names
 from torch_bridge._pairing.doubts import (
-    Map,
+    Maps,
     form_of,
-    maybe_flattened,
     storage,
     storage_of_its_kind,
 )
+from torch_bridge._pairing.exact import Cut, of_equal_names, without
 from torch_bridge._pairing.layers import Built, Hints, build
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
@@ -30,6 +32,7 @@ _UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
 )
+_SHAPES = ("flatten", "unflatten")
 Index = tuple[int, ...]
 Couple = tuple[TorchUnit, FlaxUnit]
 
@@ -40,13 +43,17 @@ class Options:
 
     rules: tuple[tuple[str, str], ...] = ()
     flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
+    unflatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     conv_transpose: str | None = None
     conv1d: str | None = None
+    ignore: str | None = None
 
     def __post_init__(self) -> None:
         patterns = [("rules", pattern) for pattern, _ in self.rules]
-        patterns += [("flatten", pattern) for pattern, _ in self.flatten]
+        for option in _SHAPES:
+            patterns += [(option, pattern) for pattern, _ in getattr(self, option)]
         patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
+        patterns += [("ignore", self.ignore)]
         for name, pattern in patterns:
             check_pattern(name, pattern)
 
@@ -63,11 +70,14 @@ class Matcher:
     undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
     assumed: list[str] = dataclasses.field(default_factory=list)  # square, taken for a Linear
     known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
+    moved: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
     straight_too: bool = False  # matrices that fit as (in, out) only are no mistake
 
     def run(self) -> list[Built]:
         """Matches, builds the pairings of every couple and fills `ambiguous`."""
+        self._couple_alone(self._said_exactly())
         self._by_rule()
+        self._couple_alone(of_equal_names(self.open_torch, self.open_flax))
         self._by_name(lambda unit: unit.stem.exact, forced=True)
         # What fits a Linear is one: (in, out) explains only what is left after that.
         for self.straight_too in (False, True):
@@ -89,6 +99,42 @@ class Matcher:
         taken = set(self.couples.values())
         return [unit for unit in self.flax if unit not in taken]
 
+    def _said_exactly(self) -> list[Cut]:
+        """Tensors and leaves that a rule names, and that their layers keep apart."""
+        owners = {
+            path: (unit, key) for unit in self.flax for key, (path, _) in unit.entries.items()
+        }
+        cuts: dict[tuple[str, ...], Cut] = {}
+        for unit in self.torch if self.options.rules else ():
+            for key, (name, _) in unit.entries.items():
+                path = self._path_said(unit, self._cleaned[name])
+                target = owners.get(path) or owners.get(("params", *path))
+                if path and target and (cut := Cut(unit, key, *target)).is_needed:
+                    cuts.setdefault(target[0].entries[target[1]][0], cut)
+        return list(cuts.values())
+
+    def _path_said(self, unit: TorchUnit, name: str) -> tuple[str, ...]:
+        """Where the first rule sends this tensor by its own name; () if it goes with its layer."""
+        for pattern, template in self.options.rules:
+            if found := re.fullmatch(pattern, name):
+                path = _expanded(found, pattern, template)
+                return path[0] if len(path) == 1 else ()
+            if re.fullmatch(pattern, unit.name):
+                return ()
+        return ()
+
+    def _couple_alone(self, cuts: Sequence[Cut]) -> None:
+        """Take tensors and leaves out of their layers and couple them."""
+        mine: dict[TorchUnit, list[TorchUnit]] = {}
+        theirs: dict[FlaxUnit, list[FlaxUnit]] = {}
+        for cut in cuts:
+            unit, target = cut.units()
+            mine.setdefault(cut.torch, []).append(unit)
+            theirs.setdefault(cut.flax, []).append(target)
+            self.couples[unit] = target
+        self.torch = without(self.torch, _grouped_keys((c.torch, c.tensor) for c in cuts), mine)
+        self.flax = without(self.flax, _grouped_keys((c.flax, c.leaf) for c in cuts), theirs)
+
     def _by_rule(self) -> None:
         leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
         modules = {unit.path: unit for unit in self.flax}
@@ -98,13 +144,7 @@ class Matcher:
                 found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
                 if found is None:
                     continue
-                try:
-                    expanded = found.expand(template).split("|")
-                except (re.error, IndexError) as error:
-                    raise ValueError(
-                        f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
-                    ) from error
-                paths = [tuple(p.strip("/").split("/")) for p in expanded]
+                paths = _expanded(found, pattern, template)
                 parts = [unit]
                 if len(paths) > 1 and unit in self.torch:
                     count = len(paths)
@@ -239,13 +279,51 @@ class Matcher:
         )
 
     def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
-        flattened, said = None, False
-        for pattern, shape in self.options.flatten:
-            if re.fullmatch(pattern, unit.name):
-                flattened, said = shape, True
-        if not said and (found := self._maybe_flattened.get(unit)):
-            flattened = found.shape
-            self.ambiguous += [found.question] if found.question else []
+        hints = Hints(
+            flattened=self._map_of("flatten", unit),
+            unflattened=self._map_of("unflatten", unit),
+            transposed=self._is_transposed(unit, target),
+            straight=self._is_straight(unit, target),
+        )
+        built = build(unit, target, hints)
+        for option, field in zip(_SHAPES, ("flattened", "unflattened"), strict=True):
+            said = self._said(option, unit)
+            if said is None or said[1] is None:
+                continue
+            without = build(unit, target, dataclasses.replace(hints, **{field: None}))
+            moved = (without.pairings, without.mis_shaped) != (built.pairings, built.mis_shaped)
+            self.moved[option, said[0]] = moved or self.moved.get((option, said[0]), False)
+            if moved:
+                built.mis_shaped = [f"{line}, with {option}={said[1]}" for line in built.mis_shaped]
+        return built
+
+    @property
+    def idle(self) -> list[str]:
+        """Patterns of shapes that matched layers and moved nothing in any of them."""
+        return [
+            f"{option}: {pattern}" for (option, pattern), moved in self.moved.items() if not moved
+        ]
+
+    def _said(self, option: str, unit: TorchUnit) -> tuple[str, tuple[int, ...] | None] | None:
+        """The last pattern of `flatten` or `unflatten` that names this layer, and its shape."""
+        said = [item for item in getattr(self.options, option) if re.fullmatch(item[0], unit.name)]
+        return said[-1] if said else None
+
+    def _map_of(self, option: str, unit: TorchUnit) -> tuple[int, ...] | None:
+        said = self._said(option, unit)
+        if said is not None:
+            return said[1]
+        of, layer = self._maps.follows.get(unit, ("", unit))
+        if of == option:
+            return self._map_of(option, layer)
+        found = getattr(self._maps, option).get(unit)
+        if found is None:
+            return None
+        if found.question and found.question not in self.ambiguous:
+            self.ambiguous.append(found.question)
+        return found.shape
+
+    def _is_transposed(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         words = set(unit.stem.words) | set(target.stem.words)
         transposed = bool(words & TRANSPOSED_WORDS)
         if self.options.conv_transpose is not None:
@@ -257,7 +335,7 @@ class Matcher:
                     f"{unit.name} has as many inputs as outputs, so it may be a Conv or a "
                     "ConvTranspose: say which with conv_transpose=<regular expression>"
                 )
-        return build(unit, target, Hints(flattened, transposed, self._is_straight(unit, target)))
+        return transposed
 
     def _is_straight(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         form = storage(unit, target)
@@ -276,8 +354,8 @@ class Matcher:
         return form == "straight"
 
     @functools.cached_property
-    def _maybe_flattened(self) -> dict[TorchUnit, Map]:
-        return maybe_flattened(self.torch, self.couples)
+    def _maps(self) -> Maps:
+        return Maps.of(self.torch, self.couples)
 
     def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
         key = (_signature(unit), _signature(target))  # a large model has few different ones
@@ -285,6 +363,24 @@ class Matcher:
             hints = [Hints(), Hints(straight=True)] if self.straight_too else [Hints()]
             self.known_fits[key] = any(build(unit, target, hint).fits for hint in hints)
         return self.known_fits[key]
+
+
+def _expanded(found: re.Match[str], pattern: str, template: str) -> list[tuple[str, ...]]:
+    """The paths of a rule for the name that it matched."""
+    try:
+        expanded = found.expand(template).split("|")
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
+        ) from error
+    return [tuple(path.strip("/").split("/")) for path in expanded]
+
+
+def _grouped_keys(pairs: Iterable[tuple[Any, str]]) -> dict[Any, set[str]]:
+    taken: dict[Any, set[str]] = {}
+    for unit, key in pairs:
+        taken.setdefault(unit, set()).add(key)
+    return taken
 
 
 def _parent(path: Sequence[str]) -> tuple[str, ...]:

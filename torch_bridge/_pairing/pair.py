@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
+import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,6 +36,7 @@ class PairOptions(TypedDict, total=False):
     """
 
     flatten: Flatten | None
+    unflatten: Flatten | None
     conv_transpose: str | None
     conv1d: str | None
     ignore: str | None
@@ -55,6 +59,7 @@ def pair(
     rules: Rules = (),
     *,
     flatten: Flatten | None = None,
+    unflatten: Flatten | None = None,
     conv_transpose: str | None = None,
     conv1d: str | None = None,
     ignore: str | None = None,
@@ -72,13 +77,20 @@ def pair(
         for running statistics, those of `model` are left out.
       rules: Regular expression -> path, tried in order before anything else. The expression has to
         match a whole tensor or module name; the path is a leaf or a module, with groups as in
-        ``r"block_\1/kernel"``. A Linear that packs several goes to several modules, in the order of
-        its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
-      flatten: Regular expression of a Linear's module name -> the channels-first shape
-        ``(C, H, W)`` of what is flattened before it, or None if nothing is. Flax flattens
-        ``(H, W, C)``, so the inputs of such a layer have to be reordered; no shape shows it. Where
-        a Linear follows a convolution and has several inputs for each channel, a square map behind
-        the last convolution is recognised, and anything else is asked about.
+        ``r"block_\1/kernel"``. Where it names a tensor and a leaf that are parts of
+        different layers (``norm.gamma`` and ``norm/scale``), these two become one pairing, a matrix
+        turned if its shape says so. A Linear that packs several goes to several modules, in the
+        order of its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
+      flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
+        suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened
+        before it, or None if nothing is. Flax flattens ``(H, W, C)``, so the inputs of such a layer
+        have to be reordered; no shape shows it. Where a Linear follows a convolution and has
+        several inputs for each channel, a square map behind the last convolution is recognised, and
+        anything else is asked about. A norm of as many values directly before it follows it; one
+        that stands elsewhere can be named itself.
+      unflatten: The same for the outputs of a Linear that are seen as ``(C, H, W)``, as before the
+        convolutions of a decoder, with the norm directly behind it. It is asked about where a
+        convolution is next and has several of the outputs for each channel.
       conv_transpose: Regular expression of the module names of those ConvTranspose layers that have
         as many inputs as outputs, which no shape tells from a Conv. Without it, the name decides.
       conv1d: Regular expression of the module names of layers that keep their weight ``(in, out)``
@@ -92,7 +104,8 @@ def pair(
 
     Raises:
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, or with
-        those patterns of `rules`, `flatten` and `conv1d` that match nothing.
+        those patterns of `rules`, `flatten`, `unflatten` and `conv1d` that match nothing, or name a
+        shape where it moves nothing.
 
     Example:
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
@@ -101,26 +114,68 @@ def pair(
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
     model = named(model)
-    options = _options(rules, flatten, conv_transpose, conv1d)
+    options = _options(rules, flatten, unflatten, conv_transpose, conv1d, ignore)
     _refuse_idle(model, options)
-    return _pair_with(model, like, options, ignore)
+    return _pair_with(model, like, options)
 
 
 def _options(
     rules: Rules = (),
     flatten: Flatten | None = None,
+    unflatten: Flatten | None = None,
     conv_transpose: str | None = None,
     conv1d: str | None = None,
-    **_: Any,
+    ignore: str | None = None,
 ) -> Options:
-    rules = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
-    return Options(rules, tuple((flatten or {}).items()), conv_transpose, conv1d)
+    inputs, outputs = _shapes("flatten", flatten), _shapes("unflatten", unflatten)
+    return Options(_pairs(rules), inputs, outputs, conv_transpose, conv1d, ignore)
+
+
+def _pairs(rules: Any) -> tuple[tuple[str, str], ...]:
+    with contextlib.suppress(TypeError, ValueError):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        return tuple((pattern, path) for pattern, path in pairs)
+    raise ValueError(
+        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {rules!r}."
+    )
+
+
+def _shapes(name: str, said: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """The items of `flatten` or `unflatten`, with shapes as tuples of positive integers."""
+    with contextlib.suppress(TypeError, AttributeError):
+        items = (said or {}).items()
+        shapes = tuple((p, None if s is None else tuple(map(operator.index, s))) for p, s in items)
+        if all(shape is None or (shape and min(shape) > 0) for _, shape in shapes):
+            return shapes
+    raise ValueError(
+        f"`{name}` must map regular expressions to shapes (C, H, W) or None, as in "
+        f"{{'fc': (64, 7, 7)}}, got {said!r}."
+    )
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Refuse options that `pair` does not have: what is misspelled would not be heard.
+
+    Raises:
+      TypeError: As Python's own for an argument that there is not.
+    """
+    known = sorted(PairOptions.__optional_keys__)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"Did you mean {close[0]!r}?"
+                if close
+                else f"From torch_bridge.pair it takes {', '.join(known)}."
+            )
+            raise TypeError(f"This function has no argument {name!r}. {hint}")
 
 
 def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
     """Refuse patterns that match nothing: what is misspelled would be ignored without a word."""
     asked = [("rules", pattern) for pattern, _ in options.rules]
     asked += [("flatten", pattern) for pattern, _ in options.flatten]
+    asked += [("unflatten", pattern) for pattern, _ in options.unflatten]
     asked += [("conv1d", options.conv1d)]
     asked = [(name, pattern) for name, pattern in asked if pattern]
     if not asked or any(isinstance(value, jax.ShapeDtypeStruct) for value in model.values()):
@@ -147,12 +202,10 @@ def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
         )
 
 
-def _pair_with(
-    model: Mapping[str, Any], like: Any, options: Options, ignore: str | None
-) -> tuple[Pairing, ...]:
-    if ignore:
+def _pair_with(model: Mapping[str, Any], like: Any, options: Options) -> tuple[Pairing, ...]:
+    if options.ignore:
         cleaned = clean_names(list(model))
-        model = {n: v for n, v in model.items() if not re.fullmatch(ignore, cleaned[n])}
+        model = {n: v for n, v in model.items() if not re.fullmatch(options.ignore, cleaned[n])}
     tree = flatten_tree(like)
     first: CheckpointMismatch | None = None
     for tied in _tie_attempts(model):
@@ -186,9 +239,11 @@ def paired(
         `pairings` either.
 
     Raises:
+      TypeError: There is no such option.
       ValueError: Both are given.
       CheckpointMismatch: `pairings` lack a leaf of `like`, or as `pair` does.
     """
+    _refuse_unknown(options)
     if pairings is not None:
         if rules or any(options.values()):
             raise ValueError(
@@ -196,15 +251,15 @@ def paired(
                 "like, or pass them to torch_bridge.pair."
             )
         return _fitted(pairings, like)
-    model, parsed, ignore = named(model), _options(rules, **options), options.get("ignore")
+    model, parsed = named(model), _options(rules, **options)
     _refuse_idle(model, parsed)
     try:
-        return _pair_with(model, like, parsed, ignore)
+        return _pair_with(model, like, parsed)
     except CheckpointMismatch:
         if not optional:
             raise
         needed = {name: value for name, value in model.items() if name not in optional}
-        return _pair_with(needed, like, parsed, ignore)
+        return _pair_with(needed, like, parsed)
 
 
 def _fitted(pairings: Sequence[Pairing], like: Any) -> tuple[Pairing, ...]:
@@ -303,8 +358,16 @@ def _pair(
         raise CheckpointMismatch(
             "The torch model and the Flax tree do not correspond. Say what belongs together with "
             "`rules` (regular expression -> path) and what to leave out with `ignore`.",
-            parameters=("rules", "ignore"),
+            parameters=("rules", *_named_in(problems), "ignore"),
             **problems,
+        )
+    if matcher.idle:
+        raise CheckpointMismatch(
+            "Some patterns name layers in which no order of (C, H, W) is kept: `flatten` is for "
+            "what reads a flattened map, `unflatten` for a Linear whose outputs become one. "
+            "Correct them or leave them out.",
+            unexpected=matcher.idle,
+            parameters=sorted({line.partition(":")[0] for line in matcher.idle}),
         )
     if matcher.assumed:
         warnings.warn(
@@ -318,11 +381,29 @@ def _pair(
     return tuple(_with_aliases(pairing, tied) for pairing in pairings)
 
 
+def _named_in(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """The options that the lines of an error speak of."""
+    text = "\n".join(line for lines in problems.values() for line in lines)
+    known = sorted(PairOptions.__optional_keys__ - {"ignore"})
+    return [name for name in known if re.search(rf"\b{name}=", text)]
+
+
 def _with_aliases(pairing: Pairing, tied: Mapping[str, str]) -> Pairing:
     aliases = tuple(alias for alias, name in tied.items() if name == pairing.torch_name)
     return dataclasses.replace(pairing, aliases=aliases) if aliases else pairing
 
 
 def named(model: Model) -> Mapping[str, Any]:
-    """The state dict of a torch module, or the mapping itself."""
-    return model if isinstance(model, Mapping) else model.state_dict()
+    """The state dict of a torch module, or the mapping itself.
+
+    Raises:
+      TypeError: It is neither.
+    """
+    if isinstance(model, Mapping):
+        return model
+    if not hasattr(model, "state_dict"):
+        raise TypeError(
+            f"A torch state dict or module is needed, got a {type(model).__name__}. Of what "
+            "torch_bridge.load returns it is the attribute `model`."
+        )
+    return model.state_dict()

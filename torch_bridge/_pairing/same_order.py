@@ -37,10 +37,10 @@ def refuse_other_order(pairings: Sequence[Pairing], model: Mapping[str, Any], pa
     if moved:
         raise CheckpointMismatch(
             "The parameters hold the values of the checkpoint in another order: they were "
-            "converted with other options. Pass the same flatten=, conv_transpose=, conv1d= and "
-            "rules= here, or the same pairings=.",
+            "converted with other options. Pass the same flatten=, unflatten=, conv_transpose=, "
+            "conv1d= and rules= here, or the same pairings=.",
             mis_shaped=moved,
-            parameters=("flatten", "conv_transpose", "conv1d", "rules"),
+            parameters=("flatten", "unflatten", "conv_transpose", "conv1d", "rules"),
         )
 
 
