@@ -13,6 +13,7 @@ from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dty
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._reducers.contract import (
     Reduction,
     Transformation,
@@ -21,6 +22,7 @@ from jaxcomp._reducers.contract import (
     call_text,
     reducer_if_mapped,
     reduction_of,
+    shown,
 )
 from jaxcomp._reducers.opening import (
     Field,
@@ -80,7 +82,8 @@ def error_feedback(
       A reducer. Its state is an `ErrorFeedbackState`.
 
     Raises:
-      ValueError: If an argument is unusable; at tracing time, if the state belongs to other leaves.
+      ValueError: If an argument is unusable; from ``init``, if the reducer keeps a residual of its
+        own, as `powersgd` does by default; at tracing time, if the state belongs to other leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -118,7 +121,9 @@ def error_feedback(
             # init() called inside the mapped function: a scan can then carry the state.
             residual = as_local(residual, axis_name)
         mark = common_mark(axis_name) if axis_name else ()
-        return ErrorFeedbackState(residual, reducer.init(params), mark)
+        inner_state = reducer.init(params)
+        _refuse_second_residual(reducer, inner_state)
+        return ErrorFeedbackState(residual, inner_state, mark)
 
     def reduce(
         updates: PyTree,
@@ -161,6 +166,25 @@ def error_feedback(
         return counted.instead_of(params)
 
     return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
+
+
+def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
+    """Refuses a reducer that keeps what it does not send already: two would grow without bound.
+
+    Raises:
+      ValueError: With the fix.
+    """
+
+    def with_residual(node: Any) -> bool:
+        return of_reducer(node) and hasattr(node, "residual")
+
+    for node in jax.tree.leaves(state, is_leaf=with_residual):
+        if with_residual(node) and jax.tree.leaves(node.residual):
+            raise ValueError(
+                f"{shown(reducer)} keeps a residual of its own, and error_feedback around it would "
+                "add what was not sent a second time. Use it as it is, or give powersgd "
+                "error_feedback=False."
+            )
 
 
 def _widened(leaf: Any) -> jax.ShapeDtypeStruct:

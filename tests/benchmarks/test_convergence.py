@@ -159,11 +159,13 @@ def test_difference_is_ef21_with_momentum():
         np.testing.assert_allclose(outputs["a"][t], estimate.mean(0).T, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrap", [difference, whitened])
+@pytest.mark.parametrize(
+    "wrap", [difference, lambda reducer: jaxcomp.error_feedback(whitened(reducer))]
+)
 def test_a_bad_step_changes_no_state(wrap):
     grads = random_grads(SHAPES, 2, 3)
     bad = dict(grads, a=with_value(grads["a"], (1, 1, 0, 0), np.nan))
-    tx = jaxcomp.error_feedback(wrap(low_rank(2, axis_name=AXIS)))
+    tx = wrap(low_rank(2, axis_name=AXIS))
     outputs, state = simulate("vmap", tx, bad, tx.init(zeros_of_one(grads)))
     assert np.isnan(outputs["a"][1]).all()
     skipped = jax.tree.map(lambda g: jnp.delete(g, 1, axis=1), grads)

@@ -186,3 +186,18 @@ def test_a_float16_output_that_overflows_is_a_bad_step():
     assert np.isnan(outputs["w"].astype(jnp.float32)).all()
     np.testing.assert_array_equal(after.residual["w"], jnp.full((2, 4), 200.0))
     assert int(after.inner.count) == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: jaxcomp.powersgd(2, axis_name=AXIS),
+        lambda: jaxcomp.batched_powersgd(2, axis_name=AXIS),
+        lambda: jaxcomp.switch_at(3, REDUCERS["int8"](), jaxcomp.powersgd(2, axis_name=AXIS)),
+        lambda: optax.chain(jaxcomp.error_feedback(REDUCERS["int8"]()), optax.scale(2.0)),
+    ],
+    ids=["powersgd", "batched", "switch", "error_feedback"],
+)
+def test_a_second_residual_is_refused(kind):
+    with pytest.raises(ValueError, match=r"keeps a residual of its own.*error_feedback=False"):
+        jaxcomp.error_feedback(kind()).init({"w": jnp.zeros((16, 12))})
