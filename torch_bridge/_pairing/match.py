@@ -17,14 +17,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_bridge._base.names import clean_names
-from torch_bridge._pairing.doubts import (
-    Maps,
-    form_of,
-    storage,
-    storage_of_its_kind,
-)
+from torch_bridge._pairing.doubts import form_of, storage, storage_of_its_kind
 from torch_bridge._pairing.exact import Cut, of_equal_names, without
 from torch_bridge._pairing.layers import Built, Hints, build
+from torch_bridge._pairing.maps import Maps
+from torch_bridge._pairing.options import SHAPES, Options
 from torch_bridge._pairing.units import FlaxUnit, TorchUnit
 
 TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
@@ -32,30 +29,8 @@ _UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
 )
-_SHAPES = ("flatten", "unflatten")
 Index = tuple[int, ...]
 Couple = tuple[TorchUnit, FlaxUnit]
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The user's own word on what names and shapes do not tell; see `pair`."""
-
-    rules: tuple[tuple[str, str], ...] = ()
-    flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
-    unflatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
-    conv_transpose: str | None = None
-    conv1d: str | None = None
-    ignore: str | None = None
-
-    def __post_init__(self) -> None:
-        patterns = [("rules", pattern) for pattern, _ in self.rules]
-        for option in _SHAPES:
-            patterns += [(option, pattern) for pattern, _ in getattr(self, option)]
-        patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
-        patterns += [("ignore", self.ignore)]
-        for name, pattern in patterns:
-            check_pattern(name, pattern)
 
 
 @dataclasses.dataclass
@@ -286,7 +261,7 @@ class Matcher:
             straight=self._is_straight(unit, target),
         )
         built = build(unit, target, hints)
-        for option, field in zip(_SHAPES, ("flattened", "unflattened"), strict=True):
+        for option, field in zip(SHAPES, ("flattened", "unflattened"), strict=True):
             said = self._said(option, unit)
             if said is None or said[1] is None:
                 continue
@@ -385,18 +360,6 @@ def _grouped_keys(pairs: Iterable[tuple[Any, str]]) -> dict[Any, set[str]]:
 
 def _parent(path: Sequence[str]) -> tuple[str, ...]:
     return tuple(path[:-1])
-
-
-def check_pattern(name: str, pattern: str | None) -> None:
-    """Refuse a text that is no regular expression.
-
-    Raises:
-      ValueError: With the name of the argument.
-    """
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ValueError(f"`{name}`: {pattern!r} is no regular expression: {error}") from error
 
 
 def _signature(unit: TorchUnit | FlaxUnit) -> Hashable:

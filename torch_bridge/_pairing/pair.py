@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -20,26 +17,17 @@ from torch_bridge._base.tensors import is_tensor, shape_of, storage_key, to_nump
 from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.match import Matcher, Options
+from torch_bridge._pairing.match import Matcher
+from torch_bridge._pairing.options import (
+    Flatten,
+    Options,
+    PairOptions,
+    Rules,
+    parsed,
+    refuse_unknown,
+)
 from torch_bridge._pairing.pairing import Pairing
 from torch_bridge._pairing.units import flax_units, torch_units
-
-Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
-Flatten: TypeAlias = Mapping[str, tuple[int, ...] | None]
-
-
-class PairOptions(TypedDict, total=False):
-    r"""The options of `pair`, which every conversion takes in place of its result.
-
-    Example:
-      >>> options: PairOptions = {"flatten": {"fc1": (64, 7, 7)}, "ignore": r"aux\..*"}
-    """
-
-    flatten: Flatten | None
-    unflatten: Flatten | None
-    conv_transpose: str | None
-    conv1d: str | None
-    ignore: str | None
 
 
 class HasStateDict(Protocol):
@@ -114,61 +102,9 @@ def pair(
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
     model = named(model)
-    options = _options(rules, flatten, unflatten, conv_transpose, conv1d, ignore)
+    options = parsed(rules, flatten, unflatten, conv_transpose, conv1d, ignore)
     _refuse_idle(model, options)
     return _pair_with(model, like, options)
-
-
-def _options(
-    rules: Rules = (),
-    flatten: Flatten | None = None,
-    unflatten: Flatten | None = None,
-    conv_transpose: str | None = None,
-    conv1d: str | None = None,
-    ignore: str | None = None,
-) -> Options:
-    inputs, outputs = _shapes("flatten", flatten), _shapes("unflatten", unflatten)
-    return Options(_pairs(rules), inputs, outputs, conv_transpose, conv1d, ignore)
-
-
-def _pairs(rules: Any) -> tuple[tuple[str, str], ...]:
-    with contextlib.suppress(TypeError, ValueError):
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
-        return tuple((pattern, path) for pattern, path in pairs)
-    raise ValueError(
-        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {rules!r}."
-    )
-
-
-def _shapes(name: str, said: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-    """The items of `flatten` or `unflatten`, with shapes as tuples of positive integers."""
-    with contextlib.suppress(TypeError, AttributeError):
-        items = (said or {}).items()
-        shapes = tuple((p, None if s is None else tuple(map(operator.index, s))) for p, s in items)
-        if all(shape is None or (shape and min(shape) > 0) for _, shape in shapes):
-            return shapes
-    raise ValueError(
-        f"`{name}` must map regular expressions to shapes (C, H, W) or None, as in "
-        f"{{'fc': (64, 7, 7)}}, got {said!r}."
-    )
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Refuse options that `pair` does not have: what is misspelled would not be heard.
-
-    Raises:
-      TypeError: As Python's own for an argument that there is not.
-    """
-    known = sorted(PairOptions.__optional_keys__)
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"Did you mean {close[0]!r}?"
-                if close
-                else f"From torch_bridge.pair it takes {', '.join(known)}."
-            )
-            raise TypeError(f"This function has no argument {name!r}. {hint}")
 
 
 def _refuse_idle(model: Mapping[str, Any], options: Options) -> None:
@@ -243,7 +179,7 @@ def paired(
       ValueError: Both are given.
       CheckpointMismatch: `pairings` lack a leaf of `like`, or as `pair` does.
     """
-    _refuse_unknown(options)
+    refuse_unknown(options)
     if pairings is not None:
         if rules or any(options.values()):
             raise ValueError(
@@ -251,15 +187,15 @@ def paired(
                 "like, or pass them to torch_bridge.pair."
             )
         return _fitted(pairings, like)
-    model, parsed = named(model), _options(rules, **options)
-    _refuse_idle(model, parsed)
+    model, said = named(model), parsed(rules, **options)
+    _refuse_idle(model, said)
     try:
-        return _pair_with(model, like, parsed)
+        return _pair_with(model, like, said)
     except CheckpointMismatch:
         if not optional:
             raise
         needed = {name: value for name, value in model.items() if name not in optional}
-        return _pair_with(needed, like, parsed)
+        return _pair_with(needed, like, said)
 
 
 def _fitted(pairings: Sequence[Pairing], like: Any) -> tuple[Pairing, ...]:
