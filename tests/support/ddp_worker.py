@@ -1,6 +1,6 @@
 """A real DDP job of two ranks over gloo; a script for subprocesses.
 
-    python ddp_worker.py train|resume FOLDER [RANK OF THE HOOK]
+    python ddp_worker.py train|resume FOLDER RANK-OF-THE-HOOK
 
 `train` feeds given gradients through DDP with the PowerSGD hook and saves at SAVE_AT in the
 documented form and with save_checkpoint. `resume` goes on from a hook state that the test wrote.
@@ -22,6 +22,7 @@ import torch_bridge
 from torch_bridge._job.resume import state_from_record
 
 START, SAVE_AT, STEPS = 3, 6, 10
+STATIC = {4}  # ranks of the hook at which DDP has a static graph, whose buckets it rebuilds later
 
 
 class Feed(nn.Module):
@@ -58,8 +59,8 @@ def gradients(model, step, rank):
     return feed
 
 
-def ddp(model):
-    return DistributedDataParallel(model, bucket_cap_mb=1000)
+def ddp(model, static_graph):
+    return DistributedDataParallel(model, bucket_cap_mb=1000, static_graph=static_graph)
 
 
 def run(ddp_model, out, rank, first, last, state=None):
@@ -90,12 +91,12 @@ def save(ddp_model, state, out, rank):
         (out / "layout.json").write_text(text)
 
 
-def worker(rank, mode, out, *arguments):
+def worker(rank, mode, out, hook_rank):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out / mode}", rank=rank, world_size=2)
-    model = ddp(Feed())
+    model = ddp(Feed(), static_graph=hook_rank in STATIC)
     if mode == "train":
-        state = powerSGD_hook.PowerSGDState(None, int(arguments[0]), start_powerSGD_iter=START)
+        state = powerSGD_hook.PowerSGDState(None, hook_rank, start_powerSGD_iter=START)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         run(model, out, rank, 0, STEPS, state)
     else:
@@ -117,5 +118,5 @@ def worker(rank, mode, out, *arguments):
 
 
 if __name__ == "__main__":
-    mode, folder, *rest = sys.argv[1:]
-    run_ranks(worker, 2, mode, pathlib.Path(folder), *rest)
+    mode, folder, hook_rank = sys.argv[1:]
+    run_ranks(worker, 2, mode, pathlib.Path(folder), int(hook_rank))

@@ -50,7 +50,7 @@ def ddp_job(mode, out, *arguments):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["rank 1", "rank 4"])
+@pytest.fixture(scope="module", params=[1, 4], ids=["rank 1", "rank 4, static graph"])
 def run(request, tmp_path_factory):
     """Files of an uninterrupted DDP run, saved in the middle."""
     out = tmp_path_factory.mktemp(f"rank{request.param}")
@@ -134,7 +134,7 @@ def test_torch_goes_on_from_the_exported_state(run):
     moved = powersgd_to_torch(state, flax_params(), layout=layout, like=checkpoint)
     torch.save(moved, run / "exported.pt")
     (run / "exported.json").write_text(layout.to_json())
-    ddp_job("resume", run)
+    ddp_job("resume", run, rank_of(run))
     for step in STEPS:
         expected, got = (torch.load(d / f"grads_{step}.pt") for d in (run, run / "resumed"))
         assert furthest(as_flax(got), as_flax(expected)) < 2e-5, step

@@ -61,9 +61,10 @@ def resume_powersgd(
 
     torch's own way of resuming compresses on buckets that are not rebuilt yet, and a state that is
     merely safe runs two uncompressed steps first. This makes DDP rebuild its buckets beforehand:
-    it runs `backward` twice without compression, puts back what that changed (buffers, gradients,
-    random number generators), brings the state into DDP's present order of parameters if it is
-    another than `layout`, and arms it. Every rank must call it.
+    it runs `backward` twice (three times with ``static_graph=True``) without compression, puts back
+    what that changed (buffers, gradients, random number generators), brings the state into DDP's
+    present order of parameters if it is another than `layout`, and arms it. Every rank must call
+    it.
 
     Args:
       ddp_model: A fresh ``DistributedDataParallel`` model, without a hook.
@@ -92,11 +93,13 @@ def resume_powersgd(
     torch = import_torch()
     count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
     start = state.start_powerSGD_iter
-    state.start_powerSGD_iter = max(start, count + 3)
+    # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
+    passes = 3 if ddp_model.static_graph else 2
+    state.start_powerSGD_iter = max(start, count + passes + 1)
     ddp_model.register_comm_hook(state, hook or _default_hook(state))
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     with torch.random.fork_rng():
-        for _ in range(2):
+        for _ in range(passes):
             backward()
     for buffer, saved in zip(ddp_model.module.buffers(), buffers, strict=True):
         buffer.copy_(saved)
