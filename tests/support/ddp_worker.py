@@ -11,6 +11,7 @@ import pathlib
 import sys
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -82,6 +83,9 @@ def save(ddp_model, state, out, rank):
         "epoch": 3,
     }
     torch.save(document, out / f"rank{rank}.pt")
+    # What rank 0 cannot write is said on both, and neither waits for the other.
+    with pytest.raises(RuntimeError, match="hooks of `extra`"):
+        torch_bridge.save_checkpoint(out / "never.pt", ddp_model, state, extra={"hooks": [len]})
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1, momentum=0.9)
     torch_bridge.save_checkpoint(
         out / "complete.pt", ddp_model, state, optimizer=optimizer, extra={"epoch": 3}

@@ -23,6 +23,7 @@ from torch_bridge import (
     gradient_order,
     infer_layout,
     record_layout,
+    save_checkpoint,
 )
 from torch_bridge._hook.buckets import pack
 
@@ -173,6 +174,21 @@ class Net(torch.nn.Module):
     def forward(self, x):
         tokens = torch.arange(len(x))
         return self.head(self.fc1(self.norm(self.conv(x)).flatten(1)) + self.embed(tokens)).sum()
+
+
+def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(group, tmp_path):
+    ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="must be the DistributedDataParallel model, got a Net"):
+        save_checkpoint(path, ddp.module, None)
+    with pytest.raises(TypeError, match=r"not its state_dict\(\)"):
+        save_checkpoint(path, ddp, None, optimizer=optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="does not read args of `extra`"):
+        save_checkpoint(path, ddp, None, extra={"args": tmp_path})
+    assert not path.exists()
+    extra = {"best": np.float64(0.5), "mean": np.ones(2, np.float32)}
+    save_checkpoint(path, ddp, None, optimizer=optimizer, extra=extra)
+    assert torch.load(path, weights_only=True)["extra"]["best"] == 0.5
 
 
 def train(ddp, steps):

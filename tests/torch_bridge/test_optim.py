@@ -16,6 +16,7 @@ from flax import nnx
 
 from torch_bridge import (
     CheckpointMismatch,
+    load,
     optimizer_from_torch,
     optimizer_to_torch,
     pair,
@@ -433,3 +434,18 @@ def test_older_files_say_which_adam():
 def test_what_is_no_optimizer_state(value):
     with pytest.raises(CheckpointMismatch, match="no optimizer state"):
         optimizer_from_torch(value, {"w": np.zeros(3)}, {"w": np.zeros(3)})
+
+
+def test_a_learning_rate_in_a_tensor_stays_one(tmp_path):
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-3), foreach=False)
+    torch_steps(module, optimizer, range(1))
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
+    checkpoint = load(tmp_path / "x")
+    params = params_from_torch(checkpoint.model, LIKE)
+    _, state = optimizer_from_torch(checkpoint.optimizer, checkpoint.model, params)
+    back = optimizer_to_torch(state, params, checkpoint.optimizer, checkpoint.model)
+    torch.save(back, tmp_path / "back.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True))
+    assert torch.is_tensor(optimizer.param_groups[0]["lr"])
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(1e-3)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
@@ -91,7 +92,9 @@ def optimizer_to_torch(
             "optimizer. Is it the state of another optimizer?",
             missing=missing,
         )
-    return {**like, "state": filled}
+    # A learning rate may be an array; torch.load(weights_only=True) reads a tensor.
+    groups = [{**group, **plain_copy(group)[0]} for group in like["param_groups"]]
+    return {**like, "state": filled, "param_groups": groups}
 
 
 @dataclasses.dataclass

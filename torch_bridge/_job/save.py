@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
+from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.schema import (
     BUFFERS,
     COUNTERS,
@@ -23,6 +24,7 @@ from torch_bridge._base.schema import (
     record_from_slots,
 )
 from torch_bridge._base.tensors import to_numpy
+from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.registered import hook_name
@@ -184,9 +186,11 @@ def save_checkpoint(
       ddp_model: The ``DistributedDataParallel`` model.
       state: Its ``PowerSGDState``, or None if it has none.
       optimizer: The optimizer, whose ``state_dict()`` is saved.
-      extra: Further plain values, such as ``{"epoch": 3}``.
+      extra: Further tensors, arrays, plain values, and dictionaries and lists of these, such as
+        ``{"epoch": 3}``. That of rank 0 is saved.
 
     Raises:
+      TypeError: Another model or optimizer than DDP's and torch's is given.
       CheckpointMismatch: The state was made for other buckets; on every rank.
       RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
 
@@ -201,6 +205,16 @@ def save_checkpoint(
       (['weight', 'bias'], {'epoch': 3})
     """
     dist = import_torch("torch.distributed")
+    if not hasattr(ddp_model, "process_group"):
+        raise TypeError(
+            f"`ddp_model` must be the DistributedDataParallel model, got a "
+            f"{type(ddp_model).__name__}; not the module in it."
+        )
+    if optimizer is not None and not hasattr(optimizer, "state_dict"):
+        raise TypeError(
+            f"`optimizer` must be the optimizer itself, got a {type(optimizer).__name__}; not its "
+            "state_dict()."
+        )
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     begun = state is not None and bool(state.error_dict or state.q_memory_dict)
     layout = record_layout(ddp_model, state) if begun else None
@@ -216,14 +230,24 @@ def save_checkpoint(
                 layout=layout,
                 world_size=dist.get_world_size(group),
                 hook=_registered(ddp_model),
-                extra=extra,
+                extra=_plain(extra or {}),
             )
             write_document(pathlib.Path(path), document)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    kept, lacking = plain_copy(extra)
+    if lacking:
+        raise ValueError(
+            f"torch.load(weights_only=True) does not read {printable(', '.join(lacking))} of "
+            "`extra`. Pass plain values: str(path), vars(args), scheduler.state_dict()"
+        )
+    return kept
 
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
