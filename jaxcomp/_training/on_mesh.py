@@ -59,6 +59,31 @@ def check_differentiable(params: PyTree) -> None:
             )
 
 
+def check_batch_specs(specs: PyTree, mesh: Any) -> None:
+    """Refuses what would split nothing without a word: an axis that the mesh lacks.
+
+    Raises:
+      ValueError: Naming it, or what is no PartitionSpec.
+    """
+
+    def is_spec(node: Any) -> bool:
+        return node is None or isinstance(node, PartitionSpec)
+
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise ValueError(
+                f"`batch_specs` must be a PartitionSpec such as jax.P({mesh.axis_names[0]!r}), or "
+                f"a tree of them, got a {type(spec).__name__}: {spec!r}."
+            )
+        for part in spec or ():
+            for name in part if isinstance(part, tuple) else (part,):
+                if isinstance(name, str) and name not in mesh.axis_names:
+                    raise ValueError(
+                        f"`batch_specs` names the axis {name!r}; the mesh has "
+                        f"{', '.join(map(repr, mesh.axis_names))}."
+                    )
+
+
 def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: int) -> PyTree:
     """A PartitionSpec for each leaf of an argument, of the axes of the replicas only.
 
@@ -190,7 +215,8 @@ def check_replica_axis(state: PyTree, replicas: int) -> None:
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the state has shape {np.shape(leaf)}, and "
                 f"{replicas} replicas need a leading axis of that length. Make the state with "
-                "init(params); for that of a checkpoint, restore(state, params)."
+                "init(params); of a checkpoint's, value_and_grad.restore(state, params) makes it, "
+                f"or jaxcomp.stack_replicas(consolidated, {replicas}) for a round."
             )
 
     map_leaves(check, state)

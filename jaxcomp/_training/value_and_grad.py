@@ -28,6 +28,7 @@ from jaxcomp._states.stacked import place_stacked, stack, unstack
 from jaxcomp._training.gradients import local_value_and_grad
 from jaxcomp._training.on_mesh import (
     batch_spec,
+    check_batch_specs,
     check_differentiable,
     check_params,
     check_replica_axis,
@@ -114,6 +115,7 @@ class ValueAndGrad:
         """
         mesh, axes = the_mesh(self.mesh, self.axis_name), axis_tuple(self.axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
+        check_batch_specs(self.batch_specs, mesh)
         check_replica_axis(state, replicas)
         params = self._params(args)
         check_params(params, mesh, axes)

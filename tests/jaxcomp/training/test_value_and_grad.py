@@ -364,6 +364,15 @@ def test_what_is_wrong_is_said_before_anything_runs():
         jaxcomp.value_and_grad(lambda p: loss(p, x), reducer, mesh=mesh)(state, params)
     with pytest.raises(ValueError, match="2 entries and `fun` was called with 1"):
         jaxcomp.value_and_grad(loss, reducer, mesh=mesh, batch_specs=(P(), P()))(state, params, x)
+    for specs, message in (
+        (P("batch"), "names the axis 'batch'; the mesh has 'data'"),
+        ((P(None, ("data", "x")),), "names the axis 'x'"),
+        ("data", "such as jax.P.'data'.*got a str: 'data'"),
+        (NamedSharding(mesh, P("data")), "got a NamedSharding"),
+    ):
+        misread = jaxcomp.value_and_grad(loss, reducer, mesh=mesh, batch_specs=specs)
+        with pytest.raises(ValueError, match=message):
+            misread(state, params, x)
     with pytest.raises(ValueError, match="called with 0 arguments, and argnums=0"):
         value_and_grad(state, params=params)
     with pytest.raises(ValueError, match="4 replicas need a leading axis"):
