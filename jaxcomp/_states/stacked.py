@@ -209,6 +209,8 @@ def place_stacked(
         spec = _present_spec(path, wanted, mesh, axes)
         if not local:
             return jax.device_put(leaf, NamedSharding(mesh, spec))
+        if leaf is not wanted and leaf.dtype != wanted.dtype:
+            leaf = leaf.astype(wanted.dtype)  # another residual_dtype than the run was saved with
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *spec))
         if np.ndim(leaf) > np.ndim(wanted):
             if np.shape(leaf)[0] == replicas:
@@ -217,7 +219,10 @@ def place_stacked(
         return _repeated(leaf, replicas, sharding)
 
     like = state if like is None else like
-    map_leaves(compare, like, state)
+    try:
+        map_leaves(compare, like, state)
+    except (TypeError, ValueError):  # of other nodes; JAX's own message prints their arrays
+        raise ValueError(_other_structure(like, state)) from None
     if wrong:
         what = "\n  ".join(wrong)
         raise ValueError(
@@ -231,6 +236,17 @@ def place_stacked(
             "Pass the state as value_and_grad returned it, or jaxcomp.consolidate of it."
         )
     return map_leaves(place, like, state)
+
+
+def _other_structure(like: PyTree, state: PyTree) -> str:
+    wanted, found = type(like).__name__, type(state).__name__
+    if wanted == found:
+        return f"The {found} is that of other parameters, or of another chain of transformations."
+    return (
+        f"The state must be a {wanted}, got a {found}. A checkpoint that was restored without its "
+        "classes needs a target, such as jax.eval_shape(value_and_grad.init, params); another "
+        "reducer's state goes through jaxcomp.adapt_state."
+    )
 
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:

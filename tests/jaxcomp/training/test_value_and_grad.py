@@ -490,3 +490,20 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
         call(P("data", "model"))
     assert "must not name 'data'" in error.value.__notes__[0]
     assert call(P(None, "model")).shape == ()
+
+
+def test_restore_says_what_it_was_given_and_casts_to_what_it_keeps():
+    params = {"w": jnp.zeros((16, 12))}
+    narrow = jaxcomp.powersgd(1, axis_name="data", residual_dtype=jnp.bfloat16)
+    compressed = jaxcomp.value_and_grad(loss, narrow, mesh=grid())
+    wide = jaxcomp.powersgd(1, axis_name="data").init(params)
+    assert compressed.restore(wide, params).residual["w"].dtype == jnp.bfloat16
+    for state, message in (
+        (wide._asdict(), "must be a PowerSGDState, got a dict. .*eval_shape"),
+        (None, "got a NoneType"),
+        (optax.EmptyState(), "got a EmptyState.*adapt_state"),
+        (narrow.init({"w": params["w"], "b": jnp.zeros(3)}), "is that of other parameters"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            compressed.restore(state, params)
+        assert len(str(error.value)) < 400
