@@ -7,6 +7,7 @@ own; `_shares` has how they are rounded and sent.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, replica_index
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
-from jaxcomp._mesh.weights import weighted_mean
+from jaxcomp._mesh.weights import Weight, weighted_mean
 from jaxcomp._reducers.contract import (
     Reducer,
     Reduction,
@@ -28,6 +29,8 @@ from jaxcomp._reducers.contract import (
 from jaxcomp._reducers.opening import check_reduce_first, open_step, other_state
 
 _ROUNDINGS = ("nearest", "stochastic")
+# By how much a small weight may enlarge the rounding that a replica answers for.
+_MOST = 8.0
 
 
 class QuantizedState(NamedTuple):
@@ -63,6 +66,9 @@ def quantized_allreduce(
     (averaged over the replicas): half of that from each stage. Rounding to nearest is biased: put
     `error_feedback` around it for training. ``rounding="stochastic"`` is unbiased, with up to twice
     the error.
+
+    With ``weight=``, `error_feedback` repays the second rounding in full as long as no replica
+    counts less than an eighth of the mean.
 
     If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
     stays as it was.
@@ -142,9 +148,10 @@ def quantized_allreduce(
             layouts += [ExactLayout(x.size, replicas, x.dtype) for x in parts[len(arrays) :]]
             return mean_by_shares(parts, layouts, axis_name, key)
 
-        reduced, _ = weighted_mean(mean, arrays, step.weight, axis_name)
+        reduced, weight = weighted_mean(mean, arrays, step.weight, axis_name)
+        sent = reduced.sent if weight is None else _attributed(reduced.sent, arrays, weight)
         new = QuantizedState(jnp.asarray(optax.safe_increment(state.count)))
-        return step.close(reduced.means, new, reduced.finite, sent=reduced.sent, old=state)
+        return step.close(reduced.means, new, reduced.finite, sent=sent, old=state)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del step
@@ -157,3 +164,16 @@ def quantized_allreduce(
         )
 
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+
+
+def _attributed(sent: Sequence[Array], arrays: Sequence[Array], weight: Weight) -> list[Array]:
+    """What this replica sent, with no more of the shares' rounding than it can pay back.
+
+    The rounding of a mean counts as that of the replica that summed it, which its weight divides.
+    That of a replica that counts little today would be many times its own values, and count in
+    full in its residual tomorrow.
+    """
+    assert weight.mean is not None  # a first mean has brought it
+    most = jnp.minimum(1, _MOST * weight.own / weight.mean)
+    part = jnp.where(weight.own == 0, 1, most)  # of weight 0 it is divided by the mean already
+    return [x + part * (y - x) for x, y in zip(arrays, sent, strict=True)]

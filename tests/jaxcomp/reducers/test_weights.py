@@ -147,6 +147,19 @@ def test_what_was_not_sent_is_kept_with_weights_that_stay(name):
     assert np.abs(left).max() > 0.01
 
 
+def test_rounding_of_a_replica_that_counts_little_today_does_not_grow_tomorrow():
+    """A ragged last batch: one of four has a single token, another each time."""
+    state, step, worst = start("integers"), step_of("integers"), 0.0
+    for seed in range(12):
+        grads, weights = gradients(seed), np.full(4, 2048, np.float32)
+        weights[seed % 4] = 1
+        output, state = step(grads, weights, state)
+        exact = weighted_means(grads, weights)["w"]
+        worst = max(worst, np.abs(np.asarray(output["w"]) - exact).max() / np.abs(exact).max())
+    assert worst < 0.1
+    assert np.abs(state.residual["w"]).max() < 0.1 * np.abs(grads["w"]).max()
+
+
 CHANGING = [(3, 1, 0, 2), (3, 1, 0, 2), (1, 3, 2, 0), (0, 0, 5, 1), (9, 1, 1, 1), (1, 1, 1, 7)]
 
 
