@@ -23,6 +23,7 @@ from torch_bridge import (
     gradient_order,
     infer_layout,
     record_layout,
+    resume_powersgd,
     save_checkpoint,
 )
 from torch_bridge._hook.buckets import pack
@@ -181,6 +182,8 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(group,
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="must be the DistributedDataParallel model, got a Net"):
         save_checkpoint(path, ddp.module, None)
+    with pytest.raises(TypeError, match="must be the DistributedDataParallel model, got a Net"):
+        record_layout(ddp.module)
     with pytest.raises(TypeError, match=r"not its state_dict\(\)"):
         save_checkpoint(path, ddp, None, optimizer=optimizer.state_dict())
     with pytest.raises(RuntimeError, match="does not read args of `extra`"):
@@ -196,9 +199,9 @@ def train(ddp, steps):
         ddp(torch.randn(5, 3, 8, 8)).backward()
 
 
-@pytest.mark.parametrize("cap", [1000, 0.02])
-def test_recorded_buckets_are_those_that_the_hook_gets(group, cap):
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=cap)
+@pytest.mark.parametrize(("cap", "static"), [(1000, False), (0.02, False), (0.02, True)])
+def test_recorded_buckets_are_those_that_the_hook_gets(group, cap, static):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=cap, static_graph=static)
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     seen = {}
 
@@ -236,6 +239,27 @@ def test_a_state_of_other_buckets_is_refused(group):
     with pytest.raises(CheckpointMismatch) as error:
         record_layout(ddp, state)
     assert len(error.value.mis_shaped) == 2
+
+
+@pytest.mark.parametrize(("static", "rebuilt_after"), [(False, 2), (True, 3)])
+def test_a_resumed_state_has_no_layout_before_ddp_rebuilds(group, static, rebuilt_after):
+    # The buckets have its size and another order: the layout would name the wrong parameters.
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000, static_graph=static)
+    state = powerSGD_hook.PowerSGDState(None)
+    state.error_dict = {0: torch.zeros(record_layout(ddp).sizes[0])}
+    for _ in range(rebuilt_after):
+        with pytest.raises(CheckpointMismatch, match="has not rebuilt its buckets"):
+            record_layout(ddp, state)
+        train(ddp, 1)
+    assert record_layout(ddp, state) == record_layout(ddp)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_backward_beside_ddp_does_not_resume(group, static):
+    ddp = DistributedDataParallel(Net(), static_graph=static)
+    layout, state = record_layout(ddp), powerSGD_hook.PowerSGDState(None)
+    with pytest.raises(CheckpointMismatch, match="through `ddp_model` itself"):
+        resume_powersgd(ddp, state, layout, lambda: train(ddp.module, 1))
 
 
 def test_gradient_order_is_what_ddp_rebuilds(group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy, to_tensor
 from torch_bridge._hook.buckets import BucketLayout, pack
-from torch_bridge._job.save import record_layout
+from torch_bridge._job.save import awaits_rebuild, record_layout, require_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
     """A real ``PowerSGDState`` with the contents of `record`.
 
-    It is safe to resume: DDP's first two iterations run on buckets that are cut in another order,
-    so a state that already holds buffers gets ``start_powerSGD_iter = iter + 2`` at least.
+    It is safe to resume: DDP's first iteration, with ``static_graph=True`` the first two, run on
+    buckets that are cut in another order, so a state that already holds buffers gets
+    ``start_powerSGD_iter = iter + 2`` at least.
 
     Args:
       record: What the state shall hold.
@@ -76,7 +78,9 @@ def resume_powersgd(
         torch's hangs there as soon as DDP cuts several buckets.
 
     Raises:
-      CheckpointMismatch: DDP's buckets hold other parameters than `layout`.
+      CheckpointMismatch: DDP's buckets hold other parameters than `layout`, or are not rebuilt, as
+        `backward` does not run through `ddp_model`.
+      TypeError: Another model than DDP's is given.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -91,20 +95,25 @@ def resume_powersgd(
       (20, 20)
     """
     torch = import_torch()
+    require_ddp(ddp_model)
     count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
     start = state.start_powerSGD_iter
-    # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
-    passes = 3 if ddp_model.static_graph else 2
-    state.start_powerSGD_iter = max(start, count + passes + 1)
+    state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
     ddp_model.register_comm_hook(state, hook or _default_hook(state))
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
+    # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
     with torch.random.fork_rng():
-        for _ in range(passes):
+        for _ in range(3 if ddp_model.static_graph else 2):
             backward()
     for buffer, saved in zip(ddp_model.module.buffers(), buffers, strict=True):
         buffer.copy_(saved)
     for parameter in ddp_model.module.parameters():
         parameter.grad = None
+    if awaits_rebuild(ddp_model):
+        raise CheckpointMismatch(
+            "DDP has not rebuilt its buckets, into whose order the state has to be brought. Let "
+            "`backward` run forward and backward through `ddp_model` itself, not inside no_sync()."
+        )
     present = record_layout(ddp_model)
     if present != layout:
         _reorder(state, layout, present)

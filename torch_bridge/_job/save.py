@@ -42,6 +42,8 @@ def record_layout(
 ) -> BucketLayout:
     """The bucket layout that DDP uses now. Call it on any rank, any time after compression began.
 
+    DDP rebuilds its buckets in the second iteration, with ``static_graph=True`` in the third.
+
     Args:
       ddp_model: The ``DistributedDataParallel`` model.
       state: Its ``PowerSGDState``; the layout is checked against the state's buffers.
@@ -50,7 +52,9 @@ def record_layout(
       The layout, by the names of ``ddp_model.module.named_parameters()``.
 
     Raises:
-      CheckpointMismatch: DDP does not say how it cut its buckets, or the state was made for others.
+      CheckpointMismatch: DDP does not say how it cut its buckets, or the state was made for others:
+        of another size, or of those that DDP has yet to rebuild.
+      TypeError: Another model than DDP's is given.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -58,6 +62,7 @@ def record_layout(
       >>> record_layout(ddp_model).sizes
       (36,)
     """
+    require_ddp(ddp_model)
     module = ddp_model.module
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
@@ -66,10 +71,7 @@ def record_layout(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
-    # DDP logs before it rebuilds, in the same forward pass: bring the log up to date.
-    if ddp_model.logger is not None:
-        ddp_model.logger.set_runtime_stats_and_log()
-    facts = ddp_model._get_ddp_logging_data()
+    facts = _logged(ddp_model)
     rebuilt = facts.get("rebuilt_per_bucket_param_indices")
     if rebuilt:
         order = [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")]
@@ -85,7 +87,44 @@ def record_layout(
     )
     if state is not None:
         _check_state(layout, state)
+        if _holds_buffers(state) and awaits_rebuild(ddp_model):
+            raise CheckpointMismatch(
+                "The hook state comes from an earlier job, and DDP has not rebuilt its buckets in "
+                "this one: their order is not the state's. Wait for two iterations, or for three "
+                "with static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
+            )
     return layout
+
+
+def require_ddp(ddp_model: Any) -> None:
+    """Refuse the bare module, which knows nothing of buckets.
+
+    Raises:
+      TypeError: It is no ``DistributedDataParallel`` model.
+    """
+    # Not isinstance: what torch.compile makes of one serves as well.
+    if not hasattr(ddp_model, "_get_ddp_logging_data"):
+        raise TypeError(
+            f"`ddp_model` must be the DistributedDataParallel model, got a "
+            f"{type(ddp_model).__name__}; not the module in it."
+        )
+
+
+def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
+    """Whether DDP will cut other buckets than it has now."""
+    rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
+    return rebuilds and not _logged(ddp_model).get("has_rebuilt_buckets")
+
+
+def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
+    """What DDP says of its buckets; it logs before it rebuilds, so bring the log up to date."""
+    if ddp_model.logger is not None:
+        ddp_model.logger.set_runtime_stats_and_log()
+    return ddp_model._get_ddp_logging_data()
+
+
+def _holds_buffers(state: PowerSGDState) -> bool:
+    return bool(state.error_dict or state.q_memory_dict)
 
 
 def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> list[list[int]]:
@@ -191,7 +230,8 @@ def save_checkpoint(
 
     Raises:
       TypeError: Another model or optimizer than DDP's and torch's is given.
-      CheckpointMismatch: The state was made for other buckets; on every rank.
+      CheckpointMismatch: The state was made for other buckets, or for those that DDP has yet to
+        rebuild; on every rank.
       RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
 
     Example:
@@ -205,18 +245,14 @@ def save_checkpoint(
       (['weight', 'bias'], {'epoch': 3})
     """
     dist = import_torch("torch.distributed")
-    if not hasattr(ddp_model, "process_group"):
-        raise TypeError(
-            f"`ddp_model` must be the DistributedDataParallel model, got a "
-            f"{type(ddp_model).__name__}; not the module in it."
-        )
+    require_ddp(ddp_model)
     if optimizer is not None and not hasattr(optimizer, "state_dict"):
         raise TypeError(
             f"`optimizer` must be the optimizer itself, got a {type(optimizer).__name__}; not its "
             "state_dict()."
         )
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
-    begun = state is not None and bool(state.error_dict or state.q_memory_dict)
+    begun = state is not None and _holds_buffers(state)
     layout = record_layout(ddp_model, state) if begun else None
     errors = [] if state is None else _gather_errors(state, group)
     problem: list[Any] = [None]
