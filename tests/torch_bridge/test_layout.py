@@ -194,6 +194,22 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(group,
     assert torch.load(path, weights_only=True)["extra"]["best"] == 0.5
 
 
+def test_a_saved_file_is_plain_in_every_part(group, tmp_path, monkeypatch):
+    ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
+    state = {"calls": np.int64(3)}
+    monkeypatch.setattr(Net, "get_extra_state", lambda _: state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=np.float64(0.1))
+    save_checkpoint(path, ddp, None, optimizer=optimizer)
+    document = torch.load(path, weights_only=True)
+    assert document["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert document["state_dict"]["_extra_state"] == {"calls": 3}
+    tied = (document["state_dict"][name] for name in ("embed.weight", "head.weight"))
+    assert len({tensor.data_ptr() for tensor in tied}) == 1
+    state["path"] = path
+    with pytest.raises(RuntimeError, match=r"does not read _extra_state\.path of the model"):
+        save_checkpoint(path, ddp, None)
+
+
 def train(ddp, steps):
     for _ in range(steps):
         ddp(torch.randn(5, 3, 8, 8)).backward()

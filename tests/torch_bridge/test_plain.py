@@ -31,6 +31,21 @@ def test_what_torch_reads_is_kept_as_it_is():
     assert lacking == []
 
 
+def test_what_torch_has_beside_tensors_and_what_its_schedulers_count_with():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    tree = {
+        "of torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2])],
+        "version": torch.__version__,
+        "scheduler": scheduler.state_dict(),
+    }
+    kept, lacking = plain_copy(tree)
+    assert lacking == []
+    assert written_and_read(kept) == tree
+    assert type(kept["version"]) is str
+    assert list(kept["scheduler"]["milestones"].elements()) == [2, 2, 5]
+
+
 def test_arrays_become_tensors_and_one_array_one_tensor():
     ema = np.arange(3, dtype=np.float32)
     kept, _ = plain_copy({"ema": {"w": ema, "tied": ema}})

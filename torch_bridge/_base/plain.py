@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from torch_bridge._base.tensors import is_tensor, to_tensor
 
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
+_OF_TORCH = ("dtype", "device", "Size")
 _DEEPEST = 100  # pickling goes as deep as a tree does
 
 
@@ -37,7 +39,8 @@ class _Copy:
         self._refused: set[int] = set()
 
     def of_dict(self, entries: Mapping[Any, Any], name: str, depth: int) -> dict[Any, Any]:
-        made = self._made[id(entries)] = {}
+        # A scheduler asks its Counter of milestones for what a dictionary does not have.
+        made = self._made[id(entries)] = Counter() if type(entries) is Counter else {}
         for key, value in entries.items():
             inner = f"{name}.{key!s:.40}".removeprefix(".")
             try:
@@ -47,9 +50,8 @@ class _Copy:
         return made
 
     def _of(self, value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if type(value) in _SCALARS or is_tensor(value):
+        value = _scalar(value)
+        if type(value) in _SCALARS or is_tensor(value) or _is_of_torch(value):
             return value
         if id(value) in self._made:
             return self._made[id(value)]
@@ -81,11 +83,22 @@ class _Copy:
     def _of_key(self, key: Any) -> Any:
         if isinstance(key, tuple):
             return tuple(map(self._of_key, key))
-        if isinstance(key, np.generic):
-            key = key.item()
+        key = _scalar(key)
         if type(key) not in _SCALARS:
             raise _NotPlain
         return key
+
+
+def _scalar(value: Any) -> Any:
+    """NumPy's numbers as Python's, and text of another type (``torch.__version__``) as text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+def _is_of_torch(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
 
 
 def _tensor(array: np.ndarray) -> Any:

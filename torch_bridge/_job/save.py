@@ -259,14 +259,16 @@ def save_checkpoint(
     if dist.get_rank(group) == 0:
         try:
             document = make_document(
-                model=dict(ddp_model.module.state_dict()),
+                model=_plain(ddp_model.module.state_dict(), "the model"),
                 record=None if state is None else record_from_state(state),
                 errors=errors,
-                optimizer=None if optimizer is None else optimizer.state_dict(),
+                optimizer=None
+                if optimizer is None
+                else _plain(optimizer.state_dict(), "the optimizer"),
                 layout=layout,
                 world_size=dist.get_world_size(group),
                 hook=_registered(ddp_model),
-                extra=_plain(extra or {}),
+                extra=_plain(extra or {}, "`extra`"),
             )
             write_document(pathlib.Path(path), document)
         except Exception as error:  # whatever it is, the other ranks wait
@@ -276,12 +278,12 @@ def save_checkpoint(
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
 
 
-def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    kept, lacking = plain_copy(extra)
+def _plain(entries: Mapping[str, Any], whose: str) -> dict[str, Any]:
+    kept, lacking = plain_copy(entries)
     if lacking:
         raise ValueError(
             f"torch.load(weights_only=True) does not read {printable(', '.join(lacking))} of "
-            "`extra`. Pass plain values: str(path), vars(args), scheduler.state_dict()"
+            f"{whose}. Pass plain values: str(path), vars(args), scheduler.state_dict()"
         )
     return kept
 
