@@ -5,8 +5,6 @@ from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
-from jaxcomp._adviser.recommend import recommend
-from jaxcomp._adviser.recommendation import Recommendation
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.adapt_ranks import adapt_ranks
@@ -56,7 +54,6 @@ __all__ = [
     "Prediction",
     "QuantizedState",
     "Ranks",
-    "Recommendation",
     "Reducer",
     "Reduction",
     "ReplicaCheck",
@@ -94,7 +91,6 @@ __all__ = [
     "quantized_allreduce",
     "quantized_stats",
     "ranks_by_spectrum",
-    "recommend",
     "scan_layers",
     "set_to_zero",
     "shard_state",

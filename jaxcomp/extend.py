@@ -5,7 +5,6 @@ matrices, orthonormal bases, means of several arrays in one collective, and the 
 that every reducer's step has in common. Names here are public, as those of `jaxcomp` itself are.
 """
 
-from jaxcomp._adviser.programs import ProgramTerms, program_terms
 from jaxcomp._base.leaves import round_to, unboxed
 from jaxcomp._lowrank.leafwise import map_by_shape, orthogonalize
 from jaxcomp._lowrank.matricize import (
@@ -28,7 +27,6 @@ __all__ = [
     "LeafPlan",
     "MatrixView",
     "OpenStep",
-    "ProgramTerms",
     "Reduced",
     "Weight",
     "WeightedMeans",
@@ -41,7 +39,6 @@ __all__ = [
     "open_step",
     "orthogonalize",
     "plan_leaves",
-    "program_terms",
     "reduce_mean",
     "reduction_of",
     "round_to",

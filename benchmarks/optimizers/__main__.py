@@ -3,7 +3,7 @@
     python -m benchmarks.optimizers                        # what is missing; the report
     python -m benchmarks.optimizers --optimizers muon      # one of them
     python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
-    python -m benchmarks.optimizers --evidence             # those that jaxcomp.recommend reads
+    python -m benchmarks.optimizers --law                  # the law of jaxcomp.advise, fitted anew
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
@@ -29,7 +29,7 @@ from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import write_page
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
-from benchmarks.optimizers.evidence import write
+from benchmarks.optimizers.law import report as law_report
 from benchmarks.optimizers.report import PAGE, best, paged
 from benchmarks.optimizers.settings import (
     GRID,
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=480, help="of each run" + shown)
     add("--out", type=Path, default=OUT, help="the runs" + shown)
     add("--report", action="store_true", help="only write the tables anew")
-    add("--evidence", action="store_true", help="only write what jaxcomp.recommend reads anew")
+    add("--law", action="store_true", help="only fit the law of jaxcomp.advise, and print it")
     given = parser.parse_args(argv)
     check_runs(parser, given, Config.eval_every)
     try:
@@ -97,15 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
     config = Config(steps=given.steps)
-    if not (given.report or given.evidence):
+    if given.law:
+        print(law_report(read_runs(given.out), read_runs(RESULTS / "time_to_loss.jsonl")))
+        return 0
+    if not given.report:
         runs, more, wide = (
             Runs(given.out, each, Setting, "benchmarks.optimizers")
             for each in (config, longer(config), wider(config))
         )
         for optimizer in given.optimizers:
             study(optimizer, runs, more, wide, given.seeds)
-    if given.evidence:
-        return write(read_runs(given.out), config)
     if given.out == OUT:
         finished = read_runs(OUT)
         return write_page("benchmarks.optimizers", PAGE, lambda page: paged(page, finished, config))

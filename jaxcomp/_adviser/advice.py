@@ -8,102 +8,157 @@ import textwrap
 from typing import Any
 
 from jaxcomp._adviser.units import format_bandwidth, format_bytes, format_time
+from jaxcomp._base.typing import AxisName, MatrixDimsFn
+from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.contract import Transformation
+from jaxcomp._reducers.error_feedback import error_feedback
+from jaxcomp._reducers.powersgd import powersgd
+from jaxcomp._reducers.quantized import quantized_allreduce
 
 _WIDTH = 96
-_HEADER = (
-    "strategy", "step", "communication", "compression", "bytes a step", "speedup", "pays below",
-)  # fmt: skip
+_HEADER = ("strategy", "step", "communication", "compression", "bytes a step", "fewer", "speedup",
+           "pays below", "loss")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of one strategy. Times in seconds."""
+    """What is expected of one reducer. Times in seconds, gaps as shares: 0.01 is 1%."""
 
     name: str
     compressed: bool  # False for the exact averages, which are the baselines
-    step_time: float
-    communication: float  # per step, before any of it is hidden
-    compression: float  # per step
-    bytes_per_step: float  # handed to the collectives by each replica, on average over the steps
-    bytes_sent: float  # that leave each replica
-    speedup: float  # over the best baseline
-    break_even: float | None  # bytes per second below which it is faster; 0 never, inf always
+    rank: int = 0  # of PowerSGD
+    comm_dtype: str | None = None
+    gap: float = 0.0  # how far above the exact run the loss is expected to end
+    half_width: float = 0.0  # of its 95% interval
+    matrix_dims: MatrixDimsFn | None = None
+    step_time: float = 0.0
+    communication: float = 0.0  # per step, before any overlap
+    compression: float = 0.0  # per step
+    bytes_per_step: float = 0.0  # handed to the collectives by each replica
+    ratio: float = 1.0  # how many times fewer than gradients as they are
+    speedup: float = 1.0  # over the faster baseline
+    break_even: float | None = None  # bytes per second below which it is faster; inf always
+
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes it.
+
+        Args:
+          axis_name: Of the replicas.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxcomp
+          >>> params = {"w": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}
+          >>> advice = jaxcomp.advise(params, workers=4, bandwidth="100Mbit", step_time="20ms")
+          >>> tx = advice.reducer("data")  # that of advice.recommended
+          >>> advice.recommended.name, tx.init(params).q["w"].shape
+          ('powersgd rank 24 int6', (512, 24))
+        """
+        if self.rank:
+            return powersgd(
+                self.rank,
+                axis_name=axis_name,
+                start_step=0,
+                comm_dtype=self.comm_dtype,
+                matrix_dims=self.matrix_dims,
+            )
+        if self.compressed:
+            return error_feedback(quantized_allreduce(axis_name=axis_name))
+        return allreduce(axis_name=axis_name, comm_dtype=self.comm_dtype)
+
+    def with_times(self, **fields: Any) -> Prediction:
+        """The same with what is predicted for it."""
+        return dataclasses.replace(self, **fields)
+
+    def gap_text(self) -> str:
+        """``0.5% (95% of runs: -0.4% to 1.4%)``."""
+        low, high = self.gap - self.half_width, self.gap + self.half_width
+        return f"{self.gap:.1%} (95% of runs: {low:.1%} to {high:.1%})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What to use, why, and what every strategy is predicted to take; `str` gives the table."""
+    """What to use, why, and what was expected of every candidate; `str` gives the table."""
 
     values: int  # floating-point values in the parameters
     workers: int
     bandwidth: float  # bytes per second; infinite for the link that was measured
     latency: float  # seconds
     compute_time: float  # seconds
+    loss_budget: float  # a share
     predictions: tuple[Prediction, ...]
-    baseline: Prediction  # the fastest without compression
+    baseline: Prediction  # the faster exact average
     recommended: Prediction  # the baseline itself where compression does not pay
-    reason: str  # one sentence
-    assumptions: tuple[str, ...]
+    reason: str
+    notes: tuple[str, ...]  # what was assumed, and how far it holds
 
     @property
     def compress(self) -> bool:
-        """Whether anything but an exact average in every step is recommended."""
+        """Whether anything but an exact average is recommended."""
         return self.recommended.compressed
 
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes what is recommended, for the replicas along `axis_name`."""
+        return self.recommended.reducer(axis_name)
+
     def __str__(self) -> str:
-        return advice_table(self)
+        link = f"{format_bandwidth(self.bandwidth)}, latency {format_time(self.latency)}"
+        if math.isinf(self.bandwidth):
+            link = "the measured link"
+        rows = [_HEADER, *(_row(p) for p in self.predictions)]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(_HEADER))]
+        verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
+        lines = [
+            f"{self.values:,} parameters, {self.workers} workers, {link}, "
+            f"{format_time(self.compute_time)} of computation a step",
+            "",
+            *("  ".join(_aligned(row, widths)).rstrip() for row in rows),
+            "",
+            *textwrap.wrap(f"{verdict} {self.reason}", _WIDTH),
+        ]
+        for note in self.notes:
+            lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for a program: times in seconds, bandwidths in bytes per second."""
+        fields = {name: getattr(self, name) for name in _PLAIN}
+        if math.isinf(self.bandwidth):
+            fields["bandwidth"] = "measured"
+        fields |= {"baseline": self.baseline.name, "recommended": self.recommended.name}
+        return fields | {
+            "compress": self.compress,
+            "predictions": [_as_dict(prediction) for prediction in self.predictions],
+        }
 
 
-def advice_table(advice: Advice) -> str:
-    """What was asked, a line for each strategy, the verdict, and what was assumed."""
-    rows = [_HEADER, *(_row(p) for p in advice.predictions)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEADER))]
-    link = f"{format_bandwidth(advice.bandwidth)}, latency {format_time(advice.latency)}"
-    if math.isinf(advice.bandwidth):
-        link = "the measured link"
-    lines = [
-        f"{advice.values:,} parameters, {advice.workers} workers, {link}, "
-        f"{format_time(advice.compute_time)} of computation a step",
-        "",
-        *("  ".join(_cells(row, widths)).rstrip() for row in rows),
-        "",
-    ]
-    verdict = f"Use {advice.recommended.name}." if advice.compress else "Do not compress."
-    lines += textwrap.wrap(f"{verdict} {advice.reason}", _WIDTH)
-    for sentence in advice.assumptions:
-        lines += textwrap.wrap(f"- {sentence}", _WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
+_PLAIN = ("values", "workers", "bandwidth", "latency", "compute_time", "loss_budget", "reason",
+          "notes")  # fmt: skip
 
 
-def advice_dict(advice: Advice) -> dict[str, Any]:
-    """The same for a program: times in seconds, bandwidths in bytes per second."""
-    fields = dataclasses.asdict(advice)
-    for prediction in fields["predictions"]:
-        if prediction["break_even"] == math.inf:
-            prediction["break_even"] = "always"
-    if math.isinf(advice.bandwidth):
-        fields["bandwidth"] = "measured"
-    fields |= {"baseline": advice.baseline.name, "recommended": advice.recommended.name}
-    return fields | {"compress": advice.compress}
-
-
-def _cells(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    return [
-        row[0].ljust(widths[0]),
-        *(x.rjust(n) for x, n in zip(row[1:], widths[1:], strict=True)),
-    ]
+def _as_dict(prediction: Prediction) -> dict[str, Any]:
+    fields = dataclasses.asdict(prediction)
+    del fields["matrix_dims"]
+    return fields | {"break_even": "always"} if fields["break_even"] == math.inf else fields
 
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
-    limit = prediction.break_even
-    words = {None: "-", 0: "never", math.inf: "always"}
-    pays = words.get(limit) or format_bandwidth(limit or 0)
+    limit, loss = prediction.break_even, "-"
+    pays = {None: "-", 0: "never", math.inf: "always"}.get(limit)
+    if prediction.compressed:
+        loss = f"+{prediction.gap:.1%} ± {100 * prediction.half_width:.1f}"
     return (
         prediction.name,
         format_time(prediction.step_time),
         format_time(prediction.communication),
         format_time(prediction.compression) if prediction.compression else "-",
         format_bytes(prediction.bytes_per_step),
+        f"{prediction.ratio:.1f}x",
         f"{prediction.speedup:.2f}x",
-        pays,
+        pays or format_bandwidth(limit or 0),
+        loss,
     )
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    rest = zip(row[1:], widths[1:], strict=True)
+    return [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in rest)]

@@ -1,9 +1,8 @@
-"""Fits the cost model's constants on the devices at hand, in less than a minute."""
+"""Fits the constants of the model of a step on the devices at hand, in less than a minute."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 import time
@@ -18,20 +17,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxcomp._adviser.calibration import ASSUMED, Calibration
-from jaxcomp._adviser.model import (
-    Link,
-    Software,
-    allreduces,
-    communication_time,
-    int8_work,
-    powersgd_work,
-)
-from jaxcomp._adviser.programs import gpu_program
+from jaxcomp._adviser.model import Link, Software, Traffic, communication_time
 from jaxcomp._adviser.shapes import assumed_params, count_values
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._bytes.stats import quantized_stats
-from jaxcomp._lowrank.matricize import plan_leaves
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import exchange, gather, reduce_mean
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -55,7 +44,7 @@ _BUDGET = 1.0  # seconds for each thing that is timed, beside its compilation
 def measure(
     params: PyTree | int = 10_000_000,
     *,
-    ranks: Sequence[int] = (1, 4, 16),
+    rank: int = 16,
     devices: Sequence[_Device] | None = None,
 ) -> Calibration:
     """Times memory, an all-reduce and compression on the present devices, for `advise`.
@@ -67,79 +56,56 @@ def measure(
     Args:
       params: The model to compress, arrays or shapes, or a number of parameters. A part of it is
         taken where it is large.
-      ranks: At which to time `powersgd`; those that leave nothing to compress are passed over.
+      rank: At which to time `powersgd` with factors in six bits.
       devices: Among which to time the all-reduce; None for all that JAX has.
 
     Returns:
       The constants; the median of repeated runs each. With one device the all-reduce is assumed.
 
     Raises:
-      ValueError: If an argument is unusable.
+      ValueError: If an argument is unusable, or that rank leaves nothing to compress.
 
     Example:
       >>> import jax, jaxcomp
-      >>> calibration = jaxcomp.measure(100_000, ranks=(1,), devices=jax.devices()[:1])
+      >>> calibration = jaxcomp.measure(100_000, rank=2, devices=jax.devices()[:1])
       >>> calibration.memory_bandwidth > 0
       True
     """
-    ranks = sorted({check_int("ranks", rank, 1) for rank in ranks})
+    rank = check_int("rank", rank, 1)
     if isinstance(params, (int, np.integer)):
         params, _ = assumed_params(int(params))
     devices = list(jax.devices() if devices is None else devices)
     own = next(device for device in devices if device.process_index == jax.process_index())
-    assumed = ASSUMED["cpu" if own.platform == "cpu" else "gpu"]
-    tree = _scaled(params, _MAX_VALUES.get(own.platform, _MANY_VALUES))
-    bandwidth = _memory_bandwidth(own)
-
-    plain = _step_time(optax.identity(), tree, [own])
-    tables: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-    for rank, alternating in itertools.product(ranks, tables):
-        plans = plan_leaves(tree, rank, 2.0)
-        form = "powersgd, alternating" if alternating else "powersgd"
-        program = gpu_program(form, plans) if own.platform == "gpu" else None
-        work = powersgd_work(
-            plans,
-            bandwidth,
-            assumed.flops,
-            alternating=alternating,
-            words=program and program.words,
-        )
-        if any(plan.view for plan in plans):
-            reducer = powersgd(rank, axis_name=_AXIS, start_step=0, alternating=alternating)
-            seconds = _step_time(reducer, tree, [own]) - plain
-            seconds -= assumed.launch * program.kernels if program else 0
-            tables[alternating].append((rank, _factor(seconds, work)))
-
-    fitted: dict[str, Any] = {}
-    if len(devices) > 1:
-        fitted = {name: _fit(way, devices) for name, way in _ways(own.platform).items()}
-        fitted["devices"] = len(devices)
-    quantizing = _int8_time(tree, devices, fitted.get("exchange", Software())) - plain
-    if own.platform == "gpu":
-        plans = plan_leaves(tree, lambda path, leaf: None, 2.0)
-        quantizing -= assumed.launch * gpu_program("quantized_allreduce", plans).kernels
-    return dataclasses.replace(
-        assumed,
+    ideal = dataclasses.replace(
+        ASSUMED["cpu" if own.platform == "cpu" else "gpu"],
         device=_words(devices),
         platform=own.platform,
-        memory_bandwidth=bandwidth,
-        powersgd=tuple(tables[False]) or assumed.powersgd,
-        one_sided=tuple(tables[True]) or assumed.one_sided,
-        int8=_factor(quantizing, int8_work(count_values(tree), bandwidth)),
-        **fitted,
+        memory_bandwidth=_memory_bandwidth(own),
+        powersgd=1.0,
+        int8=1.0,
     )
+    if len(devices) > 1:
+        fitted: dict[str, Any] = {k: _fit(way, devices) for k, way in _ways(own.platform).items()}
+        ideal = dataclasses.replace(ideal, devices=len(devices), **fitted)
+    tree = _scaled(params, _MAX_VALUES.get(own.platform, _MANY_VALUES))
 
-
-def _int8_time(tree: PyTree, devices: Sequence[_Device], software: Software) -> float:
-    """Seconds of a step with int8, less the exchange.
-
-    Among all replicas, because what one of them has to do depends on how many there are.
-    """
+    plain = _step_time(optax.identity(), tree, [own])
+    reducer = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
+    sent = reducer.bytes(tree, replicas=1)
+    if not any(leaf.compressed for leaf in sent.leaves):
+        raise ValueError(f"At rank {rank} no leaf is compressed. Pass a lower rank to measure.")
+    compressed = _step_time(reducer, tree, [own])
+    # Among all replicas, because what one of them has to do depends on how many there are.
     quantized = error_feedback(quantized_allreduce(axis_name=_AXIS))
-    payload = quantized_stats(tree, replicas=len(devices)).bytes_after
-    traffic = allreduces(payload, len(devices), software)
-    exchanged = communication_time(traffic, Link(len(devices), math.inf, 0.0))
-    return _step_time(quantized, tree, devices) - exchanged
+    payload = quantized.bytes(tree, replicas=len(devices)).bytes_after
+    link = Link(len(devices), math.inf, 0.0)
+    exchanged = communication_time(Traffic(payload, 1, ideal.exchange), link)
+    quantizing = _step_time(quantized, tree, devices) - exchanged
+    return dataclasses.replace(
+        ideal,
+        powersgd=_factor(compressed - plain, ideal.powersgd_time(sent)),
+        int8=_factor(quantizing - plain, ideal.int8_time(count_values(tree))),
+    )
 
 
 def _words(devices: Sequence[_Device]) -> str:
@@ -215,11 +181,7 @@ def _step_time(reducer: Any, tree: PyTree, devices: Sequence[_Device]) -> float:
     compiled = jax.jit(mapped, donate_argnums=0)
     params, grads = jax.device_put(grads, placed), jax.device_put(grads, placed)
     repeats = None if len(devices) == 1 else _REPEATS
-
-    def two_steps(carry: Any) -> Any:  # one-sided steps take turns
-        return compiled(compiled(carry, grads), grads)
-
-    return _median_time(two_steps, (params, state), repeats) / 2
+    return _median_time(lambda carry: compiled(carry, grads), (params, state), repeats)
 
 
 class _Way(NamedTuple):

@@ -7,15 +7,14 @@ import math
 import pathlib
 import re
 import struct
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxcomp._base.typing import PyTree
+from jaxcomp._base.typing import MatrixDimsFn, PyTree
+from jaxcomp._lowrank.matricize import plan_leaves
 
 # Of safetensors, other than those that NumPy and ml_dtypes read by name.
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -90,7 +89,7 @@ def _decoder(layers: int, width: int, rows: int) -> PyTree:
 
 
 def read_params(path: pathlib.Path) -> PyTree:
-    """The shapes in a ``.json``, ``.npz`` or ``.safetensors`` file; no array is read or unpickled.
+    """The shapes in a ``.json`` or ``.safetensors`` file, of which no array is read.
 
     JSON: names to shapes, nested as you like; a leaf is ``[64, 256]`` (float32) or
     ``{"shape": [64, 256], "dtype": "bfloat16"}``. Names with ``/`` or ``.`` in them are nested.
@@ -100,15 +99,14 @@ def read_params(path: pathlib.Path) -> PyTree:
       OSError: If it cannot be read.
     """
     suffix = path.suffix.lower()
-    readers = {".npz": _read_npz, ".safetensors": _read_safetensors, ".json": _read_json}
+    readers = {".safetensors": _read_safetensors, ".json": _read_json}
     if suffix not in readers:
         raise ValueError(
-            f"{path} is none of .json, .npz and .safetensors. Give one of these, or a number of "
-            "parameters such as 124M."
+            f"{path} is neither .json nor .safetensors. Give one of these, or a number: 124M."
         )
     try:
         params = _nested(readers[suffix](path))
-    except (zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError, struct.error) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, struct.error) as error:
         raise ValueError(f"{path} is no {suffix} file: {error}.") from error
     if not jax.tree.leaves(params):
         raise ValueError(f"{path} holds no parameters.")
@@ -149,22 +147,6 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, Any]:
     return {name: _json_leaf(path, name, entry) for name, entry in header.items()}
 
 
-def _read_npz(path: pathlib.Path) -> dict[str, Any]:
-    leaves = {}
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            with archive.open(name) as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0
-                if version != (1, 0):
-                    read = np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-            # bfloat16 and its kin are stored as raw bytes of their size.
-            dtype = {"V2": jnp.dtype("bfloat16")}.get(dtype.str.lstrip("|<>="), dtype)
-            leaves[name.removesuffix(".npy")] = jax.ShapeDtypeStruct(shape, dtype)
-    return leaves
-
-
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Names such as ``layer/kernel`` as nested dicts, so that a leaf's own name is its last key."""
     tree: dict[str, Any] = {}
@@ -186,3 +168,18 @@ def count_values(params: PyTree) -> int:
     """Number of floating-point values."""
     leaves = jax.tree.leaves(params)
     return sum(math.prod(x.shape) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> float:
+    """The smaller side of a matrix, as the median over the values of all that can be compressed.
+
+    A transformer's is its width. 1 where there is nothing to compress.
+    """
+    views = [plan.view for plan in plan_leaves(params, 1, 1.0, matrix_dims) if plan.view]
+    sides = sorted((min(v.n_rows, v.n_cols), math.prod(v.shape)) for v in views)
+    half = sum(values for _, values in sides) / 2
+    for side, values in sides:
+        half -= values
+        if half <= 0:
+            return side
+    return 1

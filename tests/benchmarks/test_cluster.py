@@ -16,8 +16,6 @@ import pytest
 from paths import ROOT
 
 import benchmarks.cluster.__main__ as cluster
-import jaxcomp
-from benchmarks.advise_error import errors
 from benchmarks.cluster.jax_trainer import payload
 from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import (
@@ -29,7 +27,6 @@ from benchmarks.cluster.plan import (
 )
 from benchmarks.cluster.report import Case, all_figures, compare, conditions, figures_of, table
 from benchmarks.common.models import FULL, MLP, make_batches
-from benchmarks.common.paths import RESULTS
 
 
 def command(*arguments):
@@ -128,15 +125,6 @@ def test_a_round_promises_a_part_of_what_its_reducer_sends():
     each, rare = (parse_strategy(x) for x in ("powersgd-4-int6", "powersgd-4-int6-every-8"))
     assert payload(rare, params, 2) == payload(each, params, 2) / 8
     assert payload(parse_strategy("local-sgd-8"), params, 2) == 4 * 64 * 32 / 8
-
-
-def test_the_error_of_the_adviser_is_that_of_what_it_predicts():
-    strategies = ("none", "allreduce", "diloco-8", "powersgd-4-every-2")
-    cases = [vars(case(name)) for name in strategies]
-    run = {"cases": cases, "settings": {"tiny": True, "processes": 2}}
-    constants = json.loads((RESULTS / "calibration.json").read_text())["mlp"]
-    constants = jaxcomp.Calibration.from_json(json.dumps(constants))
-    assert [row["strategy"] for row in errors(run, {"mlp": constants})] == ["allreduce"]
 
 
 @pytest.mark.parametrize(

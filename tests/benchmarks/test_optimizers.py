@@ -6,10 +6,12 @@ import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
+from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
+from benchmarks.optimizers.law import Gap, fitted, fitted_runs
 from benchmarks.optimizers.settings import (
     GRID,
     MAIN,
@@ -20,6 +22,7 @@ from benchmarks.optimizers.settings import (
     longer,
     wider,
 )
+from jaxcomp._adviser.law import LAWS, Law
 
 TINY = Config(
     steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
@@ -129,3 +132,25 @@ def test_wrong_arguments(arguments, message, capsys):
         command.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
+    links = read_runs(RESULTS / "time_to_loss.jsonl")
+    found = fitted(fitted_runs(name, read_runs(command.OUT), links))
+    for field, digits in (("a", 1), ("b", 2), ("c", 2), ("spread", 2), ("error", 2)):
+        written, now = getattr(LAWS[name], field), getattr(found, field)
+        assert written == pytest.approx(now, abs=0.51 * 10**-digits)
+    assert LAWS[name].runs == found.runs
+
+
+def test_a_law_is_found_again():
+    law = Law(0, 50.0, 0.3, 1.0, 0.0, 0.0)
+    gaps = [
+        Gap(width, rank, law.a * (width / 128) ** law.b / rank - law.c)
+        for width in (128, 512)
+        for rank in (4, 8, 16)
+    ]
+    found = fitted(gaps)
+    assert (found.a, found.b, found.c) == pytest.approx((50.0, 0.3, 1.0), rel=1e-6)
+    assert found.spread < 1e-6

@@ -3,24 +3,18 @@
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxcomp._adviser.law import LAWS
 from jaxcomp._adviser.measure import fit_line
 from jaxcomp._adviser.model import (
-    Bucket,
     Link,
     Software,
-    allreduces,
+    Traffic,
     break_even,
     communication_time,
-    int8_factors_work,
-    int8_work,
-    interpolate,
-    powersgd_work,
     step_time,
 )
 from jaxcomp._adviser.units import (
@@ -31,7 +25,6 @@ from jaxcomp._adviser.units import (
     parse_count,
     parse_time,
 )
-from jaxcomp._lowrank.matricize import plan_leaves
 
 TEN_GBIT = 1.25e9
 FREE = Software()
@@ -120,94 +113,54 @@ def test_formats():
 def test_a_ring_all_reduce_by_hand():
     # 16 workers, 1 MB: 30 hops of 50 us, and 15/16 of twice the payload at 1.25 GB/s.
     link = Link(16, TEN_GBIT, 50e-6)
-    assert communication_time(allreduces(1e6, 16, FREE), link) == pytest.approx(1.5e-3 + 1.5e-3)
+    assert communication_time(Traffic(1e6, 1, FREE), link) == pytest.approx(1.5e-3 + 1.5e-3)
     # Two of them with the same bytes together: the latency twice.
-    twice = allreduces(1e6, 16, FREE, count=2)
-    assert communication_time(twice, link) == pytest.approx(4.5e-3)
+    assert communication_time(Traffic(1e6, 2, FREE), link) == pytest.approx(4.5e-3)
     # The slower of link and software counts: 1.875 MB at 1 GB/s; and 20 us more.
-    slower = allreduces(1e6, 16, Software(20e-6, 1e9))
+    slower = Traffic(1e6, 1, Software(20e-6, 1e9))
     assert communication_time(slower, link) == pytest.approx(1.5e-3 + 20e-6 + 1.875e-3)
-    faster = allreduces(1e6, 16, Software(20e-6, 2e9))
+    faster = Traffic(1e6, 1, Software(20e-6, 2e9))
     assert communication_time(faster, link) == pytest.approx(3e-3 + 20e-6)
+    alone = Link(1, TEN_GBIT, 50e-6)
+    assert communication_time(Traffic(1e6, 1, Software(1e-3)), alone) == 0
 
 
-def test_every_so_many_steps():
-    link = Link(4, TEN_GBIT, 1e-5)
-    once = allreduces(8e6, 4, Software(1e-3, 1e9))
-    assert communication_time(once.every(8), link) == pytest.approx(
-        communication_time(once, link) / 8
-    )
-
-
-def test_only_exact_averages_hide_behind_the_backward_pass():
+def test_only_exact_averages_overlap_with_the_backward_pass():
     link = Link(2, 1e8, 0.0)  # 1 MB takes 10 ms
-    exact = allreduces(1e6, 2, FREE, overlaps=True)
-    # A step of 12 ms has 8 ms of backward pass, half of which hides 4 of the 10 ms.
+    exact = Traffic(1e6, 1, FREE, overlaps=True)
+    # A step of 12 ms has 8 ms of backward pass, half of which leaves 6 of the 10 ms.
     assert step_time(exact, link, 12e-3, 0.5) == pytest.approx(18e-3)
     assert step_time(exact, link, 120e-3, 0.5) == pytest.approx(120e-3)
-    late = allreduces(1e6, 2, FREE, count=2, compression=3e-3)
+    late = Traffic(1e6, 2, FREE, compression=3e-3)
     assert step_time(late, link, 12e-3, 0.5) == pytest.approx(25e-3)
 
 
-def test_buckets_hide_behind_what_the_next_ones_wait_for():
-    link = Link(2, 1e8, 0.0)  # 1 MB takes 10 ms
-    whole = allreduces(1e6, 2, FREE, count=6, compression=3e-3)
-    shares = (Bucket(0.5, 0.2), Bucket(0.1, 0.4), Bucket(0.4, 0.4))
-    cut = dataclasses.replace(whole, buckets=shares)
-    # A step of 15 ms has 10 ms of backward pass. The first bucket's 5 ms hide but for one behind
-    # the second's 4 ms; with the second's 1 ms that hides behind the last one's; 4 ms are left.
-    assert step_time(cut, link, 15e-3, 1.0) == pytest.approx(15e-3 + 3e-3 + 4e-3)
-    # Half of the pass: 3 of 5 ms are left, 2 of 3 + 1, and 4 more.
-    assert step_time(cut, link, 15e-3, 0.5) == pytest.approx(15e-3 + 3e-3 + 2e-3 + 4e-3)
-    assert step_time(cut, link, 15e-3, 0.0) == pytest.approx(step_time(whole, link, 15e-3, 0.0))
-    # Each bucket has its share of the collectives, whatever it sends.
-    slow = dataclasses.replace(cut, software=Software(1e-3))
-    # 7 ms, of which 3 are left, and 3, of which 2 are left, and 6.
-    assert step_time(slow, link, 15e-3, 1.0) == pytest.approx(15e-3 + 3e-3 + 2e-3 + 6e-3)
+def test_the_law_and_its_inverse():
+    for law in LAWS.values():
+        for width in (64, 128, 512, 4096):
+            for budget in (0.0, 0.005, 0.02):
+                rank = law.rank(budget, width)
+                assert law.gap(rank, width) <= budget + 1e-12
+                assert rank == 8 or law.gap(rank - 8, width) > budget
+            assert law.half_width(16, width) >= law.half_width(64, width)
 
 
-def test_one_worker_sends_nothing():
-    link = Link(1, TEN_GBIT, 50e-6)
-    alone = allreduces(1e6, 1, Software(1e-3), overlaps=True)
-    assert communication_time(alone, link) == 0
-    assert break_even(allreduces(1.0, 1, FREE), [alone], link, 0.1, 0.5) == 0
-
-
-def test_compression_by_hand():
-    params = {"w": jax.ShapeDtypeStruct((100, 50), jnp.float32), "b": jnp.zeros(50)}
-    plans = plan_leaves(params, 2, 2.0)
-    memory = 7 * 4 * 5_000 / 1e9
-    arithmetic = 2 * 4 * 5_000 * 2 + 4 * (100 + 50) * 2**2
-    assert powersgd_work(plans, 1e9, 1e8) == pytest.approx(memory + arithmetic / 1e8)
-    assert powersgd_work(plans, 1e9, 1e8, words=50_000) == pytest.approx(
-        4 * 50_000 / 1e9 + arithmetic / 1e8
-    )
-    memory = 6 * 4 * 5_000 / 1e9
-    arithmetic = 2 * 3 * 5_000 * 2 + 0.5 * 4 * (100 + 50) * 2**2
-    work = powersgd_work(plans, 1e9, 1e8, alternating=True)
-    assert work == pytest.approx(memory + arithmetic / 1e8)
-    assert int8_work(5_050, 1e9) == pytest.approx(9 * 4 * 5_050 / 1e9)
-    assert int8_factors_work(plans, 1e9) == pytest.approx(5 * 4 * 150 * 2 / 1e9)
-    assert int8_factors_work(plans, 1e9, alternating=True) == pytest.approx(5 * 4 * 150 / 1e9)
-    assert powersgd_work(plan_leaves(params, 50, 2.0), 1e9, 1e8) == 0  # nothing compressed
-
-
-def test_interpolation():
-    table = ((1, 3.0), (4, 2.0), (16, 6.0))
-    assert [interpolate(table, r) for r in (1, 2, 4, 8, 16, 64)] == [3.0, 2.5, 2.0, 4.0, 6.0, 6.0]
-    assert interpolate(((4, 1.5),), 1) == 1.5
+def test_the_law_agrees_with_what_the_documents_say_was_measured():
+    # Width 512, rank 32 in six bits: 0.3% below the exact run, on average of three seeds.
+    law = LAWS["adamw"]
+    assert abs(law.gap(32, 512) + 0.003) < law.half_width(32, 512)
+    # Beyond the widest model nothing was measured, and no lower rank is asked for.
+    assert law.rank(0.005, 8192) == law.rank(0.005, 512)
 
 
 def test_a_line_is_found_again_and_stays_inside_the_axes():
     x = [2.0**k for k in range(10, 24, 2)]
     found = fit_line(x, [1e-4 + 3e-9 * value for value in x])
     assert found == pytest.approx((1e-4, 3e-9), rel=1e-9)
-    intercept, slope = fit_line([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
-    assert intercept > 0
-    assert slope > 0
-    intercept, slope = fit_line([1.0, 2.0, 3.0], [1.0, 3.0, 9.0])
-    assert intercept > 0
-    assert slope > 0
+    for y in ([3.0, 2.0, 1.0], [1.0, 3.0, 9.0]):
+        intercept, slope = fit_line([1.0, 2.0, 3.0], y)
+        assert intercept > 0
+        assert slope > 0
 
 
 links = st.builds(
@@ -223,7 +176,7 @@ softwares = st.builds(Software, overhead=st.floats(0, 1e-2), bandwidth=st.floats
 def test_more_bandwidth_never_makes_a_step_slower(link, software, size, compute, overlap, factor):
     faster = dataclasses.replace(link, bandwidth=link.bandwidth * factor)
     for overlaps in (False, True):
-        traffic = allreduces(size, link.workers, software, overlaps=overlaps)
+        traffic = Traffic(size, 1, software, overlaps=overlaps)
         slow = step_time(traffic, link, compute, overlap)
         assert step_time(traffic, faster, compute, overlap) <= slow
         assert slow >= compute
@@ -241,9 +194,8 @@ def test_more_bandwidth_never_makes_a_step_slower(link, software, size, compute,
 def test_the_break_even_is_where_the_times_cross(
     link, software, size, share, cost, compute, overlap
 ):
-    workers = link.workers
-    exact = [allreduces(b, workers, software, overlaps=True) for b in (size, size / 2)]
-    small = allreduces(share * size / 2, workers, software, count=2, compression=cost)
+    exact = [Traffic(b, 1, software, overlaps=True) for b in (size, size / 2)]
+    small = Traffic(share * size / 2, 2, software, compression=cost)
     limit = break_even(small, exact, link, compute, overlap)
 
     def gain(bandwidth):
@@ -259,14 +211,9 @@ def test_the_break_even_is_where_the_times_cross(
         assert gain(limit) == pytest.approx(0, abs=1e-6 * step_time(exact[0], at, compute, 0))
 
 
-def test_who_sends_more_never_pays():
+def test_who_sends_more_never_pays_and_who_sends_less_for_nothing_always():
     link = Link(4, TEN_GBIT, 1e-5)
-    exact = [allreduces(1e6, 4, FREE, overlaps=True)]
-    assert break_even(allreduces(2e6, 4, FREE), exact, link, 0.1, 0.0) == 0
-    assert break_even(allreduces(1e6, 4, FREE), exact, link, 0.1, 0.0) == 0
-
-
-def test_who_sends_less_for_nothing_always_pays():
-    link = Link(4, TEN_GBIT, 1e-5)
-    exact = [allreduces(1e6, 4, FREE, overlaps=True)]
-    assert break_even(allreduces(1e6, 4, FREE).every(8), exact, link, 0.1, 0.0) == math.inf
+    exact = [Traffic(1e6, 1, FREE, overlaps=True)]
+    assert break_even(Traffic(2e6, 1, FREE), exact, link, 0.1, 0.0) == 0
+    assert break_even(Traffic(1e6, 1, FREE), exact, link, 0.1, 0.0) == 0
+    assert break_even(Traffic(1e5, 1, FREE), exact, link, 0.1, 0.0) == math.inf

@@ -1,0 +1,63 @@
+"""What a rank costs in loss: a formula of three coefficients, fitted to committed runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+WIDTHS = (128, 512)  # that the runs had
+_MIDDLE = 256  # between them; there the exponent's error does not count
+_STUDENT = 2.1  # of a 95% interval, with some twenty runs
+_BEYOND = 0.5  # by which the exponent may be wrong at widths that no run had
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    r"""How far above its exact run a compressed one ends, behind one optimizer.
+
+    For PowerSGD in every step, from the first one on, with factors in six or eight bits,
+
+    .. math::
+        \mathrm{gap} = \max\bigl(0,\; a\, (w / 128)^{b} / r - c\bigr)
+
+    in per cent of the held-out loss, with the rank :math:`r` and the model's width :math:`w`. The
+    coefficients come from `RUNS` of small language models of widths 128 and 512, which differ in
+    replicas (4 and 2) and blocks (2 and 4) too. ``python -m benchmarks.optimizers --law`` fits
+    them again and compares the law with runs that it has not seen.
+    """
+
+    runs: int  # that were fitted
+    a: float  # per cent, at width 128
+    b: float
+    c: float  # per cent
+    spread: float  # standard deviation of a run from the law, in points
+    error: float  # standard error of b
+
+    def gap(self, rank: int, width: float) -> float:
+        """The expected gap, as a share: 0.01 is 1% above the exact run."""
+        return max(0.0, self._slope(width) / rank - self.c) / 100
+
+    def half_width(self, rank: int, width: float) -> float:
+        """Of the 95% interval of one run, as a share; wider where no run had such a width."""
+        inside = min(max(width, WIDTHS[0]), WIDTHS[1])
+        off = self.error * abs(math.log(inside / _MIDDLE))
+        off += _BEYOND * abs(math.log(width / inside))
+        return _STUDENT * math.hypot(self.spread, self._slope(width) / rank * off) / 100
+
+    def rank(self, budget: float, width: float) -> int:
+        """The smallest rank whose expected gap is within a share; in multiples of 8."""
+        return 8 * math.ceil(self._slope(width) / (100 * budget + self.c) / 8)
+
+    def _slope(self, width: float) -> float:
+        # A law that asks for less rank in wider models is not carried beyond them.
+        width = min(width, WIDTHS[1]) if self.b < 0 else width
+        return self.a * (width / WIDTHS[0]) ** self.b
+
+
+# python -m benchmarks.optimizers --law
+LAWS = {
+    "adamw": Law(runs=24, a=41.93, b=-0.2, c=0.87, spread=0.40, error=0.09),
+    "muon": Law(runs=19, a=106.2, b=0.28, c=1.32, spread=1.02, error=0.18),
+}
+# The int8 all-reduce with a residual: one run of each ended 0.1% below the exact one.
+INT8_HALF_WIDTH = 0.008
