@@ -90,14 +90,10 @@ def damaged() -> dict[str, bytes]:
     """200 files: 70 cut short, 100 with one bit flipped, 30 of other kinds."""
     random = np.random.RandomState(0)
     zip_file = saved(documented())
-    legacy = saved(documented(), _use_new_zipfile_serialization=False)
     files = {}
-    for index in range(50):
+    for index in range(70):
         cut = int(random.randint(1, len(zip_file) - 1))
         files[f"zip cut {index} at {cut}"] = zip_file[:cut]
-    for index in range(20):
-        cut = int(random.randint(1, len(legacy) - 1))
-        files[f"legacy cut {index} at {cut}"] = legacy[:cut]
     read = [r for r in protected_ranges(zip_file) if not _unread(zip_file, r)]
     positions = np.concatenate([np.arange(*r) for r in read])
     for index, position in enumerate(random.choice(positions, 100, replace=False)):
@@ -306,14 +302,6 @@ def _tricks(system: bytes, command: str) -> dict[str, tuple[bytes, str | None]]:
         short = lambda s: b"\x8c" + bytes([len(s)]) + s.encode()  # noqa: E731
         return short(module) + short(name) + b"\x93"
 
-    legacy = b"".join(
-        pickle.dumps(part, 2)
-        for part in (
-            0x1950A86A20F9469CFC6C,
-            1001,
-            {"little_endian": True, "protocol_version": 1001},
-        )
-    )
     hook = glob(HOOK, "powerSGD_hook")
     rebuild = glob("torch._utils", "_rebuild_tensor_v2")
     return {
@@ -353,12 +341,33 @@ def _tricks(system: bytes, command: str) -> dict[str, tuple[bytes, str | None]]:
             ),
             None,
         ),
-        "legacy root": (legacy + whole(system), "os.system"),
-        "legacy system info": (
-            pickle.dumps(0x1950A86A20F9469CFC6C, 2) + whole(system),
-            "os.system",
+        # What is no zip file is not looked into.
+        "before torch 1.6": (pickle.dumps(0x1950A86A20F9469CFC6C, 2) + whole(system), None),
+        "plain pickle": (whole(system), None),
+        "attributes of a call's result": (
+            archive(whole(call(glob("torch", "device"), text("cpu")) + b"}b")),
+            None,
         ),
-        "plain pickle": (whole(system), "os.system"),
+        "a call of a call's result": (archive(whole(EMPTY + b")R")), None),
+        "a new object of a call's result": (archive(whole(EMPTY + b")\x81")), None),
+        "a call of a tensor": (archive(whole(tensor_call() + b")R"), {"data/0": bytes(24)}), None),
+        "attributes of a tensor": (
+            archive(
+                whole(tensor_call() + dictionary(data=text("x")) + b"b"), {"data/0": bytes(24)}
+            ),
+            None,
+        ),
+        "entries of a tensor": (
+            archive(whole(tensor_call() + b"K\x00K\x01s"), {"data/0": bytes(24)}),
+            None,
+        ),
+        "entries of a function": (archive(whole(rebuild + b"K\x00K\x01s")), None),
+        "attributes of text": (archive(whole(text("a") + dictionary(b=text("c")) + b"b")), None),
+        "attributes by slots": (archive(whole(rebuild + b"N}\x86b")), None),
+        "a buffer from elsewhere": (archive(whole(b"\x97", 5)), None),
+        "a frame of 2**60": (archive(whole(b"\x95" + struct.pack("<Q", 2**60), 4)), None),
+        "a persistent id of ours": (archive(whole(b"Pdict\n")), None),
+        "a persistent id in text": (archive(whole(text("end") + b"Q")), None),
         "arguments in a list": (archive(whole(rebuild + b"]R")), None),
         "wrapped rebuild": (
             archive(

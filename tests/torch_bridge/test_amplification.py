@@ -110,10 +110,39 @@ def test_values_without_an_end_are_never_shown(tmp_path, kind, place):
     assert len(message) < 600
 
 
-def test_nesting_alone_is_no_crime(tmp_path):
+def test_nesting_has_an_end(tmp_path):
     path = tmp_path / "f.pt"
-    path.write_bytes(files.archive(files.whole(files.dictionary(state_dict=b"}", extra=DEEP))))
+    good, deep = b"]" * 90 + b"a" * 89, DEEP
+    path.write_bytes(files.archive(files.whole(files.dictionary(state_dict=b"}", extra=good))))
     assert list(load(path).extra) == ["extra"]
+    body = files.whole(files.dictionary(state_dict=b"}", extra=deep))
+    assert "containers in each other" in refused(path, files.archive(body))
+
+
+def test_a_container_that_holds_itself(tmp_path):
+    body = files.dictionary(state_dict=b"}", extra=b"]" + put(0) + get(0) + b"a")
+    assert "holds itself" in refused(tmp_path / "f.pt", files.archive(files.whole(body)))
+
+
+def test_entries_of_an_archive_that_overlap_are_charged_each(tmp_path):
+    # 400 names in the directory for one megabyte: what they unpack to is 400.
+    path, count = tmp_path / "f.pt", 400
+    tensors = b"](" + b"".join(
+        files.tensor_call(source=files.storage(str(k), 1 << 18)) for k in range(count)
+    ) + b"e"  # fmt: skip
+    body = files.dictionary(state_dict=b"}", extra=tensors)
+    raw = files.archive(files.whole(body), {"data/0": bytes(1 << 20)})
+    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
+    directory = raw[start:end]
+    at = directory.index(b"archive/data/0") - 46
+    entry = directory[at : at + 46 + len(b"archive/data/0")]
+    more = b""
+    for k in range(1, count):
+        name = f"archive/data/{k}".encode()
+        more += entry[:28] + struct.pack("<H", len(name)) + entry[30:46] + name
+    size = struct.pack("<4s4HLLH", b"PK\x05\x06", 0, 0, count + 3, count + 3,
+                       len(directory + more), start, 0)  # fmt: skip
+    refused(path, raw[:start] + directory + more + size)
 
 
 @pytest.mark.parametrize("name", amplified())
@@ -235,4 +264,4 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
 
 
 def test_a_file_of_text_is_not_called_a_pickle(tmp_path):
-    assert "torch.save did not write" in refused(tmp_path / "f.pt", b"hello world, not a model\n")
+    assert "no zip archive" in refused(tmp_path / "f.pt", b"hello world, not a model\n")

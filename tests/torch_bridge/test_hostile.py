@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import pickle
 import struct
 import tarfile
 import time
@@ -39,13 +38,13 @@ def put(index):
 
 
 def colliding():
-    """Tuples of numbers that all have the hash of (1, 1, ...): 8 choices in each of 8 places."""
+    """Tuples of numbers that have the hash of (1, 1, ...): 8 choices in each of 8 places."""
     base, ones = 2**61 - 1, []
     for k in range(8):
         raw = (1 + k * base).to_bytes(9, "little", signed=True)
         ones.append(b"\x8a\x09" + raw)
     keys = (
-        b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN" for i in range(3_000)
+        b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN" for i in range(5_000)
     )
     return b"}(" + b"".join(keys) + b"u"
 
@@ -195,7 +194,7 @@ def test_a_name_that_is_repeated_takes_no_memory(tmp_path):
     "text", ["import os\nprint(1)\n", "class A:\n    pass\n", "call me\nnow\n"]
 )
 def test_text_is_called_no_checkpoint_rather_than_unsafe(tmp_path, text):
-    assert "torch.save did not write" in refused(tmp_path / "f.pt", text.encode())
+    assert "no zip archive" in refused(tmp_path / "f.pt", text.encode())
 
 
 def test_opcodes_that_do_nothing_are_counted(tmp_path):
@@ -204,7 +203,7 @@ def test_opcodes_that_do_nothing_are_counted(tmp_path):
     path.write_bytes(files.archive(stream, compression=zipfile.ZIP_DEFLATED))
     assert path.stat().st_size < 50_000
     start = time.process_time()
-    with pytest.raises(CheckpointMismatch, match="more pickle opcodes"):
+    with pytest.raises(CheckpointMismatch, match="max_bytes"):
         load(path)
     assert time.process_time() - start < 5
 
@@ -304,7 +303,7 @@ def test_an_optimizer_without_an_end(tmp_path):
         optimizer=files.dictionary(state=get(40)),
     )
     message = refused(tmp_path / "f.pt", files.archive(files.whole(body), {"data/0": bytes(24)}))
-    assert "`optimizer` has more than" in message
+    assert "max_bytes" in message
 
 
 # --- entries of other kinds -------------------------------------------------------------------
@@ -332,33 +331,6 @@ def test_keys_that_are_equal_as_text_are_refused(tmp_path):
     both = {1: torch.ones(2), "1": torch.zeros(2)}
     assert "equal as text" in refused(tmp_path / "f.pt", files.saved({"state_dict": both}))
     assert "no text" in refused(tmp_path / "f.pt", files.saved({"state_dict": model, None: 2}))
-
-
-ARRAY = files.whole(
-    files.call(
-        files.glob("numpy._core.numeric", "_frombuffer"),
-        b"C\x08" + bytes(8), files.call(files.glob("numpy", "dtype"), files.text("f4")),
-        files.tup(b"K\x02"), files.text("C"),
-    )
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("place", ["magic", "protocol", "system", "byte order", "keys"])
-@pytest.mark.parametrize("kind", ["an array", "text"])
-def test_a_legacy_header_of_another_kind(tmp_path, place, kind):
-    odd = ARRAY if kind == "an array" else pickle.dumps("text", 2)
-    parts = {
-        "magic": pickle.dumps(0x1950A86A20F9469CFC6C, 2),
-        "protocol": pickle.dumps(1001, 2),
-        "system": pickle.dumps({"little_endian": True}, 2),
-        "value": pickle.dumps({}, 2),
-        "keys": pickle.dumps([], 2),
-    }
-    if place == "byte order":
-        parts["system"] = b"\x80\x02}" + files.text("little_endian") + odd[2:-1] + b"s."
-    else:
-        parts[place] = odd
-    refused(tmp_path / "f.pt", b"".join(parts.values()))
 
 
 def optimizer(**changes):
@@ -431,23 +403,9 @@ def test_a_pipe_behind_a_linked_folder_is_not_waited_for(tmp_path):
         read_flax(checkpoint.parent, {})
 
 
-def test_a_legacy_file_that_was_cut(tmp_path):
-    raw = files.saved(files.documented(), _use_new_zipfile_serialization=False)
-    assert "cut short" in refused(tmp_path / "f.pt", raw[:-100])
-
-
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_a_file_that_is_cut_while_it_is_read(tmp_path, is_zip):
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     # A file that was mapped into memory would end the process: SIGBUS.
     path = tmp_path / "f.pt"
-    model = {str(k): torch.full((1000,), k) for k in range(30)}
-    path.write_bytes(files.saved(model, _use_new_zipfile_serialization=is_zip))
-
-    def cut(*_):
-        os.truncate(path, 5_000)
-
-    if is_zip:
-        with pytest.raises(CheckpointMismatch, match="damaged entry"):
-            load(path, progress=cut)
-    else:  # it has been read by then
-        assert load(path, progress=cut).model["29"][999] == 29
+    path.write_bytes(files.saved({str(k): torch.full((1000,), k) for k in range(30)}))
+    with pytest.raises(CheckpointMismatch, match="damaged entry"):
+        load(path, progress=lambda *_: os.truncate(path, 5_000))

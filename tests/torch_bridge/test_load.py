@@ -65,12 +65,11 @@ def same(one, other):
     "options",
     [
         {},
-        {"_use_new_zipfile_serialization": False},
         {"pickle_protocol": 3},
         {"pickle_protocol": 4},
         {"pickle_protocol": 5},
     ],
-    ids=["zip", "legacy", "protocol 3", "protocol 4", "protocol 5"],
+    ids=["zip", "protocol 3", "protocol 4", "protocol 5"],
 )
 def test_documented_form(put, options):
     document = files.documented()
@@ -197,13 +196,42 @@ def test_cuda_storages_need_no_gpu(put):
         same(array, load(put(raw)).model["w"])
 
 
-def test_big_endian(put):
+def test_a_big_endian_machines_file_is_named(put):
     buffer = files.io.BytesIO()
     with files.zipfile.ZipFile(buffer, "w") as file:
         file.writestr("a/data.pkl", files.pickle_of_tensor())
         file.writestr("a/byteorder", b"big")
         file.writestr("a/data/0", np.arange(6, dtype=">f4").tobytes())
-    same(load(put(buffer.getvalue())).model["w"], np.arange(6, dtype=np.float32).reshape(2, 3))
+    with pytest.raises(CheckpointMismatch, match="big-endian"):
+        load(put(buffer.getvalue()))
+
+
+def test_the_format_before_torch_1_6_is_named_with_the_way_out(put):
+    raw = files.saved(files.documented(), _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointMismatch, match=r"as torch wrote before 1\.6; read it with"):
+        load(put(raw))
+
+
+OTHER_TENSORS = {
+    "to_dense": lambda: torch.eye(3).to_sparse(),
+    "dequantize": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "unbind": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quant:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*quant:UserWarning")
+@pytest.mark.parametrize("advice", OTHER_TENSORS)
+def test_other_kinds_of_tensors_are_named_with_the_way_out(put, advice):
+    with pytest.raises(UnsafeCheckpoint, match=f"asks for torch._utils._rebuild_.*{advice}"):
+        load(put(files.saved({"w": OTHER_TENSORS[advice]()})))
+
+
+def test_a_dtensor_is_named_with_the_way_out(put):
+    body = files.call(files.glob("torch._utils", "_rebuild_wrapper_subclass"))
+    with pytest.raises(UnsafeCheckpoint, match="full_tensor"):
+        load(put(files.archive(files.whole(files.dictionary(w=body)))))
 
 
 def test_reading_imports_no_torch_and_no_process_group(put):
@@ -335,18 +363,16 @@ def test_size_limit_says_how_to_raise_it(put):
 
 
 GOOD = files.saved(files.documented())
-LEGACY = files.saved(files.documented(), _use_new_zipfile_serialization=False)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    legacy=st.booleans(),
     changes=st.lists(
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6
     ),
 )
-def test_any_change_is_read_or_refused_by_name(tmp_path_factory, legacy, changes):
-    raw = bytearray(LEGACY if legacy else GOOD)
+def test_any_change_is_read_or_refused_by_name(tmp_path_factory, changes):
+    raw = bytearray(GOOD)
     for where, value in changes:
         raw[int(where * len(raw))] = value
     path = tmp_path_factory.getbasetemp() / "changed.pt"
@@ -361,6 +387,7 @@ def test_any_change_is_read_or_refused_by_name(tmp_path_factory, legacy, changes
     files.glob("numpy", "dtype"), files.glob("numpy.random._pickle", "__randomstate_ctor"),
     files.glob("torch._tensor", "_rebuild_from_type_v2"), files.storage(), files.tensor_call(),
     b")R", b"(tR", b"}b", b"(", b"t", b"}", b"u", b"K\x01", b"q\x00", b"h\x00", b"]", b"e", b"\x85",
+    b"\x81", b"\x8f", b"\x90", b"N", b"2", b"0", b"1",
 ])), max_size=40))  # fmt: skip
 def test_any_pickle_is_read_or_refused_by_name(tmp_path_factory, body):
     path = tmp_path_factory.getbasetemp() / "opcodes.pt"

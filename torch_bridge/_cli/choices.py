@@ -19,8 +19,7 @@ from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 from torch_bridge._pairing.options import Options
-from torch_bridge._read.tensors import Budget, default_limit
-from torch_bridge._read.values import Malformed
+from torch_bridge._read.values import Budget, Malformed, default_limit
 
 
 @dataclasses.dataclass(frozen=True)

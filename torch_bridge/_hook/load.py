@@ -19,6 +19,7 @@ from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
 from torch_bridge._read.archive import read_archive
+from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed
 
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
@@ -26,7 +27,6 @@ _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 # Every value of a file is checked before it is used; should one slip through, the file is at fault.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-_MAX_NODES, _MAX_DEPTH = 1_000_000, 64  # of 100 000 parameters: 600 000
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
@@ -41,7 +41,7 @@ def load(
 ) -> Checkpoint:
     """Read a PyTorch checkpoint without executing anything from it and without importing torch.
 
-    Reads what ``torch.save`` writes since 1.6 (zip) and before (pickle chain): the documented
+    Reads the zip files that ``torch.save`` writes since 1.6: the documented
     ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
     ``__getstate__()`` dictionary, a bare ``state_dict``, and files of `save_checkpoint`. CUDA
     tensors need no GPU; no process group is needed.
@@ -115,7 +115,7 @@ def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, in
     except Forbidden as error:
         raise UnsafeCheckpoint(
             f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
-            f"Save tensors, numbers, strings and containers of them, and read that file."
+            f"{way_out(error.name)}."
         ) from error
     except (Malformed, SchemaError, *_UNFORESEEN) as error:
         raise CheckpointMismatch(
@@ -153,7 +153,7 @@ def _documented(value: dict[Any, Any]) -> Checkpoint:
     model = None if flat else _take(rest, _MODEL_KEYS)
     # A list of them is kept as it is, in `extra`.
     named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
-    optimizer = _walkable(rest.pop(named[0])) if named else None
+    optimizer = rest.pop(named[0]) if named else None
     if model is None and hook is None:
         model, rest = rest, {}
     if model is not None and not _is_state_dict(model):
@@ -180,32 +180,12 @@ def _own_format(value: dict[str, Any]) -> Checkpoint:
     return Checkpoint(
         model=_unwrapped(entries["state_dict"]),
         powersgd=tuple(records),
-        optimizer=_walkable(entries.get("optimizer")),
+        optimizer=entries.get("optimizer"),
         layout=None if layout is None else BucketLayout.from_json(layout),
         extra=_text_keys(extra, "`extra`") if isinstance(extra, dict) else {},
         world_size=_world_size(entries.get("world_size")),
         hook=entries.get("hook"),
     )
-
-
-def _walkable(tree: Any) -> Any:
-    """`tree`, whose parts can be visited one by one: shared ones may make it endless.
-
-    Raises:
-      SchemaError: It has more parts than any optimizer, or parts in parts without an end.
-    """
-    level, visited, depth = [tree], 1, 0
-    while level := [node for node in level if isinstance(node, dict | list | tuple)]:
-        visited += sum(map(len, level))
-        depth += 1
-        if visited > _MAX_NODES or depth > _MAX_DEPTH:
-            raise SchemaError(
-                f"`optimizer` has more than {_MAX_NODES} entries, or {_MAX_DEPTH} one in the other"
-            )
-        level = [
-            part for node in level for part in (node.values() if isinstance(node, dict) else node)
-        ]
-    return tree
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:

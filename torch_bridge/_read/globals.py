@@ -1,44 +1,47 @@
 """The allow-list: what each global that torch, NumPy and Python write into a checkpoint means here.
 
 Every constructor below takes what the file passes and checks it, because the file chooses the
-arguments too: a tensor's sizes, strides and offset must stay inside its storage, and the arrays
-of one file together stay below a budget.
+arguments too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from torch_bridge._base.schema import RandomStateRecord
-from torch_bridge._read.tensors import DTYPES, STORAGES, Budget, tensor_constructors
-from torch_bridge._read.values import Forbidden, Global, Keys, Malformed, Pending, brief
+from torch_bridge._read.evaluate import Values
+from torch_bridge._read.tensors import STORAGES
+from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
-
+_POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
 _MAX_PATH = 4096
 _GENERATOR_BYTES = 4 * 624 + 1000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
+_TORCH_DTYPE = re.compile(
+    r"torch\.(?:q?u?int|b?float|b?complex|bits|bool|per_tensor|per_channel)\w*"
+)
 
 # Values that a checkpoint may mention; nothing here is ever called.
-_NAMED_VALUES = {
-    f"{_HOOKS}.{hook}"
-    for hook in (
-        "powerSGD_hook.powerSGD_hook",
-        "powerSGD_hook.batched_powerSGD_hook",
-        "default_hooks.allreduce_hook",
-        "default_hooks.fp16_compress_hook",
-        "default_hooks.bf16_compress_hook",
-        "post_localSGD_hook.post_localSGD_hook",
-        "quantization_hooks.quantization_pertensor_hook",
-        "quantization_hooks.quantization_perchannel_hook",
-        "debugging_hooks.noop_hook",
-    )
-} | {
+_VALUES = frozenset(STORAGES) | {
+    *(
+        f"{_HOOKS}.{hook}"
+        for hook in (
+            "powerSGD_hook.powerSGD_hook",
+            "powerSGD_hook.batched_powerSGD_hook",
+            "default_hooks.allreduce_hook",
+            "default_hooks.fp16_compress_hook",
+            "default_hooks.bf16_compress_hook",
+            "post_localSGD_hook.post_localSGD_hook",
+            "quantization_hooks.quantization_pertensor_hook",
+            "quantization_hooks.quantization_perchannel_hook",
+            "debugging_hooks.noop_hook",
+        )
+    ),
     "torch.Tensor",
     "torch.nn.parameter.Parameter",
     "torch.strided",
@@ -47,26 +50,44 @@ _NAMED_VALUES = {
     "numpy.ndarray",
     "numpy.random._mt19937.MT19937",
     "numpy.random.bit_generator.SeedSequence",
-    "builtins.int",
-    "builtins.float",
-    "builtins.bool",
-    "builtins.str",
-    "builtins.list",
-    "builtins.dict",
+    *(f"builtins.{kind}" for kind in ("int", "float", "bool", "str", "list", "dict")),
 }
+# What ``torch.load(weights_only=True)`` reads too, and how to save it so that it is read here.
+_FULL = (
+    "A DTensor is a part of a tensor; save its full_tensor(), or the state dict that "
+    "torch.distributed.checkpoint.state_dict gives with StateDictOptions(full_state_dict=True)"
+)
+_WAYS_OUT = {
+    "torch.distributed.tensor": _FULL,
+    "torch.distributed._tensor": _FULL,
+    "torch.distributed.device_mesh": _FULL,
+    "torch._utils._rebuild_wrapper_subclass": _FULL,
+    "torch._utils._rebuild_sparse": "Save sparse tensors as to_dense()",
+    "torch._utils._rebuild_qtensor": "Save quantized tensors as dequantize()",
+    "torch._utils._rebuild_nested": "Save nested tensors as their unbind()",
+}
+_PLAIN_VALUES = "Save tensors, numbers, strings and containers of them, and read that file"
 
 
-def allow_list(budget: Budget, keys: Keys) -> tuple[frozenset[str], dict[str, Callable[..., Any]]]:
-    """The globals that may appear, and the constructors of those that may be called.
+def is_value(name: str) -> bool:
+    """Whether a checkpoint may mention a global that it may not call."""
+    return name in _VALUES or _TORCH_DTYPE.fullmatch(name) is not None
+
+
+def way_out(name: str) -> str:
+    """What to do about a file that asks for a global that is not on the list."""
+    known = (advice for start, advice in _WAYS_OUT.items() if name.startswith(start))
+    return next(known, _PLAIN_VALUES)
+
+
+def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., Any]]) -> None:
+    """Give `values` the constructors and builders of every global that may be called.
 
     Args:
-      budget: What the arrays of this file are charged to.
-      keys: What checks and counts its keys.
-
-    Returns:
-      All names allowed, and name -> constructor.
+      values: Makes the values of one file.
+      budget: What copies are charged to.
+      rebuild: The functions that rebuild tensors.
     """
-    rebuild = tensor_constructors(budget)
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A tensor with Python attributes: the inner rebuild, without the attributes.
@@ -76,75 +97,104 @@ def allow_list(budget: Budget, keys: Keys) -> tuple[frozenset[str], dict[str, Ca
             raise Forbidden(f"{function.name} (called)")
         return rebuild[function.name](*args)
 
-    constructors = {
+    def mapping(items: Any = ()) -> dict:
+        return values.mapping(items.items() if isinstance(items, dict) else _listed(items))
+
+    def set_of(items: Any = ()) -> set:
+        return values.set_of(_listed(items))
+
+    def size(items: Any = ()) -> tuple:
+        budget.claim(8 * len(_listed(items)))
+        return tuple(items)
+
+    def encode(text: Any, encoding: Any) -> bytes:
+        if _text(encoding) not in ("latin1", "latin-1", "utf-8", "ascii"):
+            raise Malformed("bytes in an encoding that pickle does not use")
+        budget.claim(4 * len(_text(text)))
+        return text.encode(encoding)
+
+    def to_bytes(value: Any = b"", encoding: Any = None) -> bytes:
+        if encoding is None and not isinstance(value, bytes):  # bytes(10**12) would allocate
+            raise Malformed("bytes made of something else")
+        return value if encoding is None else encode(value, encoding)
+
+    def array(raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
+        if not isinstance(raw, bytes) or not isinstance(dtype, np.dtype):
+            raise Malformed("a NumPy array of Python objects, or one without data")
+        budget.claim(len(raw) + 64)
+        if not isinstance(shape, tuple | list) or len(shape) > 64:
+            raise Malformed("a NumPy array whose shape is no tuple of at most 64")
+        order = "F" if isinstance(order, str) and order == "F" else "C"
+        return np.frombuffer(raw, dtype).reshape(shape, order=order).copy()
+
+    def built_array(_: Any, state: Any) -> np.ndarray:
+        _version, shape, dtype, fortran, raw = _listed(state)
+        return array(raw, dtype, shape, "F" if fortran is True else "C")
+
+    def generator(_: Any, state: Any) -> RandomStateRecord:
+        budget.claim(_GENERATOR_BYTES)  # it has words of its own
+        return _random_state(state)
+
+    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731 (what BUILD completes)
+    values.constructors = {
         **rebuild,
         "torch._tensor._rebuild_from_type_v2": from_type,
-        **_PLAIN,
-        **_containers(keys),
-        **_numpy_constructors(budget),
-    }
-    values = {f"torch.{name}" for name in DTYPES} | set(STORAGES) | _NAMED_VALUES
-    return frozenset(values | set(constructors)), constructors
-
-
-# --- plain Python values --------------------------------------------------------------------
-
-
-def _containers(keys: Keys) -> dict[str, Callable[..., Any]]:
-    def mapping(items: Any = ()) -> dict:
-        return keys.fill_dict({}, items.items() if isinstance(items, dict) else _plain_list(items))
-
-    def default_dict(factory: Any = None, items: Any = ()) -> dict:
-        return mapping(items)
-
-    def plain_set(items: Any = ()) -> set:
-        return keys.fill_set(set(), _plain_list(items))
-
-    return {
+        "torch.Size": size,
+        "torch.device": _device,
+        "torch.serialization._get_layout": _text,
+        "torch.torch_version.TorchVersion": _text,
         "collections.OrderedDict": mapping,
         "collections.Counter": mapping,
-        "collections.defaultdict": default_dict,
-        "builtins.set": plain_set,
-        "builtins.frozenset": lambda items=(): frozenset(plain_set(items)),
+        "collections.defaultdict": lambda factory=None, items=(): mapping(items),
+        "builtins.set": set_of,
+        "builtins.frozenset": lambda items=(): frozenset(set_of(items)),
+        "builtins.bytes": to_bytes,
+        "builtins.bytearray": to_bytes,
+        "builtins.complex": _complex,
+        "_codecs.encode": encode,
+        "pathlib.PosixPath": _path,
+        "pathlib._local.PosixPath": _path,
+        "argparse.Namespace": lambda *_: {},
+        _POWERSGD_STATE: lambda *_: {},
+        "numpy.dtype": _numpy_dtype,
+        "numpy._core.multiarray._reconstruct": nothing,
+        "numpy._core.multiarray.scalar": lambda dtype, raw: array(raw, dtype, ())[()],
+        "numpy._core.numeric._frombuffer": array,
+        "numpy.random._pickle.__randomstate_ctor": nothing,
+        "numpy.random.__RandomState_ctor": nothing,
+        # Their states are repeated in the RandomState that wraps them.
+        "numpy.random._pickle.__bit_generator_ctor": nothing,
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": nothing,
+    }
+    values.builders = {
+        "argparse.Namespace": _slots,
+        _POWERSGD_STATE: _slots,
+        "numpy.dtype": _numpy_order,
+        "numpy._core.multiarray._reconstruct": built_array,
+        "numpy.random._pickle.__randomstate_ctor": generator,
+        "numpy.random.__RandomState_ctor": generator,
+        "numpy.random._pickle.__bit_generator_ctor": nothing,
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": nothing,
     }
 
 
-def _encode(text: Any, encoding: Any) -> bytes:
-    if (
-        not isinstance(encoding, str)
-        or not isinstance(text, str)
-        or encoding not in ("latin1", "latin-1", "utf-8", "ascii")
-    ):
-        raise Malformed("bytes in an encoding that pickle does not use")
-    return text.encode(encoding)
-
-
-def _bytes(value: Any = b"", encoding: Any = None) -> bytes:
-    if encoding is not None:
-        return _encode(value, encoding)
-    if not isinstance(value, bytes):  # bytes(10**12) would allocate
-        raise Malformed("bytes made of something else")
-    return value
-
-
-def _plain_list(values: Any) -> Any:
+def _listed(values: Any) -> Any:
     """`values`, which must not be an array: a few bytes can be seen as one of any size."""
     if not isinstance(values, tuple | list | set | frozenset):
         raise Malformed(f"a {type(values).__name__} where a list belongs")
     return values
 
 
-def _device(kind: Any, index: Any = None) -> str:
-    name = _text(kind)
-    if index is not None and type(index) is not int:
-        raise Malformed("a device whose index is no number")
-    return f"{name:.32}" if index is None else f"{name:.32}:{int(index)}"
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise Malformed(f"{brief(value)} where text belongs")
     return value
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    if index is not None and type(index) is not int:
+        raise Malformed("a device whose index is no number")
+    return f"{_text(kind):.32}" if index is None else f"{_text(kind):.32}:{brief(index)}"
 
 
 def _complex(real: Any, imag: Any = 0.0) -> complex:
@@ -159,117 +209,39 @@ def _path(*parts: Any) -> str:
     return "/".join(parts).replace("//", "/")
 
 
-def _size(values: Any) -> tuple:
-    return tuple(_plain_list(values))
-
-
-def _hook_state(*args: Any) -> Pending:
-    return Pending("PowerSGDState", _slots, value={})
-
-
-def _slots(state: Any) -> dict:
+def _slots(_: Any, state: Any) -> dict:
     # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
     if isinstance(state, tuple) and len(state) == 2:
-        if any(type(name) is not str for part in state for name in part or ()):
-            raise Malformed("an object whose attributes have no names")  # uncounted, else
-        state = {**(state[0] or {}), **(state[1] or {})}
+        own, state = state[0] or {}, state[1] or {}
+        if not all(isinstance(name, str) for part in (own, state) for name in part):
+            raise Malformed("an object whose attributes have no names")
+        state |= own
     if not isinstance(state, dict):
-        raise Malformed("a PowerSGDState without its slots")
+        raise Malformed("an object without its attributes")
     return state
 
 
-def _namespace(*args: Any) -> Pending:
-    return Pending("argparse.Namespace", _slots, value={})
-
-
-_PLAIN: dict[str, Callable[..., Any]] = {
-    "_codecs.encode": _encode,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytes,
-    "builtins.complex": _complex,
-    "pathlib.PosixPath": _path,
-    "pathlib._local.PosixPath": _path,
-    "argparse.Namespace": _namespace,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _text,
-    POWERSGD_STATE: _hook_state,
-}
-
-
-# --- NumPy ----------------------------------------------------------------------------------
-
-
-def _numpy_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
-    def array_from(raw: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
-        if not isinstance(raw, bytes) or not isinstance(dtype, np.dtype):
-            raise Malformed("a NumPy array of Python objects, or one without data")
-        budget.claim(len(raw))
-        if not isinstance(shape, tuple | list) or len(shape) > 64:
-            raise Malformed("a NumPy array whose shape is no tuple of at most 64")
-        flat = np.frombuffer(raw, dtype)
-        return flat.reshape(shape, order="F" if fortran else "C").copy()
-
-    def unbuilt_array(kind: Any, shape: Any, code: Any) -> Pending:
-        def build(state: Any) -> np.ndarray:
-            _version, shape, dtype, fortran, raw = _plain_list(state)
-            return array_from(raw, dtype, shape, bool(fortran))
-
-        return Pending("numpy.ndarray", build)
-
-    def from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
-        return array_from(raw, dtype, shape, order == "F")
-
-    def scalar(dtype: Any, raw: Any) -> Any:
-        return array_from(raw, dtype, (), False)[()]
-
-    def random_state(*_: Any) -> Pending:
-        def build(state: Any) -> RandomStateRecord:
-            budget.claim(_GENERATOR_BYTES)  # it has words of its own
-            return _random_state_record(state)
-
-        return Pending("numpy.random.RandomState", build)
-
-    return {
-        "numpy._core.multiarray._reconstruct": unbuilt_array,
-        "numpy._core.multiarray.scalar": scalar,
-        "numpy._core.numeric._frombuffer": from_buffer,
-        "numpy.dtype": _numpy_dtype,
-        "numpy.random._pickle.__randomstate_ctor": random_state,
-        "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
-        "numpy.random.__RandomState_ctor": random_state,
-        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _bit_generator,
-    }
-
-
-def _numpy_dtype(code: Any, *_: Any) -> Pending:
+def _numpy_dtype(code: Any, *_: Any) -> np.dtype:
     if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
         raise Malformed(f"the NumPy dtype {brief(code)!r}; numbers and booleans are read")
-    dtype = np.dtype(code)
-
-    def build(state: Any) -> np.dtype:
-        if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
-            raise Malformed("a structured NumPy dtype")
-        order = state[1]
-        if not isinstance(order, str) or order not in ("<", ">", "|", "="):
-            raise Malformed("a NumPy dtype without a byte order")
-        return dtype.newbyteorder(order)
-
-    return Pending("numpy.dtype", build, dtype)
+    return np.dtype(code)
 
 
-def _bit_generator(*_: Any) -> Pending:
-    # Its own state is repeated in the RandomState that wraps it, and its seed was used up.
-    return Pending("numpy bit generator", lambda state: None)
+def _numpy_order(dtype: np.dtype, state: Any) -> np.dtype:
+    if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
+        raise Malformed("a structured NumPy dtype")
+    if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
+        raise Malformed("a NumPy dtype without a byte order")
+    return dtype.newbyteorder(state[1])  # type: ignore[arg-type]
 
 
-def _random_state_record(state: Any) -> RandomStateRecord:
+def _random_state(state: Any) -> RandomStateRecord:
     try:
         if isinstance(state, dict):
             kind, words = state["bit_generator"], state["state"]
             fields = (words["key"], words["pos"], state["has_gauss"], state["gauss"])
         else:
-            kind, *fields = _plain_list(state)
+            kind, *fields = _listed(state)
         if not isinstance(kind, str) or len(fields) > 4 or kind != "MT19937":
             raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
         return RandomStateRecord(*fields)

@@ -10,79 +10,29 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from torch_bridge._read.values import Global, Malformed, brief
+from torch_bridge._read.values import Budget, Global, Malformed, brief
 
+_NUMPY = (
+    "float64 float32 float16 complex64 complex128 int64 int32 int16 int8 uint8 uint16 uint32 uint64"
+)
+_ML_DTYPES = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 DTYPES: dict[str, np.dtype] = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "complex64": np.dtype(np.complex64),
-    "complex128": np.dtype(np.complex128),
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-    "int16": np.dtype(np.int16),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-    "uint16": np.dtype(np.uint16),
-    "uint32": np.dtype(np.uint32),
-    "uint64": np.dtype(np.uint64),
-    "bool": np.dtype(np.bool_),
+    **{name: np.dtype(name) for name in (*_NUMPY.split(), "bool")},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES.split()},
 }
-_STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
-UNTYPED = np.dtype(np.uint8)
-_VIEW_BYTES = 128  # of an array itself; 16 more for each axis
 # torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
+# Each tensor of an untyped storage says its own type.
 STORAGES: dict[str, np.dtype] = {
     f"torch.{place}{kind}Storage": DTYPES[name]
-    for kind, name in _STORAGE_DTYPES.items()
-    for place in ("", "cuda.")
-} | {"torch.storage.UntypedStorage": UNTYPED, "torch.UntypedStorage": UNTYPED}
-
-
-@dataclasses.dataclass
-class Budget:
-    """Counts down the bytes that a file's arrays may take.
-
-    Attributes:
-      limit: Bytes allowed.
-      used: Bytes claimed so far.
-    """
-
-    limit: int
-    used: int = 0
-
-    def claim(self, nbytes: int) -> None:
-        """Count `nbytes`, or raise Malformed when the limit is passed."""
-        self.used += nbytes
-        if self.used > self.limit:
-            raise Malformed(
-                f"contents that unpack to more than {self.limit} bytes, the limit for this file; "
-                f"if you trust it, pass a larger `max_bytes`",
-                ("max_bytes",),
-            )
-
-
-def default_limit(size: int) -> int:
-    """The most bytes that a file of `size` bytes may take, unless the user says another limit."""
-    return 3 * size + (64 << 20)
+    for kind, name in {
+        "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+        "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Long": "int64",
+        "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+        "Untyped": "uint8",
+    }.items()
+    for place in ("", "cuda.", "storage.")
+}  # fmt: skip
+_VIEW_BYTES = 128  # of an array itself; 16 more for each axis
 
 
 @dataclasses.dataclass
@@ -91,7 +41,7 @@ class Storage:
 
     Attributes:
       raw: Uint8, shape (nbytes,).
-      dtype: Element type, or `UNTYPED` when each tensor says its own.
+      dtype: Element type, where a tensor does not say its own.
       viewed: Bytes of all tensors so far.
     """
 
@@ -111,9 +61,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
         _refuse_lazy_views(rest[2:])
-        if not isinstance(storage, Storage):
-            raise Malformed(f"a tensor made of a {type(storage).__name__}")
-        return view(storage, storage.dtype, offset, size, stride, budget)
+        return view(storage, None, offset, size, stride, budget)
 
     def tensor_v3(
         storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest
@@ -126,33 +74,34 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
             raise Malformed(f"a parameter made of a {type(data).__name__}")
         return data
 
-    return {
-        "torch._utils._rebuild_tensor": tensor,
-        "torch._utils._rebuild_tensor_v2": tensor,
-        "torch._utils._rebuild_tensor_v3": tensor_v3,
-        "torch._utils._rebuild_parameter": parameter,
-        "torch._utils._rebuild_parameter_with_state": parameter,
-        "torch._utils._rebuild_device_tensor_from_cpu_tensor": parameter,
-        "torch._utils._rebuild_device_tensor_from_numpy": parameter,
+    functions = {
+        "tensor": tensor,
+        "tensor_v2": tensor,
+        "tensor_v3": tensor_v3,
+        "parameter": parameter,
+        "parameter_with_state": parameter,
+        "device_tensor_from_cpu_tensor": parameter,
+        "device_tensor_from_numpy": parameter,
     }
+    return {f"torch._utils._rebuild_{name}": function for name, function in functions.items()}
 
 
 def torch_dtype(token: Any) -> np.dtype:
     """The NumPy dtype of a ``torch.<dtype>`` token."""
-    name = token.name.removeprefix("torch.") if isinstance(token, Global) else ""
-    if name not in DTYPES:
-        raise Malformed(f"{name or brief(token):.60} where a dtype belongs")
+    name = token.name.removeprefix("torch.") if isinstance(token, Global) else brief(token)
+    if name not in DTYPES or not isinstance(token, Global):
+        raise Malformed(f"{name:.60} where a dtype that NumPy has belongs")
     return DTYPES[name]
 
 
 def view(
-    storage: Any, dtype: np.dtype, offset: Any, size: Any, stride: Any, budget: Budget
+    storage: Any, dtype: np.dtype | None, offset: Any, size: Any, stride: Any, budget: Budget
 ) -> np.ndarray:
     """A tensor as a NumPy view of its storage, checked to lie inside it.
 
     Args:
       storage: A `Storage`.
-      dtype: Element type.
+      dtype: Element type; None for that of the storage.
       offset: First element, counted in elements.
       size: Length per axis.
       stride: Distance per axis, counted in elements.
@@ -167,22 +116,21 @@ def view(
     """
     if not isinstance(storage, Storage):
         raise Malformed(f"a tensor made of a {type(storage).__name__}")
+    dtype = storage.dtype if dtype is None else dtype
     if not all(isinstance(axes, tuple | list) and len(axes) <= 64 for axes in (size, stride)):
         raise Malformed("a tensor whose sizes and strides are no tuples of at most 64")
-    counts = (offset, *size, *stride)
-    if any(type(count) is not int or not 0 <= count < 2**62 for count in counts):
+    if any(type(n) is not int or not 0 <= n < 2**62 for n in (offset, *size, *stride)):
         raise Malformed("a tensor whose offset, sizes or strides are no counts")
     if len(size) != len(stride):
         raise Malformed("a tensor whose sizes and strides differ in number")
     budget.claim(_VIEW_BYTES + 16 * len(size))
     numel = math.prod(size)
-    if numel:
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if (last + 1) * dtype.itemsize > storage.raw.size:
-            raise Malformed("a tensor that reaches outside its storage")
-        storage.view_more(numel * dtype.itemsize, budget)
-    else:
+    if not numel:
         return np.empty(tuple(size), dtype)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if (last + 1) * dtype.itemsize > storage.raw.size:
+        raise Malformed("a tensor that reaches outside its storage")
+    storage.view_more(numel * dtype.itemsize, budget)
     return np.ndarray(
         tuple(size),
         dtype,
