@@ -59,7 +59,7 @@ def main():
 
     state = (params, opt_state, reducer_state)
     compiled = step.lower(*state, *batch(mesh, 0)).compile()
-    print(jaxcomp.check(compiled, reducer, params))
+    print(*jaxcomp.check(compiled, reducer, params), sep="\n")
     for index in range(arguments.steps):
         *state, loss = jax.block_until_ready(step(*state, *batch(mesh, index)))
         if (index + 1) % (arguments.steps // 3) == 0:

@@ -7,10 +7,7 @@ from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
-from jaxcomp._bytes.adapt_ranks import adapt_ranks
-from jaxcomp._bytes.local_stats import LevelStats, LocalSGDStats, local_sgd_stats
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
-from jaxcomp._bytes.stats import batched_stats, compression_stats, quantized_stats
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.meeting import average
 from jaxcomp._local.round import LocalSGDRound, local_sgd_round
@@ -35,7 +32,7 @@ from jaxcomp._training.scan_state import ScanState
 from jaxcomp._training.value_and_grad import ValueAndGrad, value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
-from jaxcomp._wire.wire import Collective, Wire, wire
+from jaxcomp._wire.collectives import Collective, collectives
 
 __all__ = [
     "Advice",
@@ -45,10 +42,8 @@ __all__ = [
     "ErrorFeedbackState",
     "FingerprintMismatch",
     "LeafStats",
-    "LevelStats",
     "LocalSGDRound",
     "LocalSGDState",
-    "LocalSGDStats",
     "MatrixDims",
     "PowerSGDState",
     "Prediction",
@@ -64,32 +59,27 @@ __all__ = [
     "SwitchState",
     "Transformation",
     "ValueAndGrad",
-    "Wire",
     "accumulate",
-    "adapt_ranks",
     "adapt_state",
     "advise",
     "allreduce",
     "as_local",
     "average",
     "batched_powersgd",
-    "batched_stats",
     "check",
     "check_fingerprint",
     "check_replicas",
-    "compression_stats",
+    "collectives",
     "consolidate",
     "error_feedback",
     "extend",
     "fingerprint",
     "local_sgd",
     "local_sgd_round",
-    "local_sgd_stats",
     "local_value_and_grad",
     "measure",
     "powersgd",
     "quantized_allreduce",
-    "quantized_stats",
     "ranks_by_spectrum",
     "scan_layers",
     "set_to_zero",
@@ -100,5 +90,4 @@ __all__ = [
     "state_specs",
     "switch_at",
     "value_and_grad",
-    "wire",
 ]

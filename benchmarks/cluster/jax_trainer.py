@@ -189,9 +189,14 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
         return 0.0
     if strategy.in_rounds:
         reducer = _of_change(strategy)
-        reduced = None if reducer is None else functools.partial(reducer.bytes, replicas=processes)
         every = strategy.round_steps
-        return jaxcomp.local_sgd_stats(params, sync_every=every, reduced=reduced).bytes_per_step
+        run = jaxcomp.local_sgd_round(
+            lambda params, state, batch: (params, state, ()),
+            sync_every=every,
+            axis_name=AXIS,
+            reducer=reducer,
+        )
+        return run.bytes(params, replicas=processes, step=every - 1).bytes_after / every
     # Of one-sided steps the mean of a step for either side, as a sample has one of each.
     return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)
 

@@ -7,7 +7,7 @@
 Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
 and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
 cluster would; bytes are counted, not measured: the payload that each replica hands to the
-collectives in the whole run, exact starts included (`jaxcomp.compression_stats` and its sisters).
+collectives in the whole run, exact starts included (`bytes` of each transformation).
 """
 
 from __future__ import annotations

@@ -138,13 +138,11 @@ def own_spectrum(summary: str, rank: int, *, ratio: float, share: float) -> Stra
         return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, comm_dtype="int8")
 
     def adapt(config: Config, params: Any, state: Any) -> tuple[Any, Any, int]:
-        tx, state, ranks = jaxcomp.adapt_ranks(
-            state,
-            params,
-            lambda rank: optax.chain(reducer(rank), adamw(config)),
-            ratio=ratio,
-            comm_dtype="int8",
-        )
+        momentum = optax.tree.get(state, "mu")
+        ranks = jaxcomp.ranks_by_spectrum(momentum, ratio=ratio, comm_dtype="int8")
+        tx = optax.chain(reducer(ranks), adamw(config))
+        one = jaxcomp.adapt_state(jaxcomp.consolidate(state), params, tx)
+        state = jaxcomp.stack_replicas(one, config.replicas)
         return tx, state, reducer(ranks).bytes(params, replicas=config.replicas).bytes_after
 
     first = _powersgd(summary, rank, comm_dtype="int8")

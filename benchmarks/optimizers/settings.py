@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import optax
 
 import jaxcomp
@@ -91,14 +92,20 @@ class Setting:
 @functools.cache
 def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jaxcomp.Ranks:
     """From the momentum after a quarter of an exact run."""
-    params, state = after_a_quarter(config, exact.build(config))
+    _, state = after_a_quarter(config, exact.build(config))
+    return jaxcomp.ranks_by_spectrum(first_momentum(state), ratio=ratio, comm_dtype=wire)
 
-    def make(rank: Any) -> optax.GradientTransformation:
-        reducer = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire)
-        behind = optimizer(exact.optimizer, config.steps, exact.rate, exact.momentum)
-        return optax.chain(reducer, behind)
 
-    return jaxcomp.adapt_ranks(state, params, make, ratio=ratio, comm_dtype=wire)[2]
+def first_momentum(state: Any) -> Any:
+    """Of all optimizers together: Muon's has the leaves that the Adam beside it has not."""
+    every = optax.tree.get_all_with_path
+    found = every(state, "mu") or every(state, "trace")
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(
+        lambda *parts: next((x for x in parts if not masked(x)), parts[0]),
+        *(part for _, part in found),
+        is_leaf=masked,
+    )
 
 
 def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:

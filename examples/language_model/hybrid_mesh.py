@@ -90,8 +90,8 @@ def make_step(
 
 def slow_bytes(compiled: Any, mesh: Mesh) -> int:
     """Bytes of the all-reduces between hosts, per device, of a compiled program."""
-    crossing = jaxcomp.wire(compiled, mesh=mesh).over(SLOW)
-    return sum(x.bytes for x in crossing if x.kind == "all-reduce")
+    found = jaxcomp.collectives(compiled, mesh=mesh)
+    return sum(x.bytes for x in found if SLOW in x.axes and x.kind == "all-reduce")
 
 
 def command_line() -> Parser:

@@ -76,18 +76,18 @@ def ranks_by_spectrum(
       gradients: What a step would send: Adam's first moment after some hundred exact steps, or
         gradients averaged over some steps. The gradient of one small batch is mostly noise.
       ratio: How many times fewer values than an all-reduce; with the gradients' dtype on the wire,
-        the ratio of `compression_stats`.
+        the ratio of ``tx.bytes(params)``.
       adaptive: Whether the optimizer scales gradients by their size, as Adam does.
       comm_dtype: As for `powersgd`; where it is given, `ratio` is of bytes, the ratio of
-        `compression_stats`. With integers a value of an uncompressed leaf costs as much as four or
+        ``tx.bytes(params)``. With integers a value of an uncompressed leaf costs as much as four or
         five of a factor, so that fewer leaves are left alone. (Shares that cannot be equal add a
         little.)
       min_compression_rate: As for `powersgd`; pass the same to both.
       matrix_dims: As for `powersgd`; pass the same to both.
 
     Returns:
-      A function of (key path, leaf) for the `rank` of `powersgd` and `compression_stats`: at least
-      1, or None for a leaf that is best left alone. Its ``by_leaf`` is fit for JSON.
+      A function of (key path, leaf) for the `rank` of `powersgd`: at least 1, or None for a leaf
+      that is best left alone. Its ``by_leaf`` is fit for JSON.
 
     Raises:
       ValueError: If an argument is unusable, a gradient is not finite, or rank 1 everywhere already
@@ -97,7 +97,8 @@ def ranks_by_spectrum(
       >>> import jax.numpy as jnp, jaxcomp
       >>> sharp, flat = jnp.diag(jnp.array([1.0] + 31 * [1e-3])), jnp.eye(32)
       >>> rank = jaxcomp.ranks_by_spectrum({"flat": flat, "sharp": sharp}, ratio=4.0)
-      >>> stats = jaxcomp.compression_stats({"flat": flat, "sharp": sharp}, rank=rank)
+      >>> tx = jaxcomp.powersgd(rank, axis_name="data")
+      >>> stats = tx.bytes({"flat": flat, "sharp": sharp})
       >>> [leaf.rank for leaf in stats.leaves], stats.ratio
       ([7, 1], 4.0)
     """

@@ -87,9 +87,9 @@ def test_strategies_are_taken_in_the_order_asked_for():
     assert convergence.chosen_strategies(None) == list(STRATEGIES)
 
 
-def test_bytes_of_low_rank_are_those_of_compression_stats():
+def test_bytes_of_low_rank_are_those_of_powersgd():
     tree = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-    stats = jaxcomp.compression_stats(tree, rank=2)
+    stats = jaxcomp.powersgd(2, axis_name=AXIS).bytes(tree)
     once, twice = (low_rank(2, axis_name=AXIS, iterations=n).bytes(tree) for n in (1, 2))
     assert once == stats
     assert twice.bytes_after == 2 * stats.bytes_after - 16 * 4

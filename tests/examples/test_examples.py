@@ -219,7 +219,8 @@ def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupt
 def bytes_per_step(rank):
     """Of an exact step and of a compressed one, counted apart from the scripts."""
     sizes = lm.ModelConfig(layers=1, width=32, heads=2, context=16)
-    stats = jaxcomp.compression_stats(lm.init_params(lm.Transformer(sizes), 0), rank=rank)
+    reducer = jaxcomp.powersgd(rank, axis_name="data")
+    stats = reducer.bytes(lm.init_params(lm.Transformer(sizes), 0))
     return stats.bytes_before, stats.bytes_after
 
 
@@ -360,7 +361,7 @@ def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     (sent,) = re.findall(r"bytes between hosts, per device and step: ([\d,]+)", printed)
     sizes = lm.ModelConfig(layers=2, width=32, heads=4, context=64)
     params = lm.init_params(lm.Transformer(sizes), 0)
-    stats = jaxcomp.compression_stats(params, rank=2)
+    stats = jaxcomp.powersgd(2, axis_name="data").bytes(params)
     spec = partial(hybrid_mesh.weight_spec, mode, 4)
     specs = jax.tree.leaves(jax.tree_util.tree_map_with_path(spec, params))
     expected = 0

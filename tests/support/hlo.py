@@ -1,17 +1,24 @@
-"""The collectives of a compiled program, as jaxcomp.wire reads them."""
+"""The collectives of a compiled program, read apart from `jaxcomp.collectives`: its oracle.
+
+What stands in loops and branches, which takes a reader of whole programs, is the library's.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import jax
 from xla import users_program
 
-from jaxcomp._wire.hlo import Instruction, instructions
+from jaxcomp._wire.collectives import Collective, read
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1}
 Sent = tuple[str, str, int]
+_LINE = re.compile(
+    r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(.*channel_id"
+)
 
 
 def text(function: Any, *arguments: Any) -> str:
@@ -22,27 +29,31 @@ def text(function: Any, *arguments: Any) -> str:
 
 def collectives(compiled: str) -> list[Sent]:
     """(operation, element type, number of values) of every result of every collective."""
-    return [sent for found in instructions(compiled) for sent in results(found)]
+    return [
+        (found[2], dtype, math.prod(int(n) for n in dims.split(",") if n))
+        for found in _LINE.finditer(compiled)
+        for dtype, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", found[1])
+    ]
 
 
-def results(found: Instruction) -> list[Sent]:
-    return [(found.kind, dtype, math.prod(shape)) for dtype, shape in found.arrays]
+def results(found: Collective) -> list[Sent]:
+    return [(found.kind, dtype, values) for dtype, values in found.arrays]
 
 
 def unconditional(compiled: str) -> list[Sent]:
     """Of the collectives that run in every step: those that no conditional chooses."""
-    return [x for found in instructions(compiled) if not found.branch for x in results(found)]
+    return [x for found in read(compiled) if not found.branch for x in results(found)]
 
 
 def once(compiled: str) -> list[Sent]:
     """Of the collectives that stand in no loop."""
-    return [x for found in instructions(compiled) if not found.in_loop for x in results(found)]
+    return [x for found in read(compiled) if not found.in_loop for x in results(found)]
 
 
 def by_branch(compiled: str) -> dict[tuple[str, ...], list[Sent]]:
     """The collectives of each branch of the conditionals."""
     branches: dict[tuple[str, ...], list[Sent]] = {}
-    for found in instructions(compiled):
+    for found in read(compiled):
         branches.setdefault(found.branch, []).extend(results(found))
     return branches
 

@@ -93,7 +93,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
     Returns:
       Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that were given, or all of
       them for a state. ``process_group`` becomes your ``axis_name``; equal shapes are always
-      batched, and statistics come from `jaxcomp.compression_stats`.
+      batched, and statistics come from ``tx.bytes``.
 
     Raises:
       ValueError: If an argument is unknown, contradictory or refused; says what to use instead.

@@ -1,11 +1,13 @@
 """Ranks by spectrum: the budget is kept, and nothing else that fits it carries more."""
 
 import itertools
+import json
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,8 +38,8 @@ def decaying(seed=0):
     return grads
 
 
-def ranks(tree, rank, **options):
-    stats = jaxcomp.compression_stats(tree, rank=rank, **options)
+def ranks(tree, rank, replicas=None, **options):
+    stats = jaxcomp.powersgd(rank, axis_name="data", **options).bytes(tree, replicas=replicas)
     return {leaf.path[2:-2]: leaf.rank for leaf in stats.leaves}, stats.ratio
 
 
@@ -173,13 +175,46 @@ def test_messages():
         ranks_by_spectrum(grads, ratio=100.0, comm_dtype="int8")
     with pytest.raises(ValueError, match="`comm_dtype` must be one of"):
         ranks_by_spectrum(grads, ratio=3.0, comm_dtype="int4")
+    chosen = jaxcomp.powersgd(ranks_by_spectrum(grads, ratio=3.0), axis_name="data")
     with pytest.raises(ValueError, match=r"saw no gradient of the leaf \['other'\]"):
-        jaxcomp.compression_stats(
-            {"other": jnp.zeros((64, 64))}, rank=ranks_by_spectrum(grads, ratio=3.0)
-        )
+        chosen.init({"other": jnp.zeros((64, 64))})
     with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
         ranks_by_spectrum(grads | {"a": jnp.full((24, 16), jnp.nan)}, ratio=3.0)
     with pytest.raises(ValueError, match="`ratio` must be a finite number, at least 1"):
         ranks_by_spectrum(grads, ratio=0.5)
     with pytest.raises(ValueError, match="`adaptive` must be True or False"):
         ranks_by_spectrum(grads, ratio=3.0, adaptive=1)  # type: ignore[arg-type]
+
+
+def test_ranks_from_a_run_s_own_momentum_lose_nothing():
+    """The recipe of docs/choosing.md in an `optax.chain`."""
+    shapes = {"bias": (16,), "flat": (40, 32), "sharp": (32, 40)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    grads = random_grads(shapes, 4, 7)
+    grads["sharp"] = 0.01 * grads["sharp"] + 1  # the mean has one direction
+
+    def make(rank):
+        return optax.chain(jaxcomp.powersgd(rank, axis_name="data", start_step=0), optax.trace(0.9))
+
+    def run(tx, state, number):
+        axes = jaxcomp.state_axes(state)
+        step = jax.vmap(tx.update, (0, axes, None), (None, axes), axis_name="data")
+        return step(jax.tree.map(lambda g: g[:, number], grads), state, params)[1]
+
+    tx = make(4)
+    state = jaxcomp.stack_replicas(tx.init(params), 4)
+    for number in range(4):
+        state = run(tx, state, number)
+    momentum = optax.tree.get(state, "trace")
+    rank = ranks_by_spectrum(momentum, ratio=3.0)
+    assert rank.by_leaf["['flat']"] > 4 > rank.by_leaf["['sharp']"]
+    tx = make(jaxcomp.Ranks(json.loads(json.dumps(rank.by_leaf))))
+    before = jaxcomp.consolidate(state)
+    state = jaxcomp.adapt_state(before, params, tx)
+    jax.tree.map(np.testing.assert_array_equal, state[0].residual, before[0].residual)
+    jax.tree.map(np.testing.assert_array_equal, state[1], before[1])
+    state = run(tx, jaxcomp.stack_replicas(state, 4), 4)
+    for name in ("flat", "sharp"):  # what was sent, and what is still to be sent
+        sent = state[1].trace[name] - 0.9 * momentum[name]
+        given = grads[name][:, 4].mean(0) + before[0].residual[name]
+        np.testing.assert_allclose(sent + state[0].residual[name].mean(0), given, atol=1e-5)

@@ -20,65 +20,46 @@ SHAPES = {"w": (48, 32), "v": (24, 16), "b": (32,)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-@functools.cache
-def compiled(**kwargs):
-    """The HLO of one step of local_sgd around plain SGD on 4 devices."""
-    kwargs = dict(kwargs)
-    if kwargs.get("rank"):
-        rank = kwargs.pop("rank")
-        kwargs["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    if "comm_dtype" in kwargs:
-        dtype = kwargs.pop("comm_dtype")
-        kwargs["reducer"] = jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype)
-    tx = jaxcomp.local_sgd(optax.sgd(0.1), axis_name=AXIS, **kwargs)
-    return compile_step(tx, PARAMS, n=4)
-
-
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+RANK_2 = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
 CASES = [
-    ({}, None),
-    ({"outer": "nesterov"}, None),
-    ({"rank": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
-    ({"rank": 2, "fragments": 2}, functools.partial(jaxcomp.compression_stats, rank=2)),
-    ({"fragments": 3}, None),
-    ({"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5}, None),
-    (
-        {"comm_dtype": jnp.float16},
-        functools.partial(
-            jaxcomp.compression_stats, rank=lambda path, leaf: None, comm_dtype=jnp.float16
-        ),
-    ),
+    {},
+    {"outer": NESTEROV},
+    {"reducer": RANK_2},
+    {"reducer": RANK_2, "fragments": 2},
+    {"fragments": 3},
+    {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
+    {"reducer": jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16)},
 ]
 
 
-@pytest.mark.parametrize(("kwargs", "reduced"), CASES)
-def test_collectives_stand_in_branches_only_and_their_bytes_are_the_stats(kwargs, reduced):
-    fragments = kwargs.get("fragments", 1)
-    if "outer" in kwargs:
-        kwargs = {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
-    hlo = compiled(sync_every=8, **kwargs)
+@pytest.mark.parametrize("options", CASES)
+def test_collectives_stand_in_branches_only_and_their_bytes_are_told(options):
+    tx = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, **options)
+    hlo = compile_step(tx, PARAMS, n=4)
     assert unconditional(hlo) == []
-    stats = jaxcomp.local_sgd_stats(PARAMS, sync_every=8, reduced=reduced, fragments=fragments)
-    assert sent_bytes(collectives(hlo)) / 8 == stats.bytes_per_step
-    assert stats.bytes_before == 4 * sum(np.prod(shape) for shape in SHAPES.values())
-    if reduced is None:
-        assert stats.bytes_per_step == stats.bytes_before / 8  # N / H
-        assert stats.ratio == 8
+    steps = [tx.bytes(PARAMS, step=step).bytes_after for step in range(8)]
+    assert sent_bytes(collectives(hlo)) == sum(steps)
+    assert tx.bytes(PARAMS).bytes_after == round(sum(steps) / 8)
+    assert tx.bytes(PARAMS).bytes_before == 4 * sum(np.prod(shape) for shape in SHAPES.values())
+    if "reducer" not in options:
+        assert tx.bytes(PARAMS).ratio == 8  # N / H
     branches = [sent_bytes(found) for found in by_branch(hlo).values()]
-    assert max(branches) == stats.bytes_peak
+    assert max(branches) == max(steps)
 
 
 def test_bytes_of_a_hierarchy():
-    stats = jaxcomp.local_sgd_stats(PARAMS, sync_every={"x": 4, ("x", "y"): 16})
-    n = stats.bytes_before
-    assert [level.bytes_per_step for level in stats.levels] == [n * 3 / 16, n / 16]
-    assert stats.levels[1].axes == ("x", "y")
-    assert stats.bytes_peak == n
-    equal = jaxcomp.local_sgd_stats(PARAMS, sync_every={"x": 4, ("x", "y"): 4})
-    assert equal.bytes_per_step == n / 4
-    both = jaxcomp.local_sgd_stats(PARAMS, sync_every=2, inner_state=(PARAMS, jnp.array(0)))
-    assert both.bytes_per_step == n
+    def stats(sync_every, **options):
+        return jaxcomp.local_sgd(
+            optax.sgd(0.1, momentum=0.9), sync_every=sync_every, axis_name=("x", "y"), **options
+        ).bytes(PARAMS)
+
+    found = stats({"x": 4, ("x", "y"): 16})
+    assert found.bytes_after == found.bytes_before / 4
+    assert stats({"x": 4, ("x", "y"): 4}) == found
+    assert stats(2, average_inner_state=True).bytes_after == found.bytes_before
     with pytest.raises(ValueError, match="a schedule"):
-        jaxcomp.local_sgd_stats(PARAMS, sync_every=lambda step: 3)
+        stats(lambda step: 3)
 
 
 def test_a_round_averages_once_after_its_scan():
@@ -99,7 +80,7 @@ def test_a_round_averages_once_after_its_scan():
     hlo = text(mapped, PARAMS, batches)
     assert len(collectives(hlo)) == 1
     # After the loop and not in its body.
-    assert sent_bytes(once(hlo)) / 8 == jaxcomp.local_sgd_stats(PARAMS, sync_every=8).bytes_per_step
+    assert sent_bytes(once(hlo)) == round_.bytes(PARAMS, step=7).bytes_after
 
 
 def test_a_consolidated_state_restores_onto_another_number_of_replicas():

@@ -1,7 +1,5 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
-import math
-
 import hlo
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from leaves import random_grads
 
 import jaxcomp
 from jaxcomp._mesh.collectives import reduce_mean
-from jaxcomp._wire.hlo import instructions
+from jaxcomp._wire.collectives import read
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}
@@ -63,15 +61,18 @@ def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
     return jax.jit(mapped), params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
 
 
+HOSTS = jax.sharding.AbstractMesh((2, 4), ("host", "device"))
+
+
 def collectives(compiled):
     """(operation, values of every result on one device, whether it crosses hosts)."""
     return [
         (
             x.kind,
-            [math.prod(shape) for _, shape in x.arrays],
-            any(len({i // 4 for i in group}) > 1 for group in x.groups or [range(8)]),
+            [values for _, values in x.arrays],
+            "host" in x.axes,
         )
-        for x in instructions(compiled)
+        for x in read(compiled, HOSTS)
     ]
 
 

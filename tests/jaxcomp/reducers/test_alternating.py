@@ -92,9 +92,9 @@ def test_each_side_takes_one_all_reduce_of_the_promised_bytes():
         ("all-reduce", "f32", 5 * 2 * 32 + 8),
         ("all-reduce", "f32", 5 * 2 * 64 + 8),
     ]
-    stats = jaxcomp.compression_stats(params, rank=2, alternating=True)
+    stats = tx.bytes(params)
     assert stats.bytes_after == 4 * sum(size for _, _, size in found) // 2
-    two_sided = jaxcomp.compression_stats(params, rank=2)
+    two_sided = jaxcomp.powersgd(2, axis_name=AXIS).bytes(params)
     assert stats.bytes_after - 32 == (two_sided.bytes_after - 32) // 2
 
 

@@ -339,7 +339,7 @@ def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alt
     )  # fmt: skip
     arguments = {"matrix_dims": dims, "alternating": alternating, "comm_dtype": wire}
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **arguments)
-    stats = jaxcomp.compression_stats(PARAMS, rank=rank, replicas=n, **arguments)
+    stats = tx.bytes(PARAMS, replicas=n)
     # Alternating steps have one of each in either branch of a conditional.
     sent = stats.bytes_after * (2 if alternating else 1)
     assert wire_of(tx, PARAMS, n) == {
@@ -347,8 +347,8 @@ def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alt
         ("all-gather", "s8"): (2, sent),
     }
     assert sum(leaf.bytes_after for leaf in stats.leaves) == stats.bytes_after
-    wide = jaxcomp.compression_stats(PARAMS, rank=rank, matrix_dims=dims, alternating=alternating)
-    assert stats.bytes_after < 0.5 * wide.bytes_after
+    wide = jaxcomp.powersgd(rank, axis_name=AXIS, **arguments | {"comm_dtype": None})
+    assert stats.bytes_after < 0.5 * wide.bytes(PARAMS).bytes_after
 
 
 def test_exact_averages_before_start_step_are_one_all_reduce():
@@ -363,12 +363,12 @@ def test_exact_averages_before_start_step_are_one_all_reduce():
 
 def test_the_stats_want_to_know_how_many_replicas_there_are():
     with pytest.raises(ValueError, match="`replicas` is missing: with integers on the wire"):
-        jaxcomp.compression_stats(PARAMS, comm_dtype="int8")
+        jaxcomp.powersgd(axis_name=AXIS, comm_dtype="int8").bytes(PARAMS)
     with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
-        jaxcomp.compression_stats(PARAMS, replicas=0)
+        jaxcomp.powersgd(axis_name=AXIS).bytes(PARAMS, replicas=0)
     for wire in (None, jnp.float16):
-        plain = jaxcomp.compression_stats(PARAMS, comm_dtype=wire)
-        assert jaxcomp.compression_stats(PARAMS, comm_dtype=wire, replicas=7) == plain
+        tx = jaxcomp.powersgd(axis_name=AXIS, comm_dtype=wire)
+        assert tx.bytes(PARAMS, replicas=7) == tx.bytes(PARAMS)
 
 
 def test_a_run_can_change_what_is_on_the_wire():
@@ -516,7 +516,8 @@ def test_beside_automatic_axes_only_factors_are_integers():
     assert max(size for op, kind, size in found if kind == "f32") <= 2 * 96
     # As docs/meshes.md says: whole factors from every device.
     leaf = {"up": shapes["up"]}
-    stats = jaxcomp.compression_stats(zeros(leaf), rank=2, comm_dtype="int8", replicas=2)
+    int8 = jaxcomp.powersgd(2, axis_name="dcn", comm_dtype="int8")
+    stats = int8.bytes(zeros(leaf), replicas=2)
     for stage in ("all-to-all", "all-gather"):
         sizes = [size for op, kind, size in found if (op, kind) == (stage, "s8")]
         assert sum(sizes) == stats.bytes_after
@@ -539,5 +540,3 @@ def test_other_reducers_say_where_integers_are_to_be_had():
     for make in (jaxcomp.allreduce, jaxcomp.batched_powersgd):
         with pytest.raises(ValueError, match=words):
             make(axis_name=AXIS, comm_dtype=jnp.int8)
-    with pytest.raises(ValueError, match="8-bit integers overflows"):
-        jaxcomp.batched_stats(PARAMS, comm_dtype="int8")

@@ -149,7 +149,7 @@ def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, block_siz
     params = {"bias": jnp.zeros(100), "dense": jnp.zeros((300, 70))}
     tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=block_size)
     found = collectives(lower_update(tx, params, n).compile().as_text())
-    stats = jaxcomp.quantized_stats(params, replicas=n, block_size=block_size)
+    stats = tx.bytes(params, replicas=n)
     sizes = {op: 0 for op, _, _ in found}
     for op, kind, size in found:
         assert kind == "s8"

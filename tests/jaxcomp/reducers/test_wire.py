@@ -42,7 +42,7 @@ def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
     # Counted by hand: every matrix passes the test, out (16, 16) just so: 32 * 2 * 2 < 256.
     layer = rank * (16 + 48) + rank * (16 + 16) + 2 * rank * (16 + 64) + (64 + 16 + 16)
     by_hand = 4 * (24 * layer + rank * (256 + 16))
-    stats = jaxcomp.compression_stats(params, rank=rank)
+    stats = jaxcomp.powersgd(rank, axis_name=AXIS).bytes(params)
     assert sent == by_hand == stats.bytes_after
     assert stats.bytes_before == 4 * sum(x.size for x in jax.tree.leaves(params))
 
@@ -69,8 +69,7 @@ def test_float16_is_on_the_wire():
     text = program(tx, params)
     assert {kind for _, kind, _ in collectives(text)} == {"f16"}
     sent = sent_bytes(collectives(text))
-    stats = jaxcomp.compression_stats(params, rank=2, comm_dtype=jnp.float16)
-    assert sent == stats.bytes_after
+    assert sent == tx.bytes(params).bytes_after
 
 
 def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
@@ -112,20 +111,21 @@ def test_an_empty_tree_sends_nothing():
 
 def test_stats_read_well_and_follow_the_arguments():
     params = {"w": jnp.zeros((64, 32), jnp.bfloat16), "b": jnp.zeros(32, jnp.bfloat16)}
-    stats = jaxcomp.compression_stats(params, rank=2)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS)
+    stats = tx.bytes(params)
     assert stats.bytes_before == 2 * (64 * 32 + 32)
     assert stats.bytes_after == 4 * (
         2 * 96 + 32
     )  # factors are float32 unless comm_dtype says other
     assert stats.ratio == pytest.approx(stats.bytes_before / stats.bytes_after)
-    narrow = jaxcomp.compression_stats(params, rank=2, comm_dtype=jnp.bfloat16)
+    narrow = jaxcomp.powersgd(2, axis_name=AXIS, comm_dtype=jnp.bfloat16).bytes(params)
     assert narrow.bytes_after * 2 == stats.bytes_after
     weight = stats.leaves[1]
     assert (weight.path, weight.rank, weight.compressed) == ("['w']", 2, True)
     assert "['w']" in str(stats)
     assert "total" in str(stats)
     shapes = jax.eval_shape(lambda: params)
-    assert jaxcomp.compression_stats(shapes, rank=2) == stats
-    assert jaxcomp.compression_stats({}).ratio == 1.0
-    none = jaxcomp.compression_stats(params, rank=lambda path, leaf: None, comm_dtype=np.float32)
-    assert none.bytes_after == 4 * (64 * 32 + 32)
+    assert tx.bytes(shapes) == stats
+    assert tx.bytes({}).ratio == 1.0
+    none = jaxcomp.powersgd(lambda path, leaf: None, axis_name=AXIS, comm_dtype=np.float32)
+    assert none.bytes(params).bytes_after == 4 * (64 * 32 + 32)

@@ -168,7 +168,7 @@ def test_the_step_has_two_thin_all_reduces_over_the_data_axis(kind):
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
     *_, compiled = jit_loop(value_and_grad, params, batches(mesh, 1))
     first, second, *rest = crossing(compiled(), 1)
-    stats = jaxcomp.compression_stats(params, rank=2)
+    stats = jaxcomp.powersgd(2, axis_name="data").bytes(params)
     assert sum(rest) <= 1024
     assert abs(first + second + sum(rest) - stats.bytes_after) <= 8  # the loss may ride along
 
@@ -184,7 +184,7 @@ def test_beside_sharded_weights_only_thin_factors_cross_the_data_axis(layout, ki
     np.testing.assert_allclose(losses, shard_map_losses("powersgd"), rtol=1e-5)
     # Each device of a replica sends its share of the factors.
     first, second, *rest = crossing(compiled(), 2)
-    assert first + second <= jaxcomp.compression_stats(params, rank=2).bytes_after / 2 + 8
+    assert first + second <= jaxcomp.powersgd(2, axis_name="data").bytes(params).bytes_after / 2 + 8
     assert sum(rest) <= 64
     for name, leaf in state.residual.items():
         if name != "bias":

@@ -1,5 +1,8 @@
-"""jaxcomp.wire reads what XLA wrote; jaxcomp.check refuses what a reducer should have saved."""
+"""collectives reads what XLA wrote; check refuses what a reducer should have saved."""
 
+import functools
+
+import hlo
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from runners import mesh_of
 
 import jaxcomp
-from jaxcomp._wire.hlo import instructions, replica_groups
+from jaxcomp._wire.collectives import read
+from jaxcomp._wire.hlo import replica_groups
 
 P = jax.P
 
@@ -81,15 +85,16 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ROOT %r = s8[4]{0} all-reduce-start(%c), replica_groups={{0,1,2,3}}, metadata={op_name="f/psum"}
 }
 """
-    loop, branch, last = instructions(text)
-    assert loop.arrays == (("f32", (8,)), ("bf16", (2, 3)))
+    loop, branch, last = read(text)
+    assert loop.arrays == (("f32", 8), ("bf16", 6))
     assert (loop.in_loop, branch.in_loop, last.in_loop) == (True, False, False)
-    assert branch.arrays == (("f32", (8,)),)
-    assert [len(x.branch) for x in (loop, branch, last)] == [0, 1, 0]
+    assert branch.arrays == (("f32", 8),)
+    assert [x.branch for x in (loop, branch, last)] == [(), ("c/second",), ()]
+    assert [x.bytes for x in (loop, branch, last)] == [44, 32, 4]
     assert last.operation == "f/psum"
 
 
-def test_every_collective_with_its_axes_and_a_total():
+def test_every_collective_with_its_axes():
     kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:8]}
     mesh = jax.make_mesh((2, 4), ("slow", "fast"), **kinds)
 
@@ -101,17 +106,19 @@ def test_every_collective_with_its_axes_and_a_total():
     spec = P(("slow", "fast"))
     run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = jax.device_put(jnp.ones((8, 50)), NamedSharding(mesh, spec))
-    found = jaxcomp.wire(compiled(run, x))
-    by_kind = {(x.kind, x.axes): x for x in found.collectives}
+    program = compiled(run, x)
+    found = jaxcomp.collectives(program)
+    assert [y for x in found for y in hlo.results(x)] == hlo.collectives(program.as_text())
+    by_kind = {(x.kind, x.axes): x for x in found}
     assert by_kind["all-reduce", ("slow",)].bytes == 200
     assert by_kind["all-reduce", ("slow", "fast")].devices == 8
     gathered = by_kind["all-gather", ("fast",)]
     assert (gathered.bytes, gathered.as_all_reduce) == (800, 400)
     assert by_kind["collective-permute", ("fast",)].bytes == 200
-    assert found.by_axis == {"slow": 400, "fast": 700}
-    assert str(found).splitlines()[-1].split() == ["total", "400", "slow"]
+    assert "test_collectives.py:" in gathered.source
+    assert str(gathered).startswith("all-gather of 800 bytes of f32 over ('fast',), for jit(")
     with pytest.raises(ValueError, match=r"jax.jit\(step\).lower"):
-        jaxcomp.wire(jax.jit(step))
+        jaxcomp.collectives(jax.jit(step))
 
 
 REDUCERS = {
@@ -119,6 +126,7 @@ REDUCERS = {
     "later": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=5),
     "alternating": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=0, alternating=True),
     "int8": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype=jnp.int8),
+    "int6 later": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=5, comm_dtype="int6"),
     "quantized": lambda: jaxcomp.quantized_allreduce(axis_name="data"),
     "allreduce": lambda: jaxcomp.allreduce(axis_name="data"),
     # Of which XLA's CPU backend makes float32; a rehearsal there is not two reducers.
@@ -138,10 +146,48 @@ def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
         run = jaxcomp.value_and_grad(loss, tx, mesh=mesh, axis_name="data")
         return compiled(run, run.init(params), params, x)
 
-    jaxcomp.check(lowered(reducer), reducer, params)
+    program = lowered(reducer)
+    found = jaxcomp.check(program, reducer, params)
+    assert [y for x in found for y in hlo.results(x)] == hlo.collectives(program.as_text())
     again = optax.chain(reducer, optax.stateless(lambda g, p: jaxcomp.as_local(g, "data")), reducer)
-    with pytest.raises(ValueError, match="a reducer runs twice"):
+    with pytest.raises(ValueError, match="a reducer that runs twice"):
         jaxcomp.check(lowered(again), reducer, params)
+
+
+LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit loop's own hands
+    "fsdp": (P("model"), P(None, "model")),
+    "tensor": (P(None, "model"), P("model")),
+    "replicated": (P(), P()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["now", "later", "int8", "int6 later", "quantized", "bfloat16"])
+def test_a_right_step_passes_beside_another_axis_and_a_pmean_in_it_does_not(name, layout):
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    specs = dict(zip(("in", "out"), LAYOUTS[layout], strict=True))
+    params = {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in parameters(mesh).items()
+    }
+    reducer, x = REDUCERS[name](), jnp.ones((8, 256))
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh, axis_name="data")
+    jaxcomp.check(compiled(run, run.init(params), params, x), reducer, params)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    def pmean(params, x):
+        grads = jax.grad(loss)(jaxcomp.as_local(params, "data"), x)
+        return jax.lax.pmean(grads, "data")
+
+    def both(state, params, x):
+        return run(state, params, x), pmean(params, x)
+
+    with pytest.raises(ValueError, match="a pmean or psum left in the step"):
+        jaxcomp.check(compiled(both, run.init(params), params, x), reducer, params)
 
 
 @pytest.mark.parametrize("name", ["now", "later"])
@@ -156,12 +202,12 @@ def test_a_pmean_left_in_is_named_with_its_line(name):
         return reducer.update(jaxcomp.as_local(grads, "data"), state)
 
     step = compiled(mapped(body, mesh, jaxcomp.state_specs(state, "data")), params, state, x)
-    with pytest.raises(ValueError, match=r"pmean or psum was left in") as error:
+    with pytest.raises(ValueError, match=r"look for a pmean or psum left in the step") as error:
         jaxcomp.check(step, reducer, params)
-    assert "test_wire.py:" in str(error.value)
+    assert "test_collectives.py:" in str(error.value)
 
 
-def test_gradients_that_differentiation_reduced_are_told_apart():
+def test_gradients_that_differentiation_reduced_are_refused():
     """A jit loop as it was, with the reducer behind the compiler's own all-reduce."""
     mesh, reducer = mesh_of(4), REDUCERS["now"]()
     params = parameters(mesh)
@@ -175,7 +221,7 @@ def test_gradients_that_differentiation_reduced_are_told_apart():
         run = jax.shard_map(update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs))
         return run(grads, state)
 
-    with pytest.raises(ValueError, match="Differentiation made it: the gradients were reduced"):
+    with pytest.raises(ValueError, match="gradients that differentiation has reduced already"):
         jaxcomp.check(compiled(step, params, state, x), reducer, params)
 
 
@@ -184,7 +230,7 @@ def test_a_step_without_its_reducer_is_refused():
     params, x = parameters(mesh), jnp.ones((8, 256))
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     local = compiled(lambda params, x: jnp.tanh(x @ params["in"]), params, sharded)
-    with pytest.raises(ValueError, match=r"powersgd\(.*\) is not in this step"):
+    with pytest.raises(ValueError, match=r"where powersgd\(.*\) sends .* It is not in this step"):
         jaxcomp.check(local, REDUCERS["now"](), params)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
         jaxcomp.check(local, optax.chain(REDUCERS["now"]()), params)
