@@ -9,8 +9,9 @@ from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
-from jaxcomp._local.meeting import average
-from jaxcomp._local.round import LocalSGDRound, local_sgd_round
+from jaxcomp._local.local_sgd_round import local_sgd_round
+from jaxcomp._local.round import LocalSGDRound
+from jaxcomp._local.sync import average
 from jaxcomp._mesh.axes import as_local
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd

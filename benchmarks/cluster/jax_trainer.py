@@ -22,7 +22,7 @@ from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer
 
 AXIS = "data"
 _PORT = 29_500
-OUTER = 0.7, 0.6  # DiLoCo's learning rate and momentum, as benchmarks.diloco chose them
+OUTER = 0.7, 0.6  # DiLoCo's learning rate and momentum, best of a search
 # The first step compiles; until about the eighth the allocator still asks the system for memory.
 _WARM_UP = 8
 

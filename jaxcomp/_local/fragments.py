@@ -12,12 +12,76 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_int
-from jaxcomp._base.leaves import leaf_dtype, leaf_name
-from jaxcomp._base.typing import KeyPath, PyTree
+from jaxcomp._base.checks import check_int, check_static_number
+from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
+from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # How many fragments, or a pattern for each.
 Split: TypeAlias = int | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+    """How a round averages its parameters: in which parts, when, and how much is taken over."""
+
+    split: Split = 1
+    delay: int = 0  # steps between the average of a fragment and its use
+    alpha: float = 0.0  # share of its parameters that a replica keeps
+
+    @property
+    def fragments(self) -> int:
+        """How many there are."""
+        return self.split if isinstance(self.split, int) else len(self.split)
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether replicas differ after a round."""
+        return self.fragments > 1 or self.alpha > 0
+
+    def ends(self, period: int) -> list[int]:
+        """After how many steps of a round each fragment's average is used."""
+        # At least one step apart, because there are no more fragments than steps.
+        return [k * period // self.fragments for k in range(1, self.fragments + 1)]
+
+    def mix(self, shared: PyTree, local: PyTree) -> PyTree:
+        """What a replica goes on with: the average, and a share of its own parameters.
+
+        An element of its own that is not finite is left out, so that it does not outlive the round.
+        """
+        if not self.alpha:
+            return shared
+
+        def one(shared: Array, local: Array) -> Array:
+            wide = compute_dtype(shared.dtype)
+            mixed = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
+            return jnp.where(jnp.isfinite(local), mixed.astype(shared.dtype), shared)
+
+        return jax.tree.map(one, shared, local)
+
+
+def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Streaming:
+    """Reads the arguments of Streaming DiLoCo.
+
+    Raises:
+      ValueError: If one is unusable, or a round of `period` steps is too short for them.
+    """
+    split = _check_split(fragments)
+    delay = check_int("fragment_sync_delay", delay, 0)
+    alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
+    streaming = Streaming(split, delay, alpha)
+    count = streaming.fragments
+    if count > period:
+        raise ValueError(
+            f"fragments={count} cannot be staggered over sync_every={period} steps: "
+            "at most one fragment is averaged per step. Pass at most as many fragments as steps."
+        )
+    if delay and delay >= period // count:
+        raise ValueError(
+            f"fragment_sync_delay={delay} must be less than the steps between two averages, "
+            f"sync_every // fragments = {period // count}: what one sends arrives before the "
+            "next is sent. Pass a shorter delay or a larger sync_every."
+        )
+    return streaming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +121,7 @@ class Fragments:
         return owner >= 0 if k is None else owner == k
 
 
-def check_split(fragments: Any) -> Split:
+def _check_split(fragments: Any) -> Split:
     """Reads the argument `fragments`.
 
     Raises:
@@ -98,7 +162,7 @@ def make_fragments(params: PyTree, split: Split) -> Fragments:
                 "leave it out."
             )
     else:
-        owner = _evenly(sizes, split)
+        owner = _by_size(sizes, split)
     count = split if isinstance(split, int) else len(split)
     return Fragments(tuple(owner.get(i, -1) for i in range(len(paths))), count)
 
@@ -130,7 +194,7 @@ def _first_match(path: KeyPath, patterns: tuple[str, ...]) -> int:
     )
 
 
-def _evenly(sizes: dict[int, int], count: int) -> dict[int, int]:
+def _by_size(sizes: dict[int, int], count: int) -> dict[int, int]:
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._local.fragments import Split, make_fragments
-from jaxcomp._local.meeting import Meeting
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
 
 
@@ -21,13 +19,13 @@ class LocalSGDState(NamedTuple):
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
     inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
-    # Parameters after the last outer step, or (): plain averages, used at once. With a delay they
-    # hold what is still to be used. Replicated.
+    # Of `local_sgd` with a reducer or an outer optimizer: parameters after the last outer step;
+    # otherwise (). Replicated.
     anchor: PyTree
-    outer: PyTree  # a state of the outer optimizer for each fragment, or (); replicated
-    reducer: PyTree  # a state of the reducer for each fragment; it declares its own fields
-    # In rounds whose end not all parameters meet at, or meet wholly: this replica's floating ones,
-    # (1, ...) like `inner`; otherwise (). Per replica.
+    outer: PyTree  # the outer optimizer's state, in rounds one for each fragment, or (); replicated
+    reducer: PyTree  # the reducer's state, in rounds one for each fragment; declares its own fields
+    # In rounds after which replicas differ: this replica's floating parameters, (1, ...) like
+    # `inner`; otherwise (). Per replica.
     local: PyTree = ()
 
     # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
@@ -39,16 +37,22 @@ class LocalSGDState(NamedTuple):
         return (self.count == self.last_sync) & (self.count > 0)
 
 
-def init_state(meeting: Meeting, params: PyTree, inner: PyTree, split: Split) -> LocalSGDState:
+def init_state(
+    axis_name: AxisName,
+    inner: PyTree,
+    anchor: PyTree,
+    outer: PyTree,
+    reducer: PyTree,
+    local: PyTree = (),
+) -> LocalSGDState:
     """The state before the first step."""
     # Two arrays: a training step that donates its state must not see one buffer twice.
     count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    anchor, outer, reducer = meeting.init(params, make_fragments(params, split))
-    inner = box(jax.tree.map(jnp.asarray, inner))
-    if is_bound(meeting.axis_name):
+    inner, local = box(jax.tree.map(jnp.asarray, (inner, local)))
+    if is_bound(axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.
-        inner = as_local(inner, meeting.axis_name)
-    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer)
+        inner, local = as_local((inner, local), axis_name)
+    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer, local)
 
 
 def box(tree: PyTree) -> PyTree:

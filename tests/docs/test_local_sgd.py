@@ -17,4 +17,4 @@ def test_the_page_runs():
         exec(compile("\n".join(blocks), str(PAGE), "exec"), names)
     # The fit of the first program: y is the sum of x.
     np.testing.assert_allclose(names["params"]["w"], np.ones((5, 1)), atol=0.1)
-    assert names["stats"].ratio == 24  # of 24 bytes every 32 steps, rounded to one
+    assert names["stats"].ratio == 32

@@ -53,11 +53,6 @@ CASES = {
         PARAMS,
         [3, 5],  # the last shared step averages the parameters, too; then pseudo-gradients
     ),
-    "fragments": (
-        jaxcomp.local_sgd(optax.sgd(0.1), sync_every=4, axis_name=AXIS, fragments=2),
-        PARAMS,
-        [0, 1, 2, 3],
-    ),
     "accumulate": (
         jaxcomp.accumulate(jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS), 2),
         PARAMS,

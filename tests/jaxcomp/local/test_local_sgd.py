@@ -150,27 +150,6 @@ def test_outer_sgd_of_rate_one_is_plain_averaging(extra):
     close(got, plain, rtol=1e-6, atol=1e-6)
 
 
-def test_one_fragment_is_no_fragments():
-    targets = random_grads(SHAPES, 4, 7)
-    got, _ = run("vmap", local_sgd(optax.sgd(0.1), fragments=1, outer=NESTEROV), PARAMS, targets)
-    plain, _ = run("vmap", local_sgd(optax.sgd(0.1), outer=NESTEROV), PARAMS, targets)
-    equal(got, plain)
-
-
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("outer", [None, NESTEROV])
-def test_each_fragment_is_a_run_of_its_own_at_its_own_time(mapping, outer):
-    # The leaves of this loss do not interact, so that each fragment can be run without the others.
-    targets = random_grads(SHAPES, 2, 13)
-    tx = local_sgd(optax.sgd(0.1), sync_every=4, fragments=2, outer=outer)
-    got, _ = run(mapping, tx, PARAMS, targets)
-    for names, offset in (("a", 2), ("bc", 0)):  # "a" is larger than both others together
-        part = {name: PARAMS[name] for name in names}
-        alone = local_sgd(optax.sgd(0.1), sync_every=4, offset=offset, outer=outer)
-        expected, _ = run("vmap", alone, part, {name: targets[name] for name in names})
-        close({name: got[name] for name in names}, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_a_schedule_gives_the_length_of_each_round():
     def schedule(step):
         return jnp.where(step < 4, 2.0, 2.9999)
@@ -189,7 +168,7 @@ def test_a_schedule_gives_the_length_of_each_round():
 def test_averages_fall_where_the_docstring_says(period, start, offset):
     from jaxcomp._local.periods import check_periods
 
-    periods = check_periods(period, AXIS, start, offset, 1)
+    periods = check_periods(period, AXIS, start, offset)
     due = [c for c in range(1, 20) if int(periods.due(jnp.int32(c), jnp.int32(0)))]
     assert due == [c for c in range(start + 1, 20) if (c - offset) % period == 0]
 
@@ -236,10 +215,10 @@ def test_full_rank_powersgd_of_pseudo_gradients_is_exact(mapping):
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     targets = random_grads(shapes, 4, 8)
     reducer = jaxcomp.powersgd(4, axis_name=AXIS, start_step=0, min_compression_rate=0.1)
-    make = functools.partial(local_sgd, optax.sgd(0.1), sync_every=4, outer=NESTEROV, fragments=2)
+    make = functools.partial(local_sgd, optax.sgd(0.1), sync_every=4, outer=NESTEROV)
     got, state = run(mapping, make(reducer=reducer), params, targets)
     close(got, run("vmap", make(), params, targets)[0], rtol=1e-5, atol=2e-6)
-    residual = np.asarray(state.reducer[0].residual["w"])
+    residual = np.asarray(state.reducer.residual["w"])
     assert residual.size == 4 * 24
     np.testing.assert_allclose(residual, 0, atol=1e-5)
 
@@ -252,7 +231,7 @@ def test_residual_of_pseudo_gradients_keeps_what_was_not_sent():
     got, state = run("vmap", local_sgd(optax.sgd(0.1), reducer=reducer), params, targets)
     exact, _ = run("vmap", local_sgd(optax.sgd(0.1)), params, targets)
     lost = np.asarray(got["w"][0, -1] - exact["w"][0, -1])
-    np.testing.assert_allclose(state.reducer[0].residual["w"].mean(0), lost, atol=1e-6)
+    np.testing.assert_allclose(state.reducer.residual["w"].mean(0), lost, atol=1e-6)
 
 
 @pytest.mark.parametrize("mapping", ["shard_map"])
@@ -268,9 +247,7 @@ def test_the_reducer_begins_anew_after_the_shared_steps(mapping):
         "vmap", make(), {"w": shared["w"][0, 1]}, jax.tree.map(lambda x: x[:, 2:], targets)
     )
     close(got["w"][:, 2:], rest["w"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(
-        np.ravel(state.reducer[0].count), [2] * state.reducer[0].count.size
-    )
+    np.testing.assert_array_equal(np.ravel(state.reducer.count), [2] * state.reducer.count.size)
 
 
 def test_bfloat16_parameters_are_averaged_in_float32():
@@ -292,7 +269,7 @@ def test_bfloat16_pseudo_gradients_are_averaged_in_float32():
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
-@pytest.mark.parametrize("kwargs", [{}, {"outer": NESTEROV, "start_step": 1}, {"fragments": 2}])
+@pytest.mark.parametrize("kwargs", [{}, {"outer": NESTEROV, "start_step": 1}])
 @pytest.mark.parametrize(
     ("param", "grad"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
 )
@@ -341,13 +318,9 @@ BAD = [
     ({"sync_every": {}}, "Give a period"),
     ({"sync_every": {"rack": 2, AXIS: 4}}, "'rack', which is not in axis_name"),
     ({"sync_every": {"x": 4, ("x", "y"): 6}, "axis_name": ("x", "y")}, "must divide"),
-    ({"sync_every": {"x": 4}, "axis_name": ("x", "y")}, "would never meet"),
+    ({"sync_every": {"x": 4}, "axis_name": ("x", "y")}, "would never synchronise"),
     ({"sync_every": {"x": 4, "y": 8}, "axis_name": ("x", "y")}, "contain the axes"),
     ({"sync_every": {"x": 0, ("x", "y"): 6}, "axis_name": ("x", "y")}, r"sync_every\['x'\]"),
-    ({"fragments": 0}, "fragments=0"),
-    ({"fragments": 4, "sync_every": 3}, "cannot be staggered"),
-    ({"fragments": 2, "sync_every": lambda step: 3}, "one fixed period"),
-    ({"fragments": 2, "average_inner_state": True}, "needs fragments=1"),
     ({"average_inner_state": "mean"}, "must be True, False or 'reset'"),
     ({"start_step": -1}, "start_step=-1"),
     ({"offset": -1}, "offset=-1"),
@@ -369,8 +342,6 @@ def test_bad_input_is_refused_when_built(kwargs, message):
 def test_bad_input_is_refused_when_used():
     with pytest.raises(ValueError, match="`inner` must be"):
         local_sgd(0.1)
-    with pytest.raises(ValueError, match="more than the 3 floating leaves"):
-        local_sgd(optax.sgd(0.1), sync_every=8, fragments=4).init(PARAMS)
     with pytest.raises(ValueError, match="complex64"):
         local_sgd(optax.sgd(0.1)).init({"z": jnp.zeros(2, jnp.complex64)})
     tx = local_sgd(optax.sgd(0.1))

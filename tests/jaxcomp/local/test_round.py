@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo import collectives, sent_bytes, text
 from leaves import random_grads
 from local_runs import run, towards
 from runners import AXIS, MAPPINGS, first, mesh_of
@@ -141,6 +142,33 @@ def test_statistics_in_the_parameters_are_averaged():
     np.testing.assert_array_equal(got["w"], [-5.0, -5.0])
     assert int(got["steps"]) == 2
     assert float(got["statistics"]) == (0.25 + 1.0 + 0.75 + 2.0) / 2
+
+
+def test_averaged_momenta_are_counted():
+    params, inner = {"w": jnp.zeros((17, 10)), "c": jnp.zeros(10)}, optax.adam(0.1)
+    average = {"sync_every": 2, "axis_name": AXIS, "average_inner_state": True}
+    round_ = jaxcomp.local_sgd_round(step_of(inner), **average)
+    batches = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
+
+    def states(params, batches):
+        state = round_.init(params, inner.init(params))
+        params, state, _ = round_(params, state, batches)
+        return params, state.inner
+
+    mapped = jax.shard_map(
+        states,
+        mesh=mesh_of(2),
+        in_specs=(jax.P(), jax.P(AXIS)),
+        out_specs=(jax.P(), jax.P(AXIS)),
+    )
+    with jax.numpy_dtype_promotion("standard"):  # for Adam
+        sent = sent_bytes(collectives(text(mapped, params, batches)))
+    with_init = jaxcomp.local_sgd_round(step_of(inner), inner_init=inner.init, **average)
+    assert sent == 3 * 720 == with_init.bytes(params, step=1).bytes_after
+    asked = round_.bytes(params, inner_state=inner.init(params), step=1)
+    assert asked.bytes_after == sent
+    with pytest.raises(ValueError, match="The inner state is averaged too"):
+        round_.bytes(params)
 
 
 def test_bad_input_is_refused():

@@ -11,7 +11,7 @@ import optax
 import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
-from local_runs import NESTEROV, run, streaming_diloco, towards
+from local_runs import NESTEROV, streaming_diloco, towards
 from runners import AXIS, mesh_of
 
 import jaxcomp
@@ -85,52 +85,57 @@ def test_torchfts_recorded_runs(recording):
         "fragment_sync_delay": recording["fragment_sync_delay"],
         "fragment_update_alpha": recording["fragment_update_alpha"],
     }
-    steps = len(expected) - 1
     params = {"layers": [{"weight": jnp.ones((1, 1))}, {"weight": jnp.ones((1, 1))}]}
-    targets = jax.tree.map(lambda x: np.zeros((2, steps, 1, 1), np.float32), params)
-    twos = lambda params, _: jax.tree.map(lambda p: jnp.full_like(p, 2.0), params)  # noqa: E731
-    got, _ = run("vmap", jaxcomp.local_sgd(optax.sgd(1.0), **kwargs), params, targets, twos)
-    for i, layer in enumerate(got["layers"]):
-        for replica in layer["weight"][..., 0, 0]:
-            np.testing.assert_allclose(replica, expected[1:, i], rtol=1e-5, atol=1e-5)
 
     def step(params, state, batch):
-        return jax.tree.map(lambda p: p - 2.0, params), state, batch
+        params = jax.tree.map(lambda p: p - 2.0, params)
+        return params, state, [layer["weight"] for layer in params["layers"]]
 
     round_ = jaxcomp.local_sgd_round(step, **kwargs)
-    shared, state = params, round_.init(params, ())
-    whole = jax.jit(jax.vmap(round_, in_axes=(None, None, None), axis_name=AXIS, axis_size=2,
-                             out_axes=(None, jaxcomp.state_axes(state), 0)))  # fmt: skip
-    shared, state, _ = whole(shared, state, jnp.zeros((6, 1)))
-    for i, layer in enumerate(shared["layers"]):
-        ours = (float(layer["weight"][0, 0]), state.local["layers"][i]["weight"][:, 0, 0, 0])
-        np.testing.assert_allclose(ours[0], recording["global_parameters"]["6"][i], rtol=1e-5)
-        np.testing.assert_allclose(ours[1], [expected[6, i]] * 2, rtol=1e-5)
+
+    def train(params):
+        state, seen = round_.init(params, ()), []
+        for _ in range(2):
+            params, state, ends = round_(params, state, jnp.zeros((6, 1)))
+            seen.append((params, state.local, ends))
+        return seen
+
+    seen = jax.jit(jax.vmap(train, in_axes=None, axis_name=AXIS, axis_size=2))(params)
+    for number, (shared, local, ends) in enumerate(seen):
+        for i, layer in enumerate(shared["layers"]):
+            at = 6 * number
+            anchor = recording["global_parameters"][str(at + 6)][i]
+            np.testing.assert_allclose(np.ravel(layer["weight"]), [anchor] * 2, rtol=1e-5)
+            here = np.ravel(local["layers"][i]["weight"])
+            np.testing.assert_allclose(here, [expected[at + 6, i]] * 2, rtol=1e-5)
+            # What a step ends with comes before the average, which is used after steps 3 and 6.
+            steps = [t for t in range(6) if t != (2, 5)[i]]
+            for replica in np.reshape(ends[i], (2, 6))[:, steps]:
+                wanted = expected[at + 1 : at + 7, i][steps]
+                np.testing.assert_allclose(replica, wanted, rtol=1e-5, atol=1e-5)
 
 
 CASES = [
-    ("vmap", {"fragment_sync_delay": 1}),
-    ("pmap", {"fragments": 1, "fragment_sync_delay": 4, "fragment_update_alpha": 0.0}),
-    ("shard_map", {"fragment_update_alpha": 0.5}),
-    ("vmap", {"fragments": ["."], "fragment_sync_delay": 0, "fragment_update_alpha": 1.0}),
-    ("vmap", {"sync_every": 7}),  # after 3 and 7 of each 7
+    {"fragment_sync_delay": 1},
+    {"fragments": 1, "fragment_sync_delay": 4, "fragment_update_alpha": 0.0},
+    {"fragment_update_alpha": 0.5},
+    {"fragments": ["."], "fragment_sync_delay": 0, "fragment_update_alpha": 1.0},
+    {"fragment_sync_delay": 0, "fragment_update_alpha": 0.0},
+    {"sync_every": 7},  # after 3 and 7 of each 7
 ]
 
 
-@pytest.mark.parametrize(("mapping", "case"), CASES)
-def test_equals_numpy(mapping, case):
+@pytest.mark.parametrize("case", CASES)
+def test_equals_numpy(case):
     kwargs = streaming(**case)
     every, delay = kwargs["sync_every"], kwargs["fragment_sync_delay"]
     alpha, turns = kwargs["fragment_update_alpha"], [3, every] if "fragments" not in case else [6]
     targets = random_grads(SHAPES, 4, 2 * every)
-    stepwise, after = run(mapping, jaxcomp.local_sgd(INNER, **kwargs), PARAMS, targets)
     shared, state, ends = rounds(jaxcomp.local_sgd_round(sgd_step, **kwargs), PARAMS, targets)
     for name in SHAPES:
         turn = turns[0 if name == "a" else -1]
         local, anchors = streaming_diloco(0.5, targets[name], every, turn, delay, alpha)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
-        close(stepwise[name], local)
-        close(np.reshape(after.anchor[name], (-1, *SHAPES[name]))[0], anchors[-1])
         for copy in shared[name]:  # equal bit for bit on each device
             np.testing.assert_array_equal(copy, shared[name][0])
         close(shared[name][0], anchors[-1])
@@ -143,36 +148,20 @@ def test_equals_numpy(mapping, case):
 
 def test_any_reducer_and_an_optimizer_for_each_fragment():
     targets = random_grads(SHAPES, 2, 12)
-    kwargs = streaming(outer=[NESTEROV, optax.sgd(0.3)])
-    exact, _ = run("vmap", jaxcomp.local_sgd(INNER, **kwargs), PARAMS, targets)
-    nesterov, _ = run("vmap", jaxcomp.local_sgd(INNER, **streaming()), PARAMS, targets)
+
+    def trained(**options):
+        round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(**options))
+        copies, state, _ = rounds(round_, PARAMS, targets)
+        return {name: x[0] for name, x in copies.items()}, state
+
+    both = [NESTEROV, optax.sgd(0.3)]
+    (exact, _), (nesterov, _) = trained(outer=both), trained()
     np.testing.assert_array_equal(exact["a"], nesterov["a"])
     assert np.abs(exact["b"] - nesterov["b"]).max() > 0.01
-    kwargs["reducer"] = HALF_PRECISION
-    tx, round_ = jaxcomp.local_sgd(INNER, **kwargs), jaxcomp.local_sgd_round(sgd_step, **kwargs)
-    got, stepwise = run("vmap", tx, PARAMS, targets)
-    _, state, _ = rounds(round_, PARAMS, targets)
+    got, state = trained(outer=both, reducer=HALF_PRECISION)
     for k, name in enumerate("ab"):
         np.testing.assert_allclose(got[name], exact[name], rtol=0, atol=5e-3)
-        last = np.reshape(state.local[name], got[name][:, -1].shape)
-        np.testing.assert_allclose(last, got[name][:, -1], rtol=1e-5, atol=1e-5)
-        lost = stepwise.reducer[k].residual[name]
-        assert 1e-6 < np.abs(lost).max() < 5e-3
-        np.testing.assert_allclose(np.reshape(state.reducer[k].residual[name], lost.shape), lost,
-                                   rtol=0, atol=1e-5)  # fmt: skip
-
-
-def test_nothing_is_used_that_was_not_sent():
-    # The first turn is after step 4, and before step 3 gradients are averaged: its time to be sent.
-    targets = random_grads(SHAPES, 2, 6)
-    kwargs = {"sync_every": 4, "axis_name": AXIS, "start_step": 3, "offset": 4}
-    shifted = jaxcomp.local_sgd(INNER, **kwargs, fragment_sync_delay=2, outer=NESTEROV)
-    got, state = run("vmap", shifted, PARAMS, targets)
-    free, _ = run("vmap", jaxcomp.local_sgd(INNER, **(kwargs | {"offset": 7})), PARAMS, targets)
-    for name in SHAPES:
-        np.testing.assert_allclose(got[name], free[name], rtol=1e-6, atol=1e-6)
-    assert np.ravel(state.last_sync).tolist() == [3, 3]
-    assert shifted.bytes(PARAMS, step=5).bytes_after == 72  # sent after step 6, for step 8
+        assert 1e-6 < np.abs(state.reducer[k].residual[name]).max() < 5e-3
 
 
 def test_the_steps_after_an_average_was_sent_and_the_average_share_no_data():
@@ -218,17 +207,7 @@ def merged(state, n):
     return jax.device_get(jax.jit(consolidate)(state))
 
 
-def test_a_state_with_an_average_on_its_way_restores_onto_other_replicas():
-    tx = jaxcomp.local_sgd(INNER, **streaming(fragment_update_alpha=0.0))
-    _, placed = run("shard_map", tx, PARAMS, random_grads(SHAPES, 4, 2))  # "a" was sent after 1
-    one = merged(placed, 4)
-    assert np.abs(one.anchor["a"] - PARAMS["a"]).max() > 0.01
-    resumed = optax.GradientTransformationExtraArgs(lambda params: one, tx.update)
-    got, state = run("shard_map", resumed, PARAMS, random_grads(SHAPES, 2, 1))
-    for replica in got["a"][:, 0]:
-        np.testing.assert_allclose(replica, one.anchor["a"], rtol=1e-6)
-    assert int(state.last_sync) == 3
-    # Rounds have nothing on its way at their end, but each replica's parameters.
+def test_a_state_restores_onto_other_replicas():
     round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(), inner_init=INNER.init)
     params, state, _ = rounds(round_, PARAMS, random_grads(SHAPES, 4, 6))
     one = merged(state, 4)
@@ -293,29 +272,30 @@ BAD = [
     ({"fragments": ["a", 2]}, "has 2, which is no regular expression"),
     ({"fragments": "a"}, "`fragments` must be"),
     ({"average_inner_state": "reset", "fragments": 1}, "fragment_sync_delay=0"),
+    ({"fragments": 0}, "fragments=0"),
+    ({"fragments": 4, "sync_every": 3}, "cannot be staggered"),
 ]
 
 
 @pytest.mark.parametrize(("case", "message"), BAD)
 def test_bad_input_is_refused_when_built(case, message):
-    for make in (jaxcomp.local_sgd, jaxcomp.local_sgd_round):
-        with pytest.raises(ValueError, match=message):
-            make(INNER if make is jaxcomp.local_sgd else sgd_step, **streaming(**case))
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.local_sgd_round(sgd_step, **streaming(**case))
 
 
 def test_bad_input_is_refused_when_used():
-    make = functools.partial(jaxcomp.local_sgd, INNER)
+    make = functools.partial(jaxcomp.local_sgd_round, sgd_step)
     with pytest.raises(ValueError, match="No pattern of `fragments` is found in the leaf 'c'"):
-        make(**streaming(fragments=["a", "b"])).init(PARAMS)
+        make(**streaming(fragments=["a", "b"])).init(PARAMS, ())
     with pytest.raises(ValueError, match="'b', and no floating leaf is left"):
-        make(**streaming(fragments=["a|b|c", "b"])).init(PARAMS)
-    with pytest.raises(ValueError, match="needs one fixed period, got 2"):
-        make(**streaming(fragments=1, sync_every=lambda step: 9))
+        make(**streaming(fragments=["a|b|c", "b"])).init(PARAMS, ())
+    few = streaming(sync_every=8, fragments=4, fragment_sync_delay=0, outer=None)
+    with pytest.raises(ValueError, match="more than the 3 floating leaves"):
+        make(**few).init(PARAMS, ())
 
 
 def test_a_transformation_shows_its_arguments():
     text = "fragments=['a', 'b|c'], fragment_sync_delay=2, fragment_update_alpha=0.25"
-    assert text in repr(jaxcomp.local_sgd(INNER, **streaming()))
     shown = repr(jaxcomp.local_sgd_round(sgd_step, **streaming(outer=[NESTEROV, NESTEROV])))
     assert shown.startswith("local_sgd_round(step_fn=sgd_step, sync_every=6, axis_name='data'")
     assert "outer=[optax.GradientTransformation(...), " in shown

@@ -11,7 +11,7 @@ import jaxcomp
 
 WEIGHTS = np.array([3, 1, 0, 2], np.float32)
 TARGETS = np.array([0.0, 6.0, np.nan, 3.0], np.float32)[:, None] * np.ones(8, np.float32)
-MEETINGS = {
+OPTIONS = {
     "average": {},
     "outer": {"outer": optax.sgd(1.0)},
     "reducer": {"reducer": jaxcomp.allreduce(axis_name=AXIS)},
@@ -42,7 +42,7 @@ def stepwise(tx, weights, steps, targets=TARGETS):
 
 @pytest.mark.parametrize("name", ["average", "outer", "reducer"])
 def test_an_average_is_weighted_and_who_sits_out_takes_it_too(name):
-    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, **MEETINGS[name])
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, **OPTIONS[name])
     # Finite, because no update of Optax's makes NaN into anything else.
     params = stepwise(tx, WEIGHTS, 2, np.nan_to_num(TARGETS, nan=64))
     expected = mean(0.75 * TARGETS, WEIGHTS)
@@ -66,12 +66,12 @@ def sgd_step(optimizer):
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_round_is_weighted(name, on_mesh):
     optimizer = optax.sgd(0.5)
     mesh = mesh_of(4) if on_mesh else None
     run = jaxcomp.local_sgd_round(
-        sgd_step(optimizer), sync_every=2, axis_name=AXIS, mesh=mesh, **MEETINGS[name]
+        sgd_step(optimizer), sync_every=2, axis_name=AXIS, mesh=mesh, **OPTIONS[name]
     )
     params = jnp.zeros(8)
     state = run.init(params, optimizer.init(params))
@@ -97,7 +97,7 @@ def test_a_replica_that_is_not_finite_is_dropped_and_goes_on_with_the_others(nam
         axis_name=AXIS,
         drop_non_finite=True,
         inner_init=optimizer.init,
-        **MEETINGS[name],
+        **OPTIONS[name],
     )
 
     def two_rounds(target, weight):

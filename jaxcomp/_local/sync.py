@@ -1,4 +1,4 @@
-"""What happens when local runs meet: an average, or a step of an outer optimizer."""
+"""What replicas do when they synchronise: an average, or a step of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_flag, check_static_number
+from jaxcomp._base.checks import check_flag
 from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
-from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.stats import LeafStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.fragments import Fragments
-from jaxcomp._local.periods import Periods
-from jaxcomp._local.sent import Sent
+from jaxcomp._local.sent import exact_leaves
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
 from jaxcomp._mesh.weights import as_weight, weighted_mean_each
 from jaxcomp._reducers.allreduce import allreduce
@@ -85,10 +83,10 @@ def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, A
             )
         if jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
             positions.append(i)
-    local = [jnp.asarray(leaves[i]) for i in positions]
-    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in local], axis_name)
+    stored = [jnp.asarray(leaves[i]) for i in positions]
+    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in stored], axis_name)
     reduced, known = weighted_mean_each(wide, as_weight(weight, axis_name), axis_name)
-    for i, x, mean in zip(positions, local, reduced.means, strict=True):
+    for i, x, mean in zip(positions, stored, reduced.means, strict=True):
         leaves[i] = mean.astype(x.dtype)
     counted = None if known is None or known.mean is None else known.mean != 0
     return treedef.unflatten(leaves), counted
@@ -104,148 +102,118 @@ def _unless_nobody(counted: Array | None, averaged: PyTree, before: PyTree) -> P
 class Part(NamedTuple):
     """What takes part in an average: parameters, and the states that belong to them."""
 
-    params: PyTree  # one fragment
+    params: PyTree  # all floating ones, or one fragment of them
     inner: PyTree
-    outer: PyTree  # of the fragment
-    reducer: PyTree  # of the fragment
+    outer: PyTree  # of these parameters
+    reducer: PyTree  # of these parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """The checked arguments that say what replicas do when they meet."""
+class Sync:
+    """The checked arguments that say what replicas do when they synchronise."""
 
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
-    optimizers: tuple[optax.GradientTransformationExtraArgs, ...]  # for each fragment, or none
+    outers: tuple[optax.GradientTransformationExtraArgs, ...]  # for each fragment, or none
     exact: bool  # no reducer was given: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
-    alpha: float  # share of the local parameters that is kept
-    late: bool  # what is averaged is used some updates later
     drop_non_finite: bool  # who comes with a value that is not finite does not count
 
     @property
     def plain(self) -> bool:
-        """Whether the parameters themselves are averaged: neither reducer nor optimizer."""
-        return self.exact and not self.optimizers
+        """Whether the parameters themselves are averaged: neither reducer nor outer optimizer."""
+        return self.exact and not self.outers
 
-    @property
-    def anchored(self) -> bool:
-        """Whether `local_sgd` keeps an anchor."""
-        return self.late or not self.plain
+    def init(self, params: PyTree, k: int = 0) -> tuple[PyTree, PyTree]:
+        """The outer optimizer's and the reducer's state for fragment `k` of the parameters."""
+        outer = self.outers[k].init(params) if self.outers else ()
+        return outer, self.reducer.init(params)
 
-    def sent(self, periods: Periods, inner_init: InnerInit | None, replicas: int | None) -> Sent:
-        """The bytes of averages at these times."""
-
-        def reduced(part: PyTree, nth: int | None) -> CompressionStats:
-            return bytes_of(self.reducer, part, replicas, nth)
-
-        return Sent(
-            periods,
-            None if self.exact else reduced,
-            self.average_inner is True,
-            inner_init,
-            shares_start=not self.plain,
-        )
-
-    def init(self, params: PyTree, fragments: Fragments) -> tuple[Any, Any, Any]:
-        """(anchor, outer states, reducer states), a state for each fragment."""
-        parts = [fragments.take(params, k) for k in range(fragments.count)]
-        reducer = tuple(self.reducer.init(part) for part in parts)
-        # A copy, because a training step that donates its state must not see one buffer twice.
-        anchor = jax.tree.map(jnp.copy, params) if self.anchored else ()
-        outer = tuple(tx.init(part) for tx, part in zip(self.optimizers, parts, strict=False))
-        return anchor, outer, reducer
-
-    def meet(
-        self, k: int, anchor: PyTree, local: Part, begin: InnerInit, weight: Any = None
-    ) -> Part:
-        """The average of one fragment over all replicas, or the outer step with its mean.
+    def bytes(
+        self, params: PyTree, inner: PyTree, replicas: int | None, nth: int | None
+    ) -> list[LeafStats]:
+        """What one average of these parameters sends.
 
         Args:
-          k: Which fragment.
-          anchor: The fragment as it was after the last outer step. For a plain average what all
-            keep if nobody counts; (): each its own.
-          local: This replica's parameters and states.
+          params: Those that are averaged.
+          inner: The inner state, of which something is sent only if it is averaged.
+          replicas: How many there are, where the reducer needs it.
+          nth: How many averages came before; None for one after all exact ones.
+        """
+        if self.exact:
+            leaves = exact_leaves(params)
+        else:
+            leaves = list(bytes_of(self.reducer, params, replicas, nth).leaves)
+        return leaves + (exact_leaves(inner, "inner state ") if self.average_inner is True else [])
+
+    def step(
+        self, anchor: PyTree, part: Part, begin: InnerInit, weight: Any = None, k: int = 0
+    ) -> Part:
+        """The average over all replicas, or the outer step with the mean pseudo-gradient.
+
+        Args:
+          anchor: The parameters after the last outer step. For a plain average what all keep if
+            nobody counts; (): what each has.
+          part: This replica's parameters and states.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
           weight: How much this replica counts; None if all count the same.
+          k: Which fragment the parameters are.
         """
         if self.plain:
-            return self.mean(local, self.axis_name, begin, weight, anchor)
-        weight, dropped = self._counting(local, weight)
-        pseudo = jax.tree.map(lambda a, p: a - p, anchor, local.params)
-        counted = None
+            return self.mean(part, self.axis_name, begin, weight, anchor)
+        weight, dropped = self._counting(part, weight)
+        pseudo = jax.tree.map(lambda a, p: a - p, anchor, part.params)
+        counted, reducer = None, part.reducer
         if self.exact:
             reduced, counted = _averaged(pseudo, self.axis_name, weight)
-            reducer = local.reducer
         else:
             given = {} if weight is None else {"weight": weight}
-            reduced, reducer = self.reducer.update(pseudo, local.reducer, anchor, **given)
-        outer = local.outer
-        if self.optimizers:
-            updates, outer = self.optimizers[k].update(reduced, outer, anchor)
-        else:
-            updates = jax.tree.map(jnp.negative, reduced)
+            reduced, reducer = self.reducer.update(pseudo, part.reducer, anchor, **given)
+        updates, outer = jax.tree.map(jnp.negative, reduced), part.outer
+        if self.outers:
+            updates, outer = self.outers[k].update(reduced, part.outer, anchor)
         params = _unless_nobody(counted, optax.apply_updates(anchor, updates), anchor)
-        outer = _unless_nobody(counted, outer, local.outer)
-        inner = local.inner
+        outer = _unless_nobody(counted, outer, part.outer)
+        inner = part.inner
         if self.average_inner is True:
             inner, counted = _averaged(inner, self.axis_name, weight)
-            inner = _unless_nobody(counted, inner, local.inner)
-        averaged = Part(params, inner, outer, reducer)
-        return self._reset(averaged, begin, dropped)
+            inner = _unless_nobody(counted, inner, part.inner)
+        return self._reset(Part(params, inner, outer, reducer), begin, dropped)
 
     def mean(
         self,
-        local: Part,
+        part: Part,
         axes: AxisName,
         begin: InnerInit,
         weight: Any = None,
         anchor: PyTree = (),
     ) -> Part:
-        """The plain average over `axes` in one all-reduce, with the inner state if asked for.
-
-        Where nobody counts, `anchor` is kept, or what each replica has of its own.
-        """
-        params, inner = local.params, local.inner
-        weight, dropped = self._counting(local, weight)
+        """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
+        weight, dropped = self._counting(part, weight)
+        inner = part.inner
         if self.average_inner is True:
-            (params, inner), counted = _averaged((params, inner), axes, weight)
-            inner = _unless_nobody(counted, inner, local.inner)
+            (params, inner), counted = _averaged((part.params, inner), axes, weight)
+            inner = _unless_nobody(counted, inner, part.inner)
         else:
-            params, counted = _averaged(params, axes, weight)
-        kept = anchor if jax.tree.leaves(anchor) else local.params
+            params, counted = _averaged(part.params, axes, weight)
+        kept = anchor if jax.tree.leaves(anchor) else part.params
         params = _unless_nobody(counted, params, kept)
-        return self._reset(local._replace(params=params, inner=inner), begin, dropped)
+        return self._reset(part._replace(params=params, inner=inner), begin, dropped)
 
-    def mix(self, shared: PyTree, local: PyTree) -> PyTree:
-        """What a replica goes on with: the parameters that all agree on, and a share of its own.
-
-        An element of its own that is not finite is left out, so that it does not outlive a meeting.
-        """
-        if not self.alpha:
-            return shared
-
-        def one(shared: Array, local: Array) -> Array:
-            wide = compute_dtype(shared.dtype)
-            mixed = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
-            return jnp.where(jnp.isfinite(local), mixed.astype(shared.dtype), shared)
-
-        return jax.tree.map(one, shared, local)
-
-    def _counting(self, local: Part, weight: Any) -> tuple[Any, Array | None]:
+    def _counting(self, part: Part, weight: Any) -> tuple[Any, Array | None]:
         """This replica's weight, and whether it was dropped; None if nobody is."""
         if not self.drop_non_finite:
             return weight, None
-        given = (local.params, local.inner) if self.average_inner is True else local.params
+        given = (part.params, part.inner) if self.average_inner is True else part.params
         finite = all_finite(jax.tree.leaves(given))
-        own = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
-        return jnp.where(finite, own, 0), ~finite
+        weight = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
+        return jnp.where(finite, weight, 0), ~finite
 
     def _reset(self, averaged: Part, begin: InnerInit, dropped: Array | None) -> Part:
         everybody = self.average_inner == "reset"
         if not everybody and dropped is None:
             return averaged
-        state = as_local(reset(averaged.inner, begin(averaged.params)), self.axis_name)
+        state = as_local(_reset(averaged.inner, begin(averaged.params)), self.axis_name)
         if dropped is not None and not everybody:
             # Its momenta are no more finite than what they led to.
             pick = functools.partial(jnp.where, dropped)
@@ -253,15 +221,14 @@ class Meeting:
         return averaged._replace(inner=state)
 
 
-def check_meeting(
+def check_sync(
     axis_name: AxisName,
-    periods: Periods,
     reducer: Any,
     outer: Any,
     average_inner_state: Any,
-    alpha: Any,
     drop_non_finite: Any = False,
-) -> Meeting:
+    fragments: int = 1,
+) -> Sync:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share.
 
     Raises:
@@ -281,26 +248,13 @@ def check_meeting(
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
-    if average_inner_state is not False and (periods.fragments > 1 or periods.delay):
-        raise ValueError(
-            f"average_inner_state={average_inner_state!r} needs fragments=1 and "
-            "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
-            "part of them is averaged."
-        )
-    if check_flag("drop_non_finite", drop_non_finite) and (periods.fragments > 1 or periods.delay):
-        raise ValueError(
-            "drop_non_finite=True needs fragments=1 and fragment_sync_delay=0: what is not finite "
-            "in one part spreads to the others before their turn."
-        )
-    return Meeting(
+    return Sync(
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
-        _check_outer(outer, periods.fragments),
+        _check_outer(outer, fragments),
         reducer is None,
         average_inner_state,
-        check_static_number("fragment_update_alpha", alpha, 0, 1),
-        periods.delay > 0,
-        drop_non_finite,
+        check_flag("drop_non_finite", drop_non_finite),
     )
 
 
@@ -309,26 +263,26 @@ def _check_outer(outer: Any, fragments: int) -> tuple[Any, ...]:
     if outer is None:
         return ()
     each = isinstance(outer, (list, tuple)) and not _is_transformation(outer)
-    optimizers: tuple[Any, ...] = tuple(outer) if each else (outer,) * fragments
-    wrong = [optimizer for optimizer in optimizers if not _is_transformation(optimizer)]
+    outers: tuple[Any, ...] = tuple(outer) if each else (outer,) * fragments
+    wrong = [optimizer for optimizer in outers if not _is_transformation(optimizer)]
     if wrong:
         raise ValueError(
             "`outer` must be an Optax gradient transformation, one for each fragment or None, got "
             f"{wrong[0]!r}."
         )
-    if len(optimizers) != fragments:
+    if len(outers) != fragments:
         raise ValueError(
-            f"`outer` has {len(optimizers)} optimizers, and there are {fragments} fragments. Pass "
+            f"`outer` has {len(outers)} optimizers, and there are {fragments} fragments. Pass "
             "one for each, or a single one for all."
         )
-    return tuple(optax.with_extra_args_support(optimizer) for optimizer in optimizers)
+    return tuple(optax.with_extra_args_support(optimizer) for optimizer in outers)
 
 
 def _is_transformation(value: Any) -> bool:
     return hasattr(value, "init") and hasattr(value, "update")
 
 
-def reset(state: PyTree, initial: PyTree) -> PyTree:
+def _reset(state: PyTree, initial: PyTree) -> PyTree:
     """`initial`, but schedules and injected hyperparameters go on from where `state` has them.
 
     Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
@@ -338,7 +292,7 @@ def reset(state: PyTree, initial: PyTree) -> PyTree:
 
     def choose(old: Any, new: Any) -> Any:
         if isinstance(old, optax.InjectStatefulHyperparamsState):
-            return old._replace(inner_state=reset(old.inner_state, new.inner_state))
+            return old._replace(inner_state=_reset(old.inner_state, new.inner_state))
         return old if isinstance(old, optax.ScaleByScheduleState) else new
 
     return jax.tree.map(choose, state, initial, is_leaf=lambda x: isinstance(x, kept))

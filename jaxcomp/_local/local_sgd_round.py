@@ -1,0 +1,166 @@
+"""What `local_sgd_round` takes, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optax
+from jax.sharding import Mesh
+
+from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.typing import AxisName
+from jaxcomp._local.fragments import check_streaming
+from jaxcomp._local.round import LocalSGDRound, StepFn
+from jaxcomp._local.sync import AverageInnerState, InnerInit, Outer, Sync, check_sync
+from jaxcomp._mesh.explicit import check_mesh_axes
+from jaxcomp._reducers.contract import call_text
+
+
+def local_sgd_round(
+    step_fn: StepFn,
+    *,
+    sync_every: int,
+    axis_name: AxisName,
+    reducer: optax.GradientTransformation | None = None,
+    outer: Outer | None = None,
+    average_inner_state: AverageInnerState = False,
+    fragments: int | Sequence[str] = 1,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
+    drop_non_finite: bool = False,
+    inner_init: InnerInit | None = None,
+    mesh: Mesh | None = None,
+) -> LocalSGDRound:
+    r"""A round of local SGD or DiLoCo around an ordinary single-device training step.
+
+    .. math::
+        p_w^{0} = p, \qquad p_w^{h+1} = \mathrm{step}(p_w^{h}), \qquad
+        p \leftarrow \frac{1}{W} \sum_w p_w^{H}
+        \quad\text{or}\quad p + \mathrm{outer}\Big(\frac{1}{W} \sum_w (p - p_w^{H})\Big)
+
+    `step_fn` is the step that one writes for one device: ``jax.grad``, ``optimizer.update``,
+    ``optax.apply_updates``, no collective. The average at the end *sets* the parameters, so they
+    are equal on all replicas bit for bit; under ``shard_map(check_vma=True)`` they come in and go
+    out as ``P()``. Between rounds there is one copy to evaluate and to save. Nothing else of a
+    round depends on `sync_every`: rounds of several lengths can share a state, for periods that
+    change.
+
+    Streaming DiLoCo averages a fragment of the parameters at a time. With a delay :math:`\tau` and
+    a share :math:`\alpha`, for a fragment whose turn is after step :math:`t`,
+
+    .. math::
+        a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v^{t - \tau})\Big)
+            && \text{(after step } t - \tau \text{)} \\
+        p_w^t &\leftarrow (1 - \alpha)\, a + \alpha\, p_w^t && \text{(after step } t \text{)}
+
+    The round is one program in which an average and the steps until its use share no data, so that
+    the compiler may run them side by side. It takes longer to compile, because these steps are
+    unrolled. With fragments or a share, `params` are the anchor, one copy, and the state has what
+    each replica goes on with.
+
+    Args:
+      step_fn: ``(params, inner_state, batch) -> (params, inner_state, auxiliary)``.
+      sync_every: Local steps in a round.
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      reducer: A jaxcomp reducer for the pseudo-gradients, as in `local_sgd`.
+      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`; or a list of them, one
+        for each fragment.
+      average_inner_state: As in `local_sgd`. BatchNorm statistics, or anything else floating that
+        shall always be averaged, can be a part of `params` where there is no outer optimizer.
+      fragments: Average one such part of the leaves at a time: the same bytes in total, peaks that
+        many times lower. A number, for parts of about equal size; or a list of regular expressions,
+        where a leaf belongs to the first that is found in its path, written ``blocks/0/kernel``.
+        The turn of fragment ``k`` of ``n``, from 1, is after ``k * sync_every // n`` steps.
+      fragment_sync_delay: Steps between the average of a fragment and its use: less than
+        ``sync_every // fragments``.
+      fragment_update_alpha: Share of its parameters, from 0 to 1, that a replica keeps at the
+        fragment's turn.
+      drop_non_finite: A replica with a value in what it would give to an average that is not
+        finite does not count in it. It goes on with the others' mean, and its inner state begins
+        anew, for which `inner_init` is needed. If nobody is left, the mean is NaN.
+      inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed where an inner
+        state may begin anew, and a convenience for `LocalSGDRound.init`.
+      mesh: For a loop in `jax.jit` over sharded arrays: the mesh that the replicas are on. The
+        round then maps itself over `axis_name`, with Auto or Explicit axes, and what each replica
+        has of its own is a global array with a leading axis of replicas.
+
+    Returns:
+      A `LocalSGDRound`: ``init(params, inner_state)`` gives a `LocalSGDState`, and a call
+      ``(params, state, batches)``, inside the mapped function, gives ``(params, state,
+      auxiliary)``. With a `mesh` it is called inside `jax.jit` instead.
+
+    Raises:
+      ValueError: If an argument is unusable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> optimizer = optax.sgd(0.5)
+      >>> def step(params, opt_state, batch):  # nothing here knows of replicas
+      ...     loss, grads = jax.value_and_grad(lambda p: ((p - batch) ** 2 / 2).sum())(params)
+      ...     updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state, loss
+      >>> run = jaxcomp.local_sgd_round(step, sync_every=2, axis_name="data")
+      >>> params = jnp.zeros(3)
+      >>> state = run.init(params, optimizer.init(params))
+      >>> batches = jnp.array([[0.0, 0.0], [16.0, 16.0]])  # two replicas, two steps
+      >>> params, state, losses = jax.vmap(run, in_axes=(None, None, 0), axis_name="data")(
+      ...     params, state, batches)
+      >>> params.tolist()
+      [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]
+
+      Streaming DiLoCo: what a replica has done after the first step is sent and averaged beside the
+      second.
+
+      >>> run = jaxcomp.local_sgd_round(
+      ...     step, sync_every=2, axis_name="data", fragment_sync_delay=1)
+      >>> params, state, losses = jax.vmap(run, in_axes=(None, None, 0), axis_name="data")(
+      ...     jnp.zeros(3), run.init(jnp.zeros(3), optimizer.init(jnp.zeros(3))), batches)
+      >>> params[0].tolist()
+      [4.0, 4.0, 4.0]
+
+    References:
+      Those of `local_sgd`.
+      Douillard et al.: Streaming DiLoCo with Overlapping Communication. 2025.
+    """
+    made_by = call_text("local_sgd_round", locals())
+    check_axis_name(axis_name)
+    length = check_int("sync_every", sync_every, 1)
+    streaming = check_streaming(fragments, fragment_sync_delay, fragment_update_alpha, length)
+    sync = check_sync(
+        axis_name, reducer, outer, average_inner_state, drop_non_finite, streaming.fragments
+    )
+    if streaming.fragments > 1 or streaming.delay:
+        _check_whole(sync)
+    if not callable(step_fn):
+        raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
+    if inner_init is not None and not callable(inner_init):
+        raise ValueError(
+            f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
+        )
+    if (average_inner_state == "reset" or drop_non_finite) and inner_init is None:
+        asked = "drop_non_finite=True" if drop_non_finite else "average_inner_state='reset'"
+        raise ValueError(
+            f"{asked} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
+        )
+    if mesh is not None:
+        check_mesh_axes(mesh, axis_name)
+    return LocalSGDRound(step_fn, length, streaming, sync, inner_init, mesh, made_by)
+
+
+def _check_whole(sync: Sync) -> None:
+    """Refuses what has no meaning for a part of the parameters.
+
+    Raises:
+      ValueError: With the fix.
+    """
+    if sync.average_inner is not False:
+        raise ValueError(
+            f"average_inner_state={sync.average_inner!r} needs fragments=1 and "
+            "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
+            "part of them is averaged."
+        )
+    if sync.drop_non_finite:
+        raise ValueError(
+            "drop_non_finite=True needs fragments=1 and fragment_sync_delay=0: what is not finite "
+            "in one part spreads to the others before their turn."
+        )
