@@ -153,7 +153,7 @@ def report(run: dict[str, Any], out: Path) -> None:
     """Writes everything, the table and the picture."""
     from benchmarks.cluster.plot import plot  # matplotlib, which a refusal does not need
 
-    (out / "cluster.json").write_text(json.dumps(run, indent=1) + "\n")
+    (out / "cluster.json").write_text(json.dumps(run, separators=(",", ":")) + "\n")
     figures = all_figures(Case(**case) for case in run["cases"])
     text = "\n".join(["## Step times over shaped links", "", conditions(run), "", table(figures)])
     (out / "cluster.md").write_text(text)

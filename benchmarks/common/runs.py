@@ -1,4 +1,7 @@
-"""Finished runs: a file of JSON lines to which each is appended, and where they were made."""
+"""Finished runs: a file of JSON lines to which each is appended, and where they were made.
+
+What a line has in common with the line before it, setting and machine, is not written again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_COMMON = ("config", "about")
+
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
     """The finished runs in a file of JSON lines; none if there is no file.
@@ -16,21 +21,28 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    runs = []
+    runs = list[dict[str, Any]]()
+    common: dict[str, Any] = {}
     for line in path.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            runs.append(json.loads(line))
+            run = common | json.loads(line)
+            common = {name: run[name] for name in _COMMON if name in run}
+            runs.append(run)
     return runs
 
 
 def append_run(path: Path, run: dict[str, Any]) -> None:
     """Adds a finished run, on a line of its own also after one that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    last = (read_runs(path) or [{}])[-1]
+    run = {k: v for k, v in run.items() if k not in _COMMON or last.get(k) != v}
     with path.open("a+b") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - 1))
         cut_off = end and file.read(1) != b"\n"
-        file.write((b"\n" if cut_off else b"") + json.dumps(run).encode() + b"\n")
+        file.write(
+            (b"\n" if cut_off else b"") + json.dumps(run, separators=(",", ":")).encode() + b"\n"
+        )
 
 
 def provenance(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

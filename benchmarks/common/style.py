@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from PIL import Image
 
 from benchmarks.common.paths import LANGUAGE_MODEL
 
@@ -20,8 +24,8 @@ from pictures import (
     name_points,
     note,
     panels,
-    save,
 )
+from pictures import save as save_whole
 
 TITLES = {
     "mlp": "MLP, 10M parameters",
@@ -29,6 +33,15 @@ TITLES = {
     "resnet50": "ResNet-50, 26M parameters",
     "gpt2-small": "GPT-2 small, 124M parameters",
 }
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG of 64 colours, a quarter as large; equal data give equal bytes."""
+    save_whole(figure, path)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(64)
+    small.save(path, optimize=True)
+
 
 __all__ = [
     "BLUE",

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+# 97.5% quantile of Student's distribution, by the number of values.
+_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """A table; all but the first `left` columns are aligned to the right."""
@@ -26,6 +29,19 @@ def with_spread(values: Sequence[float], form: str, unit: str = "") -> str:
         return ""
     spread = f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{mean(values):{form}}{unit}{spread}"
+
+
+def with_interval(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The mean, and beside it, of several values, half the width of its 95% interval (Student's).
+
+    Example:
+      >>> with_interval([1.0, 3.0, 2.0], "+.1f", "%"), with_interval([2.0], ".2f")
+      ('+2.0% ± 2.5', '2.00')
+    """
+    if len(values) < 2:
+        return f"{values[0]:{form}}{unit}" if values else ""
+    half = _STUDENT.get(len(values), 2.3) * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):{form}}{unit} ± {half:{form.lstrip('+')}}"
 
 
 def in_page(page: str, command: str, text: str) -> str:

@@ -7,7 +7,7 @@
 Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
 and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
 cluster would; bytes are counted, not measured: the payload that each replica hands to the
-collectives in the whole run, exact starts included (`bytes` of each transformation).
+collectives in the whole run (`Reducer.bytes`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from benchmarks.common.arguments import command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.runs import append_run, provenance, read_runs
-from benchmarks.convergence.report import summarise, write_report
-from benchmarks.convergence.strategies import CURVES, STRATEGIES
+from benchmarks.common.runs import append_run, read_runs
+from benchmarks.convergence.report import write_report
+from benchmarks.convergence.strategies import STRATEGIES
 from benchmarks.convergence.training import Config, Trainer, corpus
 
 PACKAGES = ("jax", "flax", "optax")
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)
     p.add_argument("--runs", type=int, help="stop after so many new runs (default: all)")
     p.add_argument("--out", type=Path, default=OUT, help="path of the files, without a suffix")
-    p.add_argument("--report", action="store_true", help="write the table, summary and plots")
+    p.add_argument("--report", action="store_true", help="write the table and the picture")
     group = p.add_argument_group("setting (runs with another one do not count in a report)")
     for field in fields(Config):
         name = "--" + field.name.replace("_", "-")
@@ -75,13 +75,12 @@ def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, 
         strategy = STRATEGIES[name]
         trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus())
         for seed in missing[: limit - made]:
-            done = trainer.run(seed, strategy.switch)
-            sent = strategy.bytes_sent(config, done.payload)
+            done = trainer.run(seed)
+            payloads = strategy.payloads(config)
             run = {
                 "strategy": name,
-                "family": strategy.family,
                 "seed": seed,
-                "curve": [(step, sent(step), loss) for step, loss in done.curve],
+                "curve": [(step, sum(payloads[:step]), loss) for step, loss in done.curve],
                 "seconds": round(done.seconds, 1),
                 "config": setting,
                 "about": describe("benchmarks.convergence", PACKAGES),
@@ -108,16 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit = sys.maxsize if args.runs is None else args.runs
     train_missing(names, args.seeds, config, path, limit)
     if args.report:
-        runs = read_runs(path)
-        rows = [row for row in summarise(runs, asdict(config)) if row.strategy in names]
-        if not rows:
-            print("convergence: error: no finished runs of this setting", file=sys.stderr)
+        try:
+            for written in write_report(read_runs(path), asdict(config), args.out):
+                print(written)
+        except ValueError as error:
+            print(f"convergence: error: {error}", file=sys.stderr)
             return 2
-        setting = asdict(config)
-        about = provenance([run for run in runs if run["config"] == setting])
-        about["setting"] = setting
-        for written in write_report(rows, stem=args.out, about=about, curves=CURVES):
-            print(written)
     return 0
 
 

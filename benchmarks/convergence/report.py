@@ -1,126 +1,155 @@
-"""From finished runs to a table, a JSON summary and two plots."""
+"""From finished runs to a table and a picture."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.common import tables
-from benchmarks.common.runs import made_on
-from benchmarks.convergence.plot import plot_curves, plot_frontier
-from benchmarks.convergence.rows import REFERENCE, Row
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from benchmarks.common import style
+from benchmarks.common.paths import ROOT
+from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.tables import in_page, markdown, with_interval, with_spread
+from benchmarks.convergence.strategies import REFERENCE, STRATEGIES
+
+PAGE = ROOT / "docs" / "convergence.md"
+COMMAND = "python -m benchmarks.convergence --report"
+_GOAL_RATIO, _GOAL_GAP = 20.0, 1.0  # at so many times fewer bytes, at most so many per cent above
+_HEADER = ("sent", "times fewer bytes", "above uncompressed (95%)", "final loss", "seeds")
+# What a reader decides between; the table has the others.
+_SHOWN = {
+    REFERENCE: style.INK,
+    "int8": style.OCHRE,
+    "powersgd-r4": style.BLUE,
+    "powersgd-r16": style.BLUE,
+    "spectrum-r16-int8": style.PURPLE,
+    "local-h6-int8": style.GREEN,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy over its seeds.
+
+    Attributes:
+      strategy: Its name.
+      losses: Final held-out losses, nats per byte.
+      gaps: How far above the uncompressed run of the *same* seed each ended, in per cent. The same
+        seed has the same initial parameters and data, so this varies less than the loss.
+      ratio: How many times fewer bytes than the uncompressed run.
+    """
+
+    strategy: str
+    losses: list[float]
+    gaps: list[float]
+    ratio: float
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return STRATEGIES[self.strategy].summary
+
+    @property
+    def gap(self) -> float:
+        """The mean gap, in per cent."""
+        return mean(self.gaps)
 
 
 def summarise(runs: Iterable[dict[str, Any]], config: dict[str, Any]) -> list[Row]:
-    """One row for each strategy, most bytes first.
+    """One row for each strategy of today, most bytes first.
 
     Args:
       runs: As `read_runs` gives them.
       config: Only runs with these settings count, of seeds that the reference has too.
     """
-    by_strategy: dict[str, dict[int, dict[str, Any]]] = {}
+    found: dict[str, dict[int, Any]] = {}
     for run in runs:
-        if run["config"] == config:
-            by_strategy.setdefault(run["strategy"], {})[run["seed"]] = run
-    reference = by_strategy.get(REFERENCE, {})
-    rows = []
-    for own in by_strategy.values():
-        seeds = sorted(own.keys() & reference.keys())
+        if run["config"] == config and run["strategy"] in STRATEGIES:
+            found.setdefault(run["strategy"], {})[run["seed"]] = run["curve"][-1]
+    exact = found.get(REFERENCE, {})
+    rows = list[Row]()
+    for name, ends in found.items():
+        seeds = sorted(ends.keys() & exact.keys())
         if seeds:
-            rows.append(_row([own[s] for s in seeds], [reference[s] for s in seeds]))
-    rows = [replace(row, on_frontier=_undominated(rows, row)) for row in rows]
+            losses = [ends[seed][2] for seed in seeds]
+            gaps = [100 * (ends[seed][2] / exact[seed][2] - 1) for seed in seeds]
+            sent, whole = ends[seeds[0]][1], exact[seeds[0]][1]
+            rows.append(Row(name, losses, gaps, whole / sent))
     return sorted(rows, key=lambda row: (row.ratio, row.gap))
 
 
-def _row(own: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> Row:
-    losses = [run["curve"][-1][2] for run in own]
-    exact = [run["curve"][-1][2] for run in reference]
-    gaps = [100 * (a / b - 1) for a, b in zip(losses, exact, strict=True)]
-    sent, whole = own[0]["curve"][-1][1], reference[0]["curve"][-1][1]
-    curve = []
-    for points in zip(*(run["curve"] for run in own), strict=True):
-        values = [loss for _, _, loss in points]
-        curve.append((points[0][0], points[0][1] / 1e6, mean(values), _spread(values)))
-    return Row(
-        strategy=own[0]["strategy"],
-        family=own[0]["family"],
-        seeds=len(own),
-        loss=mean(losses),
-        spread=_spread(losses),
-        gap=mean(gaps),
-        gap_spread=_spread(gaps),
-        megabytes=sent / 1e6,
-        ratio=whole / sent if sent else math.inf,
-        on_frontier=False,
-        curve=curve,
-    )
+def table(rows: Iterable[Row]) -> str:
+    """Markdown, a row for each strategy."""
+    cells = [
+        (
+            row.name,
+            f"{row.ratio:.1f}",
+            "" if row.strategy == REFERENCE else with_interval(row.gaps, "+.1f", "%"),
+            with_spread(row.losses, ".3f"),
+            str(len(row.losses)),
+        )
+        for row in rows
+    ]
+    return markdown(_HEADER, cells)
 
 
-def _undominated(rows: Sequence[Row], row: Row) -> bool:
-    """Whether none sends as little and ends as low, and is better at one of the two."""
-    return not any(
-        other.ratio >= row.ratio
-        and other.gap <= row.gap
-        and (other.ratio, other.gap) != (row.ratio, row.gap)
-        for other in rows
-    )
+def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes ``stem.png``, and the table of the usual setting into docs/convergence.md.
 
-
-def _spread(values: Sequence[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
-
-
-_HEADER = (
-    "strategy", "times fewer bytes", "above uncompressed", "final loss", "seeds", "frontier",
-)  # fmt: skip
-
-
-def markdown(rows: Sequence[Row], setting: str) -> str:
-    """The table, with the setting above it."""
-    cells = []
-    for row in rows:
-        several = row.seeds > 1
-        loss = f"{row.loss:.3f}" + f" ± {row.spread:.3f}" * several
-        gap = f"{row.gap:+.2f}%" + f" ± {row.gap_spread:.2f}" * several
-        gap = "" if row.strategy == REFERENCE else gap
-        star = "*" * row.on_frontier
-        cells.append((row.strategy, f"{row.ratio:.1f}", gap, loss, str(row.seeds), star))
-    return f"{setting}\n\n{tables.markdown(_HEADER, cells)}\n"
-
-
-def write_report(
-    rows: Sequence[Row], *, stem: Path, about: dict[str, Any], curves: Sequence[str]
-) -> list[Path]:
-    """Writes ``stem.json``, ``stem.md``, ``stem_curves.png`` and ``stem_frontier.png``.
-
-    Args:
-      rows: As `summarise` gives them.
-      stem: Path without a suffix; its directory is made.
-      about: Machine, versions and dates, as `provenance` gives them, and the setting.
-      curves: The strategies of the plot over steps. Of them, those with as many seeds as the
-        reference are shown: means over other seeds would not compare.
-
-    Returns:
-      The paths.
+    Raises:
+      ValueError: There is no finished run of the reference.
     """
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    summary, table = stem.with_suffix(".json"), stem.with_suffix(".md")
-    over_steps = stem.with_name(stem.name + "_curves.png")
-    frontier = stem.with_name(stem.name + "_frontier.png")
-    document = {"about": about, "rows": [asdict(row) for row in rows]}
-    summary.write_text(json.dumps(document, indent=1) + "\n")
-    table.write_text(markdown(rows, _sentence(about)))
-    seeds = max((row.seeds for row in rows if row.strategy == REFERENCE), default=0)
-    plot_curves([row for row in rows if row.strategy in curves and row.seeds == seeds], over_steps)
-    plot_frontier(rows, frontier)
-    return [summary, table, over_steps, frontier]
+    rows = summarise(runs, config)
+    if not rows:
+        raise ValueError("no finished runs of this setting")
+    made = made_on(provenance([run for run in runs if run["config"] == config]))
+    written = [stem.with_suffix(".png")]
+    plot(rows, written[0])
+    text = f"{table(rows)}\n\n{made}\n"
+    if stem.parent == ROOT / "benchmarks" / "results":
+        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
+        written.append(PAGE)
+    else:
+        written.append(stem.with_suffix(".md"))
+        written[1].write_text(text)
+    return written
 
 
-def _sentence(about: dict[str, Any]) -> str:
-    setting = ", ".join(f"{name} {value}" for name, value in about["setting"].items())
-    return f"{made_on(about)} Setting: {setting}."
+def plot(rows: list[Row], path: Path) -> None:
+    """Final loss against how many times fewer bytes, with the goal as a shaded corner."""
+    figure, (axis,) = style.panels(1, 9, 4.6)
+    named = []
+    for row in rows:
+        colour = _SHOWN.get(row.strategy, style.MUTED)
+        shown = row.strategy in _SHOWN
+        spread = stdev(row.gaps) if len(row.gaps) > 1 else None
+        axis.errorbar(
+            row.ratio, row.gap, yerr=spread, fmt="o", color=colour,
+            markersize=5.5 if shown else 3.5, alpha=1 if shown else 0.5, capsize=2, linewidth=1,
+        )  # fmt: skip
+        if shown:
+            named.append((row.ratio, row.gap, row.name, colour))
+    right = 2.2 * max(row.ratio for row in rows)
+    low = min(-0.5, *(row.gap for row in rows))
+    corner = [_GOAL_RATIO, right]
+    axis.fill_between(corner, low, _GOAL_GAP, color=style.GREEN, alpha=0.1, linewidth=0)
+    axis.axhline(0, color=style.INK, linewidth=0.6)
+    axis.set(
+        xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(row.gap for row in rows) + 1),
+        xlabel="times fewer bytes than a float32 all-reduce, whole run",
+        ylabel="final held-out loss above uncompressed, per cent",
+    )  # fmt: skip
+    # Linear up to 1%, where the goal is; logarithmic above, where most strategies are.
+    axis.set_yscale("symlog", linthresh=1.0, linscale=0.8)
+    axis.yaxis.set_major_locator(FixedLocator([-1, 0, 0.5, 1, 2, 5, 10, 20, 50]))
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axis.xaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    style.note(axis, "grey: others of the table\nshaded: 20 times fewer bytes within 1%")
+    style.name_points(axis, named)
+    style.save(figure, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,36 +97,16 @@ def adamw(config: Config, rate: float = 1.0, momentum: float = 0.9) -> optax.Gra
 
 
 @dataclass(frozen=True)
-class Switch:
-    """A transformation that is made in the middle of a run, from what the run has by then.
-
-    Attributes:
-      share: Of the steps, those before it.
-      adapt: (setting, parameters, state) -> the whole transformation, its state, and the bytes
-        that each replica sends in each step from then on.
-    """
-
-    share: float
-    adapt: Callable[[Config, Tree, Tree], tuple[optax.GradientTransformation, Tree, int]]
-
-    def step(self, config: Config) -> int:
-        """The number of the first step with it."""
-        return round(self.share * config.steps)
-
-
-@dataclass(frozen=True)
 class Finished:
     """A finished run.
 
     Attributes:
       curve: (steps, held-out loss in nats per byte) of every evaluation.
       seconds: What it took.
-      payload: Bytes of a step after the switch; None for a run without one.
     """
 
     curve: list[tuple[int, float]]
     seconds: float
-    payload: int | None
 
 
 class Trainer:
@@ -154,25 +133,15 @@ class Trainer:
         self._chunk = jax.jit(self._steps, donate_argnums=0)
         self._evaluate = jax.jit(lambda params, batch: loss_fn(config.model, params, batch))
 
-    def run(self, seed: int, switch: Switch | None = None) -> Finished:
-        """Trains from the beginning.
-
-        Args:
-          seed: Of the parameters and of the data.
-          switch: What takes over in the middle, compiled for this run alone.
-        """
-        began, trainer, carry = time.monotonic(), self, self.start(seed)
-        curve, payload, at = [], None, switch.step(self.config) if switch else self.config.steps
+    def run(self, seed: int) -> Finished:
+        """Trains from the beginning; the seed is that of the parameters and of the data."""
+        began, carry = time.monotonic(), self.start(seed)
+        curve = []
         for first in range(0, self.config.steps, self.config.eval_every):
             last = first + self.config.eval_every
-            if switch and first <= at < last:
-                params, state = self.advance(carry, seed, first, at)
-                tx, state, payload = switch.adapt(self.config, params, state)
-                trainer = Trainer(self.config, tx, local=self.local, corpus=self.corpus)
-                carry, first = (params, state), at
-            carry = trainer.advance(carry, seed, first, last)
+            carry = self.advance(carry, seed, first, last)
             curve.append((last, self.held_out_loss(carry[0])))
-        return Finished(curve, time.monotonic() - began, payload)
+        return Finished(curve, time.monotonic() - began)
 
     def start(self, seed: int) -> Tree:
         """Parameters and state before the first step."""
@@ -258,6 +227,6 @@ def early_momentum(config: Config) -> Tree:
 
 
 __all__ = [
-    "AXIS", "Config", "Corpus", "Finished", "Switch", "Trainer", "adamw", "after_a_quarter",
+    "AXIS", "Config", "Corpus", "Finished", "Trainer", "adamw", "after_a_quarter",
     "corpus", "early_momentum",
 ]  # fmt: skip

@@ -1,140 +1,170 @@
-"""What XLA makes of an update for a GPU, read on a machine that has none.
+"""Kernels and collectives of an update as XLA compiles it for a GPU, on a machine that has none.
 
     python -m benchmarks.gpu_program
-    python -m benchmarks.gpu_program --trees gpt2-small --ranks 4,32 --reducers powersgd
+    python -m benchmarks.gpu_program --trees mlp --ranks 4
 
-Compiles one update of every reducer for eight GPUs and counts, in the optimised program: kernels;
-words that they move for every gradient value, beside the floor below which no program goes; memory
-beside the donated gradients and state, as a multiple of the gradients; library calls; collectives
-with dtype and bytes; seconds to compile, by the clock and of the processor. Where a GPU is at hand
-it is timed too, on that GPU: the update as `benchmarks.overhead` does, torch's hook, and the time
-to move seven words for every value.
+Compiles one update of each reducer for eight H200s, without autotuning, and counts in the optimised
+program: kernels, collectives, memory beside gradients and state as a multiple of the gradients, and
+seconds to compile. Of a conditional the branch with more kernels counts, a loop's body as often as
+it runs. No program is run.
 
-Installs nothing. It needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax.
-
-Writes gpu_program-h200.json and gpu_program-h200.md, or -a100. `--report` needs no compiler.
+Needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax. Prints the table that is
+in docs/gpu.md, and writes gpu_program.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
+import jax
+import jax.numpy as jnp
+
+import jaxcomp
+from benchmarks.common.arguments import command_line, listed, one_of, positive_int
 from benchmarks.common.machine import describe
-from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.common.tables import write_page
-from benchmarks.gpu_program.report import paged, results, table
-from benchmarks.gpu_program.target import NEEDED, TARGETS, compiler_found
-from benchmarks.gpu_program.timing import gpu_found, times
-from benchmarks.gpu_program.worker import RANKLESS, REDUCERS
+from benchmarks.common.paths import RESULTS
+from benchmarks.common.tables import markdown
+from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
+from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
 
-PAGE = ROOT / "docs" / "gpu.md"
+OUT = RESULTS / "gpu_program.json"
+_DEVICES = 8
+# Names for a part of the memory, which cost nothing.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
+    "partition-id", "replica-id",
+}  # fmt: skip
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?$"
+)
+_HEADER = ("tree", "reducer", "kernels", "collectives", "temporary memory", "seconds to compile")
+
+REDUCERS: dict[str, Callable[[int], Any]] = {
+    "allreduce": lambda rank: jaxcomp.allreduce(axis_name=AXIS),
+    "int8 all-reduce": lambda rank: jaxcomp.quantized_allreduce(axis_name=AXIS),
+    "powersgd": lambda rank: jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0),
+    "powersgd, int6": lambda rank: jaxcomp.powersgd(
+        rank, axis_name=AXIS, start_step=0, comm_dtype="int6"
+    ),
+}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def count(module: Module, computation: Computation | None = None) -> tuple[int, int]:
+    """Kernels and collectives of a computation with all that it calls; by default of all."""
+    kernels = collectives = 0
+    for x in (computation or module.entry).instructions:
+        if x.opcode in _FREE or x.opcode.endswith("-done"):
+            continue
+        if _COLLECTIVE.match(x.opcode):
+            collectives += 1
+        elif x.opcode in ("while", "conditional", "call", "async-start"):
+            more = _called(module, x)
+            kernels, collectives = kernels + more[0], collectives + more[1]
+        else:
+            kernels += 1
+    return kernels, collectives
+
+
+def _called(module: Module, x: Instruction) -> tuple[int, int]:
+    names = [*x.called("body"), *x.called("condition")]
+    if names:
+        trips = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
+        times = int(trips[1]) if trips else 1
+        counted = [count(module, module.computations[name]) for name in names]
+        return times * sum(k for k, _ in counted), times * sum(c for _, c in counted)
+    branches = ("branch_computations", "true_computation", "false_computation")
+    names = [name for attribute in branches for name in x.called(attribute)]
+    names = names or (x.called("to_apply") or x.called("calls"))[:1]
+    return max(count(module, module.computations[name]) for name in names)
+
+
+def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:
+    """What is counted of one update; gradients and state are donated."""
+    grads = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
+    tx, mesh = REDUCERS[reducer](rank), mesh_of("h200", _DEVICES)
+    state = jax.eval_shape(tx.init, grads)
+    specs = jaxcomp.state_specs(state, AXIS)
+    step = jax.shard_map(
+        # A mean in the place of every replica's gradient, as an optimizer would use it there.
+        lambda g, s: jaxcomp.as_local(tx.update(g, s), AXIS),
+        mesh=mesh,
+        in_specs=(jax.P(AXIS), specs),
+        out_specs=(jax.P(AXIS), specs),
+        check_vma=False,
+    )
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+        placed(grads, jax.P(AXIS), mesh), placed(state, specs, mesh)
+    )
+    began = time.perf_counter()
+    program: Any = lowered.compile()
+    seconds = time.perf_counter() - began
+    kernels, collectives = count(parse(program.as_text()))
+    memory = program.memory_analysis().temp_size_in_bytes
+    return {
+        "tree": tree,
+        "reducer": reducer if "powersgd" not in reducer else f"{reducer}, rank {rank}",
+        "kernels": kernels,
+        "collectives": collectives,
+        "temporary": memory / 4 / sum(x.size for x in grads.values()),
+        "compile_seconds": seconds,
+    }
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """Markdown, a row for each program."""
+    rows = [
+        [
+            case["tree"],
+            case["reducer"],
+            f"{case['kernels']:,}",
+            str(case["collectives"]),
+            f"{case['temporary']:.2f}",
+            f"{case['compile_seconds']:.0f}",
+        ]
+        for case in cases
+    ]
+    return markdown(_HEADER, rows, left=2)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     parser = command_line("benchmarks.gpu_program", __doc__)
-    shown = " (default: %(default)s)"
-    add = parser.add_argument
-    add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)
-    add("--reducers", default=";".join(REDUCERS), help="separated by semicolons" + shown)
-    add("--ranks", default="1,2,4,32,128", help=shown.strip())
-    add("--target", choices=TARGETS, default="h200", help=shown.strip())
-    add("--devices", type=int, default=8, metavar="N", help=shown.strip())
-    add("--map", choices=("shard_map", "pmap"), default="shard_map", help=shown.strip())
-    add("--limit", type=float, default=1800, metavar="S", help="seconds for a program" + shown)
-    add("--tag", default="", help="what the names of the files end with, such as -pmap")
-    add("--keep", action="store_true", help="keep the file's other programs, and say so in it")
-    add("--report", action="store_true", help="only write the tables of docs/gpu.md anew")
-    add("--out", type=Path, default=RESULTS, help="folder for the results" + shown)
+    parser.add_argument("--trees", default="mlp,gpt2-small", help=", ".join(TREES))
+    parser.add_argument("--ranks", default="4,32")
+    parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(argv)
     try:
         given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
-        known = one_of("--reducers", REDUCERS)
-        given.reducers = tuple(known(name.strip()) for name in given.reducers.split(";"))
         given.ranks = listed("--ranks", given.ranks, positive_int("--ranks"))
-        at_least("--devices", given.devices, 2)
     except ValueError as error:
         parser.error(str(error))
     return given
 
 
-def jobs(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A program for every tree, reducer and, where it has one, rank."""
-    return [
-        {"tree": tree, "reducer": reducer, "rank": rank}
-        for tree in given.trees
-        for reducer in given.reducers
-        for rank in (given.ranks[:1] if reducer in RANKLESS else given.ranks)
-    ]
-
-
-def kept(earlier: dict[str, Any], again: list[dict[str, Any]]) -> dict[str, Any]:
-    """The programs of an earlier run that are not compiled again, and how they were made."""
-    made = {"command": earlier["command"], "date": earlier["date"]}
-    gone = set(map(_place, again))
-    cases = [case for case in earlier["cases"] if _place(case) not in gone]
-    return {"earlier": [*earlier.get("earlier", []), made], "cases": cases}
-
-
-def _place(job: dict[str, Any]) -> tuple[int, ...]:
-    """Where a program stands in a table; that of a reducer without ranks has one place."""
-    tree, reducer = list(TREES).index(job["tree"]), list(REDUCERS).index(job["reducer"])
-    return tree, reducer, 0 if job["reducer"] in RANKLESS else job["rank"]
-
-
-def compiled(job: dict[str, Any], limit: float) -> dict[str, Any]:
-    """What a process of its own counts, or under ``error`` why it could not."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu_program.worker"],
-            cwd=ROOT,
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not compiled after {limit:.0f} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"error": lines[-1] if lines else f"ended with {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    given = parse(argv)
-    if given.report:
-        found = results(given.out)
-        return write_page("gpu_program", PAGE, lambda page: paged(page, found))
+    given = parse_arguments(argv)
     if not compiler_found():
         print(f"gpu_program: {NEEDED}", file=sys.stderr)
         return 1
-    run = describe("benchmarks.gpu_program", ["jax", "jaxlib"])
-    run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
-    given.out.mkdir(parents=True, exist_ok=True)
-    stem = given.out / f"gpu_program-{given.target}{given.tag}"
-    if given.keep and Path(f"{stem}.json").exists():
-        run |= kept(json.loads(Path(f"{stem}.json").read_text()), jobs(given))
-    timed = times(given.trees, given.ranks, given.reducers) if gpu_found() else {}
-    for job in jobs(given):
-        target = {"target": given.target, "devices": given.devices, "map": given.map}
-        case = job | compiled(job | target, given.limit) | timed.get(tuple(job.values()), {})
-        print(json.dumps(case), file=sys.stderr)
-        run["cases"] = sorted([*run["cases"], case], key=_place)
-        Path(f"{stem}.json").write_text(json.dumps(run, indent=1) + "\n")
-    text = table(run)
-    Path(f"{stem}.md").write_text(text)
-    print(text)
-    return 1 if any("error" in case for case in run["cases"]) else 0
+    cases = [
+        compiled(tree, reducer, rank)
+        for tree in given.trees
+        for reducer in REDUCERS
+        for rank in (given.ranks if "powersgd" in reducer else given.ranks[:1])
+    ]
+    run = {**describe("benchmarks.gpu_program", ["jax", "jaxlib"]), "cases": cases}
+    given.out.write_text(json.dumps(run, indent=1) + "\n")
+    print(table(cases))
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.cluster.plan import parse_strategy
-from benchmarks.common.tables import markdown, with_spread
+from benchmarks.common.tables import markdown, with_interval
 from benchmarks.optimizers.settings import Setting
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
@@ -110,7 +110,7 @@ def compared(links: Sequence[dict[str, Any]]) -> str:
                 [
                     said,
                     str(len(percents)),
-                    with_spread(percents, "+.1f", "%"),
+                    with_interval(percents, "+.1f", "%"),
                     f"+{gap:.1f}% ± {half:.1f}",
                     "inside" if inside else "outside",
                 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import made_on, provenance
-from benchmarks.common.tables import in_page, markdown, with_spread
+from benchmarks.common.tables import in_page, markdown, with_interval, with_spread
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.settings import (
@@ -25,7 +25,7 @@ from benchmarks.optimizers.settings import (
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
-_HEADER = ["optimizer", "sent", "seeds", "held-out loss", "above exact", "fewer bytes"]
+_HEADER = ["optimizer", "sent", "seeds", "held-out loss", "above exact (95%)", "fewer bytes"]
 
 Loss = Callable[[Setting, int], float]  # of a setting and a seed: the final held-out loss
 
@@ -49,7 +49,7 @@ def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
     kinds = (config, longer(config), wider(config))
     counted = [[run for run in runs if run["config"] == asdict(kind)] for kind in kinds]
     found, later, wide = (results(some, Setting) for some in counted)
-    rows, tried = list[list[str]](), list[list[str]]()
+    rows, tried = list[list[str]](), list[str]()
     for optimizer in GRID:
         if (exact := _best(optimizer, found, GRID)) is None:
             continue
@@ -65,7 +65,7 @@ def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     made = made_on(provenance([run for some in counted for run in some]))
-    exact_runs = markdown(["exact runs, seed 0", "held-out loss"], tried)
+    exact_runs = f"Exact runs of the search, seed 0: {'; '.join(tried)}."
     return in_page(
         page, COMMAND, "\n\n".join((markdown(_HEADER, rows, left=2), exact_runs, made, ""))
     )
@@ -79,11 +79,9 @@ def _best(optimizer: str, found: Mapping[Setting, Result], grid: Grid) -> Settin
         return None
 
 
-def _tried(
-    optimizer: str, found: Mapping[Setting, Result], grid: Grid, note: str
-) -> list[list[str]]:
+def _tried(optimizer: str, found: Mapping[Setting, Result], grid: Grid, note: str) -> list[str]:
     return [
-        [setting.label() + note, f"{found[setting].losses[0]:.3f}"]
+        f"{setting.label().removesuffix(': exact')}{note} {found[setting].losses[0]:.3f}"
         for setting in searched(optimizer, grid)
     ]
 
@@ -95,7 +93,7 @@ def _rows(
     for setting in (s for s in (exact, *compressed) if s in found):
         own, beside = found[setting], found[exact]
         losses = list(own.losses.values())
-        above = "" if setting == exact else with_spread(own.gaps(beside), "+.1f", "%")
+        above = "" if setting == exact else with_interval(own.gaps(beside), "+.1f", "%")
         ratio = f"{beside.sent / own.sent:.1f}x"
         label = setting.label().partition(": ")[2] + note
         name = setting.label().partition(": ")[0] if setting == exact else ""

@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
-
 from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.machine import sentence
 from benchmarks.common.paths import RESULTS, ROOT
@@ -21,22 +19,25 @@ from benchmarks.common.style import (
     OCHRE,
     ORANGE,
     PURPLE,
-    SKY,
     panels,
     save,
 )
-from benchmarks.common.tables import in_page, markdown, with_spread
+from benchmarks.common.tables import in_page, markdown, with_interval
 
 PAGE = ROOT / "docs" / "time_to_loss.md"
 COMMAND = "sudo python -m benchmarks.time_to_loss"
 EXACT = "jax/allreduce"
 _HOOK = "torch/powersgd-"
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
-_COLOURS = {
-    EXACT: INK, "jax/powersgd-32-int6": BLUE, "jax/powersgd-24-int6-every-4": PURPLE,
-    "jax/powersgd-16-int6": SKY, "torch/powersgd-32": OCHRE, "torch/powersgd-16": ORANGE,
-    "jax/local-sgd-8": GREEN,
-}  # fmt: skip
+# What the picture shows, in words.
+_LINES = {
+    EXACT: ("float32 all-reduce", INK),
+    "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
+    "jax/powersgd-24-int6-every-4": ("PowerSGD rank 24, int6, every 4 steps", PURPLE),
+    "torch/powersgd-32": ("torch's hook, rank 32", OCHRE),
+    "torch/powersgd-16": ("torch's hook, rank 16", ORANGE),
+    "jax/local-sgd-8": ("local SGD, every 8 steps", GREEN),
+}
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def write_report(
 ) -> list[Path]:
     """Writes the tables and, where there are step times, the picture.
 
-    The tables also go into the page if `out` is the usual.
+    The tables go into the page if `out` is the usual, else beside the picture.
 
     Raises:
       ValueError: There is no exact run of the setting.
@@ -154,39 +155,40 @@ def write_report(
     found = results(own)
     if EXACT not in found:
         raise ValueError(f"no finished run of {EXACT} with this setting to compare with.")
-    text = _text(found, own)
-    written = [out.with_suffix(".md")]
-    written[0].write_text(text)
+    text, written = _text(found, own), list[Path]()
     if found[EXACT].seconds:
         written.append(out.with_suffix(".png"))
         plot(found, written[-1])
     if out == RESULTS / "time_to_loss":
-        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
         written.append(PAGE)
+        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
+    else:
+        written.append(out.with_suffix(".md"))
+        written[-1].write_text(text)
     return written
 
 
 def _text(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
     exact = found[EXACT]
-    rates = list(exact.seconds)
     losses = [
         [
             f"`{result.name}`",
             str(len(result.losses)),
-            f"{mean(result.losses.values()):.3f}",
-            "" if result is exact else with_spread(result.gaps(exact), "+.1f", "%"),
-            f"{result.sent / 1e6:.3f}",
+            "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%"),
             f"{exact.sent / result.sent:.1f}x",
             _steps(result),
         ]
         for result in found.values()
     ]
-    header = ["run", "seeds", "held-out loss", "above exact", "MB a step", "fewer", "steps to goal"]
-    parts = [markdown(header, losses)]
-    for rate in rates:
-        rows = [_row(result, found, rate) for result in found.values() if rate in result.seconds]
-        head = [rate, "ms a step", "10% to 90%", "to the goal", "than exact", "than torch's hook"]
-        parts.append(markdown(head, rows))
+    parts = [
+        markdown(["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"], losses)
+    ]
+    if rates := list(exact.seconds):
+        timed = [result for result in found.values() if result.seconds]
+        rows = [
+            [f"`{result.name}`", *(_at(rate, result, found) for rate in rates)] for result in timed
+        ]
+        parts.append(markdown(["run", *(parse_rate(rate).shown for rate in rates)], rows))
     about = runs[0]["about"]
     versions = dict(about["machine"]["versions"])
     for run in runs:
@@ -194,15 +196,13 @@ def _text(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str
     first, last = (f(run["about"]["date"][:10] for run in runs) for f in (min, max))
     dates = first if first == last else f"{first} to {last}"
     made = f"{len(runs)} runs, {dates}; {sentence(about['machine'] | {'versions': versions})}"
-    setting = ", ".join(f"{name} {value}" for name, value in runs[0]["config"].items())
-    checks = _checks(found, runs)
-    return "\n\n".join([*parts, *checks, f"{made} Setting: {setting}.", ""])
+    return "\n\n".join([*parts, made, ""])
 
 
-def _row(result: Result, found: Mapping[str, Result], rate: str) -> list[str]:
-    times = [1e3 * t for t in result.seconds[rate]]
-    low, high = np.quantile(times, [0.1, 0.9])
-    until = result.until(rate)
+def _at(rate: str, result: Result, found: Mapping[str, Result]) -> str:
+    """Milliseconds a step, and how many times sooner at the goal than exact and torch's hook."""
+    if rate not in result.seconds:
+        return ""
 
     def sooner(others: Sequence[Result]) -> str:
         """Than the best of them, with the same seeds."""
@@ -213,39 +213,14 @@ def _row(result: Result, found: Mapping[str, Result], rate: str) -> list[str]:
                 ratios.append(theirs / own)
         return f"{min(ratios):.1f}x" if ratios else "-"
 
-    reached = "-" if until is None else _duration(until) + result.share
-    spread = f"{low:,.0f} to {high:,.0f}"
     hooks = [other for name, other in found.items() if name.startswith(_HOOK)]
-    cells = [f"{median(times):,.0f}", spread, reached, sooner([found[EXACT]]), sooner(hooks)]
-    return [f"`{result.name}`", *cells]
+    step = f"{1e3 * median(result.seconds[rate]):,.0f} ms"
+    return f"{step}, {sooner([found[EXACT]])}, {sooner(hooks)}"
 
 
 def _steps(result: Result) -> str:
     reached = result.reached
     return f"{mean(reached.values()):.0f}{result.share}" if reached else "-"
-
-
-def _checks(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whole runs at a rate, beside what the product says of them."""
-    rows = []
-    for run in runs:
-        name, at = f"{run['framework']}/{run['strategy']}", run.get("at", "unlimited")
-        if at == "unlimited" or name not in found or at not in found[name].seconds:
-            continue
-        steps, seconds, loss = run["curve"][-1]
-        product = steps * median(found[name].seconds[at])
-        difference = f"{100 * (seconds / product - 1):+.1f}%"
-        rows.append(
-            [f"`{name}`", at, f"{loss:.3f}", _duration(seconds), _duration(product), difference]
-        )
-    header = ["whole runs", "at", "held-out loss", "took", "the product", "difference"]
-    return [markdown(header, rows)] if rows else []
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def plot(found: Mapping[str, Result], path: Path) -> None:
@@ -257,18 +232,18 @@ def plot(found: Mapping[str, Result], path: Path) -> None:
     top = max(loss for _, loss in exact.curves[seed][len(exact.curves[seed]) // 8 :])
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
-        for name, colour in _COLOURS.items():
+        for name, (words, colour) in _LINES.items():
             curve = found[name].curves.get(seed) if name in found else None
             if curve is None or rate not in found[name].seconds:
                 continue
             step = median(found[name].seconds[rate])
             times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
-            (lines[name],) = axis.plot(times, losses, color=colour, linewidth=1.5)
+            (lines[words],) = axis.plot(times, losses, color=colour, linewidth=1.5)
         axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)
         axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.legend(
-        lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+        lines.values(), lines.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
     save(figure, path)

@@ -1,1 +1,0 @@
-"""A problem on which PowerSGD does not converge, and which options do."""
