@@ -23,8 +23,6 @@ _PARAMS = """\
   N              a number of parameters, 124M or 1.5B; a transformer's shapes are then assumed
   FILE.json      {"embedding": [50257, 768], "layer_0": {"kernel": [768, 3072], ...}, ...}: names
                  to shapes, nested as you like; or {"shape": [...], "dtype": "bfloat16"} for a leaf
-  FILE.safetensors
-                 only the header is read
 """
 _ADVISE = f"""\
 {_PARAMS}

@@ -124,7 +124,7 @@ class JaxTrainer:
         least = itertools.islice(itertools.cycle(self._batches), self._program.in_round)
         batches = max(self._batches, list(least), key=len)
         self._feed = itertools.cycle(self._program.placed(batches))
-        self._calls = strategy.steps_per_sample // self._program.in_round
+        self._calls = strategy.round_steps // self._program.in_round
         for _ in range(_WARM_UP):
             self.sample()
         return payload(strategy, self._task.params, self._task.mesh.size)
@@ -174,7 +174,6 @@ def make_reducer(strategy: Strategy) -> Any:
         axis_name=AXIS,
         start_step=0,
         comm_dtype=strategy.comm_dtype,
-        alternating=strategy.kind == "one-sided",
     )
 
 
@@ -197,7 +196,6 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
             reducer=reducer,
         )
         return run.bytes(params, replicas=processes, step=every - 1).bytes_after / every
-    # Of one-sided steps the mean of a step for either side, as a sample has one of each.
     return float(make_reducer(strategy).bytes(params, replicas=processes).bytes_after)
 
 

@@ -71,7 +71,7 @@ def measure_case(network: Network, job: Job, rate: Rate, strategy: Strategy, pla
     network.shape(UNLIMITED)  # the warm-up may send far more than the steps that are timed
     prepared = job.ask(_PREPARE_SECONDS, do="prepare", strategy=strategy.name)
     network.shape(rate)
-    most = plan.steps // strategy.steps_per_sample
+    most = plan.steps // strategy.round_steps
 
     # All processes have ended their steps when the counters are read, so nothing is on its way.
     before = job.ask(_PATIENCE, do="bytes")
@@ -87,7 +87,7 @@ def measure_case(network: Network, job: Job, rate: Rate, strategy: Strategy, pla
         model=job.model,
         rate=rate.name,
         strategy=strategy.name,
-        steps_per_sample=strategy.steps_per_sample,
+        steps_per_sample=strategy.round_steps,
         seconds=[a + b for a, b in zip(seconds, rest, strict=True)],
         tx_bytes=[b["tx"] - a["tx"] for a, b in zip(before, after, strict=True)],
         rx_bytes=[b["rx"] - a["rx"] for a, b in zip(before, after, strict=True)],

@@ -17,26 +17,21 @@ DEFAULT_STRATEGIES = (
     "powersgd-4",
     "powersgd-4-fp16",
     "powersgd-4-int8",
-    "one-sided-1",
-    "one-sided-4",
     "local-sgd-8",
     "int8",
 )
-# Kinds of strategy; those in the second set take a number, and of these the ones in the third may
-# say how their factors travel. PyTorch has no one-sided steps and no integer factors, and its
-# quantization hooks work on GPUs only.
+# Kinds of strategy; those in the second set take a number, and powersgd may say how its factors
+# travel. PyTorch has no integer factors, and its quantization hooks work on GPUs only.
 _PLAIN = ("none", "allreduce", "fp16", "int8")
 _NUMBERED = {
     "powersgd": "rank",
-    "one-sided": "rank",
     "local-sgd": "steps between averages",
     "streaming": "the same, each average sent half a round before it is used",
     "diloco": "local-sgd with an outer Nesterov momentum",
 }
 _ROUNDS = ("local-sgd", "streaming", "diloco")
-_WITH_FACTORS = ("powersgd", "one-sided")
 _WIRES = {"fp16": "float16", "int8": "int8", "int6": "int6"}
-_NOT_IN_TORCH = ("one-sided", "int8", "streaming", "diloco")
+_NOT_IN_TORCH = ("int8", "streaming", "diloco")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
 # through for free, and below 16 kB (two frames) the rate is not reached.
@@ -87,15 +82,6 @@ class Strategy:
     def comm_dtype(self) -> str | None:
         """Of the factors, as `jaxcomp.powersgd` takes it."""
         return _WIRES[self.wire] if self.wire else None
-
-    @property
-    def steps_per_sample(self) -> int:
-        """Training steps in one timed sample.
-
-        A whole round of local SGD; a step for either side of one-sided compression, which send
-        different amounts; one step otherwise.
-        """
-        return 2 if self.kind == "one-sided" else self.round_steps
 
     @property
     def round_steps(self) -> int:
@@ -152,12 +138,12 @@ def parse_strategy(text: str) -> Strategy:
     found = re.fullmatch(rf"({kinds})-{number}(?:-({wires}))?(?:-every-{number})?", name)
     if (
         found
-        and (found[3] is None or found[1] in _WITH_FACTORS)
+        and (found[3] is None or found[1] == "powersgd")
         and (found[4] is None or found[1] == "powersgd")
     ):
         return Strategy(found[1], int(found[2]), found[3] or "", int(found[4] or 1))
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
-    known += [f"{kind}-N-{wires}" for kind in _WITH_FACTORS]
+    known += [f"powersgd-N-{wires}"]
     known += [f"powersgd-N[-{wires}]-every-H (of the change in H steps, as local-sgd-H)"]
     raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
 

@@ -146,7 +146,7 @@ class TorchTrainer:
             torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE), strategy
         )
         self._feed = itertools.cycle(self._batches)
-        self._steps = strategy.steps_per_sample
+        self._steps = strategy.round_steps
         for _ in range(_WARM_UP):
             self.sample()
         return None

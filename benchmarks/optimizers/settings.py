@@ -93,12 +93,19 @@ class Setting:
 def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jaxcomp.Ranks:
     """From the momentum after a quarter of an exact run."""
     _, state = after_a_quarter(config, exact.build(config))
-    momenta = [mu for _, mu in optax.tree.get_all_with_path(state, "mu")]
-    # Muon and the Adam beside it have one each, masked where the other has its leaves.
+    return jaxcomp.ranks_by_spectrum(first_momentum(state), ratio=ratio, comm_dtype=wire)
+
+
+def first_momentum(state: Any) -> Any:
+    """Of all optimizers together: Muon's has the leaves that the Adam beside it has not."""
+    every = optax.tree.get_all_with_path
+    found = every(state, "mu") or every(state, "trace")
     masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    either = lambda *xs: next(x for x in xs if not masked(x))  # noqa: E731
-    momentum = jax.tree.map(either, *momenta, is_leaf=masked)
-    return jaxcomp.ranks_by_spectrum(jax.device_get(momentum), ratio=ratio, comm_dtype=wire)
+    return jax.tree.map(
+        lambda *parts: next((x for x in parts if not masked(x)), parts[0]),
+        *(part for _, part in found),
+        is_leaf=masked,
+    )
 
 
 def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:

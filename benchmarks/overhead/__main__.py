@@ -52,8 +52,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--core", type=int, default=0, metavar="N", help="the CPU core to run on" + shown)
     add("--frameworks", default="jax,torch", help=shown.strip())
     add("--residual-dtype", choices=["float32", "bfloat16"], default="float32", help=shown.strip())
-    add("--alternating", action="store_true", help="time jaxcomp's one-sided steps")
-    add("--gpu-kernels", action="store_true", help="time `powersgd(gpu_kernels=True)`")
     add(
         "--out",
         type=Path,
@@ -90,8 +88,6 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
         "warmup": 12,  # until the allocator has what it needs and asks the system for no more
         "platform": given.device,
         "residual_dtype": given.residual_dtype,
-        "alternating": given.alternating,
-        "gpu_kernels": given.gpu_kernels,
     }
     settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
     settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}
@@ -133,8 +129,7 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    forms = "-one-sided" * given.alternating + "-gpu-kernels" * given.gpu_kernels
-    stem = given.out / f"overhead-{given.device}{forms}"
+    stem = given.out / f"overhead-{given.device}"
     if given.report:
         report(json.loads(stem.with_suffix(".json").read_text()), stem)
         return 0

@@ -49,8 +49,6 @@ def update_seconds(job: dict[str, Any], rank: int) -> dict[str, Any]:
         axis_name="data",
         start_step=0,
         residual_dtype=dtype,
-        alternating=job["alternating"],
-        gpu_kernels=job["gpu_kernels"],
     )
     keys = jax.random.split(jax.random.key(0), len(job["shapes"]))
     grads = {

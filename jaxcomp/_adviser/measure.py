@@ -32,9 +32,6 @@ _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
 _COPY_BYTES = {"cpu": 1 << 27}
 _MANY_COPY_BYTES = 1 << 30  # a GPU's caches hold tens of megabytes
-# Trees beyond this are scaled down: compression takes a time per value that it does not change.
-_MAX_VALUES = {"cpu": 20_000_000}
-_MANY_VALUES = 500_000_000
 _PAYLOADS = tuple(1 << k for k in (12, 18, 22, 25))  # bytes
 _REPEATED = 2  # collectives in one program: a step does not wait for Python between them
 _REPEATS = 5  # where several processes wait for each other, and must agree on how often
@@ -54,8 +51,7 @@ def measure(
     one, and what was measured is taken for the software: the slower of it and the link counts.
 
     Args:
-      params: The model to compress, arrays or shapes, or a number of parameters. A part of it is
-        taken where it is large.
+      params: The model to compress, arrays or shapes, or a number of parameters.
       rank: At which to time `powersgd` with factors in six bits.
       devices: Among which to time the all-reduce; None for all that JAX has.
 
@@ -74,6 +70,9 @@ def measure(
     rank = check_int("rank", rank, 1)
     if isinstance(params, (int, np.integer)):
         params, _ = assumed_params(int(params))
+    tree = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not tree:
+        raise ValueError("The parameters hold nothing that is floating.")
     devices = list(jax.devices() if devices is None else devices)
     own = next(device for device in devices if device.process_index == jax.process_index())
     ideal = dataclasses.replace(
@@ -87,7 +86,6 @@ def measure(
     if len(devices) > 1:
         fitted: dict[str, Any] = {k: _fit(way, devices) for k, way in _ways(own.platform).items()}
         ideal = dataclasses.replace(ideal, devices=len(devices), **fitted)
-    tree = _scaled(params, _MAX_VALUES.get(own.platform, _MANY_VALUES))
 
     plain = _step_time(optax.identity(), tree, [own])
     reducer = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
@@ -120,30 +118,6 @@ def _factor(seconds: float, work: float) -> float:
     # Noise can make a difference of two times as small as it likes; no device is ten times faster
     # than its memory.
     return max(seconds / work, 0.1)
-
-
-def _scaled(params: PyTree, most: int) -> PyTree:
-    """Shapes with the same mix as `params` and about `most` values at the most."""
-    leaves = [
-        jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-        for leaf in jax.tree.leaves(params)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    if not leaves:
-        raise ValueError("The parameters hold nothing that is floating.")
-    total = sum(leaf.size for leaf in leaves)
-    if total <= most:
-        return leaves
-    kept = []
-    for kind in dict.fromkeys((leaf.shape, leaf.dtype) for leaf in leaves):
-        count = sum((leaf.shape, leaf.dtype) == kind for leaf in leaves)
-        shape, wanted = list(kind[0]), count * most / total  # of this shape
-        if shape and wanted < 1:  # not even one: a shorter one
-            longest = int(np.argmax(shape))
-            shape[longest] = max(1, round(shape[longest] * wanted))
-        leaf = jax.ShapeDtypeStruct(tuple(shape), kind[1])
-        kept += [leaf] * max(1, round(wanted))
-    return kept
 
 
 def _memory_bandwidth(device: _Device) -> float:

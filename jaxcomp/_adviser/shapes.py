@@ -1,13 +1,10 @@
-"""The shapes of a model's parameters: from a file's header, or assumed from their number."""
+"""The shapes of a model's parameters: from a file, or assumed from their number."""
 
 from __future__ import annotations
 
 import json
 import math
 import pathlib
-import re
-import struct
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,13 +13,6 @@ import jax.numpy as jnp
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matricize import plan_leaves
 
-# Of safetensors, other than those that NumPy and ml_dtypes read by name.
-_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
-_SAFETENSORS |= {
-    f"{k}{n}": f"{w}int{n}" for k, w in (("I", ""), ("U", "u")) for n in (8, 16, 32, 64)
-}
-_MAX_HEADER = 100_000_000  # bytes, as in safetensors itself
 _HEAD_WIDTH = 64
 _VOCABULARY = 50_257
 _SMALLEST, _LARGEST = 10_000, 10**12
@@ -89,79 +79,39 @@ def _decoder(layers: int, width: int, rows: int) -> PyTree:
 
 
 def read_params(path: pathlib.Path) -> PyTree:
-    """The shapes in a ``.json`` or ``.safetensors`` file, of which no array is read.
+    """The shapes in a JSON file: names to shapes, nested as you like.
 
-    JSON: names to shapes, nested as you like; a leaf is ``[64, 256]`` (float32) or
-    ``{"shape": [64, 256], "dtype": "bfloat16"}``. Names with ``/`` or ``.`` in them are nested.
+    A leaf is ``[64, 256]`` (float32) or ``{"shape": [64, 256], "dtype": "bfloat16"}``.
 
     Raises:
       ValueError: If the file holds something else; the message says what.
       OSError: If it cannot be read.
     """
-    suffix = path.suffix.lower()
-    readers = {".safetensors": _read_safetensors, ".json": _read_json}
-    if suffix not in readers:
-        raise ValueError(
-            f"{path} is neither .json nor .safetensors. Give one of these, or a number: 124M."
-        )
     try:
-        params = _nested(readers[suffix](path))
-    except (UnicodeDecodeError, json.JSONDecodeError, struct.error) as error:
-        raise ValueError(f"{path} is no {suffix} file: {error}.") from error
+        content = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f'{path} holds no names. Write {{"name": [rows, columns], ...}}, nested as you like.'
+        )
+    params = {name: _leaf(path, name, value) for name, value in content.items()}
     if not jax.tree.leaves(params):
         raise ValueError(f"{path} holds no parameters.")
     return params
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError(
-            f'{path} holds no names. Write {{"name": [rows, columns], ...}}, nested as you like.'
-        )
-    return {name: _json_leaf(path, name, value) for name, value in content.items()}
-
-
-def _json_leaf(path: pathlib.Path, name: str, value: Any) -> Any:
+def _leaf(path: pathlib.Path, name: str, value: Any) -> Any:
     if isinstance(value, dict) and "shape" not in value:
-        return {key: _json_leaf(path, f"{name}/{key}", x) for key, x in value.items()}
+        return {key: _leaf(path, f"{name}/{key}", x) for key, x in value.items()}
     entry = value if isinstance(value, dict) else {"shape": value}
     shape, dtype = entry["shape"], entry.get("dtype", "float32")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{path}: the shape of {name} must be a list of sizes, got {shape!r}.")
     try:
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(_SAFETENSORS.get(dtype, dtype)))
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
     except TypeError as error:
         raise ValueError(f"{path}: {name} has the unknown dtype {dtype!r}.") from error
-
-
-def _read_safetensors(path: pathlib.Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER:
-            raise ValueError(f"{path} is no .safetensors file: its header has {length:,} bytes.")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is no .safetensors file: its header has no names.")
-    header.pop("__metadata__", None)
-    return {name: _json_leaf(path, name, entry) for name, entry in header.items()}
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Names such as ``layer/kernel`` as nested dicts, so that a leaf's own name is its last key."""
-    tree: dict[str, Any] = {}
-    for name, value in leaves.items():
-        value = _nested(value) if isinstance(value, dict) else value
-        *parents, last = re.split(r"[/.]", name)
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{name} lies below {parent}, which is an array itself.")
-        if last in node:
-            raise ValueError(f"{name} is there twice.")
-        node[last] = value
-    return tree
 
 
 def count_values(params: PyTree) -> int:

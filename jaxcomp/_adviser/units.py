@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
-from jaxcomp._base.checks import ParameterError, check_static_number
+from jaxcomp._base.checks import ParameterError
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _NUMBER = r"(\d+(?:_\d{3})*(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*"
 # A lone b is a bit and a lone B a byte; everything else is read in either case.
 _BANDWIDTH = re.compile(
-    _NUMBER + r"([kKmMgGtT]?)(i?)((?i:bits?)|(?i:bytes?)|b|B)(?:/s|/sec|ps)?", re.ASCII
+    _NUMBER + r"([kKmMgGtT]?)((?i:bits?)|(?i:bytes?)|b|B)(?:/s|/sec|ps)?", re.ASCII
 )
-_TIME = re.compile(_NUMBER + r"(ns|us|µs|μs|ms|s)")
-_SHARE = re.compile(_NUMBER + r"(%?)")
-_COUNT = re.compile(_NUMBER + r"([kKmMgGbBtT]?)")
 
 
 def parse_bandwidth(name: str, value: str | float) -> float:
-    """Bytes per second, from a text such as ``10Gbit``, ``1Gbit/s``, ``100Mbps`` or ``12.5GB/s``.
+    """Bytes per second, from a text such as ``10Gbit``, ``100Mbps`` or ``12.5GB/s``.
 
     Args:
       name: Of the argument, for an error.
@@ -32,15 +29,15 @@ def parse_bandwidth(name: str, value: str | float) -> float:
       ValueError: If this is no positive finite bandwidth.
     """
     hint = "Write a number and a unit: 10Gbit, 100Mbit/s (bits) or 12.5GB/s (bytes)."
-    if not isinstance(value, str):
-        return _checked(name, value, float(value), hint, positive=True)
-    match = _BANDWIDTH.fullmatch(value.strip())
-    if match is None:
-        raise ParameterError(name, f"is no bandwidth: {value!r}. {hint}")
-    number, prefix, binary, unit = match.groups()
-    scale = (_BINARY if binary else _PREFIXES)[prefix.lower()]
-    bits = unit == "b" or unit.lower().startswith("bit")
-    return _checked(name, value, _float(number) * scale / (8 if bits else 1), hint, positive=True)
+    number = value
+    if isinstance(value, str):
+        match = _BANDWIDTH.fullmatch(value.strip())
+        if match is None:
+            raise ParameterError(name, f"is no bandwidth: {value!r}. {hint}")
+        unit = match[3]
+        bits = unit == "b" or unit.lower().startswith("bit")
+        number = _float(match[1]) * _PREFIXES[match[2].lower()] / (8 if bits else 1)
+    return _checked(name, value, float(number), hint, positive=True)
 
 
 def parse_time(name: str, value: str | float, *, positive: bool = False) -> float:
@@ -55,21 +52,7 @@ def parse_time(name: str, value: str | float, *, positive: bool = False) -> floa
       ValueError: If this is no finite time, or negative.
     """
     hint = "Write a number and a unit: 50us, 120ms or 0.12s."
-    if not isinstance(value, str):
-        return _checked(name, value, float(value), hint, positive)
-    match = _TIME.fullmatch(value.strip())
-    if match is None:
-        raise ParameterError(name, f"is no time: {value!r}. {hint}")
-    return _checked(name, value, _float(match[1]) * _TIMES[match[2]], hint, positive)
-
-
-def parse_count(text: str) -> int | None:
-    """A number of parameters such as ``124M``, ``1.5B`` or ``124_000_000``; None for other text."""
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        return None
-    count = _float(match[1]) * _COUNTS[match[2].lower()]
-    return round(count) if math.isfinite(count) else None
+    return _checked(name, value, _scaled(name, "time", value, _TIMES, hint), hint, positive)
 
 
 def parse_share(name: str, value: str | float) -> float:
@@ -83,34 +66,35 @@ def parse_share(name: str, value: str | float) -> float:
       ValueError: If this is no such share.
     """
     hint = "Write 0.01 or 1%."
-    if not isinstance(value, str):
-        share = check_static_number(name, value, 0)
-    else:
-        match = _SHARE.fullmatch(value.strip())
-        if match is None:
-            raise ParameterError(name, f"is no share: {value!r}. {hint}")
-        share = _float(match[1]) / (100 if match[2] else 1)
-    if share >= 1:
+    share = _scaled(name, "share", value, {"%": 0.01, "": 1.0}, hint)
+    if not 0 <= share < 1:
         raise ParameterError(name, f"must be at least 0 and below 1, got {value!r}. {hint}")
     return share
 
 
+def parse_count(text: str) -> int | None:
+    """A number of parameters such as ``124M``, ``1.5B`` or ``124_000_000``; None for other text."""
+    match = re.fullmatch(_NUMBER + r"([kmgbt]?)", text.strip(), re.IGNORECASE)
+    count = _float(match[1]) * _COUNTS[match[2].lower()] if match else math.inf
+    return round(count) if math.isfinite(count) else None
+
+
 def format_bandwidth(bytes_per_second: float) -> str:
     """As bits per second: ``10 Gbit/s``."""
-    return _scaled(bytes_per_second * 8, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)))
+    return _shown(bytes_per_second * 8, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)))
 
 
 def format_time(seconds: float) -> str:
     """With three digits: ``12.3 ms``; from a second on ``1.23 s``."""
-    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+    return _shown(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def format_bytes(count: float) -> str:
     """With three digits in powers of ten: ``1.23 MB``."""
-    return _scaled(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+    return _shown(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
-def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+def _shown(value: float, units: tuple[tuple[str, float], ...]) -> str:
     # 999.6 ms is 1.00 s and not 1000 ms: the unit is chosen after rounding.
     unit, scale = next((u for u in units if value >= u[1] * 0.9995), units[-1])
     number = value / scale
@@ -119,6 +103,17 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     if "." in text and unit.endswith("/s"):
         text = text.rstrip("0").rstrip(".")
     return f"{text} {unit}"
+
+
+def _scaled(
+    name: str, kind: str, value: str | float, units: Mapping[str, float], hint: str
+) -> float:
+    if not isinstance(value, str):
+        return float(value)
+    match = re.fullmatch(_NUMBER + f"({'|'.join(units)})", value.strip())
+    if match is None:
+        raise ParameterError(name, f"is no {kind}: {value!r}. {hint}")
+    return _float(match[1]) * units[match[2]]
 
 
 def _float(digits: str) -> float:

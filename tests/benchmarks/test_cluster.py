@@ -97,25 +97,22 @@ def test_bursts_stay_below_what_lets_messages_through_for_free():
 
 def test_strategies():
     powersgd, rounds = parse_strategy("powersgd-16"), parse_strategy("local-sgd-8")
-    assert (powersgd.kind, powersgd.number, powersgd.steps_per_sample) == ("powersgd", 16, 1)
-    assert (rounds.kind, rounds.number, rounds.steps_per_sample) == ("local-sgd", 8, 8)
+    assert (powersgd.kind, powersgd.number, powersgd.round_steps) == ("powersgd", 16, 1)
+    assert (rounds.kind, rounds.number, rounds.round_steps) == ("local-sgd", 8, 8)
     streaming = parse_strategy("streaming-8")
-    assert (streaming.name, streaming.steps_per_sample) == ("streaming-8", 8)
+    assert (streaming.name, streaming.round_steps) == ("streaming-8", 8)
     assert not streaming.runs_in("torch")
     rare = parse_strategy("powersgd-4-int6-every-8")
     assert (rare.name, rare.number, rare.comm_dtype) == ("powersgd-4-int6-every-8", 4, "int6")
-    assert (rare.steps_per_sample, rare.in_rounds) == (8, True)
+    assert (rare.round_steps, rare.in_rounds) == (8, True)
     assert not parse_strategy("powersgd-4-every-2").runs_in("torch")
     assert parse_strategy("local-sgd-1").in_rounds
     assert not parse_strategy("powersgd-4-every-1").in_rounds
-    assert parse_strategy("one-sided-4").name == "one-sided-4"
-    assert parse_strategy("one-sided-4").steps_per_sample == 2  # a step for each side
-    assert not parse_strategy("one-sided-4").runs_in("torch")
     assert not parse_strategy("int8").runs_in("torch")
     narrow = parse_strategy("powersgd-4-int8")
     assert (narrow.name, narrow.number, narrow.comm_dtype) == ("powersgd-4-int8", 4, "int8")
     assert powersgd.comm_dtype is None
-    assert parse_strategy("one-sided-2-fp16").comm_dtype == "float16"
+    assert parse_strategy("powersgd-2-fp16").comm_dtype == "float16"
     assert not narrow.runs_in("torch")
     assert all(parse_strategy(s).runs_in("torch") for s in ("none", "fp16", "local-sgd-2"))
 
@@ -136,7 +133,7 @@ def test_a_round_promises_a_part_of_what_its_reducer_sends():
         "powersgd-x",
         "none-1",
         "zip",
-        "one-sided-4-every-8",
+        "local-sgd-4-every-8",
         "powersgd-4-every-0",
     ],
 )

@@ -128,11 +128,6 @@ def test_the_programs_about_mixed_precision_skip_an_overflow():
     assert float(smaller.scale) == float(scale.scale) / 2
 
 
-def test_the_program_of_layers_in_a_scan_learns():
-    losses = run("docs/gpu.md", {})["losses"]
-    assert losses[-1] < losses[0] / 2
-
-
 def test_the_commands_about_checkpoints_are_understood():
     commands = "\n".join(blocks("docs/checkpoints.md", "console")).splitlines()
     assert len(commands) == 5

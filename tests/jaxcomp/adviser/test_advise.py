@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shlex
-import struct
 import subprocess
 import sys
 
@@ -237,43 +236,21 @@ def test_json_shapes(shapes):
     assert read_params(shapes) == PARAMS
 
 
-def test_the_header_of_safetensors(tmp_path):
-    header = {
-        "__metadata__": {"format": "pt"},
-        "layer.kernel": {"dtype": "BF16", "shape": [64, 256], "data_offsets": [0, 32768]},
-        "layer.embedding": {"dtype": "F32", "shape": [10, 4], "data_offsets": [32768, 32928]},
-    }
-    text = json.dumps(header).encode()
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text)  # no data: only the header is read
-    assert read_params(path) == {
-        "layer": {
-            "kernel": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
-            "embedding": jax.ShapeDtypeStruct((10, 4), jnp.float32),
-        }
-    }
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("x.json", b"[1, 2]", "holds no names"),
-        ("x.json", b"{", "is no .json file"),
-        ("x.json", b"\xff\xfe\xff", "is no .json file"),
-        ("x.json", b"{}", "holds no parameters"),
-        ("x.json", b'{"a": [1, "2"]}', "the shape of a must be a list of sizes"),
-        ("x.json", b'{"a": {"b": [1, -2]}}', "the shape of a/b must be"),
-        ("x.json", b'{"a": {"shape": [1], "dtype": "float7"}}', "unknown dtype 'float7'"),
-        ("x.json", b'{"a": {"shape": [1], "dtype": 7}}', "unknown dtype 7"),
-        ("x.json", b'{"a": [1], "a/b": [1]}', "a/b lies below a"),
-        ("x.json", b'{"a/b": [1], "a": [1]}', "a is there twice"),
-        ("x.safetensors", b"short", "is no .safetensors file"),
-        ("x.safetensors", struct.pack("<Q", 1 << 60), "its header has"),
-        ("x.pt", b"", "is neither .json nor .safetensors"),
+        (b"[1, 2]", "holds no names"),
+        (b"{", "is no JSON file"),
+        (b"\xff\xfe\xff", "is no JSON file"),
+        (b"{}", "holds no parameters"),
+        (b'{"a": [1, "2"]}', "the shape of a must be a list of sizes"),
+        (b'{"a": {"b": [1, -2]}}', "the shape of a/b must be"),
+        (b'{"a": {"shape": [1], "dtype": "float7"}}', "unknown dtype 'float7'"),
+        (b'{"a": {"shape": [1], "dtype": 7}}', "unknown dtype 7"),
     ],
 )
-def test_files_that_hold_something_else(tmp_path, capsys, name, content, message):
-    path = tmp_path / name
+def test_files_that_hold_something_else(tmp_path, capsys, content, message):
+    path = tmp_path / "x.json"
     path.write_bytes(content)
     assert main(["measure", "--params", str(path)]) == 2
     printed = capsys.readouterr()
