@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 # Of each QR on CPU: where the cores are busy, more threads spin for 15 times as long.
 ONE_THREAD := OPENBLAS_NUM_THREADS=1
 
-.PHONY: help demo demo-local test check docs format clean
+.PHONY: help demo demo-local test quick elsewhere check docs format clean
 
 help:
 	@echo "make demo    train a small language model several ways; table, picture and JSON in out/"
 	@echo "make demo-local  the same for local SGD and DiLoCo"
 	@echo "make test    run the test suite"
+	@echo "make quick   the part of it for every change: the battery, NumPy and torch beside it"
+	@echo "make elsewhere   the same with the arithmetic of an older processor"
 	@echo "make check   lint, formatting, types"
 	@echo "make docs    build the documentation as a site in out/docs/"
 	@echo "make format  rewrite the sources in the house format, and the programs in the documents"
@@ -38,10 +40,25 @@ demo: $(VENV)/.examples
 
 demo-local: $(VENV)/.examples
 	@mkdir -p out
-	$(ONE_THREAD) $(BIN)/python examples/language_model/local_sgd.py --plot out/local_sgd.png --log out/local_sgd.json
+	$(ONE_THREAD) $(BIN)/python examples/language_model/local_sgd.py --plot out/local_sgd.png
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# The battery over all reducers, the NumPy reference, and torch's hook beside them.
+QUICK := tests/jaxcomp/reducers/test_battery.py tests/jaxcomp/reducers/test_powersgd.py \
+	tests/torch_bridge/test_powersgd_state.py
+
+quick: $(VENV)/.test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
+
+# What rounds otherwise must pass too: other kernels in OpenBLAS, shorter vectors in XLA. An
+# instruction that the processor lacks would end the process, so it is always an older one.
+OLDER = $(if $(shell grep -o -m1 avx512f /proc/cpuinfo),Haswell AVX2,Nehalem SSE4_2)
+
+elsewhere: export OPENBLAS_CORETYPE = $(word 1,$(OLDER))
+elsewhere: export XLA_FLAGS = --xla_cpu_max_isa=$(word 2,$(OLDER))
+elsewhere: quick
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
