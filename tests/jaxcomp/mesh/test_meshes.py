@@ -208,7 +208,7 @@ def test_what_int8_costs_beside_automatic_axes(layout, by_hand):
         (
             "tensor",
             jaxcomp.error_feedback(jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)),
-            2e-5,
+            float(jnp.finfo(jnp.float16).eps) * 0.12,  # the largest gradient
         ),
         (
             "fsdp",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
 from reducers import shared_powersgd
 from reference import Reference
+from rounding import rounding
 from runners import AXIS, MAPPINGS, consolidated, simulate
 
 import jaxcomp
@@ -28,14 +29,23 @@ def test_equals_the_numpy_reference(mapping, rank):
 
     for name in ("conv", "dense", "embedding"):
         matrices = as_matrix(name, np.asarray(grads[name], np.float64))
-        reference = Reference(n, *matrices.shape[2:], state.q[name])
+        rows, cols = matrices.shape[2:]
+        reference = Reference(n, rows, cols, state.q[name])
         for t in range(steps):
             expected = reference.step(matrices[:, t])
-            np.testing.assert_allclose(as_matrix(name, outputs[name][t]), expected, atol=2e-5)
-        np.testing.assert_allclose(
-            as_matrix(name, final.residual[name]), reference.residual, atol=2e-5
-        )
-        np.testing.assert_allclose(np.abs(final.q[name]), np.abs(reference.q), atol=1e-4)
+            # Of each step so far: the mean, the products with both factors, and theirs.
+            allowed = rounding(
+                *[n, rows, cols, rank] * (t + 1),
+                largest=reference.largest,
+                condition=reference.condition,
+            )
+            found = as_matrix(name, outputs[name][t])
+            np.testing.assert_allclose(found, expected, rtol=0, atol=allowed)
+        found = as_matrix(name, final.residual[name])
+        np.testing.assert_allclose(found, reference.residual, rtol=0, atol=allowed)
+        # A column of the right factor is a product of so many rows: its length, not a value's.
+        found, expected = np.abs(final.q[name]), np.abs(reference.q)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=allowed * np.sqrt(rows))
     np.testing.assert_allclose(outputs["bias"], grads["bias"].mean(0), rtol=1e-6)
     assert isinstance(final.q["bias"], optax.MaskedNode)
     assert int(final.count) == steps
