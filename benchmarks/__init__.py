@@ -2,5 +2,5 @@
 
 Run from the root of the repository: ``python -m benchmarks.cluster``, ``.overhead``,
 ``.convergence``, ``.optimizers``, ``.diloco``, ``.vision``, ``.counterexample``,
-``.time_to_loss``, ``.gpu_program``, ``.faults``, ``.bridge_memory``.
+``.time_to_loss``, ``.gpu_program``, ``.bridge_memory``.
 """

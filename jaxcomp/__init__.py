@@ -25,7 +25,6 @@ from jaxcomp._states.replicas import consolidate, shard_state, state_specs
 from jaxcomp._states.stacked import stack_replicas, state_axes
 from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
-from jaxcomp._training.fingerprint import FingerprintMismatch, check_fingerprint, fingerprint
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
 from jaxcomp._training.sampling import sharded_indices
 from jaxcomp._training.scan_layers import ScanLayers, ScanValueAndGrad, scan_layers
@@ -41,7 +40,6 @@ __all__ = [
     "Collective",
     "CompressionStats",
     "ErrorFeedbackState",
-    "FingerprintMismatch",
     "LeafStats",
     "LocalSGDRound",
     "LocalSGDState",
@@ -68,13 +66,11 @@ __all__ = [
     "average",
     "batched_powersgd",
     "check",
-    "check_fingerprint",
     "check_replicas",
     "collectives",
     "consolidate",
     "error_feedback",
     "extend",
-    "fingerprint",
     "local_sgd",
     "local_sgd_round",
     "local_value_and_grad",

@@ -1,279 +1,144 @@
-"""Checkpoints of a training run: asynchronous, checked, independent of the number of devices.
+"""Checkpoints of a run, by orbax, with what orbax leaves out: a checksum of every leaf.
 
-What is saved is the consolidated state (see `jaxcomp.consolidate`): one copy of everything,
-whatever the number of replicas, with checksums of each leaf and of each file beside it. Every
-process has that copy on its host, so the first one writes it alone, and no process waits for
-another. orbax writes each step into a temporary directory and renames it when it is complete, so
-that a run killed at any moment leaves its last complete checkpoint usable; no older one is deleted
-before the next was read back and found to be what was saved.
+orbax writes in the background, into a directory that it renames when all is there, and deletes
+what is beyond `keep`: a run that is killed at any moment leaves its last complete checkpoint. But
+a flipped bit loads as another value, and a directory that was copied or renamed as another step.
+Beside the state this stores what tells: the step, and a checksum of each leaf and of itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import time
-from collections.abc import Callable, Iterator
+import json
+import zlib
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import quiet
-from directories import CheckpointError, Unusable, check_seal, locked, saved_steps, seal
-from flax.training.train_state import TrainState
-from jax.experimental import multihost_utils
-
-import jaxcomp
-
-T = TypeVar("T")
-quiet.orbax()
 
 
-class WriteError(CheckpointError):
-    """A checkpoint that could not be written, or was not written as it should."""
-
-
-class _Written(NamedTuple):
-    """The last checkpoint of this run."""
-
-    step: int
-    like: Any  # its tree, with arrays that take no memory
-    fingerprint: dict[str, str]
-
-
-class _Sealing(ocp.CompositeCheckpointHandler):
-    """Seals the files before the temporary directory gets the name of a complete checkpoint."""
-
-    def finalize(self, directory: Any) -> None:
-        super().finalize(directory)
-        seal(Path(directory))
-
-
-@ocp.args.register_with_handler(_Sealing, for_save=True, for_restore=True)
-class _Items(ocp.args.Composite):
-    """What `_Sealing` saves and restores."""
+class CheckpointError(Exception):
+    """A directory or checkpoint that cannot be used as asked; the message is one sentence."""
 
 
 class Checkpoints:
-    """A directory of checkpoints of one run.
+    """The directory of one run. All processes make one, and call its methods together."""
 
-    Attributes:
-      directory: Where they are.
-      every: Steps between two of them.
-      also: Further steps to save after.
-      passed_over: A sentence for each checkpoint that was not used because it is damaged.
-    """
+    def __init__(self, directory: Path, *, keep: int, resume: bool):
+        """Opens `directory`, and creates it for a new run; the last `keep` checkpoints stay.
 
-    def __init__(self, directory: Path, *, every: int, keep: int, resume: bool):
-        """Opens `directory`, and creates it for a new run.
-
-        Args:
-          directory: Its parent must exist; for `resume`, it must itself.
-          every: Steps between two checkpoints.
-          keep: How many of the last ones to keep.
-          resume: Continue from the last checkpoint. An empty directory then starts a new run, so
-            that a job that is restarted by a scheduler can always use the same command.
-
-        Raises:
-          CheckpointError: The directory is missing or a file, is in use by another run, or holds a
-            run and `resume` is False.
+        With `resume` an empty directory starts a new run, so that a scheduler can always start the
+        same command; without, one that holds checkpoints is refused.
         """
-        self.directory, self.every, self._keep = directory.absolute(), every, keep
-        self.passed_over: list[str] = []
-        self.also: frozenset[int] = frozenset()
-        self._written: _Written | None = None
-        if self.directory.exists() and not self.directory.is_dir():
+        self._directory = directory
+        if directory.exists() and not directory.is_dir():
             raise CheckpointError(f"{directory} is a file; checkpoints need a directory")
-        missing = self.directory if resume else self.directory.parent
+        missing = directory if resume else directory.absolute().parent
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
-        if not resume and next(saved_steps(self.directory), None) is not None:
+        try:
+            self._orbax = ocp.CheckpointManager(
+                directory.absolute(),
+                item_names=("state", "run"),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=keep, cleanup_tmp_directories=True
+                ),
+            )
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be written to: {error.strerror}") from error
+        if not resume and self._orbax.all_steps():
             raise CheckpointError(
                 f"{directory} already holds checkpoints: add --resume, or choose another directory"
             )
-        me = jax.process_index()
-        self._writes = me == 0
-        self._lock: IO[str] | None = locked(self.directory) if self._writes else None
-        # Not before: whoever had the lock may have written some, and deleted others.
-        self._steps = _of_the_first(sorted(saved_steps(self.directory)))
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
-        )
-        handler = _Sealing(
-            composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
-            # Without OCDBT each leaf has files of its own, whose paths name it.
-            state=ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone),
-            config=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
-        )
-        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
 
-    def due(self, step: int) -> bool:
-        """Whether to save after so many steps; also the place where failed writes are noticed."""
-        self.check()
-        return step % self.every == 0 or step in self.also
-
-    def restored(self, read: Callable[[int], T]) -> T | None:
-        """What `read` makes of the newest checkpoint that is usable for all processes.
+    def restore(self, like: Any, must_equal: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The newest checkpoint.
 
         Args:
-          read: A function of the steps that a checkpoint has done; raises `Unusable`.
+          like: A tree of NumPy arrays of the same structure; its values are not used.
+          must_equal: Values that the run had to be started with, by the names of its flags.
 
         Returns:
-          Its result; None if there are no checkpoints.
+          The state, in NumPy arrays, and what was stored beside it; None if there is none.
 
         Raises:
-          CheckpointError: There are checkpoints, and none is usable.
+          CheckpointError: It is damaged, of another run, or not what its name says. Nothing goes
+            on from it, nor from the one before without being told to.
         """
-        found, unusable = None, []
-        for step in reversed(self._steps):
-            try:
-                check_seal(self.directory / str(step))
-                found, problem = read(step), ""
-            except Unusable as error:
-                problem = str(error)
-            if np.all(multihost_utils.process_allgather(np.array(not problem))):
-                break
-            path = self.directory / str(step)
-            reason = problem or "another process cannot read it"
-            self.passed_over.append(f"the checkpoint {path} is not used: {reason}")
-            unusable.append(path)
-        else:
-            if unusable:
-                raise CheckpointError(f"cannot resume: {'; '.join(self.passed_over)}")
+        step = self._orbax.latest_step()
+        if step is None:
             return None
-        for path in unusable if self._writes else ():  # kept, but out of the way of this run
-            path.rename(path.with_name(f"{path.name}.damaged-{int(time.time())}"))
-        return found
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """What was stored beside the state of a checkpoint.
-
-        Raises:
-          Unusable: It is damaged, or not one of this program.
-        """
-        args = _Items(config=ocp.args.JsonRestore())
-        with _reading("it is not one of this program, or damaged"):
-            return self._orbax.restore(self.directory / str(step), args=args)["config"]
-
-    def restore(self, step: int, like: TrainState, metadata: dict[str, Any]) -> TrainState:
-        """The state of a checkpoint.
-
-        Args:
-          step: The steps that it has done.
-          like: A fresh state of the same structure; its values are not used.
-          metadata: As the method of this name gives it.
-
-        Returns:
-          The consolidated state, on the host.
-
-        Raises:
-          Unusable: It is damaged; the message names the leaves.
-        """
-        with _reading("it is damaged"):
-            state = self._read(step, jax.device_get(like))
+        path = self._directory / str(step)
+        again = f"to resume from the checkpoint before it, move {path} out of {self._directory}"
         try:
-            jaxcomp.check_fingerprint(state, metadata["fingerprint"])
-        except jaxcomp.FingerprintMismatch as error:
-            raise Unusable(str(error).split(". ")[0]) from error
-        return state
+            run = self._orbax.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+            run = run["run"]
+            sound = run.pop("checksum") == _checksum_of(run)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} is cut off, damaged or not of this program ({_first_line(error)}); {again}"
+            ) from error
+        if not sound or run["step"] != step:
+            what = f"holds step {run['step']}" if sound else "is damaged: run is not what was saved"
+            raise CheckpointError(f"{path} {what}; {again}")
+        saved = run["config"]
+        if other := [f"{k} {saved.get(k)}, not {v}" for k, v in must_equal.items()
+                     if saved.get(k) != v]:  # fmt: skip
+            raise CheckpointError(f"cannot resume: {path} is of a run with {'; '.join(other)}")
+        try:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            state = self._orbax.restore(step, args=args)["state"]
+        except Exception as error:
+            raise CheckpointError(f"{path} is damaged ({_first_line(error)}); {again}") from error
+        found = checksums(state)
+        if wrong := [name for name in found if found[name] != run["leaves"].get(name)]:
+            some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+            raise CheckpointError(f"{path} is damaged: {some} is not what was saved; {again}")
+        return state, run
 
-    def save(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Starts to write a checkpoint and returns; processes but the first do nothing.
+    def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
+        """Starts to write a checkpoint and returns; raises if the one before was not written.
 
         Args:
           step: Steps done.
-          state: A consolidated state on the host.
-          metadata: Stored beside it as JSON: the run's configuration, and what it has counted.
-
-        Raises:
-          WriteError: The one before could not be written.
+          state: NumPy arrays, the same on all processes.
+          about: Stored beside them, as JSON.
         """
-        if not self._writes:
-            return
-        self._finish()
-        with self._writing(step):
-            written = _Written(step, jax.tree.map(_empty, state), jaxcomp.fingerprint(state))
-            config = ocp.args.JsonSave(metadata | {"fingerprint": written.fingerprint})
-            args = _Items(state=ocp.args.PyTreeSave(state), config=config)
-            self._orbax.save(self.directory / str(step), args=args)
-            self._written = written
-
-    def check(self) -> None:
-        """Call it often: what fails in the background is then known at once.
-
-        Raises:
-          WriteError: A checkpoint could not be written.
-        """
-        if self._written:
-            with self._writing(self._written.step):
-                self._orbax.check_for_errors()
+        run = about | {"step": step, "leaves": checksums(state)}
+        run["checksum"] = _checksum_of(run)
+        args = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(run)}
+        try:
+            self._orbax.save(step, args=ocp.args.Composite(**args), force=True)
+        except Exception as error:
+            raise self._not_written(error) from error
 
     def close(self) -> None:
-        """Waits for what is being written.
-
-        Raises:
-          WriteError: It could not be.
-        """
+        """Waits for what is being written, and raises as `save` does."""
         try:
-            self._finish()
-        finally:
-            with contextlib.suppress(Exception):  # what failed has been said
-                self._orbax.close()
-            if self._lock:
-                self._lock.close()
-
-    def _finish(self) -> None:
-        """Waits for the last checkpoint, reads it back, and deletes those beyond `keep`."""
-        if self._written is None:
-            return
-        (step, like, saved), self._written = self._written, None
-        with self._writing(step):
             self._orbax.wait_until_finished()
-            jaxcomp.check_fingerprint(self._read(step, like), saved)
-            for old in sorted(saved_steps(self.directory))[: -self._keep]:
-                shutil.rmtree(self.directory / str(old))
-
-    def _read(self, step: int, like: Any) -> Any:
-        arrays = ocp.checkpoint_utils.construct_restore_args(like)
-        args = _Items(state=ocp.args.PyTreeRestore(like, restore_args=arrays))
-        return self._orbax.restore(self.directory / str(step), args=args)["state"]
-
-    @contextlib.contextmanager
-    def _writing(self, step: int) -> Iterator[None]:
-        try:
-            yield
+            self._orbax.close()
         except Exception as error:
-            self._written = None
-            good = [s for s in saved_steps(self.directory) if s < step]
-            kept = f"that of step {max(good)} is untouched" if good else "there is none before it"
-            raise WriteError(
-                f"the checkpoint of step {step} could not be written, and {kept} "
-                f"({_first_line(error)})"
-            ) from error
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"a checkpoint in {self._directory} could not be written, and those before it are "
+            f"untouched ({_first_line(error)})"
+        )
 
 
-def _of_the_first(steps: list[int]) -> list[int]:
-    """The steps that process 0 sees, on all processes."""
-    count = int(multihost_utils.broadcast_one_to_all(np.array(len(steps))))
-    padded = np.zeros(count, np.int32)
-    padded[: len(steps)] = steps[:count]
-    return multihost_utils.broadcast_one_to_all(padded).tolist()
+def checksums(tree: Any) -> dict[str, str]:
+    """Of every leaf its dtype, its shape and a CRC-32 of its bytes, by name."""
+    leaves = [(path, np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+    return {
+        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)} {zlib.crc32(x.tobytes()):08x}"
+        for path, x in leaves
+    }
 
 
-@contextlib.contextmanager
-def _reading(otherwise: str) -> Iterator[None]:
-    # Damaged files raise whatever the parser in whose way they are raises.
-    try:
-        yield
-    except Exception as error:
-        raise Unusable(f"{otherwise} ({_first_line(error)})") from error
-
-
-def _empty(leaf: Any) -> Any:
-    """An array like the leaf that takes no memory; a number as it is."""
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) if np.ndim(leaf) else leaf
+def _checksum_of(run: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(run, sort_keys=True).encode())
 
 
 def _first_line(error: Exception) -> str:

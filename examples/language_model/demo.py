@@ -17,34 +17,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_parallel import Device, local_devices
-from demo_plot import plot
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from train import Parser, readable
-from training import Run, RunConfig, UsageError
+import optax
+import pictures
+from jax.sharding import AxisType, Mesh
+from train import Parser, local_devices, readable
+from training import AXIS, Run, RunConfig, UsageError
 
 import jaxcomp
 
 # Small enough for two CPU cores.
-CONFIG = RunConfig(
-    layers=2,
-    width=128,
-    heads=4,
-    context=64,
-    batch_size=16,
-    steps=600,
-    learning_rate=2e-3,
-    start_step=0,
-)
+CONFIG = RunConfig(layers=2, width=128, context=64, batch_size=16, steps=600, start_step=0)
 NARROW = 5  # times the rank, in a fifth of the bytes for each value, scales included
 GOAL = 20.0  # times fewer bytes, of the ranks by spectrum
-CLOSE, SAVED = 0.02, 10.0  # a mark for at most 2% more loss at 10 times fewer bytes
+# The exact run, the ranks from the lowest, and in the end more in int6 and by spectrum.
+PLAIN = (pictures.BLUE, pictures.SKY, pictures.OCHRE, pictures.GREEN)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """What one strategy gave.
 
@@ -55,6 +44,8 @@ class Result:
       bytes_sent: Bytes per replica sent up to there.
       bytes_step: Bytes per replica of the last step.
       seconds: Of the whole run, compilation and evaluations included.
+      excess: Of the last held-out loss over that of the exact run: 0.02 is 2% worse.
+      ratio: How many times fewer bytes than the exact run.
     """
 
     name: str
@@ -63,61 +54,37 @@ class Result:
     bytes_sent: list[float]
     bytes_step: float
     seconds: float
+    excess: float = 0.0
+    ratio: float = 1.0
+
+    def against(self) -> str:
+        """The comparison with the exact run, in words."""
+        direction = "higher" if self.excess >= 0 else "lower"
+        return f"{self.ratio:.1f} times fewer bytes, loss {abs(self.excess):.1%} {direction}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A result beside the uncompressed one.
-
-    Attributes:
-      result: The result.
-      excess: Relative excess of the final held-out loss: 0.02 is 2% worse.
-      ratio: How many times fewer bytes; of a step, and of the whole run.
-    """
-
-    result: Result
-    excess: float
-    ratio: float
-
-    @property
-    def marked(self) -> bool:
-        """Nearly the uncompressed loss for far fewer bytes."""
-        return self.excess <= CLOSE and self.ratio >= SAVED
-
-
-def train(
-    name: str, config: RunConfig, devices: list[Device], progress: Progress, ranks: Any = None
-) -> tuple[Result, Any]:
+def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[Result, Any]:
     """Runs one strategy; its result, and Adam's first moment after a quarter of the steps."""
-    task = progress.add_task(name, total=config.steps, loss="compiling")
     records, record, momentum = [], None, None
-    training = Run(config, devices, ranks=ranks)
-    for record in training.steps():
+    run = Run(config, mesh, ranks=ranks)
+    for record in run.steps():
         if record.held_out is not None:
             records.append(record)
-            progress.update(task, loss=f"held-out {record.held_out:.3f}")
-        progress.update(task, completed=record.step)
+            print(f"\r{name:23} step {record.step:5}  {record.held_out:.3f}", end="", flush=True)
         if config.strategy == "allreduce" and record.step == max(1, config.steps // 4):
-            momentum = training.momentum()
+            momentum = optax.tree.get(run.consolidated().opt_state, "mu")
     assert record is not None  # `RunConfig.check` asks for at least one step
-    result = Result(
-        name=name,
-        steps=[r.step for r in records],
-        held_out=[r.held_out for r in records],
-        bytes_sent=[r.bytes_sent for r in records],
-        bytes_step=record.bytes_step,
-        seconds=record.seconds,
-    )
-    return result, momentum
+    print(f"  {record.seconds:4.0f} s")
+    steps, held_out = [r.step for r in records], [r.held_out for r in records]
+    sent = [r.bytes_sent for r in records]
+    return Result(name, steps, held_out, sent, record.bytes_step, record.seconds), momentum
 
 
-def train_all(
-    runs: dict[str, RunConfig], devices: list[Device], progress: Progress
-) -> list[Result]:
+def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
     """The exact run, the others, and the last of them again with ranks by spectrum."""
     names = list(runs)
-    exact, momentum = train(names[0], runs[names[0]], devices, progress)
-    results = [exact, *(train(name, runs[name], devices, progress)[0] for name in names[1:])]
+    exact, momentum = train(names[0], runs[names[0]], mesh)
+    results = [exact, *(train(name, runs[name], mesh)[0] for name in names[1:])]
     # No more bytes than the same rank everywhere, which a small model may have to send more of.
     ratio = min(GOAL, exact.bytes_step / results[-1].bytes_step)
     last = runs[names[-1]]
@@ -125,79 +92,61 @@ def train_all(
         ranks = jaxcomp.ranks_by_spectrum(momentum, ratio=ratio, comm_dtype=last.comm_dtype)
     except ValueError as error:
         raise UsageError(f"--width {last.width} is too small for ranks by spectrum") from error
-    return [*results, train("ranks by spectrum, int6", last, devices, progress, ranks)[0]]
+    results.append(train("ranks by spectrum, int6", last, mesh, ranks)[0])
+    for result in results:
+        result.excess = result.held_out[-1] / exact.held_out[-1] - 1
+        result.ratio = exact.bytes_sent[-1] / result.bytes_sent[-1]
+    return results
 
 
-def compare(results: list[Result]) -> list[Comparison]:
-    """Sets every result beside the first, the uncompressed one."""
-    base = results[0]
-    return [
-        Comparison(
-            result=r,
-            excess=r.held_out[-1] / base.held_out[-1] - 1,
-            ratio=base.bytes_sent[-1] / r.bytes_sent[-1],
+def table(results: list[Result]) -> str:
+    """Held-out loss and bytes per replica, for a terminal and for Markdown."""
+    lines = [f"| {'strategy':23} |   loss | excess |  a step | fewer |   time |"]
+    lines += ["|".join(["", "-" * 25, *("-" * n + ":" for n in (7, 7, 8, 6, 7)), ""])]
+    for i, r in enumerate(results):
+        excess, ratio = (f"{r.excess:+.1%}", f"{r.ratio:.1f}x") if i else ("", "")
+        lines.append(
+            f"| {r.name:23} | {r.held_out[-1]:.4f} | {excess:>6} | {readable(r.bytes_step):>7} | "
+            f"{ratio:>5} | {r.seconds:4.0f} s |"
         )
-        for r in results
-    ]
+    return "\n".join(lines)
 
 
-def table(rows: list[Comparison]) -> Table:
-    """The result for a terminal."""
-    shown = Table(
-        title="Held-out loss (nats per byte) and bytes per replica",
-        caption="✓ within 2% of the exact average's loss at 10x fewer bytes",
-        box=SIMPLE,  # frames would take the room that the names need in 80 columns
-        pad_edge=False,
-    )
-    shown.add_column("strategy", no_wrap=True)
-    for heading in ("loss", "excess", "a step", "fewer", "time"):
-        shown.add_column(heading, justify="right")
-    for index, row in enumerate(rows):
-        r = row.result
-        excess, ratio = (f"{row.excess:+.1%}", f"{row.ratio:.1f}x") if index else ("", "")
-        shown.add_row(
-            r.name + " ✓" * row.marked,
-            f"{r.held_out[-1]:.4f}",
-            excess,
-            readable(r.bytes_step),
-            ratio,
-            f"{r.seconds:.0f} s",
-            style="bold" if row.marked else "",
-        )
-    return shown
-
-
-def conclusions(rows: list[Comparison], folder: Path) -> list[str]:
+def conclusions(results: list[Result], folder: Path) -> list[str]:
     """The table in five lines."""
-    exact, plain, narrow, last = rows[0].result, rows[1], rows[-2], rows[-1]
+    exact, plain, narrow, last = results[0], results[1], results[-2], results[-1]
     return [
         f"The exact average sends {readable(exact.bytes_step)} per step and replica and ends at "
         f"{exact.held_out[-1]:.3f} nats per byte.",
-        f"{plain.result.name}: {_against(plain)}.",
-        f"{narrow.result.name} factors: {_against(narrow)}.",
-        f"Ranks by the spectrum of the exact run's gradients, int6 factors: {_against(last)}.",
+        f"{plain.name}: {plain.against()}.",
+        f"{narrow.name} factors: {narrow.against()}.",
+        f"Ranks by the spectrum of the exact run's gradients, int6 factors: {last.against()}.",
         f"No network is in the way here: ask `python -m jaxcomp advise` what yours would save. "
         f"Curves: {folder / 'demo.png'}",
     ]
 
 
-def _against(row: Comparison) -> str:
-    direction = "higher" if row.excess >= 0 else "lower"
-    return f"{row.ratio:.1f} times fewer bytes, loss {abs(row.excess):.1%} {direction}"
-
-
-def save(path: Path, config: RunConfig, replicas: int, rows: list[Comparison]) -> None:
-    """Writes everything that was measured as JSON."""
+def save(folder: Path, config: RunConfig, replicas: int, results: list[Result]) -> None:
+    """Writes everything that was measured as JSON, and draws it."""
     packages = ("jax", "flax", "optax", "jaxcomp")
     content = {
         "config": asdict(config) | {"replicas": replicas},
         "versions": {name: version(name) for name in packages}
         | {"python": platform.python_version()},
-        "results": [
-            asdict(row.result) | {"excess": row.excess, "ratio": row.ratio} for row in rows
-        ],
+        "results": [asdict(result) for result in results],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    (folder / "demo.json").write_text(json.dumps(content, indent=1) + "\n")
+    plain = [PLAIN[i % len(PLAIN)] for i in range(len(results) - 3)]
+    colours = [pictures.INK, *plain, pictures.PURPLE, pictures.ORANGE]
+    curves = [
+        pictures.Curve(
+            f"{r.name}: {r.excess:+.1%}" if i else f"{r.name}: exact",
+            f"{r.ratio:.1f}x fewer" if i else "",
+            *(colours[i], r.steps, r.held_out, r.bytes_sent),
+        )
+        for i, r in enumerate(results)
+    ]
+    pictures.draw(folder / "demo.png", curves, replicas)
 
 
 def parser() -> Parser:
@@ -213,23 +162,15 @@ def parser() -> Parser:
     return p
 
 
-def run(arguments: argparse.Namespace, console: Console) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Trains, compares, prints and writes."""
-    config = replace(
-        CONFIG,
-        strategy="allreduce",
-        steps=arguments.steps,
-        width=arguments.width,
-        seed=arguments.seed,
-        eval_every=max(1, arguments.steps // 12),
-    )
-    runs = {"all-reduce": config} | {
-        f"PowerSGD rank {rank}": replace(config, strategy="powersgd", rank=rank)
-        for rank in arguments.ranks
-    }
+    same = {name: getattr(arguments, name) for name in ("steps", "width", "seed")}
+    config = replace(CONFIG, strategy="allreduce", eval_every=max(1, arguments.steps // 12), **same)
+    powersgd = replace(config, strategy="powersgd")
+    runs = {"all-reduce": config}
+    runs |= {f"PowerSGD rank {rank}": replace(powersgd, rank=rank) for rank in arguments.ranks}
     best = NARROW * max(arguments.ranks)
-    narrow = replace(config, strategy="powersgd", rank=best, comm_dtype="int6")
-    runs[f"PowerSGD rank {best}, int6"] = narrow
+    runs[f"PowerSGD rank {best}, int6"] = replace(powersgd, rank=best, comm_dtype="int6")
     if min(arguments.ranks) <= 0 or arguments.devices <= 0:
         raise UsageError("--ranks and --devices must be positive")
     for each in runs.values():
@@ -238,25 +179,15 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise UsageError(f"--devices must divide {config.batch_size}, the sequences of a step")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        devices = local_devices(arguments.devices)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}"
         raise UsageError(f"--output {arguments.output} cannot be a directory ({reason})") from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-    console.print(f"{len(runs) + 1} runs of {config.steps} steps, {len(devices)} replicas each")
-    columns = (TextColumn("{task.description:23}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
-    ) as progress:
-        rows = compare(train_all(runs, devices, progress))
-
-    console.print(table(rows))
-    for line in conclusions(rows, arguments.output):
-        console.print(line, highlight=False, soft_wrap=True)
-    save(arguments.output / "demo.json", config, len(devices), rows)
-    plot(arguments.output / "demo.png", rows, len(devices))
+    mesh = Mesh(local_devices(arguments.devices), (AXIS,), axis_types=(AxisType.Auto,))
+    print(f"{len(runs) + 1} runs of {config.steps} steps, {mesh.size} replicas each", flush=True)
+    results = train_all(runs, mesh)
+    print(f"\n{table(results)}\n")
+    print(*conclusions(results, arguments.output), sep="\n")
+    save(arguments.output, config, mesh.size, results)
 
 
 def main() -> int:
@@ -264,7 +195,7 @@ def main() -> int:
     p = parser()
     arguments = p.parse_args()
     try:
-        run(arguments, Console())
+        run(arguments)
     except UsageError as error:
         p.error(str(error))
     except KeyboardInterrupt:

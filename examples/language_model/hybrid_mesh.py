@@ -64,8 +64,8 @@ def make_step(
 ) -> Any:
     """The training step, to be compiled: (params, state, tokens) -> (params, state, losses).
 
-    With sharded weights only the slow axis is manual. Replicated weights take both axes: the
-    reducer was made with ``reduce_first`` and averages over the fast one itself.
+    With sharded weights only the slow axis is manual. Replicated weights take both axes: `tx` then
+    begins with an exact average over the fast one.
     """
     axes = (SLOW, FAST) if mode == "replicated" else SLOW
 
@@ -122,12 +122,13 @@ def main() -> None:
     model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
     params = sharded_params(model, mesh, arguments.mode)
 
-    first = FAST if arguments.mode == "replicated" else None
     reducer = (
-        jaxcomp.powersgd(arguments.rank, axis_name=SLOW, start_step=0, reduce_first=first)
+        jaxcomp.powersgd(arguments.rank, axis_name=SLOW, start_step=0)
         if arguments.rank
-        else jaxcomp.allreduce(axis_name=SLOW, reduce_first=first)
+        else jaxcomp.allreduce(axis_name=SLOW)
     )
+    if arguments.mode == "replicated":
+        reducer = optax.chain(jaxcomp.allreduce(axis_name=FAST), reducer)
     tx = optax.chain(reducer, optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     state = jaxcomp.shard_state(tx.init(params), mesh, SLOW)
     step = make_step(model, tx, mesh, params, state, arguments.mode)

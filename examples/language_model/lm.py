@@ -2,7 +2,7 @@
 
 The data, the model, the loss and the held-out evaluation that every example and study of this
 repository shares. Nothing is downloaded: the text is the `.py` files that came with the
-interpreter. Nothing here knows about devices or communication; `data_parallel.py` adds that.
+interpreter. Nothing here knows about devices or communication; `training.py` adds that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,28 +27,18 @@ SKIPPED_DIRECTORIES = frozenset(
 HELD_OUT_SHARE = 10  # one file in ten is never trained on
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The text, as bytes, split by file.
-
-    Attributes:
-      train: uint8, the training files one after the other.
-      held_out: uint8, the files that are only evaluated on.
-    """
+class Corpus(NamedTuple):
+    """The text, as bytes (uint8), split by file."""
 
     train: np.ndarray
-    held_out: np.ndarray
+    held_out: np.ndarray  # only evaluated on
 
 
 def standard_library_files(root: Path | None = None) -> list[tuple[str, bytes]]:
-    """Reads the standard library's source files.
+    """(path, content) of the standard library's source files, in the order of the paths.
 
-    Args:
-      root: where to look; by default the directory of the running interpreter's library.
-
-    Returns:
-      (path relative to `root` with forward slashes, content) in the order of the paths, which is
-      the same on every machine with the same Python. Unreadable and empty files are left out.
+    It is the same on every machine with the same Python. `root` is the running interpreter's
+    library by default. Unreadable and empty files are left out.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = []
@@ -72,14 +62,8 @@ def load_corpus(root: Path | None = None) -> Corpus:
     A file's side is decided by a checksum of its path alone, so that it stays on that side when
     other files come or go, and no held-out file is ever seen in training.
 
-    Args:
-      root: see `standard_library_files`.
-
-    Returns:
-      The corpus.
-
     Raises:
-      ValueError: there is no text (some distributions ship the library without its source).
+      ValueError: There is no text (some distributions ship the library without its source).
     """
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     for name, content in standard_library_files(root):
@@ -96,37 +80,17 @@ def load_corpus(root: Path | None = None) -> Corpus:
 def training_batch(
     text: np.ndarray, step: int, *, seed: int, size: int, context: int
 ) -> np.ndarray:
-    """Draws the global batch of one step.
+    """The global batch of one step: int32 (size, context + 1); the last token is but a target.
 
     It depends on the seed and the step only, not on what was drawn before and not on the number of
     replicas: a resumed run, on any number of devices, sees the same data as an uninterrupted one.
-
-    Args:
-      text: uint8, at least `context + 1` long.
-      step: the step's number, from 0.
-      seed: the run's seed.
-      size: sequences in the global batch.
-      context: tokens the model sees; each sequence has one more, the last target.
-
-    Returns:
-      int32 tokens of shape (size, context + 1).
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - context, size)
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 
 def held_out_batches(text: np.ndarray, *, count: int, size: int, context: int) -> list[np.ndarray]:
-    """Cuts the held-out text into evenly spaced sequences: the same for every run and strategy.
-
-    Args:
-      text: uint8, the held-out text.
-      count: how many batches.
-      size: sequences in each batch.
-      context: tokens the model sees.
-
-    Returns:
-      `count` int32 arrays of shape (size, context + 1).
-    """
+    """`count` evenly spaced batches, shaped as for training; the same for every run."""
     starts = np.linspace(0, len(text) - context - 1, count * size).astype(np.int64)
     windows = text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
     return list(windows.reshape(count, size, context + 1))
@@ -134,21 +98,13 @@ def held_out_batches(text: np.ndarray, *, count: int, size: int, context: int) -
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the transformer.
-
-    Attributes:
-      layers: transformer blocks.
-      width: features of the residual stream; a multiple of `heads`.
-      heads: attention heads.
-      context: longest sequence, in bytes.
-      dtype: what the activations are computed in; parameters and the loss stay in float32.
-    """
+    """Sizes of the transformer."""
 
     layers: int = 4
-    width: int = 256
+    width: int = 256  # features of the residual stream; a multiple of `heads`
     heads: int = 4
-    context: int = 128
-    dtype: Any = jnp.float32
+    context: int = 128  # longest sequence, in bytes
+    dtype: Any = jnp.float32  # of the activations; parameters and the loss stay in float32
 
 
 class Block(nn.Module):
@@ -204,16 +160,7 @@ def init_params(model: Transformer, seed: int) -> Any:
 
 
 def loss_fn(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of predicting each next byte.
-
-    Args:
-      model: the model.
-      params: its parameters.
-      tokens: int (batch, context + 1).
-
-    Returns:
-      float32 scalar, in nats per byte (divide by log 2 for bits).
-    """
+    """Mean cross-entropy of each next byte, in nats; tokens are int (batch, context + 1)."""
     logits = model.apply({"params": params}, tokens[:, :-1])
     assert isinstance(logits, jax.Array)  # for the type checker: nothing mutable was asked for
     log_probabilities = jax.nn.log_softmax(logits)

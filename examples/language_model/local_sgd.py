@@ -2,7 +2,7 @@
 
 The language model of train.py, small enough for a CPU, trained six times on the same data. What
 a training script of your own needs is in `local_step`, an ordinary training step for one device,
-and in `STRATEGIES`, which says how replicas meet.
+and in `STRATEGIES`, which says how replicas synchronise.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from data_parallel import AXIS, local_devices
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from lm import (
@@ -33,8 +32,8 @@ from lm import (
     loss_fn,
     training_batch,
 )
-from strategies import adamw
-from train import Parser
+from train import Parser, local_devices
+from training import AXIS, UsageError, adamw
 
 import jaxcomp
 
@@ -46,36 +45,22 @@ Round = Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree, jax.Array]]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a run.
-
-    Attributes:
-      replicas: Devices.
-      steps: Optimizer steps of every run.
-      batch_size: Sequences in a step, over all replicas.
-      learning_rate: The highest learning rate of AdamW.
-      layers: Transformer blocks.
-      width: Features.
-      context: Bytes in a sequence.
-      eval_every: Steps between evaluations, a multiple of 32.
-      eval_sequences: Held-out sequences.
-      seed: Of the parameters and the data.
-    """
+    """Sizes of a run."""
 
     replicas: int = 4
     steps: int = 512
-    batch_size: int = 32
-    learning_rate: float = 3e-3
+    batch_size: int = 32  # sequences in a step, over all replicas
+    learning_rate: float = 3e-3  # the highest, of AdamW
     layers: int = 2
     width: int = 64
     context: int = 64
-    eval_every: int = 64
+    eval_every: int = 64  # steps, a multiple of 32
     eval_sequences: int = 512
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of a run in which replicas meet in one way."""
+class Phase(NamedTuple):
+    """A part of a run in which replicas synchronise in one way."""
 
     steps: int  # in one call of `run`
     run: Round
@@ -83,8 +68,7 @@ class Phase:
     bytes_per_step: float
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(NamedTuple):
     """A name for the table, and which phase a step belongs to: (config, parameters) -> phases."""
 
     name: str
@@ -128,7 +112,7 @@ def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
 def local(
     config: Config, params: Tree, steps: int, rank: int | None = None, **options: Any
 ) -> Phase:
-    """Local steps, then a meeting; `options` are those of `jaxcomp.local_sgd_round`."""
+    """Local steps, then one average; `options` are those of `jaxcomp.local_sgd_round`."""
     optimizer = adamw(config.learning_rate, config.steps)
     if rank is not None:
         options["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
@@ -157,8 +141,7 @@ STRATEGIES = (
 )
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """What is known at an evaluation."""
 
     step: int
@@ -207,28 +190,11 @@ def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
     import pictures  # and with it matplotlib, which a run of hours should not need before its end
 
     colours = ("INK", "BLUE", "SKY", "GREEN", "ORANGE", "PURPLE")
-    figure, (by_step, by_bytes) = pictures.panels(2, 10, 4.3)
-    ends = []
-    for (name, points), named in zip(runs.items(), colours, strict=False):
-        colour, losses = getattr(pictures, named), [p.held_out for p in points]
-        megabytes = [p.bytes_sent / 1e6 for p in points]
-        by_step.plot([p.step for p in points], losses, color=colour, linewidth=1.8)
-        by_bytes.plot(megabytes, losses, color=colour, linewidth=1.8)
-        by_bytes.plot(megabytes[-1:], losses[-1:], "o", color=colour, markersize=5)
-        ends.append((points[-1].step, losses[-1], name, colour))
-    by_step.set(xlabel="optimizer step", ylabel="held-out loss (nats per byte)")
-    by_step.set_xlim(0, 1.6 * config.steps)  # room for the names
-    by_step.set_xticks([config.steps * i // 4 for i in range(5)])
-    by_bytes.set(xlabel="MB sent by each replica", xscale="log")
-    by_bytes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    figure.supxlabel(
-        f"Byte-level transformer on Python's standard library, {config.replicas} replicas, AdamW, "
-        "same data and seed",
-        fontsize=8,
-        color=pictures.MUTED,
-    )
-    pictures.name_points(by_step, ends)
-    pictures.save(figure, path)
+    curves = [
+        pictures.Curve(name, "", getattr(pictures, colour), *zip(*points, strict=True))
+        for (name, points), colour in zip(runs.items(), colours, strict=False)
+    ]
+    pictures.draw(path, curves, config.replicas)
 
 
 def table(runs: dict[str, list[Point]], config: Config) -> str:
@@ -246,38 +212,36 @@ def table(runs: dict[str, list[Point]], config: Config) -> str:
     return "\n".join(lines)
 
 
-def command_line() -> tuple[Config, Path, Path | None, list[Any]]:
-    """What is asked for, checked: the sizes, the picture, the curves' file, the devices."""
+def command_line() -> tuple[Config, Path, list[Any]]:
+    """What is asked for, checked: the sizes, the picture, the devices."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("local_sgd.png"), help="the picture")
-    parser.add_argument("--log", type=Path, help="write the curves to this file, as JSON")
     arguments = vars(parser.parse_args())
-    picture, log = arguments.pop("plot"), arguments.pop("log")
+    picture = arguments.pop("plot")
     config = Config(**arguments)
     for name, value in arguments.items():
         if value < 0 or (value == 0 and name != "seed"):
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if config.width % HEADS:
         parser.error(f"--width must be a multiple of {HEADS}, the heads")
-    for path in (picture, log):  # now, and not after an hour
-        if path and (path.is_dir() or not path.absolute().parent.is_dir()):
-            parser.error(f"cannot write to {path}: a directory, or in none that exists")
+    if picture.is_dir() or not picture.absolute().parent.is_dir():  # now, and not after an hour
+        parser.error(f"cannot write to {picture}: a directory, or in none that exists")
     if config.steps % 32 or config.eval_every % 32 or config.steps % config.eval_every:
         parser.error("--eval-every must be a multiple of 32, and --steps one of --eval-every")
     if config.batch_size % config.replicas:
         parser.error("--batch-size must be a multiple of --replicas")
     try:
-        return config, picture, log, local_devices(config.replicas)
-    except ValueError as error:
+        return config, picture, local_devices(config.replicas)
+    except UsageError as error:
         parser.error(str(error))
 
 
 def main() -> int:
     """Trains with every strategy, prints and draws."""
-    config, picture, log, devices = command_line()
+    config, picture, devices = command_line()
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     corpus = load_corpus()
     runs: dict[str, list[Point]] = {}
@@ -293,10 +257,10 @@ def main() -> int:
             )
     print(f"\n{table(runs, config)}\n")
     plot(picture, runs, config)
-    print(f"picture: {picture}")
-    if log:
-        curves = {name: [asdict(p) for p in points] for name, points in runs.items()}
-        log.write_text(json.dumps({"config": asdict(config), "runs": curves}, indent=1) + "\n")
+    print(f"picture: {picture}, curves: {picture.with_suffix('.json')}")
+    curves = {name: [p._asdict() for p in points] for name, points in runs.items()}
+    log = picture.with_suffix(".json")
+    log.write_text(json.dumps({"config": asdict(config), "runs": curves}, indent=1) + "\n")
     return 0
 
 

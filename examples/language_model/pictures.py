@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e8ec"
 BLUE, ORANGE, GREEN, SKY, PURPLE, OCHRE = (
@@ -83,3 +84,45 @@ def note(axis: Axes, text: str) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG; equal data give equal bytes."""
     figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+class Curve(NamedTuple):
+    """Held-out loss of a run of the language model."""
+
+    by_step: str  # its name beside the end of the one curve
+    by_bytes: str  # and of the other
+    colour: str
+    steps: Sequence[int]
+    held_out: Sequence[float]
+    bytes_sent: Sequence[float]  # by each replica, up to there
+
+
+def draw(path: Path, curves: Sequence[Curve], replicas: int) -> None:
+    """Held-out loss against steps, and against what was sent to get there; writes a PNG."""
+    figure, (by_step, by_bytes) = panels(2, 10, 4.3)
+    for c in curves:
+        sent = [x / 1e6 for x in c.bytes_sent]
+        by_step.plot(c.steps, c.held_out, color=c.colour, linewidth=1.8)
+        by_bytes.plot(sent, c.held_out, color=c.colour, linewidth=1.8)
+        by_bytes.plot(sent[-1:], c.held_out[-1:], "o", color=c.colour, markersize=5)
+    # The first evaluations are far above the rest; showing them would flatten what matters.
+    best = min(min(c.held_out) for c in curves)
+    last = curves[0].steps[-1]
+    by_step.set_ylim(best - 0.08, best + 1.0)
+    by_step.set(xlabel="optimizer step", ylabel="held-out loss (nats per byte)")
+    by_step.set_xlim(0, 1.7 * last)  # room for the names
+    by_step.set_xticks([last * i // 4 for i in range(5)])
+    by_bytes.set(xlabel="MB sent by each replica", xscale="log")
+    by_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    by_bytes.xaxis.set_minor_locator(NullLocator())
+    by_bytes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    figure.supxlabel(
+        f"Byte-level transformer on Python's standard library, {replicas} replicas, AdamW; "
+        "same data and seed.",
+        fontsize=8,
+        color=MUTED,
+    )
+    name_points(by_step, [(last, c.held_out[-1], c.by_step, c.colour) for c in curves])
+    ends = [(c.bytes_sent[-1] / 1e6, c.held_out[-1], c.by_bytes, c.colour) for c in curves]
+    name_points(by_bytes, [end for end in ends if end[2]])
+    save(figure, path)

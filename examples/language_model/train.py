@@ -1,6 +1,13 @@
-"""Trains a byte-level transformer on Python's standard library, data parallel over local devices.
+"""Trains a byte-level transformer on Python's standard library: data parallel, on one host or many.
 
-Uses all GPUs, or 8 CPU devices where there is none. Nothing is downloaded.
+On one host it takes all GPUs, or --devices CPU devices. On many, one process each runs this same
+command: with --distributed under Slurm, Open MPI or Kubernetes, where JAX finds the others by
+itself, and elsewhere with --coordinator, --processes and --process-id.
+
+SIGTERM, to any process, and Ctrl-C save after the step that is under way and end with exit code 75.
+Started again with the same command and --resume, the run continues from the last checkpoint, on
+any number of devices, with the curve of an uninterrupted one. If a process dies or is silent for
+--heartbeat-timeout, JAX ends the others, with messages of its own.
 """
 
 from __future__ import annotations
@@ -8,29 +15,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
+import traceback
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_parallel import MAPPINGS, local_devices
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from strategies import COMM_DTYPES, STRATEGIES
-from training import CheckpointError, Checkpoints, Record, Run, RunConfig, UsageError, WriteError
+import jax
+from checkpoints import CheckpointError, Checkpoints
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+from training import AXIS, COMM_DTYPES, STRATEGIES, Record, Run, RunConfig, UsageError, flag
 
 EXAMPLES = """
 examples:
-  python examples/language_model/train.py --strategy allreduce
-  python examples/language_model/train.py --strategy powersgd --rank 16 --mapping shard_map
   python examples/language_model/train.py --strategy powersgd --rank 16 --comm-dtype int8
-  python examples/language_model/train.py --checkpoint-dir runs/1         # and, after a crash,
-  python examples/language_model/train.py --checkpoint-dir runs/1 --resume
-
-The curve of a resumed run is that of an uninterrupted one, on any number of devices. The parts a
-training script of your own needs are in data_parallel.py.
+  python examples/language_model/train.py --checkpoint-dir run --resume   # the first time, too
+  srun python examples/language_model/train.py --distributed --checkpoint-dir /shared/run --resume
 """
+EXIT_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: stopped and saved, start it again
+EXIT_STOPPED = 128 + signal.SIGTERM  # nothing is saved
+# What may differ from the run that wrote a checkpoint: it does not change what a step computes.
+FREE = ("eval_every", "eval_sequences")
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,57 +49,98 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def parser(local: bool = True) -> Parser:
-    """The command line. Defaults are those of `RunConfig`.
-
-    Args:
-      local: Offer the choice of devices and mapping, which one process alone has.
-    """
-    p = Parser(
-        description=__doc__,
-        epilog="strategies:\n"
-        + "".join(f"  {name:15} {s.summary}\n" for name, s in STRATEGIES.items())
-        + EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser() -> Parser:
+    """The command line. Defaults are those of `RunConfig`."""
+    form = argparse.RawDescriptionHelpFormatter
+    p = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=form)
     shown = " (default: %(default)s)"
-
-    group = p.add_argument_group("communication")
-    group.add_argument("--strategy", choices=list(STRATEGIES), help="see below" + shown)
-    group.add_argument("--rank", type=int, help="rank of the compressed gradients" + shown)
-    group.add_argument("--start-step", type=int, help="exact steps before compression" + shown)
-    group.add_argument("--comm-dtype", choices=COMM_DTYPES, help="of the factors sent" + shown)
-    if local:
-        mapping = "how to map the replicas" + shown
-        group.add_argument("--mapping", choices=list(MAPPINGS), help=mapping)
-        group.add_argument(
-            "--devices", type=int, help="number of replicas (default: all GPUs, or 8 CPU devices)"
-        )
-
-    group = p.add_argument_group("training")
-    group.add_argument("--steps", type=int, help="length of the run" + shown)
-    group.add_argument("--batch-size", type=int, help="sequences a step, over all replicas" + shown)
-    group.add_argument("--learning-rate", type=float, help="its highest value" + shown)
-    group.add_argument("--seed", type=int, help="of the parameters and the data" + shown)
-    group.add_argument("--eval-every", type=int, help="steps between evaluations" + shown)
-    group.add_argument("--eval-sequences", type=int, help="held-out sequences" + shown)
-
-    group = p.add_argument_group("model")
-    group.add_argument("--layers", type=int, help="transformer blocks" + shown)
-    group.add_argument("--width", type=int, help="features" + shown)
-    group.add_argument("--heads", type=int, help="attention heads" + shown)
-    group.add_argument("--context", type=int, help="bytes in a sequence" + shown)
-    group.add_argument("--bf16", action="store_true", help="compute activations in bfloat16")
-    p.set_defaults(**{field.name: field.default for field in fields(RunConfig)})
+    choices = {"strategy": list(STRATEGIES), "comm_dtype": COMM_DTYPES}
+    group = p.add_argument_group("the run")
+    for field in fields(RunConfig):
+        options: dict[str, Any] = {"type": type(field.default), "default": field.default}
+        options |= {"choices": choices.get(field.name), **field.metadata}
+        group.add_argument(flag(field.name), **options)
 
     group = p.add_argument_group("files")
     group.add_argument("--log", type=Path, help="write the curve to this file, as JSON lines")
-    group.add_argument("--checkpoint-dir", type=Path, help="save checkpoints here")
+    group.add_argument("--checkpoint-dir", type=Path, help="save here; all processes must see it")
     group.add_argument("--checkpoint-every", type=int, default=100, help="steps between" + shown)
     group.add_argument("--keep", type=int, default=3, help="checkpoints to keep" + shown)
     group.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     group.add_argument("--stop-at", type=int, help="stop after so many steps, to resume later")
+
+    group = p.add_argument_group("devices and processes")
+    group.add_argument("--devices", type=int, help="of each process (default: all GPUs, or 8 CPU)")
+    group.add_argument("--distributed", action="store_true", help="a scheduler started several")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    group.add_argument("--processes", type=int, help="how many there are")
+    group.add_argument("--process-id", type=int, help="which one this is, from 0")
+    wait = "seconds to wait for the others at the start" + shown
+    group.add_argument("--start-timeout", type=int, default=300, help=wait)
+    silence = "seconds of silence that mean death" + shown
+    group.add_argument("--heartbeat-timeout", type=int, default=30, help=silence)
     return p
+
+
+def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
+    """The devices to train on, those of other processes too; to be called before JAX looks at them.
+
+    `count` of each process; None takes all GPUs, or CPU devices where there is no GPU.
+    """
+    # A CPU is split into as many devices as one asks for, but only before JAX looks at it; after
+    # that (in a notebook, say) one takes what is there. Where GPUs are found it changes nothing.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count or default_cpus)
+    found = jax.local_device_count()
+    if count is not None and not 0 < count <= found:
+        raise UsageError(f"--devices must be positive and at most {found}, got {count}")
+    if jax.process_count() > 1:
+        return jax.devices()
+    return jax.devices()[:count]
+
+
+def connect(arguments: argparse.Namespace) -> None:
+    """Joins the other processes, if there are any."""
+    if not (arguments.distributed or arguments.coordinator):
+        if arguments.processes or arguments.process_id is not None:
+            raise UsageError("--processes and --process-id need --coordinator")
+        return
+    try:
+        jax.distributed.initialize(
+            arguments.coordinator,
+            arguments.processes,
+            arguments.process_id,
+            initialization_timeout=arguments.start_timeout,
+            heartbeat_timeout_seconds=arguments.heartbeat_timeout,
+        )
+    except ValueError as error:
+        raise UsageError(
+            "the other processes cannot be found: pass --coordinator, --processes and "
+            f"--process-id ({str(error).rstrip('.')})"
+        ) from error
+
+
+class Stop:
+    """Whether a signal asks for an end, after a step on which all processes agree.
+
+    Before there is one of these, and before JAX has connected the processes, a signal ends the
+    process at once: nothing has been computed. With several processes JAX takes SIGTERM, and
+    carries it to all of them.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        if jax.process_count() == 1:
+            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._asked = True
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+
+    def __call__(self, step: int) -> bool:
+        """Whether to end after this step; call it after every one."""
+        return self._asked or multihost_utils.reached_preemption_sync_point(step)
 
 
 class Log:
@@ -116,22 +165,18 @@ class Log:
         self._write("w", *kept)
 
     def add(self, record: Record) -> None:
-        """Writes a record, if it is one to write.
-
-        Raises:
-          WriteError: It could not be.
-        """
+        """Writes a record, if it is one to write."""
         if record.step % self.EVERY == 0 or record.held_out is not None:
-            values = {"step": record.step, "loss": record.loss, "bytes_sent": record.bytes_sent}
-            values |= {} if record.held_out is None else {"held_out": record.held_out}
-            self._write("a", values | {"seconds": round(record.seconds, 3)})
+            values = {"step": record.step, "loss": float(record.loss)}
+            values |= {"bytes_sent": record.bytes_sent, "seconds": round(record.seconds, 3)}
+            self._write("a", values | ({"held_out": record.held_out} if record.held_out else {}))
 
     def _write(self, mode: str, *records: dict[str, Any]) -> None:
         try:
             with self._path.open(mode) as file:  # closed each time: a killed run leaves its curve
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:
-            raise WriteError(f"the log {self._path} could not be written ({error})") from error
+            raise UsageError(f"the log {self._path} could not be written ({error})") from error
 
 
 def readable(size: float) -> str:
@@ -141,44 +186,6 @@ def readable(size: float) -> str:
             break
         size /= 1000
     return f"{size:.3g} {unit}"
-
-
-class Display:
-    """The progress bar, and a line for each evaluation."""
-
-    def __init__(self, run: Run, console: Console):
-        """Prepares the bar; it is shown inside a `with` statement."""
-        self.run = run
-        self.tokens = run.config.batch_size * run.config.context
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
-        self.task = self.progress.add_task(
-            "", total=run.config.steps, completed=run.start, numbers="compiling"
-        )
-        self.previous: tuple[int, float] | None = None
-        self.rate = 0.0
-
-    def show(self, record: Record) -> None:
-        """Moves the bar, and prints what an evaluation found."""
-        numbers = None
-        if record.step % 10 == 0 or record.held_out is not None:
-            loss = f"loss {record.loss:.3f}"
-            if self.previous:
-                steps, seconds = record.step - self.previous[0], record.seconds - self.previous[1]
-                self.rate = steps * self.tokens / max(seconds, 1e-9)
-            self.previous = (record.step, record.seconds)
-            cost = f"{self.rate:,.0f} tokens/s  {readable(record.bytes_step)}/step"
-            numbers = f"{loss}  {cost}"
-            if record.held_out is not None:
-                self.progress.console.print(
-                    f"step {record.step:5}  {loss}  held-out {record.held_out:.4f}  {cost}  "
-                    f"{readable(record.bytes_sent)} sent",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-        self.progress.update(self.task, completed=record.step)
-        if numbers:
-            self.progress.update(self.task, numbers=numbers)
 
 
 def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
@@ -191,58 +198,80 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
         return None
     if arguments.checkpoint_every <= 0 or arguments.keep <= 0:
         raise UsageError("--checkpoint-every and --keep must be positive")
-    return Checkpoints(
-        arguments.checkpoint_dir,
-        every=arguments.checkpoint_every,
-        keep=arguments.keep,
-        resume=arguments.resume,
-    )
+    return Checkpoints(arguments.checkpoint_dir, keep=arguments.keep, resume=arguments.resume)
 
 
-def train(arguments: argparse.Namespace, console: Console) -> int:
-    """Runs to the end, or to where it is stopped. Returns the exit code."""
+def train(arguments: argparse.Namespace) -> int | None:
+    """Runs to the end, or to where it is stopped. Process 0 does the talking.
+
+    Returns:
+      The step that a signal stopped it after; None if none did.
+    """
     config = RunConfig(**{f.name: getattr(arguments, f.name) for f in fields(RunConfig)})
     config.check()
-    if arguments.devices is not None and arguments.devices <= 0:
-        raise UsageError("--devices must be positive")
-    try:
-        devices = local_devices(arguments.devices)  # before orbax, which looks at the devices
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    devices = local_devices(arguments.devices)
+    run = Run(config, Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
     checkpoints = open_checkpoints(arguments)
-    try:
-        run = Run(config, devices, checkpoints)
-        log = Log(arguments.log, config, run.start) if arguments.log else None
-        where = f"{len(devices)} {devices[0].platform} devices"
-        console.print(f"{run.parameters:,} parameters on {where}, from step {run.start}")
-        for note in run.notes:
-            console.print(f"note: {note}", soft_wrap=True)
-        display = Display(run, console)
-        with display.progress:
-            for record in run.steps(arguments.stop_at):
-                display.show(record)
-                if log:
-                    log.add(record)
-    finally:
-        if checkpoints:
-            checkpoints.close()
-    return 0
+    if checkpoints and arguments.resume:
+        same = {flag(k): v for k, v in asdict(config).items() if k not in FREE}
+        if found := checkpoints.restore(run.consolidated(), same):
+            state, about = found
+            run.restore(about["step"], state, about["bytes_sent"])
+    first = jax.process_index() == 0
+    log = Log(arguments.log, config, run.start) if arguments.log and first else None
+    if first:
+        where = f"{len(devices)} {devices[0].platform} devices of {jax.process_count()} processes"
+        print(f"{run.parameters:,} parameters on {where}, from step {run.start}", flush=True)
+    asked, stopped, step = Stop(), False, run.start
+    about = {"config": {flag(k): v for k, v in asdict(config).items()}}
+    for record in run.steps(arguments.stop_at):
+        step, stopped = record.step, asked(record.step)
+        last = stopped or record.step in (config.steps, arguments.stop_at)
+        if checkpoints and (last or step % arguments.checkpoint_every == 0):
+            checkpoints.save(step, run.consolidated(), about | {"bytes_sent": run.bytes_sent})
+        if log:
+            log.add(record)
+        if first and record.held_out is not None:
+            loss = f"loss {float(record.loss):.3f}  held-out {record.held_out:.4f}"
+            sent = f"{readable(record.bytes_step)}/step  {readable(record.bytes_sent)} sent"
+            print(f"step {step:5}  {loss}  {sent}", flush=True)
+        if stopped:
+            break
+    if checkpoints:
+        checkpoints.close()
+    return step if stopped else None
+
+
+def leave(message: str, code: int) -> NoReturn:
+    """Ends this process at once: at exit JAX would wait for others that may never come."""
+    print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def main() -> int:
     """The command line's entry point."""
     p = parser()
     arguments = p.parse_args()
-    # What a scheduler sends before it takes the machine away: leave by the same door as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return train(arguments, Console())
+        connect(arguments)
+        stopped = train(arguments)
     except (UsageError, CheckpointError) as error:
+        if jax.process_count() > 1:
+            leave(f"error: {error}", 2)
         p.error(str(error))
-    except KeyboardInterrupt:
-        hint = "; continue with --resume" if arguments.checkpoint_dir else ""
-        print(f"{p.prog}: interrupted{hint}", file=sys.stderr)
-        return 130
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        leave("ended by the error above; where another process ended first, that one says why", 1)
+    if stopped is None:
+        return 0
+    saved = "which is saved: start the run again with --resume"
+    lost = "and nothing is saved without --checkpoint-dir"
+    kept = bool(arguments.checkpoint_dir)
+    print(f"{p.prog}: stopped by a signal after step {stopped}, {saved if kept else lost}",
+          file=sys.stderr, flush=True)  # fmt: skip
+    return EXIT_AGAIN if kept else EXIT_STOPPED
 
 
 if __name__ == "__main__":

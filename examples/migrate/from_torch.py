@@ -4,7 +4,7 @@
 
 Each run trains in PyTorch DDP with powerSGD_hook (2 processes over gloo), is saved, goes on in JAX
 on 2 devices, is saved, and goes on in PyTorch. Beside it the same run stays in PyTorch throughout.
-Prints the largest relative difference of the losses after each move and draws them.
+Prints the largest relative difference of the losses after each move.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from models import FLAX_MODELS, flax_batch, flax_loss
 from plan import CASES, MOVES, STEPS, WORLD, Case
-from rich.console import Console
-from rich.table import Table
 
+import jaxcomp
 import torch_bridge
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "language_model"))
-from data_parallel import ShardMap, local_devices, new_state
 
 TOLERANCE = 1e-4
 
@@ -51,7 +50,7 @@ def torch_job(phase: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
 
 
-def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) -> np.ndarray:
+def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
     """From the first move to the second; leaves a checkpoint for torch and returns the losses."""
     checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
     module = FLAX_MODELS[case.model]()
@@ -60,23 +59,29 @@ def continue_in_jax(case: Case, folder: pathlib.Path, devices: Sequence[Any]) ->
     ]
 
     params, tx, opt_state, _ = torch_bridge.to_flax(checkpoint, like)
-    state = new_state(module, params, tx).replace(opt_state=opt_state)
     loss_fn: Any = partial(flax_loss, module)
-    parallel = ShardMap(loss_fn, devices)
-    state = parallel.place(state)
+    # `tx` begins with the reducer, so that what it gives in the place of gradients are updates.
+    value_and_update = jaxcomp.value_and_grad(loss_fn, tx, mesh=mesh, axis_name="data")
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    state = value_and_update.restore(opt_state, params)
+
+    @jax.jit
+    def train(params: Any, state: Any, data: Any) -> Any:
+        (loss, updates), state = value_and_update(state, params, data)
+        return optax.apply_updates(params, updates), state, loss
+
     losses = []
     for step in range(*MOVES):
-        data: Any = flax_batch(case.model, step, WORLD)
-        state, loss = parallel.train(state, data)
-        losses.append(float(np.mean(loss)))
-    state, _ = parallel.consolidated(state)
+        params, state, loss = train(params, state, flax_batch(case.model, step, WORLD))
+        losses.append(float(loss))
+    params, state = jax.device_get((params, jaxcomp.consolidate(state)))
     path = folder / f"{case.name}.to_torch.pt"
-    torch_bridge.to_torch(state.params, state.opt_state, like=checkpoint, path=path)
+    torch_bridge.to_torch(params, state, like=checkpoint, path=path)
     return np.array(losses)
 
 
 def compare(
-    cases: Sequence[Case], folder: pathlib.Path, devices: Sequence[Any], console: Console
+    cases: Sequence[Case], folder: pathlib.Path, mesh: Mesh
 ) -> dict[str, dict[str, np.ndarray]]:
     """Run everything; per case the losses of the run that stayed and of the one that moved."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +93,11 @@ def compare(
         (folder / name).unlink(missing_ok=True)
     for case in cases:
         (folder / case.name).touch()
-    console.print(f"PyTorch, {WORLD} processes: {len(cases)} runs of {STEPS} steps")
+    print(f"PyTorch, {WORLD} processes: {len(cases)} runs of {STEPS} steps", flush=True)
     stayed = torch_job("FIRST", folder)
-    console.print(f"JAX, {WORLD} devices: steps {MOVES[0]} to {MOVES[1]}")
-    middle = {case.name: continue_in_jax(case, folder, devices) for case in cases}
-    console.print(f"PyTorch again: steps {MOVES[1]} to {STEPS}")
+    print(f"JAX, {WORLD} devices: steps {MOVES[0]} to {MOVES[1]}")
+    middle = {case.name: continue_in_jax(case, folder, mesh) for case in cases}
+    print(f"PyTorch again: steps {MOVES[1]} to {STEPS}")
     last = torch_job("LAST", folder)
     return {
         case.name: {
@@ -111,49 +116,23 @@ def differences(losses: dict[str, np.ndarray]) -> tuple[float, float]:
     return float(relative[MOVES[0] : MOVES[1]].max()), float(relative[MOVES[1] :].max())
 
 
-def show(runs: dict[str, dict[str, np.ndarray]], console: Console) -> bool:
-    """Print the table; whether every run stayed within the tolerance."""
-    table = Table(title="First loss, last losses, and how far they are apart after each move")
-    for title in ("run", "first", "stayed", "moved", "in JAX", "back"):
-        table.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
+def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
+    """Prints the table; whether every run stayed within the tolerance."""
+    print("First loss, last losses, and how far they are apart after each move")
+    print(f"{'':24}" + "".join(f"{x:>10}" for x in ("first", "stayed", "moved", "in JAX", "back")))
     good = True
     for name, losses in runs.items():
         in_jax, back = differences(losses)
         good &= max(in_jax, back) < TOLERANCE
         ends = (losses["stayed"][0], losses["stayed"][-1], losses["moved"][-1])
-        table.add_row(name, *(f"{loss:.6f}" for loss in ends), f"{in_jax:.1e}", f"{back:.1e}")
-    console.print(table)
+        print(f"{name:24}{''.join(f'{x:10.6f}' for x in ends)}{in_jax:10.1e}{back:10.1e}")
     verdict = "all" if good else "NOT all"
-    console.print(f"largest relative differences, {verdict} below {TOLERANCE:.0e}")
+    print(f"largest relative differences, {verdict} below {TOLERANCE:.0e}")
     return good
 
 
-def plot(runs: dict[str, dict[str, np.ndarray]], path: pathlib.Path) -> None:
-    """Draws the losses of every second run, those of the higher rank: more would be too small."""
-    import pictures
-
-    shown = list(runs.items())[1::2] or list(runs.items())
-    figure, axes = pictures.panels(len(shown), 3 * len(shown), 2.9, share_y=False)
-    for axis, (name, losses) in zip(axes, shown, strict=True):
-        axis.axvspan(*MOVES, color=pictures.BLUE, alpha=0.08, linewidth=0)
-        axis.text(
-            sum(MOVES) / 2, 0.97, "in JAX", transform=axis.get_xaxis_transform(), ha="center",
-            va="top", color=pictures.BLUE, fontsize=8.5,
-        )  # fmt: skip
-        axis.plot(losses["stayed"], color=pictures.SKY, alpha=0.5, linewidth=5)
-        axis.plot(losses["moved"], color=pictures.INK, linewidth=1.2)
-        axis.set(xlabel="step", title=name)
-    axes[0].set_ylabel("loss")
-    for y, said, colour in (
-        (0.16, "stayed in PyTorch", pictures.SKY),
-        (0.05, "moved", pictures.INK),
-    ):
-        axes[0].text(0.04, y, said, transform=axes[0].transAxes, color=colour, fontsize=8.5)
-    pictures.save(figure, path)
-
-
 def main() -> int:
-    """Run, compare, print and draw."""
+    """Run, compare and print."""
     parser = argparse.ArgumentParser(description="Move a run from PyTorch DDP to JAX and back.")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/migration"))
     parser.add_argument("--only", help="run the cases whose name contains this text")
@@ -161,20 +140,21 @@ def main() -> int:
     cases = [case for case in CASES if not arguments.only or arguments.only in case.name]
     if not cases:
         parser.error(f"--only: no case among {', '.join(case.name for case in CASES)}")
-    console, folder = Console(), arguments.out.absolute()
+    jax.config.update("jax_num_cpu_devices", WORLD)
+    folder = arguments.out.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {arguments.out} cannot be a directory ({error.strerror})")
-    runs = compare(cases, folder, local_devices(WORLD), console)
-    good = show(runs, console)
-    plot(runs, folder / "losses.png")
+    mesh = jax.make_mesh((WORLD,), ("data",), devices=jax.devices()[:WORLD])
+    runs = compare(cases, folder, mesh)
+    good = show(runs)
     table = {
         name: {key: value.tolist() for key, value in losses.items()}
         for name, losses in runs.items()
     }
     (folder / "losses.json").write_text(json.dumps(table))
-    console.print(f"wrote {arguments.out / 'losses.png'} and losses.json")
+    print(f"wrote {arguments.out / 'losses.json'}")
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""A 32-bit hash of an array: what `check_replicas` compares and `fingerprint` keeps."""
+"""A 32-bit hash of an array: what `check_replicas` compares."""
 
 from __future__ import annotations
 

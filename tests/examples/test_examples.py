@@ -16,31 +16,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import types
 from dataclasses import replace
 from functools import partial
 
 import demo
-import directories
 import hybrid_mesh
 import jax
 import jax.numpy as jnp
 import lm
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
-import strategies
 import train
 import training
-from data_parallel import MAPPINGS, Pmap, ShardMap, new_state
 from hlo import collectives
 from paths import LANGUAGE_MODEL
+from runners import mesh_of
 
 import jaxcomp
-from jaxcomp._wire.hlo import replica_groups
 
 STEPS, STOP = 12, 6
+SAVED = {"--width": 32, "--rank": 2, "--strategy": "powersgd"}
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
 TINY = [*MODEL, "--batch-size", "8", "--steps", str(STEPS), "--start-step", "2", "--rank", "2"]
 TINY += ["--eval-every", "3", "--eval-sequences", "16", "--checkpoint-every", "2"]
@@ -54,20 +49,12 @@ def devices():
 
 @pytest.fixture(scope="module", autouse=True)
 def made_once():
-    """The text, parameters and programs of runs here; a process of its own makes them again."""
+    """The text and parameters of runs here; a process of its own makes them again."""
     initial = functools.cache(lambda *arguments: jax.device_get(lm.init_params(*arguments)))
-    mapped = functools.cache(lambda model, devices: Pmap(partial(lm.loss_fn, model), devices))
     with pytest.MonkeyPatch.context() as patch:
         for module in (training, hybrid_mesh):
             patch.setattr(module, "load_corpus", functools.cache(lm.load_corpus))
-        patch.setattr(training, "init_params", lambda *x: jax.tree.map(jnp.array, initial(*x)))
-        # A program is traced again for another model or transformation, be they equal.
-        patch.setattr(training, "Transformer", functools.cache(lm.Transformer))
-        patch.setattr(training, "adamw", functools.cache(strategies.adamw))
-        transformation = functools.cache(strategies.Strategy.transformation)
-        patch.setattr(strategies.Strategy, "transformation", transformation)
-        pmap = lambda loss_fn, devices: mapped(*loss_fn.args, tuple(devices))  # noqa: E731
-        patch.setitem(MAPPINGS, "pmap", pmap)
+        patch.setattr(training, "init_params", initial)
         yield
 
 
@@ -86,13 +73,15 @@ def script(name, *arguments):
 
 def here(module, *arguments):
     """What the script prints in this process, or SystemExit."""
-    printed, handler = io.StringIO(), signal.getsignal(signal.SIGTERM)
+    printed = io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
         patch.setenv("COLUMNS", "200")
         with jax.numpy_dtype_promotion("standard"):  # what a user has
             assert not module.main()
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     return printed.getvalue()
 
 
@@ -145,13 +134,6 @@ def test_the_curve_goes_down_and_counts_bytes(uninterrupted):
     assert (first[2] - per_step) / 2 > 4 * per_step
 
 
-def test_pmap_and_shard_map_agree(trained, uninterrupted):
-    other, _ = trained("shard_map", "--devices", 4, "--mapping", "shard_map")
-    assert other.keys() == uninterrupted.keys()
-    for step, values in uninterrupted.items():
-        np.testing.assert_allclose(other[step], values, rtol=1e-5)
-
-
 def copied(directory, to):
     return shutil.copytree(directory, to / "checkpoints")
 
@@ -195,8 +177,8 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = directory.glob(f"{died}.*")  # orbax's temporary directory, not renamed
     # All of it was written by then; a moment earlier not all of it would have been.
-    for leaf in left.glob("state/params.*"):
-        shutil.rmtree(leaf)
+    for data in left.glob("state*/d"):
+        shutil.rmtree(data)
 
     resumed, output = trained("half", "--devices", 4, "--checkpoint-dir", directory, "--resume")
     assert f"from step {STOP}" in output
@@ -207,67 +189,27 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(
 
 def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
     directory = copied(interrupted, tmp_path)
-    resumed, _ = trained(
-        "two", "--devices", 2, "--mapping", "shard_map", "--checkpoint-dir", directory, "--resume"
-    )
+    resumed, _ = trained("two", "--devices", 2, "--checkpoint-dir", directory, "--resume")
     # The new log begins where the run was resumed.
     assert min(resumed) > STOP
     for step, values in resumed.items():
         np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
 
 
-def bytes_per_step(rank):
-    """Of an exact step and of a compressed one, counted apart from the scripts."""
-    sizes = lm.ModelConfig(layers=1, width=32, heads=2, context=16)
-    reducer = jaxcomp.powersgd(rank, axis_name="data")
-    stats = reducer.bytes(lm.init_params(lm.Transformer(sizes), 0))
-    return stats.bytes_before, stats.bytes_after
-
-
-def test_resuming_on_another_rank(trained, uninterrupted, interrupted, tmp_path):
-    directory = copied(interrupted, tmp_path)
-    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume", "--rank", 3]
-    resumed, output = trained("rank", *arguments)
-    assert "note: --rank was 2" in output
-    (exact, before), (_, now) = bytes_per_step(rank=2), bytes_per_step(rank=3)
-    for step, (loss, held_out, sent) in resumed.items():
-        np.testing.assert_allclose((loss, held_out), uninterrupted[step][:2], rtol=0.02)
-        # Two exact steps; what was sent before the checkpoint was sent at the rank of that time.
-        assert sent == 2 * exact + (STOP - 2) * before + (step - STOP) * now
-
-
-def test_switching_compression_off_and_on_again(trained, uninterrupted, interrupted, tmp_path):
-    directory, stop = copied(interrupted, tmp_path), 8
-    arguments = ["--devices", 4, "--checkpoint-dir", directory, "--resume"]
-    _, output = trained("off", *arguments, "--strategy", "allreduce", "--stop-at", stop)
-    assert "note: --strategy was powersgd" in output
-    resumed, output = trained("on", *arguments)
-    assert "note: --strategy was allreduce" in output
-    exact, compressed = bytes_per_step(rank=2)
-    for step, (loss, held_out, sent) in resumed.items():
-        np.testing.assert_allclose((loss, held_out), uninterrupted[step][:2], rtol=0.02)
-        # A new state: --start-step 2 counts from where compression was switched on.
-        exact_steps = 2 + (stop - STOP) + min(2, step - stop)
-        assert sent == exact_steps * exact + (step - exact_steps) * compressed
-
-
-def test_int8s_bytes_are_those_of_the_compiled_program(devices):
-    config, replicas = lm.ModelConfig(layers=1, width=32, heads=2, context=16), 4
-    model, options = lm.Transformer(config), strategies.Options()
-    params, int8 = lm.init_params(model, 0), strategies.STRATEGIES["int8"]
-    tx = int8.transformation(options, optax.sgd(0.1), "data")
-    mapped = ShardMap(partial(lm.loss_fn, model), devices[:replicas])
+def test_int8s_bytes_are_those_of_the_compiled_program():
+    config = training.RunConfig("int8", layers=1, width=32, heads=2, context=16, batch_size=4)
     with jax.numpy_dtype_promotion("standard"):
-        state = mapped.place(new_state(model, params, tx))
-        batch = jnp.zeros((replicas, config.context + 1), jnp.int32)
-        found = collectives(mapped._train.lower(state, batch).compile().as_text())
-    sizes = {op: 0 for op, _, _ in found}
+        run = training.Run(config, mesh_of(4))
+        batch = jnp.zeros((4, config.context + 1), jnp.int32)
+        found = collectives(run._train.lower(run.state, batch).compile().as_text())
+    sizes = {}
     for op, kind, values in found:
-        assert kind == "s8"
-        sizes[op] += values
+        sizes[op, kind] = sizes.get((op, kind), 0) + values
     # An all-reduce is both of these in one, and each of them sends half as much as it would.
-    counted = int8.bytes_at(options, params, replicas)(0)
-    assert sizes == {"all-to-all": counted, "all-gather": counted}
+    reducer = training.STRATEGIES["int8"](config, config.rank)
+    counted = reducer.bytes(run.state.params, replicas=4).bytes_after
+    assert sizes.pop(("all-reduce", "f32")) == 1  # the loss that is logged, of the whole batch
+    assert sizes == {("all-to-all", "s8"): counted, ("all-gather", "s8"): counted}
 
 
 def refusal(capsys, *arguments):
@@ -280,10 +222,12 @@ def refusal(capsys, *arguments):
     return line.removeprefix("train.py: error: ")
 
 
-def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(interrupted, capsys):
-    arguments = ["--width", "64", "--checkpoint-dir", interrupted, "--resume", "--devices", 4]
-    expected = "cannot resume: the checkpoint is of a run with --width 32, not 64"
-    assert refusal(capsys, *arguments) == expected
+@pytest.mark.parametrize("other", [("--width", 64), ("--rank", 3), ("--strategy", "allreduce")])
+def test_a_checkpoint_of_another_run_is_refused_in_one_sentence(interrupted, capsys, other):
+    arguments = [*other, "--checkpoint-dir", interrupted, "--resume", "--devices", 4]
+    answer = refusal(capsys, *arguments)
+    assert answer.startswith("cannot resume: ")
+    assert answer.endswith(f"/{STOP} is of a run with {other[0]} {SAVED[other[0]]}, not {other[1]}")
 
 
 @pytest.mark.parametrize(
@@ -292,8 +236,9 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(interrupted, cap
         (["--strategy", "magic"], "invalid choice: 'magic'"),
         (["--batch-size", "9", "--devices", "4"], "--batch-size 9 is not a multiple of the 4"),
         (["--rank", "0", "--steps", "-1"], "--rank must be positive; --steps must be positive"),
+        (["--process-id", "1"], "--processes and --process-id need --coordinator"),
         (["--width", "30", "--heads", "4"], "--width 30 is not a multiple of --heads 4"),
-        (["--devices", "9999"], "9999 devices were asked for"),
+        (["--devices", "9999"], "at most 8, got 9999"),
         (["--devices", "0"], "--devices must be positive"),
         (["--context", "999999999"], "is longer than the text"),
         (["--resume"], "--resume needs --checkpoint-dir"),
@@ -310,26 +255,6 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_sentence(interrupted, cap
 def test_wrong_input_gives_one_sentence(arguments, message, capsys, tmp_path):
     (tmp_path / "file").touch()
     assert message in refusal(capsys, *(a.format(tmp=tmp_path) for a in arguments))
-
-
-@pytest.mark.parametrize(
-    ("config", "sealed", "message"),
-    [
-        ({}, False, "/run/2 is not used: it is cut off, or not one of this program: checksums is"),
-        (None, True, "/run/2 is not used: it is not one of this program"),
-        ({}, True, "another version of this one, which did not store batch_size"),
-    ],
-)
-def test_a_checkpoint_of_another_program_is_refused(config, sealed, message, capsys, tmp_path):
-    content = {"state": ocp.args.StandardSave({"a": np.ones(3)})}
-    content |= {} if config is None else {"config": ocp.args.JsonSave(config)}
-    with ocp.CheckpointManager(tmp_path / "run", item_names=tuple(content)) as manager:
-        manager.save(2, args=ocp.args.Composite(**content))
-    if sealed:
-        directories.seal(tmp_path / "run" / "2")
-    answer = refusal(capsys, "--checkpoint-dir", tmp_path / "run", "--resume", "--devices", 4)
-    assert answer.startswith("cannot resume: the checkpoint ")
-    assert message in answer
 
 
 def test_a_log_on_a_full_disk_is_one_sentence(capsys):
@@ -361,7 +286,7 @@ def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     (sent,) = re.findall(r"bytes between hosts, per device and step: ([\d,]+)", printed)
     sizes = lm.ModelConfig(layers=2, width=32, heads=4, context=64)
     params = lm.init_params(lm.Transformer(sizes), 0)
-    stats = jaxcomp.powersgd(2, axis_name="data").bytes(params)
+    stats = jaxcomp.powersgd(2, axis_name=hybrid_mesh.SLOW).bytes(params)
     spec = partial(hybrid_mesh.weight_spec, mode, 4)
     specs = jax.tree.leaves(jax.tree_util.tree_map_with_path(spec, params))
     expected = 0
@@ -374,40 +299,7 @@ def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     assert twentieth < tenth < np.log(256)
 
 
-def program_of(line):
-    """A compiled program of one instruction, and its mesh of two hosts with four devices each."""
-    text = f"HloModule m, num_partitions=8\n\nENTRY %main (a: f32[2]) -> f32[2] {{\n  {line}\n}}\n"
-    mesh = jax.sharding.AbstractMesh((2, 4), (hybrid_mesh.SLOW, hybrid_mesh.FAST))
-    return types.SimpleNamespace(as_text=lambda: text), mesh
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        ("{{0,4},{1,5}}", [[0, 4], [1, 5]]),
-        ("[1,8]<=[8]", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("mesh['slow'=2,'fast'=4] {'slow'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    ],
-)
-def test_replica_groups_as_xla_writes_them(groups, expected):
-    line = f"%sum = (f32[2,3], bf16[4]) all-reduce(%a, %b), replica_groups={groups}, to_apply=%add"
-    assert replica_groups(line) == expected
-    crossing = any(0 in group and 4 in group for group in expected)
-    assert hybrid_mesh.slow_bytes(*program_of(line)) == (6 * 4 + 4 * 2) * crossing
-
-
-@pytest.mark.parametrize("groups", ["?", "mesh['slow'=2,'fast'=4] {'fast':(1)2}"])
-def test_replica_groups_in_an_unknown_form_are_not_counted_as_none(groups):
-    line = f"%sum = f32[2] all-reduce(%a), replica_groups={groups}, to_apply=%add"
-    with pytest.raises(ValueError, match="in a form unknown here"):
-        hybrid_mesh.slow_bytes(*program_of(line))
-
-
-@pytest.mark.parametrize(
-    "name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train.py", "train_multihost.py"]
-)
+@pytest.mark.parametrize("name", ["demo.py", "hybrid_mesh.py", "local_sgd.py", "train.py"])
 def test_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as exit_:
@@ -428,7 +320,7 @@ def test_help(name, monkeypatch, capsys):
         ("local_sgd --steps 0", "--steps must be positive"),
         ("local_sgd --width 30", "--width must be a multiple of 4"),
         ("local_sgd --steps 48", "--eval-every must be a multiple of 32"),
-        ("local_sgd --replicas 99 --batch-size 99", "99 devices were asked for and 8 found"),
+        ("local_sgd --replicas 99 --batch-size 99", "at most 8, got 99"),
         ("local_sgd --plot {tmp}/none/x.png", "cannot write to"),
         ("demo --ranks 0", "--ranks and --devices must be positive"),
         ("demo --devices 99", "--devices must divide 16"),
