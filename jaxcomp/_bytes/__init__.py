@@ -1,1 +1,1 @@
-"""What a step puts on the wire."""
+"""Ranks for a budget of bytes."""

@@ -34,8 +34,7 @@ class Instruction(NamedTuple):
     name: str
     shape: str  # such as `f32[8,4]{1,0}`, or a tuple of such in parentheses
     opcode: str
-    operands: tuple[str, ...]  # names
-    attributes: str  # all that follows the operands
+    attributes: str  # all that follows, operands too
 
     @property
     def calls(self) -> list[tuple[str, str]]:
@@ -48,16 +47,20 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """The computations of a program by their names, the entry last, from ``compiled.as_text()``."""
+    """The computations of a program by their names, the entry last, from ``compiled.as_text()``.
+
+    Raises:
+      ValueError: If there are none.
+    """
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if found := _INSTRUCTION.match(line):
-            operands, _, attributes = re.sub(r"\)(, |$)", "\n", found[4], count=1).partition("\n")
-            names = tuple(re.findall(r"%([\w.-]+)", operands))
-            current.append(Instruction(found[1], found[2], found[3], names, attributes))
+            current.append(Instruction(*found.groups()))
         elif found := _COMPUTATION.match(line):
             current = computations.setdefault(found[1], [])
+    if not computations:
+        raise ValueError("The text is no HLO module: it has no computation.")
     return computations
 
 

@@ -145,7 +145,7 @@ FINITE = np.nan_to_num(TARGETS, nan=64)
 
 @pytest.mark.parametrize("weights", [(1, 1, 0, 0), (0, 0, 0, 0)])
 def test_a_group_in_which_nobody_counts_keeps_what_it_has(weights):
-    """First the pairs meet, then all; ``local_axis_name`` and levels are the same means."""
+    """First the pairs synchronise, then all; ``local_axis_name`` and levels are the same means."""
     weights = np.array(weights, np.float32).reshape(2, 2)
     tx = jaxcomp.local_sgd(
         optax.sgd(0.5), sync_every={"fast": 1, ("slow", "fast"): 2}, axis_name=("slow", "fast")
@@ -162,11 +162,11 @@ def test_a_group_in_which_nobody_counts_keeps_what_it_has(weights):
         return seen
 
     mapped = jax.vmap(jax.vmap(run, axis_name="fast"), axis_name="slow")
-    paired, met = mapped(targets, weights)
+    paired, together = mapped(targets, weights)
     np.testing.assert_allclose(paired[1], 0.5 * targets[1], rtol=1e-6)  # each its own
-    assert np.isfinite(met).all()
+    assert np.isfinite(together).all()
     if weights.any():
-        np.testing.assert_allclose(met - met[0, 0], 0, atol=1e-6)
+        np.testing.assert_allclose(together - together[0, 0], 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": optax.sgd(1.0, momentum=0.5)}])
