@@ -31,9 +31,9 @@ from benchmarks.common.arguments import command_line, listed, one_of, positive_i
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
-from benchmarks.gpu_program.hlo import Computation, Instruction, Module, parse
 from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
+from jaxcomp._wire.hlo import Instruction, parse
 
 OUT = RESULTS / "gpu_program.json"
 _DEVICES = 8
@@ -57,33 +57,33 @@ REDUCERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def count(module: Module, computation: Computation | None = None) -> tuple[int, int]:
+Program = dict[str, list[Instruction]]
+
+
+def count(program: Program, computation: str | None = None) -> tuple[int, int]:
     """Kernels and collectives of a computation with all that it calls; by default of all."""
     kernels = collectives = 0
-    for x in (computation or module.entry).instructions:
+    for x in program[computation or list(program)[-1]]:
         if x.opcode in _FREE or x.opcode.endswith("-done"):
             continue
         if _COLLECTIVE.match(x.opcode):
             collectives += 1
         elif x.opcode in ("while", "conditional", "call", "async-start"):
-            more = _called(module, x)
+            more = _called(program, x)
             kernels, collectives = kernels + more[0], collectives + more[1]
         else:
             kernels += 1
     return kernels, collectives
 
 
-def _called(module: Module, x: Instruction) -> tuple[int, int]:
-    names = [*x.called("body"), *x.called("condition")]
+def _called(program: Program, x: Instruction) -> tuple[int, int]:
+    names = [name for how, name in x.calls if how in ("body", "condition")]
     if names:
         trips = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
         times = int(trips[1]) if trips else 1
-        counted = [count(module, module.computations[name]) for name in names]
+        counted = [count(program, name) for name in names]
         return times * sum(k for k, _ in counted), times * sum(c for _, c in counted)
-    branches = ("branch_computations", "true_computation", "false_computation")
-    names = [name for attribute in branches for name in x.called(attribute)]
-    names = names or (x.called("to_apply") or x.called("calls"))[:1]
-    return max(count(module, module.computations[name]) for name in names)
+    return max(count(program, name) for _, name in x.calls)
 
 
 def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:

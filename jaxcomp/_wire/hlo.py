@@ -60,7 +60,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
         elif found := _COMPUTATION.match(line):
             current = computations.setdefault(found[1], [])
     if not computations:
-        raise ValueError("The text is no HLO module: it has no computation.")
+        raise ValueError("The text is no HLO module: it has no ENTRY computation.")
     return computations
 
 

@@ -12,7 +12,7 @@ import pathlib
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from benchmarks.gpu_program.hlo import parse
+from jaxcomp._wire.hlo import parse
 
 PROGRAM = pathlib.Path(__file__).parent / "data" / "gpu_program.hlo"
 

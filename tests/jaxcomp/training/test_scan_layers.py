@@ -11,8 +11,8 @@ from reducers import reducer
 from runners import AXIS, mesh_of, stack
 
 import jaxcomp
-from benchmarks.gpu_program.hlo import parse
 from jaxcomp._training.scan_state import as_floats, from_floats
+from jaxcomp._wire.hlo import parse
 
 REPLICAS, DEPTH, WIDTH = 2, 3, 8
 REST = jaxcomp.allreduce(axis_name=AXIS)
@@ -231,10 +231,11 @@ def test_a_loop_for_each_form_of_a_step_holds_the_all_reduces_of_one_layer(name,
         assert "['layers']['w']" in [leaf.path for leaf in counted.leaves]
     module = parse(program)
     bodies = [
-        [y.opcode for y in module.computations[x.called("body")[0]].instructions]
-        for computation in module.computations.values()
-        for x in computation.instructions
-        if x.opcode == "while"
+        [y.opcode for y in module[name]]
+        for lines in module.values()
+        for x in lines
+        for how, name in x.calls
+        if how == "body"
     ]
     loops = [opcodes for opcodes in bodies if "all-reduce" in opcodes]
     assert sorted(opcodes.count("all-reduce") for opcodes in loops) == sent
