@@ -85,7 +85,7 @@ def main() -> None:
         (folder / "big_model.py").write_text(_PARAMS.format(width=_WIDTH, layers=layers))
         size = (folder / "big.pt").stat().st_size
         print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {_WIDTH} x {_WIDTH}")
-        params = ("--params", "big_model:params")
+        params = ("--params", "big_model:params", "--conv1d", "")
         for label, arguments in {
             "to-flax (orbax)": ("to-flax", "big.pt", *params, "--out", "run"),
             "to-flax (msgpack)": ("to-flax", "big.pt", *params, "--out", "run.msgpack"),

@@ -41,18 +41,17 @@ NEED_IT = {
     "record_layout": lambda path: torch_bridge.record_layout(DDP),
     "resume_powersgd": lambda path: torch_bridge.resume_powersgd(DDP, RECORD, LAYOUT, print),
     "save_checkpoint": lambda path: torch_bridge.save_checkpoint(path, DDP, None),
-    "save_for_torch": lambda path: torch_bridge.save_for_torch(path, PARAMS, like=LIKE),
     "state_from_record": lambda path: torch_bridge.state_from_record(RECORD),
     "to_torch": lambda path: torch_bridge.to_torch(PARAMS, (), LIKE, path=path),
     "waiting_hook": lambda path: torch_bridge.waiting_hook(None, None),
 }
 # They take modules or tensors of torch, or read its files, or have nothing to do with it.
 DO_NOT = {
-    *("BucketEntry", "BucketLayout", "Checkpoint", "CheckpointMismatch", "FlaxRun", "Pairing"),
+    *("BucketEntry", "BucketLayout", "Checkpoint", "CheckpointMismatch", "FlaxRun", "Pair"),
     *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "gradient_order", "infer_layout"),
-    *("load", "load_state_dict", "matrix_dims_of", "optimizer_from_torch", "pair"),
+    *("load", "matrix_dims_of", "optimizer_from_torch", "pair"),
     *("params_from_torch", "params_to_torch", "powersgd_from_torch"),
-    *("powersgd_kwargs_from_torch", "reducer_from_torch", "state_dict", "to_flax"),
+    *("powersgd_kwargs_from_torch", "reducer_from_torch", "to_flax"),
     "torch_matrix_dims",
 }
 

@@ -12,9 +12,8 @@ from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.powersgd_to_torch import powersgd_to_torch
-from torch_bridge._convert.state_dict import load_state_dict, state_dict
 from torch_bridge._convert.to_flax import FlaxRun, to_flax
-from torch_bridge._convert.to_torch import save_for_torch, to_torch
+from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout
@@ -23,7 +22,7 @@ from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting
 from torch_bridge._job.save import gradient_order, record_layout, save_checkpoint
 from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
 from torch_bridge._pairing.pair import pair
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairs import Pair
 
 __all__ = [
     "BucketEntry",
@@ -31,14 +30,13 @@ __all__ = [
     "Checkpoint",
     "CheckpointMismatch",
     "FlaxRun",
-    "Pairing",
+    "Pair",
     "PowerSGDRecord",
     "RandomStateRecord",
     "UnsafeCheckpoint",
     "gradient_order",
     "infer_layout",
     "load",
-    "load_state_dict",
     "matrix_dims_of",
     "optimizer_from_torch",
     "optimizer_to_torch",
@@ -52,8 +50,6 @@ __all__ = [
     "reducer_from_torch",
     "resume_powersgd",
     "save_checkpoint",
-    "save_for_torch",
-    "state_dict",
     "state_from_record",
     "to_flax",
     "to_torch",

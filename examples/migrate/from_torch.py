@@ -58,7 +58,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
         "params"
     ]
 
-    params, tx, opt_state, _ = torch_bridge.to_flax(checkpoint, like)
+    params, tx, opt_state, _ = torch_bridge.to_flax(checkpoint, like, conv1d="")
     loss_fn: Any = partial(flax_loss, module)
     # `tx` begins with the reducer, so that what it gives in the place of gradients are updates.
     value_and_update = jaxcomp.value_and_grad(loss_fn, tx, mesh=mesh, axis_name="data")
@@ -76,7 +76,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
         losses.append(float(loss))
     params, state = jax.device_get((params, jaxcomp.consolidate(state)))
     path = folder / f"{case.name}.to_torch.pt"
-    torch_bridge.to_torch(params, state, like=checkpoint, path=path)
+    torch_bridge.to_torch(params, state, like=checkpoint, path=path, conv1d="")
     return np.array(losses)
 
 

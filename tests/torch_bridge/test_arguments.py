@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -19,13 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 import jaxcomp
 from torch_bridge import (
-    CheckpointMismatch,
-    load_state_dict,
     matrix_dims_of,
     pair,
     powersgd_kwargs_from_torch,
     reducer_from_torch,
-    state_dict,
     torch_matrix_dims,
 )
 
@@ -179,72 +175,6 @@ def test_hooks_that_live_elsewhere():
         reducer_from_torch("MY_HOOK", axis_name="data")
     with pytest.raises(ValueError, match="takes no arguments"):
         reducer_from_torch("ALLREDUCE", axis_name="data", random_seed=1)
-
-
-def trained_state():
-    params = {
-        "fc": {"kernel": jnp.zeros((16, 32)), "bias": jnp.zeros(32)},
-        "head": jnp.zeros((8, 40)),
-    }
-    tx = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
-    rng = np.random.default_rng(0)
-    state = jax.tree.map(
-        lambda leaf: jnp.asarray(10 * rng.random(leaf.shape), leaf.dtype), tx.init(params)
-    )
-    return tx, params, state
-
-
-def test_state_dict_round_trip():
-    tx, params, state = trained_state()
-    d = state_dict(state)
-    assert d["version"] == 1
-    assert set(d) == {
-        "version",
-        "count",
-        "residual",
-        "q",
-        "mark",
-    }  # p is there in one-sided states only
-    assert set(d["q"]) == {"fc", "head"}
-    assert list(d["q"]["fc"]) == ["kernel"]
-    assert all(isinstance(leaf, np.ndarray | int) for leaf in jax.tree.leaves(d))
-    back = load_state_dict(tx.init(params), d)
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, back, state)
-
-
-def test_state_dict_of_one_sided_steps_has_both_factors():
-    _, params, _ = trained_state()
-    state = jaxcomp.powersgd(1, axis_name="data", alternating=True).init(params)
-    d = state_dict(state)
-    assert set(d) == {"version", *state._fields}
-    back = load_state_dict(jax.tree.map(jnp.zeros_like, state), d)
-    jax.tree.map(np.testing.assert_array_equal, back, state)
-
-
-def test_state_dict_is_strict():
-    tx, params, state = trained_state()
-    d = state_dict(state)
-    del d["q"]["head"]
-    d["residual"]["old"] = np.zeros(3)
-    fresh = tx.init(params)
-    with pytest.raises(CheckpointMismatch) as caught:
-        load_state_dict(fresh, d)
-    assert caught.value.missing == ("q/head",)
-    assert caught.value.unexpected == ("residual/old",)
-    loaded = load_state_dict(fresh, d, strict=False)
-    np.testing.assert_array_equal(loaded.q["head"], fresh.q["head"])
-    np.testing.assert_array_equal(loaded.q["fc"]["kernel"], state.q["fc"]["kernel"])
-    d = state_dict(jaxcomp.powersgd(rank=1, axis_name="data").init(params))
-    with pytest.raises(CheckpointMismatch, match="rank") as caught:
-        load_state_dict(fresh, d, strict=False)
-    assert len(caught.value.mis_shaped) == 2
-    with pytest.raises(ValueError, match="version 9"):
-        load_state_dict(fresh, {**d, "version": 9})
-    with pytest.raises(ValueError, match="version x"):
-        load_state_dict(fresh, {**d, "version": "x"})
-    with pytest.raises(ValueError, match=r"state\[0\]"):
-        state_dict(optax.chain(tx, optax.sgd(0.1)).init(params))
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,8 @@ from torch_bridge.__main__ import main
 import jax, orbax.checkpoint  # not part of what a conversion costs
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 before = peak()
-assert main(["to-flax", sys.argv[1], "--params", "big_model:params", "--out", sys.argv[2]]) == 0
+said = ["--params", "big_model:params", "--conv1d", ""]
+assert main(["to-flax", sys.argv[1], *said, "--out", sys.argv[2]]) == 0
 print("used", peak() - before)
 """
 

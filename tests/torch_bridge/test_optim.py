@@ -14,15 +14,8 @@ import pytest
 import torch
 from flax import nnx
 
-from torch_bridge import (
-    CheckpointMismatch,
-    load,
-    optimizer_from_torch,
-    optimizer_to_torch,
-    pair,
-    params_from_torch,
-    params_to_torch,
-)
+import torch_bridge
+from torch_bridge import CheckpointMismatch, load
 from torch_bridge._convert.params import leaves_from_torch
 
 pytestmark = pytest.mark.torch
@@ -62,6 +55,32 @@ def network(seed: int = 0) -> torch.nn.Sequential:
     )
 
 
+def pair(model, like):
+    """The pairs of `network` and of others, with what no shape of the former tells."""
+    state = model if isinstance(model, dict) else model.state_dict()
+    is_network = "2.weight" in state and "0.weight" in state and state["0.weight"].ndim == 4
+    said = {"flatten": {"2": (3, 2, 2)}} if is_network else {}
+    return torch_bridge.pair(state, like, **said)
+
+
+def params_from_torch(model, like):
+    return torch_bridge.params_from_torch(model, like, pairs=pair(model, like))
+
+
+def params_to_torch(params, like):
+    return torch_bridge.params_to_torch(params, like, pairs=pair(like, params))
+
+
+def optimizer_from_torch(optimizer, model, params, **options):
+    pairs = pair(model, params)
+    return torch_bridge.optimizer_from_torch(optimizer, model, params, pairs=pairs, **options)
+
+
+def optimizer_to_torch(state, params, like, model, **options):
+    pairs = pair(model, params)
+    return torch_bridge.optimizer_to_torch(state, params, like, model, pairs=pairs, **options)
+
+
 LIKE = {
     "Conv_0": {"kernel": np.zeros((3, 3, 2, 3)), "bias": np.zeros(3)},
     "Dense_0": {"kernel": np.zeros((12, 4))},
@@ -82,10 +101,10 @@ def torch_steps(module, optimizer, seeds) -> None:
 
 
 def flax_steps(module, like, params, tx, state, seeds, unused=()):
-    pairings = pair(module.state_dict(), like)
+    pairs = pair(module.state_dict(), like)
     update = jax.jit(tx.update)
     for seed in seeds:
-        leaves = leaves_from_torch(pairings, gradients(module, seed), mean=True)
+        leaves = leaves_from_torch(pairs, gradients(module, seed), mean=True)
         leaves = {p: g * 0 if p[0] in unused else g for p, g in leaves.items()}
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
         grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
@@ -270,10 +289,10 @@ def test_packed_and_summed_parameters(make, keywords, kind):
         step(module, optimizer, seed)
     params = params_from_torch(module.state_dict(), like)
     tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
-    pairings = pair(module.state_dict(), like)
+    pairs = pair(module.state_dict(), like)
     values = gradients(module, 7)
     values = {name: values[name.replace("bias_ih", "bias_hh")] for name in values}
-    leaves = leaves_from_torch(pairings, values, mean=True)
+    leaves = leaves_from_torch(pairs, values, mean=True)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     grads = treedef.unflatten([leaves[tuple(k.key for k in path)] for path, _ in flat])
     updates, state = tx.update(grads, state, params)

@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bridge import params_from_torch, params_to_torch
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_bridge
-from torch_bridge import CheckpointMismatch, pair, params_from_torch, params_to_torch
+from torch_bridge import CheckpointMismatch, pair
 
 pytestmark = pytest.mark.torch
 
@@ -265,7 +266,7 @@ def test_attention_with_one_packed_kernel(flat):
     variables = params_from_torch(module.state_dict(), like)
     theirs = module(*[torch.from_numpy(x)] * 3)[0].detach().numpy()
     close(layer.apply(variables, jnp.asarray(x)), theirs)
-    assert all(pairing.whole for pairing in pair(module.state_dict(), like))
+    assert all(found.whole for found in pair(module.state_dict(), like))
     assert_equal_states(params_to_torch(variables, module.state_dict()), module.state_dict())
 
 
@@ -414,21 +415,23 @@ def test_decoder_with_two_attentions_needs_a_rule():
 def test_prefixes_of_ddp_and_compile_are_skipped():
     module = torch_cnn()
     like = jax.eval_shape(CNN().init, jax.random.key(0), jnp.ones((1, 8, 8, 3)))
-    plain = params_from_torch(module.state_dict(), like)
+    said = {"flatten": {"7": (8, 4, 4)}}
+    plain = params_from_torch(module.state_dict(), like, **said)
     wrapped = {f"_orig_mod.module.{k}": v for k, v in module.state_dict().items()}
-    jax.tree.map(np.testing.assert_array_equal, params_from_torch(wrapped, like), plain)
-    assert list(params_to_torch(plain, wrapped)) == list(wrapped)
+    jax.tree.map(np.testing.assert_array_equal, params_from_torch(wrapped, like, **said), plain)
+    assert list(params_to_torch(plain, wrapped, **said)) == list(wrapped)
 
 
 def test_parameters_alone_leave_no_place_for_running_statistics():
     module = torch_cnn()
     like = jax.eval_shape(CNN().init, jax.random.key(0), jnp.ones((1, 8, 8, 3)))["params"]
-    assert all(pairing.kind != "buffer" for pairing in pair(module.state_dict(), like))
+    said = {"flatten": {"7": (8, 4, 4)}}
+    assert all(found.kind != "buffer" for found in pair(module.state_dict(), like, **said))
     with pytest.raises(CheckpointMismatch, match="batch_stats") as caught:
-        params_from_torch(module.state_dict(), like)
+        params_from_torch(module.state_dict(), like, **said)
     assert len(caught.value.unexpected) == 4
-    params = params_from_torch(module.state_dict(), like, ignore=r".*running_(mean|var)")
-    back = params_to_torch(params, module.state_dict())
+    params = params_from_torch(module.state_dict(), like, ignore=r".*running_(mean|var)", **said)
+    back = params_to_torch(params, module.state_dict(), **said)
     assert_equal_states(back, module.state_dict())  # the statistics of `like` stay
 
 
@@ -580,14 +583,14 @@ def test_rules_for_a_plain_tree_take_a_layer_apart():
     like = {"conv": {"kernel": np.ones((3, 3, 3, 8))}}
     like |= {"fc": {"w": np.zeros((32, 5)), "b": np.zeros(5)}}
     rules = {r"fc\.weight": "fc/w", r"fc\.bias": "fc/b"}
-    params = params_from_torch(model, like, rules)  # behind 8 channels: a map of 2 x 2
+    params = params_from_torch(model, like, rules, flatten={"fc": (8, 2, 2)})
     moved = model["fc.weight"].reshape(5, 8, 2, 2).transpose(2, 3, 1, 0).reshape(32, 5)
     np.testing.assert_array_equal(params["fc"]["w"], moved)
     np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
     said = params_from_torch(model, like, rules, flatten={"fc": None})
     np.testing.assert_array_equal(said["fc"]["w"], model["fc.weight"].T)
     with pytest.raises(CheckpointMismatch, match="fc/b") as error:
-        params_from_torch(model, like, {r"fc\.weight": "fc/w"})
+        params_from_torch(model, like, {r"fc\.weight": "fc/w"}, flatten={"fc": None})
     assert error.value.unexpected == ("fc.bias (5,)",)
 
 
@@ -606,10 +609,10 @@ def test_rule_takes_a_packed_linear_apart():
         r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value",
         r"h\.(\d+)\.c_proj": r"h_\1/out",
     }
-    params = params_from_torch(model, like, rules)
+    params = params_from_torch(model, like, rules, conv1d="")
     expected = model["h.0.c_attn.weight"][8:16].T.reshape(8, 2, 4)
     np.testing.assert_array_equal(params["h_0"]["key"]["kernel"], expected)
-    back = params_to_torch(params, model, rules)
+    back = params_to_torch(params, model, rules, conv1d="")
     jax.tree.map(np.testing.assert_array_equal, back, model)
 
 
@@ -708,17 +711,17 @@ def test_round_trip_and_matrix_order(shape, transposed, data):
     flax_shape = (*spatial, a, b) if transposed and spatial else (*spatial, b, a)
     seed = data.draw(st.integers(0, 2**31))
     weight = np.random.default_rng(seed).normal(size=shape)
-    (pairing,) = pair(
+    (found,) = pair(
         {"c.weight": weight},
         {"c": {"kernel": np.ones(flax_shape)}},
         conv_transpose=".*" if transposed else "-",
         conv1d="",
     )
-    leaf = pairing.to_flax(weight)
+    leaf = found.to_flax(weight)
     assert leaf.shape == flax_shape
-    np.testing.assert_array_equal(pairing.to_torch(leaf), weight)
-    rows, cols = pairing.matrix_axes()
-    row, col = pairing.matrix_order()
+    np.testing.assert_array_equal(found.to_torch(leaf), weight)
+    rows, cols = found.matrix_axes()
+    row, col = found.matrix_order()
     matrix = leaf.transpose(*rows, *cols).reshape(shape[0], -1)
     np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[row][:, col])
 
@@ -782,5 +785,5 @@ def test_matrix_order_of_packed_and_flattened_weights():
 
 
 def test_public_names():
-    for name in ("params_from_torch", "params_to_torch", "pair", "Pairing", "CheckpointMismatch"):
+    for name in ("params_from_torch", "params_to_torch", "pair", "Pair", "CheckpointMismatch"):
         assert name in torch_bridge.__all__

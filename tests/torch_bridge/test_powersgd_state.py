@@ -194,7 +194,8 @@ def test_a_file_for_torch_out_of_flax_parts(run, tmp_path):
     params = params_from_torch(checkpoint.model, flax_params())
     state = powersgd_from_torch(checkpoint, params)
     path = tmp_path / "back.pt"
-    torch_bridge.save_for_torch(path, params, like=checkpoint, powersgd=state)
+    like = dataclasses.replace(checkpoint, optimizer=None)
+    torch_bridge.to_torch(params, (state,), like, path=path)
     document = torch.load(path, weights_only=True)
     assert document["optimizer"] is None
     ddp_worker.Feed().load_state_dict(document["state_dict"])

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from bridge import params_from_torch, params_to_torch
 
 import torch_bridge
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
@@ -29,15 +31,15 @@ def test_names_that_become_one_are_refused():
     model = {"_orig_mod.fc.weight": values(4, 3), "fc.weight": -values(4, 3), "fc.bias": values(4)}
     like = {"fc": {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}}
     for convert in (
-        lambda: torch_bridge.params_from_torch(model, like),
-        lambda: torch_bridge.params_to_torch(like, model),
+        lambda: params_from_torch(model, like),
+        lambda: params_to_torch(like, model),
         lambda: torch_bridge.to_flax(Checkpoint(model), like),
     ):
         with pytest.raises(ValueError, match="Names become one") as error:
             convert()
         assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
     compiled = {f"module._orig_mod.{name}": model[name] for name in ("fc.weight", "fc.bias")}
-    assert torch_bridge.params_from_torch(compiled, like)["fc"]["kernel"].shape == (3, 4)
+    assert params_from_torch(compiled, like)["fc"]["kernel"].shape == (3, 4)
 
 
 # --- weights stored (in, out) -----------------------------------------------------------------
@@ -54,9 +56,9 @@ def blocks(*straight, square="square"):
 @pytest.mark.parametrize(
     ("straight", "options", "transposed"),
     [
-        (("up", "down"), {}, False),  # the square one follows the others
-        (("up", "down"), {"conv1d": "up|down"}, True),  # unless somebody says otherwise
-        ((), {}, True),
+        (("up", "down"), {"conv1d": "square"}, False),
+        (("up", "down"), {"conv1d": "up|down"}, True),
+        ((), {"conv1d": ""}, True),
         ((), {"conv1d": "square"}, False),
         (("up",), {"conv1d": "square"}, False),
         (("up",), {"conv1d": ""}, True),
@@ -64,12 +66,12 @@ def blocks(*straight, square="square"):
 )
 def test_square_matrices_stored_in_out(straight, options, transposed):
     model, like = blocks(*straight)
-    params = torch_bridge.params_from_torch(model, like, **options)
+    params = params_from_torch(model, like, **options)
     square = model["square.weight"]
     np.testing.assert_array_equal(params["square"]["kernel"], square.T if transposed else square)
     up = model["up.weight"]
     np.testing.assert_array_equal(params["up"]["kernel"], up if "up" in straight else up.T)
-    back = torch_bridge.params_to_torch(params, model, **options)
+    back = params_to_torch(params, model, **options)
     assert all(np.array_equal(back[name], model[name]) for name in model)
 
 
@@ -77,7 +79,7 @@ def test_patterns_that_match_nothing_are_listed():
     model, like = blocks("up", "down")
     said = {"flatten": {"upp": None}, "conv1d": "doun"}
     with pytest.raises(CheckpointMismatch, match="match no layer") as error:
-        torch_bridge.params_from_torch(model, like, {"up": "up", "op": "up"}, **said)
+        params_from_torch(model, like, {"up": "up", "op": "up"}, **said)
     idle = ("rules: op", "flatten: upp", "conv1d: doun")
     assert error.value.unexpected == idle
 
@@ -85,10 +87,9 @@ def test_patterns_that_match_nothing_are_listed():
 def test_misspelled_options_are_refused():
     model, like = blocks("up", "down")
     checkpoint = Checkpoint(model)
-    params = torch_bridge.params_from_torch(model, like)
+    params = params_from_torch(model, like, conv1d="")
     for convert in (
-        lambda **said: torch_bridge.params_from_torch(model, like, **said),
-        lambda **said: torch_bridge.params_to_torch(like, model, **said),
+        lambda **said: params_from_torch(model, like, **said),
         lambda **said: torch_bridge.to_flax(checkpoint, like, **said),
         lambda **said: torch_bridge.to_torch(params, (), checkpoint, **said),
     ):
@@ -100,38 +101,41 @@ def test_misspelled_options_are_refused():
         ):
             convert(missing_rank="zero")
     with pytest.raises(ValueError, match=r"`ignore`: .* is no regular expression"):
-        torch_bridge.params_from_torch(model, like, ignore="(")
+        params_from_torch(model, like, ignore="(")
 
 
-def test_square_matrices_of_which_the_others_disagree_are_asked_about():
-    model, like = blocks("up")
-    with pytest.raises(CheckpointMismatch, match="conv1d=") as error:
-        torch_bridge.params_from_torch(model, like)
-    assert [line.split()[0] for line in error.value.ambiguous] == ["square"]
+@pytest.mark.parametrize("straight", [(), ("up",), ("up", "down")])
+def test_square_matrices_are_asked_about_whatever_the_others_are(straight):
+    model, like = blocks(*straight)
+    with pytest.raises(CheckpointMismatch, match=r"square: .* Say conv1d=''") as error:
+        params_from_torch(model, like)
+    assert [line.split(":")[0] for line in error.value.ambiguous] == ["square"]
+    assert error.value.parameters == ("rules", "conv1d", "ignore")
 
 
-def test_layers_of_one_name_decide_before_the_rest():
-    model, like = blocks("up", square="h.1.up")
-    like["h_1"] = {"up": like.pop("h.1.up")}
-    params = torch_bridge.params_from_torch(model, like)
-    np.testing.assert_array_equal(params["h_1"]["up"]["kernel"], model["h.1.up.weight"])
-
-
-def test_square_matrices_alone_are_taken_for_linear_and_named():
-    model = {f"fc{k}.weight": values(8, 8) + k for k in range(2)}
-    like = kernels(fc0=(8, 8), fc1=(2, 4, 8))
-    with pytest.warns(UserWarning, match=r'fc0, fc1 are taken for Linear.*conv1d=""'):
-        found = torch_bridge.params_from_torch(model, like)
-    said = torch_bridge.params_from_torch(model, like, conv1d="")  # without a warning
-    jax.tree.map(np.testing.assert_array_equal, found, said)
+def test_one_question_for_all_square_matrices():
+    model = {f"fc{k}.weight": values(8, 8) + k for k in range(2)} | {"out.weight": values(4, 4)}
+    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4))
+    with pytest.raises(CheckpointMismatch) as error:
+        params_from_torch(model, like)
+    assert [line.split(":")[0] for line in error.value.ambiguous] == [r"fc\d+|out"]
+    said = params_from_torch(model, like, conv1d="")
     np.testing.assert_array_equal(said["fc0"]["kernel"], model["fc0.weight"].T)
-    straight = torch_bridge.params_from_torch(model, like, conv1d="fc0")
+    straight = params_from_torch(model, like, conv1d=r"fc\d+|out")
     np.testing.assert_array_equal(straight["fc0"]["kernel"], model["fc0.weight"])
-    # With nn.MultiheadAttention in it, a model is of torch's own layers.
-    model |= {"attention.in_proj_weight": values(24, 8), "attention.out_proj.weight": values(8, 8)}
+
+
+def test_torchs_own_layers_are_never_stored_in_out():
+    model = {"attention.in_proj_weight": values(24, 8), "attention.out_proj.weight": values(8, 8)}
+    model |= {f"rnn.weight_{side}_l0": values(6, 6) for side in ("ih", "hh")}
     heads = dict.fromkeys(("query", "key", "value"), (8, 2, 4))
-    like["attention"] = kernels(**heads, out=(2, 4, 8))
-    torch_bridge.params_from_torch(model, like)
+    like = {"attention": kernels(**heads, out=(2, 4, 8)), "rnn_0": kernels(i=(6, 6), h=(6, 6))}
+    params = params_from_torch(model, like)
+    np.testing.assert_array_equal(params["rnn_0"]["h"]["kernel"], model["rnn.weight_hh_l0"].T)
+    like["attention"] = kernels(qkv=(8, 24), out=(8, 8))
+    params = params_from_torch(model, like, {r"attention\.in_proj": "attention/qkv"})
+    out = model["attention.out_proj.weight"]
+    np.testing.assert_array_equal(params["attention"]["out"]["kernel"], out.T)
 
 
 def test_a_packed_matrix_that_is_stored_in_out_cannot_be_taken_apart():
@@ -139,7 +143,7 @@ def test_a_packed_matrix_that_is_stored_in_out_cannot_be_taken_apart():
     part = {"kernel": np.zeros((8, 8)), "bias": np.zeros(8)}
     like = dict.fromkeys(("query", "key", "value"), part)
     with pytest.raises(CheckpointMismatch, match="3 layers side by side") as error:
-        torch_bridge.params_from_torch(model, like, {"c_attn": "query|key|value"}, conv1d="c_attn")
+        params_from_torch(model, like, {"c_attn": "query|key|value"}, conv1d="c_attn")
     line = error.value.mis_shaped[0]
     assert line.startswith("c_attn.weight (8, 24) <-> query/kernel (8, 8): stored (in, out)")
     assert "one kernel of shape (8, 24)" in line
@@ -169,32 +173,34 @@ def declared_before(places, first="fc"):
     return {f"{name}.weight": model[f"{name}.weight"] for name in order}, like
 
 
-def test_a_square_map_is_recognised():
-    model, like = network(16)
-    found = torch_bridge.params_from_torch(model, like)["fc"]["kernel"]
-    moved = model["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0).reshape(128, 10)
-    np.testing.assert_array_equal(found, moved)
-
-
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        (network(12), (8, 3, 4)),  # no square
+        (network(16), (8, 4, 4)),  # a square may be pooled features of many layers
+        (network(12), (8, 3, 4)),
         (network(16, "later"), (8, 4, 4)),  # a convolution follows: a decoder perhaps
         (network(4, convs=4), (8, 2, 2)),  # as many branches as places, one behind the other
         (network(7), (8, 1, 7)),  # a prime number of places
         (declared_before(16), (8, 4, 4)),
         (declared_before(7, "conv0"), (8, 7, 1)),
     ],
-    ids=["not square", "a convolution follows", "side by side", "prime", "before", "between"],
+    ids=[
+        "square",
+        "not square",
+        "a convolution follows",
+        "side by side",
+        "prime",
+        "before",
+        "between",
+    ],
 )
 def test_a_map_that_may_be_something_else_is_asked_about(model, shape):
     torch_model, like = model
     with pytest.raises(CheckpointMismatch, match="flatten=") as error:
-        torch_bridge.params_from_torch(torch_model, like)
+        params_from_torch(torch_model, like)
     assert [line.split()[0] for line in error.value.ambiguous] == ["fc"]
-    said = torch_bridge.params_from_torch(torch_model, like, flatten={"fc": shape})
-    pooled = torch_bridge.params_from_torch(torch_model, like, flatten={"fc": None})
+    said = params_from_torch(torch_model, like, flatten={"fc": shape})
+    pooled = params_from_torch(torch_model, like, flatten={"fc": None})
     weight = torch_model["fc.weight"]
     moved = weight.reshape(10, *shape).transpose(2, 3, 1, 0).reshape(-1, 10)
     np.testing.assert_array_equal(said["fc"]["kernel"], moved)
@@ -207,7 +213,11 @@ def test_a_second_head_reads_the_map_too():
         model |= {f"{head}.0.weight": values(24, 128), f"{head}.2.weight": values(outputs, 24)}
         like |= {f"{head}_0": kernels(x=(128, 24))["x"], f"{head}_2": kernels(x=(24, outputs))["x"]}
     del model["fc.weight"], like["fc"]
-    found = torch_bridge.params_from_torch(model, like)
+    with pytest.raises(CheckpointMismatch) as error:
+        params_from_torch(model, like)
+    asked = [line.split()[0] for line in error.value.ambiguous]
+    assert asked == ["advantage.0", "value.0"]
+    found = params_from_torch(model, like, flatten={r"\w+\.0": (8, 4, 4)})
     for head in ("advantage", "value"):
         weight = model[f"{head}.0.weight"]
         moved = weight.reshape(24, 8, 4, 4).transpose(2, 3, 1, 0).reshape(128, 24)
@@ -220,9 +230,9 @@ def test_a_matrix_behind_a_layer_as_wide_as_the_map_is_asked_about():
     model |= {"hidden.weight": values(128, 10), "last.weight": values(3, 128)}
     like |= kernels(hidden=(10, 128), last=(128, 3))
     with pytest.raises(CheckpointMismatch, match="flatten=") as error:
-        torch_bridge.params_from_torch(model, like)
-    assert [line.split()[0] for line in error.value.ambiguous] == ["last"]
-    found = torch_bridge.params_from_torch(model, like, flatten={"last": None})
+        params_from_torch(model, like)
+    assert [line.split()[0] for line in error.value.ambiguous] == ["fc", "last"]
+    found = params_from_torch(model, like, flatten={"fc": (8, 4, 4), "last": None})
     np.testing.assert_array_equal(found["last"]["kernel"], model["last.weight"].T)
 
 
@@ -234,8 +244,8 @@ def moved_to_last(array, shape, axis=0):
 
 def there_and_back(model, like, **options):
     """The parameters in Flax, after a look at whether they come back as they were."""
-    params = torch_bridge.params_from_torch(model, like, **options)
-    back = torch_bridge.params_to_torch(params, model, **options)
+    params = params_from_torch(model, like, **options)
+    back = params_to_torch(params, model, **options)
     for name, value in model.items():
         np.testing.assert_array_equal(back[name], value, err_msg=name)
     return params
@@ -251,7 +261,7 @@ def test_a_norm_behind_a_flatten_moves_with_what_reads_it():
     like["params"]["bn"] = {"scale": np.zeros(128), "bias": np.zeros(128)}
     like["batch_stats"] = {"bn": {"mean": np.zeros(128), "var": np.zeros(128)}}
     for options, shape in (
-        ({}, (8, 4, 4)),
+        ({"flatten": {"fc": (8, 4, 4)}}, (8, 4, 4)),
         ({"flatten": {"fc": (8, 2, 8)}}, (8, 2, 8)),
         ({"flatten": {"fc": None}}, (128, 1, 1)),
     ):
@@ -266,10 +276,11 @@ def test_a_norm_of_the_size_of_the_map_elsewhere_is_asked_about():
     model, like = network(16)
     model |= {"norm.weight": values(128), "norm.bias": values(128) + 1}
     like["norm"] = {"scale": np.zeros(128), "bias": np.zeros(128)}
-    with pytest.raises(CheckpointMismatch, match="norm has 128 values and may read conv0") as error:
-        torch_bridge.params_from_torch(model, like)
+    with pytest.raises(CheckpointMismatch, match="norm reads 128 values behind conv0") as error:
+        params_from_torch(model, like)
     assert error.value.parameters == ("rules", "flatten", "ignore")
-    found = there_and_back(model, like, flatten={"norm": (8, 4, 4)})
+    there_and_back(model, like, flatten={"fc": None})  # so that there is no map
+    found = there_and_back(model, like, flatten={"fc|norm": (8, 4, 4)})
     np.testing.assert_array_equal(found["norm"]["bias"], moved_to_last(values(128) + 1, (8, 4, 4)))
 
 
@@ -283,7 +294,7 @@ def test_a_recurrent_layer_behind_a_flatten_is_asked_about():
         shapes = {f"{side}{g}": (n, 6) for side, n in (("i", width), ("h", 6)) for g in "ifgo"}
         like[f"lstm_{layer}"] = kernels(**shapes)
     with pytest.raises(CheckpointMismatch, match="flatten=") as error:
-        torch_bridge.params_from_torch(model, like)
+        params_from_torch(model, like)
     assert [line.split()[0] for line in error.value.ambiguous] == ["lstm.l0"]
     weight = model["lstm.weight_ih_l0"]
     for shape in ((8, 4, 4), None):
@@ -309,8 +320,8 @@ def generator():
 
 def test_outputs_that_become_a_map_are_asked_about():
     model, like = generator()
-    with pytest.raises(CheckpointMismatch, match="fc has 128 outputs and may feed up") as error:
-        torch_bridge.params_from_torch(model, like)
+    with pytest.raises(CheckpointMismatch, match="fc gives 128 values before up") as error:
+        params_from_torch(model, like)
     assert len(error.value.ambiguous) == 1
     assert "unflatten={'fc': (8, 4, 4)}" in error.value.ambiguous[0]
     assert error.value.parameters == ("rules", "unflatten", "ignore")
@@ -336,15 +347,13 @@ def test_a_run_of_which_outputs_become_a_map_there_and_back():
     for number, state in checkpoint.optimizer["state"].items():
         mine = back["optimizer"]["state"][number]["momentum_buffer"]
         np.testing.assert_array_equal(mine, state["momentum_buffer"])
-    (pairing,) = [
-        p for p in torch_bridge.pair(model, like, **options) if p.torch_name == "fc.weight"
-    ]
-    row, col = pairing.matrix_order()
+    (found,) = [p for p in torch_bridge.pair(model, like, **options) if p.torch_name == "fc.weight"]
+    row, col = found.matrix_order()
     weight = model["fc.weight"]
-    np.testing.assert_array_equal(pairing.to_flax(weight).T, weight[row][:, col])
+    np.testing.assert_array_equal(found.to_flax(weight).T, weight[row][:, col])
     error = checkpoint.mean_errors(checkpoint.layout)
-    mine = there.opt_state[0].residual["fc"]["kernel"]
-    np.testing.assert_array_equal(mine, pairing.to_flax(error["fc.weight"]))
+    mine = there.reducer_state.residual["fc"]["kernel"]
+    np.testing.assert_array_equal(mine, found.to_flax(error["fc.weight"]))
 
 
 @pytest.mark.parametrize(
@@ -363,10 +372,10 @@ def test_a_run_of_which_outputs_become_a_map_there_and_back():
 def test_options_of_another_form_are_refused_in_one_sentence(options, message):
     model, like = network(16)
     with pytest.raises(ValueError, match=message) as error:
-        torch_bridge.params_from_torch(model, like, **options)
+        params_from_torch(model, like, **options)
     if isinstance(error.value, CheckpointMismatch):
         assert error.value.parameters == ("rules", "flatten", "ignore")
-    torch_bridge.params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
+    params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
 
 
 def test_arguments_of_another_type_are_refused_in_one_sentence():
@@ -380,7 +389,7 @@ def test_arguments_of_another_type_are_refused_in_one_sentence():
                 convert(value)
     for value in ("x.pt", Checkpoint(model)):
         with pytest.raises(TypeError, match=r"state dict or module is needed.* attribute `model`"):
-            torch_bridge.params_from_torch(value, like)
+            params_from_torch(value, like)
     for value in (None, 3, [None]):
         with pytest.raises(TypeError, match="`paths` must be one path"):
             torch_bridge.load(value)
@@ -392,25 +401,27 @@ def test_an_optimizer_elsewhere_in_the_file_is_named(name):
     found = run(model)
     extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
     checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
+    said = {"flatten": {"fc": (8, 4, 4)}}
     with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
-        there = torch_bridge.to_flax(checkpoint, like)
+        there = torch_bridge.to_flax(checkpoint, like, **said)
+    assert there.optimizer is None
     assert len(there.opt_state) == 1
     assert warned[0].filename == __file__
-    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like)
+    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like, **said)
 
 
 @pytest.mark.parametrize(
     ("options", "idle"),
     [
-        ({"flatten": {"conv0": (8, 4, 4)}}, "flatten: conv0"),
-        ({"unflatten": {"conv0": (8, 4, 4)}}, "unflatten: conv0"),
-        ({"unflatten": {"fc": None, "f": (2, 5)}}, "unflatten: f"),
+        ({"flatten": {"conv0": (8, 4, 4), "fc": None}}, "flatten: conv0"),
+        ({"unflatten": {"conv0": (8, 4, 4)}, "flatten": {"fc": None}}, "unflatten: conv0"),
+        ({"unflatten": {"fc": None, "f": (2, 5)}, "flatten": {"fc": None}}, "unflatten: f"),
     ],
 )
 def test_shapes_that_move_nothing_are_refused(options, idle):
     model, like = network(16)
     with pytest.raises(CheckpointMismatch, match="Correct them or leave them out") as error:
-        torch_bridge.params_from_torch(model, like, **options)
+        params_from_torch(model, like, **options)
     assert error.value.unexpected == (idle,)
     assert error.value.parameters == (idle.partition(":")[0],)
 
@@ -435,39 +446,21 @@ def run(model, ranks=1, dtype=np.float32):
     return Checkpoint(arrays, tuple(records), optimizer, layout, world_size=ranks)
 
 
-def test_a_state_in_another_order_than_its_parameters_is_refused():
-    model, like = network(16)
-    checkpoint = run(model)
-    forgotten = torch_bridge.params_from_torch(model, like, flatten={"fc": None})
-    for convert in (
-        lambda params: torch_bridge.powersgd_from_torch(
-            checkpoint, params, matrix_dims=torch_bridge.torch_matrix_dims
-        ),
-        lambda params: torch_bridge.optimizer_from_torch(checkpoint.optimizer, model, params),
-    ):
-        with pytest.raises(CheckpointMismatch, match="in another order") as error:
-            convert(forgotten)
-        assert [line.split()[0] for line in error.value.mis_shaped] == ["fc/kernel"]
-        assert "flatten" in error.value.parameters
-        convert(torch_bridge.params_from_torch(model, like))
-
-
-@pytest.mark.parametrize("theirs", [np.float64, ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("mine", [np.float32, ml_dtypes.bfloat16])
-def test_another_order_is_noticed_in_another_dtype(theirs, mine):
-    model, like = network(16)
-    checkpoint = run(model, dtype=theirs)
-
-    def convert(**options):
-        params = torch_bridge.params_from_torch(checkpoint.model, like, **options)
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, mine), params)
-        return torch_bridge.powersgd_from_torch(
-            checkpoint, params, matrix_dims=torch_bridge.torch_matrix_dims
-        )
-
-    assert convert().count == 20
-    with pytest.raises(CheckpointMismatch, match="in another order"):
-        convert(flatten={"fc": None})
+def test_clipping_is_named_and_has_a_place():
+    model, like = generator()
+    with pytest.warns(
+        UserWarning, match="clip_grad_norm_.* between run.reducer and run.optim"
+    ) as w:
+        there = torch_bridge.to_flax(run(model), like, unflatten={"fc": None})
+    assert w[0].filename == __file__
+    clipped = optax.chain(there.reducer, optax.clip_by_global_norm(0.01), there.optimizer)
+    state = (there.reducer_state, optax.EmptyState(), there.optimizer_state)
+    grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), there.params)
+    update = jax.vmap(clipped.update, in_axes=(0, None, None), axis_name="data")
+    updates, _ = jax.jit(update)(grads, state, there.params)
+    plain = jax.vmap(there.transformation.update, in_axes=(0, None, None), axis_name="data")
+    wild, _ = jax.jit(plain)(grads, there.opt_state, there.params)
+    assert optax.tree.norm(updates) < optax.tree.norm(wild)
 
 
 # --- 16 bits ----------------------------------------------------------------------------------

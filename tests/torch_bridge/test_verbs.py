@@ -50,6 +50,10 @@ class FlaxNetwork(nn.Module):
         return nn.Dense(10, name="head")(nn.Dense(32, name="frozen")(x))
 
 
+# What neither names nor shapes of the two tell.
+ANSWERS = {"flatten": {"fc1": (16, 2, 2)}, "conv1d": ""}
+
+
 def variables():
     return jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
 
@@ -94,7 +98,7 @@ def checkpoint(algorithm="sgd", ranks=2, **fields):
 @pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
 def test_a_whole_run_there_and_back(algorithm, tmp_path):
     source = checkpoint(algorithm)
-    params, transformation, opt_state, step = torch_bridge.to_flax(source, variables())
+    params, transformation, opt_state, step = torch_bridge.to_flax(source, variables(), **ANSWERS)
     assert step == 20
     fresh = jax.eval_shape(transformation.init, params["params"])
     assert jax.tree.structure(opt_state) == jax.tree.structure(fresh)
@@ -116,7 +120,7 @@ def test_a_whole_run_there_and_back(algorithm, tmp_path):
     statistics = jax.tree.map(lambda x: x + 1, params["batch_stats"])
     path = tmp_path / "continued.pt"
     moved = {**params, "batch_stats": statistics}
-    document = torch_bridge.to_torch(moved, opt_state, source, path=path)
+    document = torch_bridge.to_torch(moved, opt_state, source, path=path, **ANSWERS)
     assert torch.load(path, weights_only=True).keys() == document.keys()
     Network().load_state_dict(document["state_dict"])
     mean = document["state_dict"]["norm.running_mean"]
@@ -149,9 +153,9 @@ def test_what_else_the_file_holds_comes_back(tmp_path):
     read = torch_bridge.load(tmp_path / "source.pt")
     assert "comm_hook" not in read.extra
     read.extra["args"]["activation"] = torch.relu
-    params = torch_bridge.to_flax(read, variables()).params
+    params = torch_bridge.to_flax(read, variables(), **ANSWERS).params
     with pytest.warns(UserWarning, match=r"left out: args\.activation\. Add them in torch"):
-        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt")
+        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt", **ANSWERS)
     extra = torch.load(tmp_path / "back.pt", weights_only=True)["extra"]
     assert extra["scheduler"] == found["scheduler"]
     assert extra["args"] == {"lr": 0.1}
@@ -199,7 +203,7 @@ def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
 
 def test_an_unused_layer_starts_afresh_and_is_named():
     with pytest.warns(UserWarning, match="unused/kernel in the file is not finite"):
-        state = torch_bridge.to_flax(checkpoint(), variables()).opt_state[0]
+        state = torch_bridge.to_flax(checkpoint(), variables(), **ANSWERS).opt_state[0]
     assert not np.any(state.residual["unused"]["kernel"])
     assert np.isfinite(state.q["unused"]["kernel"]).all()
     assert np.any(state.q["unused"]["kernel"])
@@ -213,37 +217,33 @@ def test_a_conversion_pairs_once(monkeypatch):
         "torch_bridge._pairing.pair._pair", lambda *args: calls.append(args) or real(*args)
     )
     source = checkpoint()
-    run = torch_bridge.to_flax(source, variables())
+    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
     assert len(calls) == 1
-    torch_bridge.to_torch(run.params, run.opt_state, source)
+    torch_bridge.to_torch(run.params, run.opt_state, source, **ANSWERS)
     assert len(calls) == 2
-    pairings = torch_bridge.pair(source.model, variables())
+    pairs = torch_bridge.pair(source.model, variables(), **ANSWERS)
     calls.clear()
-    params = torch_bridge.params_from_torch(source.model, variables(), pairings=pairings)
-    reducer = torch_bridge.powersgd_from_torch(source, params["params"], pairings=pairings)
+    params = torch_bridge.params_from_torch(source.model, variables(), pairs=pairs)
+    reducer = torch_bridge.powersgd_from_torch(source, params["params"], pairs=pairs)
     _, state = torch_bridge.optimizer_from_torch(
-        source.optimizer, source.model, params["params"], pairings=pairings
+        source.optimizer, source.model, params["params"], pairs=pairs
     )
-    torch_bridge.params_to_torch(params, source.model, pairings=pairings)
-    torch_bridge.powersgd_to_torch(
-        reducer, params, layout=source.layout, like=source, pairings=pairings
-    )
-    torch_bridge.optimizer_to_torch(
-        state, params, source.optimizer, source.model, pairings=pairings
-    )
+    torch_bridge.params_to_torch(params, source.model, pairs=pairs)
+    torch_bridge.powersgd_to_torch(reducer, params, layout=source.layout, like=source, pairs=pairs)
+    torch_bridge.optimizer_to_torch(state, params, source.optimizer, source.model, pairs=pairs)
     assert not calls
 
 
-def test_pairings_and_options_exclude_each_other_and_pairings_must_fit():
+def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
     source = checkpoint()
-    pairings = torch_bridge.pair(source.model, variables())
-    with pytest.raises(ValueError, match="`pairings` says already"):
+    pairs = torch_bridge.pair(source.model, variables(), **ANSWERS)
+    with pytest.raises(ValueError, match="`pairs` says already"):
         torch_bridge.params_from_torch(
-            source.model, variables(), pairings=pairings, flatten={"fc1": (16, 2, 2)}
+            source.model, variables(), pairs=pairs, flatten={"fc1": (16, 2, 2)}
         )
-    with pytest.raises(CheckpointMismatch, match="not the one that `pairings`") as error:
+    with pytest.raises(CheckpointMismatch, match="not the one that `pairs`") as error:
         torch_bridge.params_from_torch(
-            source.model, {"fc1": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairings=pairings
+            source.model, {"fc1": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairs=pairs
         )
     assert error.value.missing == ("x",)
     assert len(error.value.mis_shaped) == 1
@@ -252,12 +252,13 @@ def test_pairings_and_options_exclude_each_other_and_pairings_must_fit():
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_states_of_the_trained_parameters_alone():
     source = checkpoint()
-    run = torch_bridge.to_flax(source, variables())
+    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
     trained = {name: leaf for name, leaf in run.params["params"].items() if name != "frozen"}
-    reducer = torch_bridge.powersgd_from_torch(source, trained)
+    pairs = torch_bridge.pair(source.model, run.params, **ANSWERS)
+    reducer = torch_bridge.powersgd_from_torch(source, trained, pairs=pairs)
     assert set(reducer.q) == set(trained)
     sgd = optax.sgd(0.1, momentum=0.9).init(trained)
-    document = torch_bridge.to_torch(run.params, (reducer, sgd), source)
+    document = torch_bridge.to_torch(run.params, (reducer, sgd), source, pairs=pairs)
     old = source.powersgd[0].q_memory_dict[0]
     kept = np.isfinite(old)
     np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][0][kept], old[kept])
@@ -268,34 +269,35 @@ def test_states_of_the_trained_parameters_alone():
 def test_running_statistics_are_neither_lost_nor_stale():
     source, alone = checkpoint(), variables()["params"]
     with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_flax(source, alone)
+        torch_bridge.to_flax(source, alone, **ANSWERS)
     ignore = ".*running_(mean|var)"
-    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore)
+    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore, **ANSWERS)
     with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_torch(params, opt_state, source)
-    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore)
+        torch_bridge.to_torch(params, opt_state, source, **ANSWERS)
+    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore, **ANSWERS)
     assert document["state_dict"].keys() == source.model.keys()
 
 
-def test_an_optimizer_of_the_trained_parameters_without_their_names(tmp_path):
+def test_an_optimizer_of_the_trained_parameters_without_their_names():
     named = checkpoint()
     group = dict(named.optimizer["param_groups"][0])
     names = group.pop("param_names")
     optimizer = {**named.optimizer, "param_groups": [group]}
     source = dataclasses.replace(named, optimizer=optimizer)
     with pytest.warns(UserWarning, match="not finite"):
-        runs = [torch_bridge.to_flax(one, variables()) for one in (named, source)]
+        runs = [torch_bridge.to_flax(one, variables(), **ANSWERS) for one in (named, source)]
     for mine, theirs in zip(*(jax.tree.leaves(run.opt_state) for run in runs), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     params, _, opt_state, _ = runs[0]
     unknown = dataclasses.replace(source, layout=None)
     with pytest.raises(ValueError, match="param_names"):
-        torch_bridge.to_torch(params, opt_state, dataclasses.replace(unknown, powersgd=()))
-    path = tmp_path / "part.pt"
-    torch_bridge.save_for_torch(path, params, like=unknown, optimizer=opt_state, param_names=names)
+        torch_bridge.to_torch(
+            params, opt_state, dataclasses.replace(unknown, powersgd=()), **ANSWERS
+        )
+    alone = dataclasses.replace(unknown, powersgd=())
     returned = [
-        torch_bridge.to_torch(params, opt_state, source)["optimizer"],
-        torch.load(path, weights_only=True)["optimizer"],
+        torch_bridge.to_torch(params, opt_state, source, **ANSWERS)["optimizer"],
+        torch_bridge.to_torch(params, opt_state, alone, param_names=names, **ANSWERS)["optimizer"],
     ]
     for back in returned:
         assert back["state"].keys() >= optimizer["state"].keys()
@@ -428,7 +430,7 @@ def test_an_nnx_model_with_statistics():
 
 def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     source = dataclasses.replace(checkpoint(), powersgd=(), hook="fp16_compress_hook")
-    run = torch_bridge.to_flax(source, variables())
+    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
     grads = jax.tree.map(lambda p: jnp.stack([p, -p]), run.params["params"])
     update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
     state = run.transformation.init(run.params["params"])
@@ -442,7 +444,7 @@ def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):
     monkeypatch.setattr(jaxcomp, "powersgd", lambda **kwargs: seen.update(kwargs) or real(**kwargs))
     source = checkpoint(hook="bf16_compress_wrapper(powerSGD_hook)")
     with pytest.warns(UserWarning, match="not finite"):
-        torch_bridge.to_flax(source, variables(), axis_name="batch")
+        torch_bridge.to_flax(source, variables(), **ANSWERS, axis_name="batch")
     assert (seen["comm_dtype"], seen["axis_name"], seen["rank"]) == (jnp.bfloat16, "batch", 2)
 
 
@@ -465,9 +467,9 @@ def test_torchs_cut_is_used_where_jaxcomps_is_another():
 def test_a_run_without_its_reducer_is_refused():
     source = checkpoint()
     with pytest.warns(UserWarning, match="not finite"):
-        run = torch_bridge.to_flax(source, variables())
+        run = torch_bridge.to_flax(source, variables(), **ANSWERS)
     with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
-        torch_bridge.to_torch(run.params, run.opt_state[1], source)
+        torch_bridge.to_torch(run.params, run.opt_state[1], source, **ANSWERS)
 
 
 def test_a_file_serves_any_number_of_ranks():

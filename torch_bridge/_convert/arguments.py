@@ -42,7 +42,7 @@ _REFUSED = {
     "update_state": "update() returns the new state; nothing is updated in place. To leave a state "
     "as it is, as in an evaluation, keep the old one",
     "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
-    "(Accelerate's LocalSGD(enabled=False) is the inner optimizer alone)",
+    "(Accelerate's LocalSGD(enabled=False) is optax.chain(jaxcomp.allreduce(...), inner))",
 }
 # What the tutorial has and torch has not.
 _INVENTED = (

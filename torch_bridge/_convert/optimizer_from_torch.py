@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,17 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_entries
 from torch_bridge._convert.params import leaves_from_torch
-from torch_bridge._convert.paused import WaitingState, held, until_gradient
+from torch_bridge._convert.paused import UnusedState, held, until_gradient
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
-from torch_bridge._pairing.pairing import Pairing, unpaired
-from torch_bridge._pairing.same_order import refuse_other_order
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
+from torch_bridge._pairing.pairs import Pair, unpaired
 
 Path: TypeAlias = tuple[str, ...]
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
+Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
 _FROZEN = "frozen"
-_PAUSES = {"": None, "waiting": until_gradient, "held": held}
+_PAUSES = {"": None, "unused": until_gradient, "held": held}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Part:
     """Leaves that share hyperparameters, step count and number of summed torch parameters.
 
     Those of a part may all be frozen with their state (``pause="held"``), or all without a gradient
-    as yet (``pause="waiting"``).
+    as yet (``pause="unused"``).
     """
 
     label: str
@@ -47,14 +47,12 @@ def optimizer_from_torch(
     optimizer: Mapping[str, Any],
     model: Model,
     params: Any,
-    rules: Rules = (),
     *,
+    pairs: Pairs | None = None,
     param_names: ParamNames = None,
-    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    learning_rate: Rates = None,
     algorithm: str | None = None,
     step: int | None = None,
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
 ) -> tuple[optax.GradientTransformation, Any]:
     """The Optax optimizer, with its state, whose next updates are those of the torch optimizer.
 
@@ -68,7 +66,8 @@ def optimizer_from_torch(
       optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` ``.state_dict()``; tensors or arrays.
       model: Torch state dict of the model.
       params: Flax parameters that correspond to it, as from `params_from_torch`.
-      rules: As for `params_from_torch`.
+      pairs: What `pair` gave, also for a tree that contains `params`; None where it needs no
+        options.
       param_names: Parameter names in the order in which the optimizer was given them, flat or one
         list for each group. Needed if there are several groups, or if the optimizer was given only
         some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
@@ -76,8 +75,6 @@ def optimizer_from_torch(
         the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
       algorithm: ``'adam'`` or ``'adamw'``, needed for older files that do not say it.
       step: Updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       The transformation and its state. Leaves that the optimizer does not have are frozen; where
@@ -103,8 +100,7 @@ def optimizer_from_torch(
       (2, 3)
     """
     model = named(model)
-    found = paired(model, params, pairings, rules, options)
-    refuse_other_order(found, model, params)
+    found = pairs_for(model, params, pairs)
     tx, filler = optimizer_plan(
         optimizer, model, params, found, param_names, learning_rate, algorithm, step
     )
@@ -115,9 +111,9 @@ def optimizer_plan(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
     params: Any,
-    found: Sequence[Pairing],
+    found: Pairs,
     param_names: ParamNames = None,
-    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    learning_rate: Rates = None,
     algorithm: str | None = None,
     step: int | None = None,
     frozen: Collection[str] = (),
@@ -128,7 +124,7 @@ def optimizer_plan(
       optimizer: As for `optimizer_from_torch`, and so are all that are not named here.
       model: The torch state dict.
       params: The Flax parameters.
-      found: Their pairings.
+      found: Their pairs.
       param_names: See there.
       learning_rate: See there.
       algorithm: See there.
@@ -159,7 +155,7 @@ def optimizer_plan(
 
 
 def _rates(
-    asked: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
+    asked: Rates,
     settings: Sequence[Hyperparameters],
 ) -> Sequence[optax.ScalarOrSchedule]:
     """The learning rate of each group."""
@@ -175,7 +171,7 @@ def _rates(
 
 
 def _parts(
-    pairings: Sequence[Pairing],
+    pairs: Pairs,
     entries: Mapping[str, Entry],
     settings: Sequence[Hyperparameters],
     frozen: Collection[str],
@@ -184,15 +180,15 @@ def _parts(
     parts: dict[Path, _Part | None] = {}
     split: list[str] = []
     begun = any(entry.has_state for entry in entries.values())
-    for pairing in pairings:
-        entry = entries.get(pairing.torch_name)
-        if entry is None or pairing.kind == "buffer":
+    for pair in pairs:
+        entry = entries.get(pair.torch_name)
+        if entry is None or pair.kind == "buffer":
             continue
         hyper = settings[entry.group]
-        pause = _pause(entry, hyper, begun, pairing.torch_name in frozen)
-        part = None if pause == _FROZEN else _part(pairing, entry, hyper, pause)
-        if parts.setdefault(pairing.path, part) != part:
-            split.append("/".join(pairing.path))
+        pause = _pause(entry, hyper, begun, pair.torch_name in frozen)
+        part = None if pause == _FROZEN else _part(pair, entry, hyper, pause)
+        if parts.setdefault(pair.path, part) != part:
+            split.append("/".join(pair.path))
     if split:
         raise CheckpointMismatch(
             "Torch parameters that are one Flax leaf stand in different param groups, have taken "
@@ -210,45 +206,45 @@ def _parts(
 
 
 def _pause(entry: Entry, hyper: Hyperparameters, begun: bool, frozen: bool) -> str:
-    """Why torch does not move a parameter: frozen, held or waiting; empty if it does."""
+    """Why torch does not move a parameter: frozen, held or unused; empty if it does."""
     if frozen:
         return "held" if entry.has_state or (hyper.keeps_state and not begun) else _FROZEN
     never = begun and hyper.keeps_state and not entry.has_state
     # Else gradients of zeros change nothing, and one part less is a simpler state.
     matters = hyper.algorithm != "sgd" or hyper.dampening or hyper.weight_decay
-    return "waiting" if never and matters else ""
+    return "unused" if never and matters else ""
 
 
-def _part(pairing: Pairing, entry: Entry, hyper: Hyperparameters, pause: str) -> _Part:
+def _part(pair: Pair, entry: Entry, hyper: Hyperparameters, pause: str) -> _Part:
     """The part of one torch parameter."""
-    if pause != "held" and pairing.must_be_zero:
+    if pause != "held" and pair.must_be_zero:
         raise CheckpointMismatch(
-            f"The optimizer moves {pairing.torch_name}, which flax.nnx.GRUCell does not have. "
+            f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
-    if pairing.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
+    if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
-            f"{'/'.join(pairing.path)} is the sum of {pairing.terms} torch biases, whose L2 "
+            f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
             "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
         )
     started = hyper.has_momentum and entry.state.get("momentum_buffer") is not None
     why = pause and f"_{pause}"
-    label = f"group{entry.group}_step{entry.step}_terms{pairing.terms}{why}_{int(started)}"
-    return _Part(label, entry.group, entry.step, pairing.terms, started, pause)
+    label = f"group{entry.group}_step{entry.step}_terms{pair.terms}{why}_{int(started)}"
+    return _Part(label, entry.group, entry.step, pair.terms, started, pause)
 
 
 @dataclasses.dataclass(frozen=True)
 class Filler:
     """Puts what torch kept into a fresh Optax state."""
 
-    pairings: Sequence[Pairing]
+    pairs: Pairs
     entries: Mapping[str, Entry]
     leaves: Mapping[Path, _Part]
     parts: Sequence[_Part]
     taken: int
 
     def paused(self, pause: str) -> list[str]:
-        """The leaves that are ``held``, or ``waiting``."""
+        """The leaves that are ``held``, or ``unused``."""
         return ["/".join(path) for path, part in self.leaves.items() if part.pause == pause]
 
     def fill(self, node: Any, part: _Part | None = None) -> Any:
@@ -277,7 +273,7 @@ class Filler:
                     for label, inner in node.inner_states.items()
                 }
             )
-        if isinstance(node, WaitingState):
+        if isinstance(node, UnusedState):
             return node._replace(inner_state=self.fill(node.inner_state, part))
         if isinstance(node, optax.MaskedState):
             return node._replace(inner_state=self.fill(node.inner_state, part))
@@ -289,7 +285,7 @@ class Filler:
             for name, entry in self.entries.items()
             if entry.state.get(key) is not None
         }
-        wanted = [pairing for pairing in self.pairings if pairing.torch_name in tensors]
+        wanted = [pair for pair in self.pairs if pair.torch_name in tensors]
         leaves = leaves_from_torch(wanted, tensors, mean=mean)
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         return treedef.unflatten([jnp.asarray(leaves.get(plain_path(p), v)) for p, v in flat])

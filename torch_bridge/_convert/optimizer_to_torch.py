@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,10 +17,10 @@ from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
 from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
 from torch_bridge._convert.params import tensors_from_flax
-from torch_bridge._convert.paused import WaitingState
+from torch_bridge._convert.paused import UnusedState
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
-from torch_bridge._pairing.pairing import Pairing, unpaired
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
+from torch_bridge._pairing.pairs import Pair, unpaired
 
 
 def optimizer_to_torch(
@@ -28,12 +28,10 @@ def optimizer_to_torch(
     params: Any,
     like: Mapping[str, Any],
     model: Model,
-    rules: Rules = (),
     *,
+    pairs: Pairs | None = None,
     param_names: ParamNames = None,
     algorithm: str | None = None,
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
     """A torch optimizer state dict with the momenta and counts of an Optax state.
 
@@ -47,11 +45,9 @@ def optimizer_to_torch(
       like: ``state_dict()`` of the torch optimizer to be filled, also a fresh one: it says the
         param groups, whose hyperparameters are kept as they are.
       model: Torch state dict of the model; only names and shapes are used.
-      rules: As for `params_to_torch`.
+      pairs: As for `optimizer_from_torch`.
       param_names: As for `optimizer_from_torch`.
       algorithm: As for `optimizer_from_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.
@@ -69,19 +65,19 @@ def optimizer_to_torch(
       torch.Size([3, 2])
     """
     model = named(model)
-    pairings_of: dict[str, list[Pairing]] = {}
-    found = paired(model, params, pairings, rules, options)
-    for pairing in found:
-        if pairing.kind != "buffer":
-            bare = dataclasses.replace(pairing, path=_bare(pairing.path))
-            pairings_of.setdefault(pairing.torch_name, []).append(bare)
+    pairs_of: dict[str, list[Pair]] = {}
+    found = pairs_for(model, params, pairs)
+    for pair in found:
+        if pair.kind != "buffer":
+            bare = dataclasses.replace(pair, path=_bare(pair.path))
+            pairs_of.setdefault(pair.torch_name, []).append(bare)
     entries = read_entries(like, model, param_names, unpaired(model, found))
     settings = [Hyperparameters.read(group, algorithm) for group in like["param_groups"]]
     moments_of = _Moments.of(state)
     filled: dict[int, dict[str, Any]] = {}
     missing: list[str] = []
     for name, entry in entries.items():
-        moments = _for_one(pairings_of.get(name, []), moments_of, settings[entry.group])
+        moments = _for_one(pairs_of.get(name, []), moments_of, settings[entry.group])
         if moments is None and (entry.index in like["state"] or not like["state"]):
             missing.append(name)  # else it was frozen in torch, too
         elif moments:
@@ -121,15 +117,15 @@ class _Moments:
                 found.trace.update(_by_path(node.trace))
                 if isinstance(node, DampenedTraceState):
                     found.idle.update(path for path, on in _by_path(node.started) if not on)
-        found.idle |= _waiting(state)
+        found.idle |= _unused(state)
         return found
 
 
-def _waiting(state: Any) -> set[Path]:
+def _unused(state: Any) -> set[Path]:
     """Leaves that have had no gradient yet, for which torch keeps nothing."""
 
     def is_one(node: Any) -> bool:
-        return isinstance(node, WaitingState)
+        return isinstance(node, UnusedState)
 
     idle: set[Path] = set()
     for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
@@ -150,34 +146,30 @@ def _bare(path: Path) -> Path:
     return path[1:] if path[:1] == ("params",) else path
 
 
-def _for_one(
-    pairings: Sequence[Pairing], found: _Moments, hyper: Hyperparameters
-) -> dict[str, Any] | None:
+def _for_one(pairs: Pairs, found: _Moments, hyper: Hyperparameters) -> dict[str, Any] | None:
     """The state of one torch parameter; None if the Optax state lacks it, {} if there is none."""
     if hyper.algorithm == "sgd" and not hyper.has_momentum:
         return {}
     tables = [found.trace] if hyper.has_momentum else [found.mu, found.nu]
-    if not pairings or any(p.path not in table for p in pairings for table in tables):
+    if not pairs or any(p.path not in table for p in pairs for table in tables):
         return None
-    if any(p.path in found.idle for p in pairings):
+    if any(p.path in found.idle for p in pairs):
         return {}
     if hyper.has_momentum:
-        return {"momentum_buffer": _tensor(pairings, found.trace, summed=True)}
-    steps = {found.count[p.path] for p in pairings}
+        return {"momentum_buffer": _tensor(pairs, found.trace, summed=True)}
+    steps = {found.count[p.path] for p in pairs}
     if len(steps) > 1:
         return None
     step = np.asarray(steps.pop(), np.float32)
     moments = {"exp_avg": found.mu, "exp_avg_sq": found.nu}
     return {
         "step": to_tensor(step),
-        **{key: _tensor(pairings, table) for key, table in moments.items()},
+        **{key: _tensor(pairs, table) for key, table in moments.items()},
     }
 
 
-def _tensor(
-    pairings: Sequence[Pairing], leaves: Mapping[Path, Any], *, summed: bool = False
-) -> Any:
+def _tensor(pairs: Pairs, leaves: Mapping[Path, Any], *, summed: bool = False) -> Any:
     """One torch tensor; of a leaf that is a sum of several, its share if the moments add up too."""
-    array = tensors_from_flax(pairings, leaves, mean=True)[pairings[0].torch_name]
-    terms = pairings[0].terms if summed else 1
+    array = tensors_from_flax(pairs, leaves, mean=True)[pairs[0].torch_name]
+    terms = pairs[0].terms if summed else 1
     return to_tensor(array if terms == 1 else array / np.asarray(terms, array.dtype))

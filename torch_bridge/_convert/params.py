@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,81 +12,77 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.names import clean_names
 from torch_bridge._base.tensors import is_tensor, shape_of, to_tensor
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.pair import Model, PairOptions, Rules, named, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
+from torch_bridge._pairing.pairs import Pair
 
 
 def leaves_from_torch(
-    pairings: Sequence[Pairing], tensors: Mapping[str, Any], *, mean: bool = False
+    pairs: Pairs, tensors: Mapping[str, Any], *, mean: bool = False
 ) -> dict[tuple[str, ...], np.ndarray]:
     """The Flax leaves that a set of torch tensors gives, by path.
 
     Args:
-      pairings: As `pair` found them.
-      tensors: Name -> tensor, of the shapes of the pairings.
+      pairs: As `pair` found them.
+      tensors: Name -> tensor, of the shapes of the pairs.
       mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
         right for gradients and what is made of them, instead of their sum.
 
     Raises:
       CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
     """
-    missing = sorted({p.torch_name for p in pairings} - tensors.keys())
+    missing = sorted({p.torch_name for p in pairs} - tensors.keys())
     if missing:
         raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
     leaves: dict[tuple[str, ...], np.ndarray] = {}
-    for pairing in pairings:
-        part = pairing.to_flax(tensors[pairing.torch_name])
-        if pairing.must_be_zero and not mean and np.any(part):
+    for pair in pairs:
+        part = pair.to_flax(tensors[pair.torch_name])
+        if pair.must_be_zero and not mean and np.any(part):
             raise CheckpointMismatch(
-                f"{pairing.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
+                f"{pair.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
                 "does not have. Use flax.linen.GRUCell, or set these values to zero in torch."
             )
-        if mean and pairing.terms > 1:
-            part = part / np.asarray(pairing.terms, part.dtype)
-        if pairing.slot is None and pairing.terms == 1:
-            leaves[pairing.path] = part
+        if mean and pair.terms > 1:
+            part = part / np.asarray(pair.terms, part.dtype)
+        if pair.columns is None and pair.terms == 1:
+            leaves[pair.path] = part
             continue
-        leaf = leaves.setdefault(pairing.path, np.zeros(pairing.shape, part.dtype))
-        leaf[(..., slice(*pairing.slot)) if pairing.slot else ...] += part
+        leaf = leaves.setdefault(pair.path, np.zeros(pair.shape, part.dtype))
+        leaf[(..., slice(*pair.columns)) if pair.columns else ...] += part
     return leaves
 
 
 def tensors_from_flax(
-    pairings: Sequence[Pairing], leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
+    pairs: Pairs, leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
 ) -> dict[str, np.ndarray]:
     """The torch tensors that a set of Flax leaves gives, by name, aliases included.
 
     Args:
-      pairings: As `pair` found them.
+      pairs: As `pair` found them.
       leaves: Path -> leaf.
       mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
         ``mean=True``. Without it the first one gets the values and the others get zeros.
     """
     tensors: dict[str, np.ndarray] = {}
-    for pairing in pairings:
-        part = pairing.to_torch(pairing.take(leaves[pairing.path]))
-        if not (pairing.carries or mean):
+    for pair in pairs:
+        part = pair.to_torch(pair.take(leaves[pair.path]))
+        if not (pair.carries or mean):
             part = np.zeros_like(part)
-        if pairing.rows is None:
-            tensors[pairing.torch_name] = part
+        if pair.rows is None:
+            tensors[pair.torch_name] = part
         else:
-            whole = tensors.get(pairing.torch_name)
+            whole = tensors.get(pair.torch_name)
             if whole is None:
-                whole = tensors[pairing.torch_name] = np.zeros(pairing.torch_shape, part.dtype)
-            whole[slice(*pairing.rows)] = part
-    for pairing in pairings:
-        for alias in pairing.aliases:
-            tensors[alias] = tensors[pairing.torch_name]
+                whole = tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
+            whole[slice(*pair.rows)] = part
+    for pair in pairs:
+        for alias in pair.aliases:
+            tensors[alias] = tensors[pair.torch_name]
     return tensors
 
 
 def params_from_torch(
-    model: Model,
-    like: Any,
-    rules: Rules = (),
-    *,
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
+    model: Model, like: Any, *, pairs: Pairs | None = None, **options: Unpack[PairOptions]
 ) -> Any:
     r"""A Flax tree with the parameters, and where it has a place the running statistics, of torch.
 
@@ -98,9 +94,8 @@ def params_from_torch(
       like: The tree to fill: linen parameters, linen variables
         ``{'params': ..., 'batch_stats': ...}``, an ``nnx.State`` or an nnx module. Only its
         structure and shapes are used, so ``jax.eval_shape`` is enough.
-      rules: Regular expression -> path; see `pair`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
+      pairs: What `pair` gave, in place of `options`.
+      **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
       A tree of the structure of `like` with NumPy arrays in the dtype of `model` (bfloat16
@@ -116,20 +111,16 @@ def params_from_torch(
         (2, 3)
     """
     model = named(model)
-    found = paired_whole(model, like, pairings, rules, options)
+    found = pairs_of_whole(model, like, pairs, options)
     return flatten_tree(like).replace(leaves_from_torch(found, model))
 
 
-def paired_whole(
-    model: Mapping[str, Any],
-    like: Any,
-    pairings: Sequence[Pairing] | None,
-    rules: Rules,
-    options: PairOptions,
-) -> tuple[Pairing, ...]:
-    """`paired` for what converts a whole model, and must not leave running statistics behind."""
-    found = paired(model, like, pairings, rules, options)
-    if pairings is None:
+def pairs_of_whole(
+    model: Mapping[str, Any], like: Any, pairs: Pairs | None, options: PairOptions
+) -> tuple[Pair, ...]:
+    """`pairs_for` what converts a whole model, and must not leave running statistics behind."""
+    found = pairs_for(model, like, pairs, **options)
+    if pairs is None:
         refuse_lost_statistics(model, like, options.get("ignore"))
     return found
 
@@ -157,14 +148,7 @@ def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | No
         )
 
 
-def params_to_torch(
-    params: Any,
-    like: Model,
-    rules: Rules = (),
-    *,
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
-) -> dict[str, Any]:
+def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:
     """A torch state dict with the parameters of a Flax tree, ready for ``load_state_dict``.
 
     Where torch has two biases for one of Flax, one of them gets the values and the other zeros.
@@ -172,10 +156,7 @@ def params_to_torch(
     Args:
       params: Linen parameters or variables, ``nnx.State`` or nnx module.
       like: Torch state dict (or module) that says which names and shapes there are.
-      rules: Regular expression (of torch names) -> Flax path; see `pair`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`. Ignored
-        tensors stay as they are in `like`.
+      pairs: What `pair` gave; None where it needs no options.
 
     Returns:
       name -> value, in the order of `like` and the dtype of `params`: tensors where `like` has
@@ -186,15 +167,14 @@ def params_to_torch(
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
 
     Example:
-      >>> like = {"fc.weight": np.zeros((3, 2)), "steps": np.int64(7)}
-      >>> model = params_to_torch({"fc": {"kernel": np.ones((2, 3))}}, like, ignore="steps")
-      >>> model["fc.weight"].shape, int(model["steps"])
-      ((3, 2), 7)
+      >>> like = {"fc.weight": np.zeros((3, 2))}
+      >>> params_to_torch({"fc": {"kernel": np.ones((2, 3))}}, like)["fc.weight"].shape
+      (3, 2)
     """
     like = named(like)
     tree = flatten_tree(params)
     leaves = dict(zip(tree.paths, tree.values, strict=True))
-    arrays = tensors_from_flax(paired(like, params, pairings, rules, options), leaves)
+    arrays = tensors_from_flax(pairs_for(like, params, pairs), leaves)
     converted: dict[int, Any] = {}
     state = {}
     for name, value in like.items():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 
-class WaitingState(NamedTuple):
+class UnusedState(NamedTuple):
     """State of `until_gradient`."""
 
     inner_state: Any  # as the inner transformation made it, until it starts; replicated
@@ -26,10 +26,10 @@ def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransfo
       inner: The transformation of leaves that are used, or not, together.
     """
 
-    def init(params: Any) -> WaitingState:
-        return WaitingState(inner.init(params), jnp.zeros((), bool))
+    def init(params: Any) -> UnusedState:
+        return UnusedState(inner.init(params), jnp.zeros((), bool))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, WaitingState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, UnusedState]:
         nonzero = jnp.stack([jnp.any(leaf != 0) for leaf in jax.tree.leaves(updates)])
         started = state.started | jnp.any(nonzero)
         moved, after = inner.update(updates, state.inner_state, params)
@@ -37,7 +37,7 @@ def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransfo
         after = jax.tree.map(
             lambda new, old: jnp.where(started, new, old), after, state.inner_state
         )
-        return moved, WaitingState(after, started)
+        return moved, UnusedState(after, started)
 
     return optax.GradientTransformation(init, update)
 

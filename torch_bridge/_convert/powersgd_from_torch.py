@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
-from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing, unpaired
-from torch_bridge._pairing.same_order import refuse_other_order
+from torch_bridge._pairing.pair import Pairs, pairs_for
+from torch_bridge._pairing.pairs import Pair, unpaired
 
 SAME_CUT = (
     "If torch's view(shape[0], -1) cuts a kernel elsewhere, pass "
@@ -35,12 +34,10 @@ def powersgd_from_torch(
     checkpoint: Checkpoint,
     params: Any,
     *,
+    pairs: Pairs | None = None,
     layout: BucketLayout | None = None,
     missing_ranks: str = "error",
     matrix_dims: MatrixDimsFn | None = None,
-    rules: Rules = (),
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
 ) -> PowerSGDState:
     """Torch's hook state as a consolidated `jaxcomp.PowerSGDState`.
 
@@ -49,8 +46,9 @@ def powersgd_from_torch(
 
     Args:
       checkpoint: What `load` read, best with the errors of all ranks.
-      params: The Flax parameters (arrays or shapes) that the optimizer will get. Arrays that hold
-        the checkpoint's values in another order than the pairing says are refused.
+      params: The Flax parameters (arrays or shapes) that the optimizer will get.
+      pairs: What `pair` gave, also for a tree that contains `params`; None where it needs no
+        options.
       layout: The bucket layout; None for the checkpoint's own, and without one the only order of
         torch's that fits (`infer_layout`).
       missing_ranks: What to do when not every rank's error is there. ``"error"`` refuses.
@@ -58,9 +56,6 @@ def powersgd_from_torch(
         the mean of the ranks that are there: Their deviation from the true mean enters the weights
         once, as a spurious gradient that grows with the square root of the steps trained.
       matrix_dims: As it will be passed to `jaxcomp.powersgd`.
-      rules: As for `params_from_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
 
     Returns:
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.
@@ -68,8 +63,7 @@ def powersgd_from_torch(
     Raises:
       ValueError: `missing_ranks` is none of the three.
       CheckpointMismatch: Ranks are missing, the layout is unknown or does not fit, a leaf is
-        compressed on one side only or as another matrix, or values stand in another order; all such
-        leaves are listed.
+        compressed on one side only or as another matrix; all such leaves are listed.
 
     Warns:
       UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves; each gets
@@ -85,12 +79,9 @@ def powersgd_from_torch(
       (20, (12, 1))
     """
     record = record_of(checkpoint)
-    leftover = [] if pairings is None else unpaired(checkpoint.model, pairings)
+    leftover = [] if pairs is None else unpaired(checkpoint.model, pairs)
     source = Source.of(checkpoint, layout, missing_ranks, leftover)
-    model = source.model(checkpoint)
-    frozen = set(model) - set(source.known) if source.known else set()
-    found = paired(model, params, pairings, rules, options, optional=frozen)
-    refuse_other_order(found, model, params)
+    found = pairs_for_trained(source.model(checkpoint), params, pairs, source.known)
     leaf_plans, paths, treedef = plans(params, record, matrix_dims)
     terms = by_path(found)
     problems = [
@@ -128,6 +119,19 @@ def powersgd_from_torch(
     )
 
 
+def pairs_for_trained(
+    model: Mapping[str, Any], params: Any, pairs: Pairs | None, known: Collection[str]
+) -> tuple[Pair, ...]:
+    """`pairs_for` parameters of which those may be missing that a layout does not know."""
+    try:
+        return pairs_for(model, params, pairs)
+    except CheckpointMismatch:
+        kept = {name: value for name, value in model.items() if name in known}
+        if pairs is not None or not kept:
+            raise
+    return pairs_for(kept, params, None)
+
+
 def record_of(checkpoint: Checkpoint) -> PowerSGDRecord:
     """The first rank's record, which has what all ranks share."""
     if not checkpoint.powersgd:
@@ -149,16 +153,16 @@ def plans(
     return decided, paths, jax.tree.structure(unboxed(params))
 
 
-def by_path(pairings: Sequence[Pairing]) -> dict[tuple[str, ...], list[Pairing]]:
-    """The pairings of each leaf."""
-    found: dict[tuple[str, ...], list[Pairing]] = {}
-    for pairing in pairings:
-        found.setdefault(pairing.path, []).append(pairing)
+def by_path(pairs: Pairs) -> dict[tuple[str, ...], list[Pair]]:
+    """The pairs of each leaf."""
+    found: dict[tuple[str, ...], list[Pair]] = {}
+    for pair in pairs:
+        found.setdefault(pair.path, []).append(pair)
     return found
 
 
 def _leaf(
-    plan: LeafPlan, terms: Sequence[Pairing], source: Source, index: int, afresh: list[str]
+    plan: LeafPlan, terms: Pairs, source: Source, index: int, afresh: list[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Residual and Q of one compressed leaf, which is added to `afresh` if they are not finite."""
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
@@ -167,7 +171,7 @@ def _leaf(
     if not terms:
         return residual, q
     error, slot = source.errors.get(source.key(terms[0]) or ""), source.slot(terms[0])
-    if error is not None and len(terms) == 1 and terms[0].slot is None:
+    if error is not None and len(terms) == 1 and terms[0].columns is None:
         residual = terms[0].to_flax(error)
     if slot is not None and slot.bucket in source.q_memory:
         assert plan.view is not None
@@ -182,8 +186,8 @@ def _leaf(
     return np.zeros(plan.shape, np.float32), fresh
 
 
-def _warn_packed(pairings: Sequence[Pairing], source: Source) -> None:
-    packed = sorted({p.torch_name for p in pairings if p.rows is not None and source.slot(p)})
+def _warn_packed(pairs: Pairs, source: Source) -> None:
+    packed = sorted({p.torch_name for p in pairs if p.rows is not None and source.slot(p)})
     if packed:
         warnings.warn(
             f"{printable(', '.join(packed))}: torch has one Q for all parts of a packed matrix. "

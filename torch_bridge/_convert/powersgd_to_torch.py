@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,15 +17,14 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import HYPERPARAMETERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.powersgd_from_torch import SAME_CUT, by_path, plans
+from torch_bridge._convert.powersgd_from_torch import SAME_CUT, by_path, pairs_for_trained, plans
 from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout, pack
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import FactorSlot
 from torch_bridge._pairing.leaves import flatten, plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
-from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pair import Pairs
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
@@ -42,9 +41,7 @@ def powersgd_to_torch(
     matrix_dims: MatrixDimsFn | None = None,
     process_group: Any = None,
     hyperparameters: dict[str, Any] | None = None,
-    rules: Rules = (),
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
+    pairs: Pairs | None = None,
 ) -> TorchPowerSGDState:
     """A consolidated `jaxcomp.PowerSGDState` as a real ``PowerSGDState`` of torch.
 
@@ -64,9 +61,7 @@ def powersgd_to_torch(
       process_group: The torch group, or None for the default group.
       hyperparameters: Torch's arguments by name, where `like` is None or shall be overruled.
         Without either, the rank is the largest in `state` and the rest are torch's defaults.
-      rules: As for `params_from_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
+      pairs: As for `powersgd_from_torch`.
 
     Returns:
       A state for ``ddp_model.register_comm_hook(state, powerSGD_hook)``.
@@ -90,9 +85,8 @@ def powersgd_to_torch(
     from torch_bridge._job.resume import state_from_record
 
     trained = params_of(state, params)
-    frozen = set(like.model) - set(layout.names) if like else set()
     model = like.model if like is not None and like.model else layout.shapes()
-    found = paired(model, trained, pairings, rules, options, optional=frozen)
+    found = pairs_for_trained(model, trained, pairs, layout.names)
     record = export_record(state, trained, layout, like, matrix_dims, hyperparameters or {}, found)
     return state_from_record(record, process_group)
 
@@ -127,7 +121,7 @@ def export_record(
     like: Checkpoint | None,
     matrix_dims: MatrixDimsFn | None,
     hyperparameters: Mapping[str, Any],
-    pairings: Sequence[Pairing],
+    pairs: Pairs,
 ) -> PowerSGDRecord:
     """What `powersgd_to_torch` puts into torch's object, as arrays."""
     base = _base_record(state, like, hyperparameters)
@@ -139,7 +133,7 @@ def export_record(
     source = Source(
         layout, {}, {slot.entry.name: slot for slot in slots}, {}, like.aliases if like else {}
     )
-    terms_of = by_path(pairings)
+    terms_of = by_path(pairs)
     leaves = list(
         zip(leaf_plans, (terms_of.get(path, []) for path in paths), residuals, qs, strict=True)
     )
@@ -220,7 +214,7 @@ def _shape_problems(plan: LeafPlan, residual: Any, q: Any) -> list[str]:
 
 def _collect(
     plan: LeafPlan,
-    terms: Sequence[Pairing],
+    terms: Pairs,
     residual: Any,
     q: Any,
     source: Source,

@@ -14,7 +14,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import BucketEntry, FactorSlot
 from torch_bridge._hook.infer import infer_without, length_misfit
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.pairs import Pair
 
 _MISSING_RANKS = ("error", "zero", "replicate")
 
@@ -88,7 +88,7 @@ class Source:
         return self.layout.entries if self.layout is not None else {}
 
     def model(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """What the pairing needs: the model, or the layout's shapes if the file has none."""
+        """What `pair` needs: the model, or the layout's shapes if the file has none."""
         if checkpoint.model:
             return checkpoint.model
         if self.layout is None:
@@ -99,23 +99,23 @@ class Source:
             )
         return self.layout.shapes()
 
-    def key(self, pairing: Pairing) -> str | None:
+    def key(self, pair: Pair) -> str | None:
         """The layout's name of a tensor; None if it has no gradient (frozen)."""
-        return layout_name(pairing, self.known, self.aliases)
+        return layout_name(pair, self.known, self.aliases)
 
-    def slot(self, pairing: Pairing) -> FactorSlot | None:
-        return self.slots.get(self.key(pairing) or "")
+    def slot(self, pair: Pair) -> FactorSlot | None:
+        return self.slots.get(self.key(pair) or "")
 
 
-def layout_name(pairing: Pairing, known: Collection[str], aliases: Mapping[str, str]) -> str | None:
+def layout_name(pair: Pair, known: Collection[str], aliases: Mapping[str, str]) -> str | None:
     """The name, of those that a layout knows, of a tensor that may be tied; None if it is frozen.
 
     Args:
-      pairing: Of the tensor.
+      pair: Of the tensor.
       known: The names in the layout.
       aliases: Name of a tied tensor -> the first name of the same memory.
     """
-    names = (pairing.torch_name, *pairing.aliases, aliases.get(pairing.torch_name))
+    names = (pair.torch_name, *pair.aliases, aliases.get(pair.torch_name))
     return next((name for name in names if name in known), None)
 
 
@@ -138,7 +138,7 @@ def _mean_errors(
     return {} if missing_ranks == "zero" else checkpoint.mean_errors(layout)
 
 
-def disagreements(plan: LeafPlan, terms: Sequence[Pairing], source: Source) -> list[str]:
+def disagreements(plan: LeafPlan, terms: Sequence[Pair], source: Source) -> list[str]:
     """Why this leaf's state cannot be taken over; empty if it can."""
     if not source.slots:
         return []
@@ -157,9 +157,9 @@ def disagreements(plan: LeafPlan, terms: Sequence[Pairing], source: Source) -> l
     return lines
 
 
-def _matrix_problem(plan: LeafPlan, term: Pairing, slot: FactorSlot, where: str) -> list[str]:
+def _matrix_problem(plan: LeafPlan, term: Pair, slot: FactorSlot, where: str) -> list[str]:
     assert plan.view is not None
-    if plan.view.batch or term.slot is not None or term.terms > 1:
+    if plan.view.batch or term.columns is not None or term.terms > 1:
         return [f"{where}: several torch matrices in one leaf, which have several Q"]
     if slot.entry.column_order() is None:
         return [f"{where}: its strides {slot.entry.strides} mix torch's rows and columns"]

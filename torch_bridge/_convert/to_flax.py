@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -14,38 +15,63 @@ import jaxcomp
 from jaxcomp.extend import plan_leaves
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, optimizer_plan
+from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, Rates, optimizer_plan
 from torch_bridge._convert.optimizer_groups import steps_taken, trained_names
-from torch_bridge._convert.params import paired_whole, params_from_torch
+from torch_bridge._convert.params import leaves_from_torch, pairs_of_whole
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.source import layout_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
-from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import Pairs, pairs_of
 
 
-class FlaxRun(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FlaxRun:
     """A training run as `to_flax` hands it over.
+
+    ``params, transformation, opt_state, step = run`` unpacks it. Whatever the torch loop did
+    between ``backward()`` and ``step()``, such as clipping, goes between the two parts:
+    ``optax.chain(run.reducer, optax.clip_by_global_norm(1.0), run.optimizer)`` with the state
+    ``(run.reducer_state, optax.EmptyState(), run.optimizer_state)``.
 
     Attributes:
       params: A tree of the structure of `like`, running statistics included.
-      transformation: The complete ``optax.chain(reducer, optimizer)``.
-      opt_state: Its state, consolidated; the tree of ``transformation.init(params)``, where linen
+      reducer: What averages the gradients.
+      reducer_state: Its state, consolidated.
+      optimizer: The optimizer, None where the file has none.
+      optimizer_state: Its state. Both states are as ``init(params)`` makes them, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
       step: Steps taken so far: the calls of the hook, or what Adam counted where there is none.
 
     Example:
-      >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), 20)
+      >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
       >>> params, transformation, opt_state, step = run
     """
 
     params: Any
-    transformation: optax.GradientTransformation
-    opt_state: Any
+    reducer: optax.GradientTransformation
+    reducer_state: Any
+    optimizer: optax.GradientTransformation | None
+    optimizer_state: Any
     step: int
+
+    @property
+    def transformation(self) -> optax.GradientTransformation:
+        """The complete ``optax.chain(reducer, optimizer)``."""
+        links = [self.reducer] if self.optimizer is None else [self.reducer, self.optimizer]
+        return optax.chain(*links)
+
+    @property
+    def opt_state(self) -> tuple[Any, ...]:
+        """Its state."""
+        reducer = (self.reducer_state,)
+        return reducer if self.optimizer is None else (*reducer, self.optimizer_state)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.params, self.transformation, self.opt_state, self.step))
 
 
 def to_flax(
@@ -56,12 +82,11 @@ def to_flax(
     layout: BucketLayout | None = None,
     missing_ranks: str = "error",
     matrix_dims: MatrixDimsFn | None = None,
-    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
+    learning_rate: Rates = None,
     param_names: ParamNames = None,
     consume: bool = False,
     step: int | None = None,
-    rules: Rules = (),
-    pairings: Sequence[Pairing] | None = None,
+    pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> FlaxRun:
     """A torch checkpoint as parameters, Optax transformation, its state and the step.
@@ -86,172 +111,166 @@ def to_flax(
       step: Updates taken so far, where a schedule goes on; None for Adam's own count, and for the
         hook's with SGD, which counts none. The hook counts every reduction since its state was
         made, which differs with gradient accumulation.
-      rules: As for `params_from_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
+      pairs: What `pair` gave, in place of `options`.
+      **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
-      The four parts, by name.
+      The run.
 
     Raises:
       ValueError: The optimizer has no equal in optax.
-      CheckpointMismatch: As `params_from_torch` and `powersgd_from_torch`.
+      CheckpointMismatch: As `pair` and `powersgd_from_torch`.
       TypeError: `checkpoint` is something else, or there is no such option.
 
     Warns:
-      UserWarning: The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`.
-
-    Warns:
-      UserWarning: As `powersgd_from_torch`. Or the optimizer has leaves that are in no bucket of
-        DDP, with state, which are frozen; or leaves without state where others have some, and no
-        layout says whether they are frozen. Or a schedule goes on at Adam's count, and the hook
-        has another.
+      UserWarning: Whatever `powersgd_from_torch` warns of. No file tells of ``clip_grad_norm_``.
+        The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
+        leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
+        where others have some, and no layout says whether they are frozen. A schedule goes on at
+        Adam's count, and the hook has another.
 
     Example:
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32)}}
-      >>> params, transformation, opt_state, step = to_flax(checkpoint, like)
-      >>> params["fc"]["kernel"].shape, step
+      >>> run = to_flax(checkpoint, like)
+      >>> run.params["fc"]["kernel"].shape, run.step
       ((2, 3), 0)
-      >>> jax.tree.structure(opt_state) == jax.tree.structure(transformation.init(params))
+      >>> jax.tree.structure(run.transformation.init(run.params)) == jax.tree.structure(
+      ...     run.opt_state
+      ... )
       True
     """
-    model = _names(checked(checkpoint), layout)
-    _warn_of_unread(checkpoint)
-    found = paired_whole(model, like, pairings, rules, options)
-    params = params_from_torch(checkpoint.model, like, pairings=found)
+    found = pairs_of_whole(checked(checkpoint).model, like, pairs, options)
+    params = flatten(like).replace(leaves_from_torch(found, checkpoint.model))
     chosen = trained(params)
-    if step is None:
-        _say_where_a_schedule_goes_on(checkpoint, learning_rate)
-    updates = _updates(checkpoint) if step is None else step
-    links = _links(
-        checkpoint,
-        chosen,
-        found,
-        axis_name,
-        layout,
-        matrix_dims,
-        param_names,
-        learning_rate,
-        updates,
+    inner = pairs_of(flatten(chosen), found)
+    counted = steps_taken(checkpoint.optimizer)
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
+    _warn_of_what_is_not_in_it(checkpoint)
+    if step is None and counted not in (0, hook):
+        _warn_of_two_counts(learning_rate, counted, hook)
+    reducer, matrix_dims = _reducer(checkpoint, chosen, inner, axis_name, matrix_dims)
+    updates = (counted or hook) if step is None else step
+    optimizer, filler = _optimizer(
+        checkpoint, chosen, inner, layout, param_names, learning_rate, updates
     )
-    states: list[Any] = []
-    if not checkpoint.powersgd:
-        states.append(links[0][0].init(chosen))
-    else:
-        states.append(
-            powersgd_from_torch(
-                checkpoint,
-                chosen,
-                layout=layout,
-                missing_ranks=missing_ranks,
-                matrix_dims=links[0][1],
-                pairings=found,
-            )
+    if checkpoint.powersgd:
+        state = powersgd_from_torch(
+            checkpoint,
+            chosen,
+            pairs=found,
+            layout=layout,
+            missing_ranks=missing_ranks,
+            matrix_dims=matrix_dims,
         )
-        if consume:
-            for record in checkpoint.powersgd:
-                record.error_dict.clear()
-    for tx, filler in links[1:]:
-        _say_what_is_frozen(filler, checkpoint, layout)
-        states.append(filler.fill(tx.init(chosen)))
+    else:
+        state = reducer.init(chosen)
+    if consume:
+        for record in checkpoint.powersgd:
+            record.error_dict.clear()
+    optimizer_state = None
+    if optimizer is not None and filler is not None:
+        _warn_of_what_is_frozen(filler, checkpoint, layout or checkpoint.layout)
+        optimizer_state = filler.fill(optimizer.init(chosen))
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    taken = _step(checkpoint) if step is None else step
-    return FlaxRun(params, _chained(links), tuple(states), taken)
+    return FlaxRun(
+        params, reducer, state, optimizer, optimizer_state, hook if step is None else step
+    )
 
 
 def shapes_of_run(
     checkpoint: Checkpoint,
     like: Any,
-    pairings: Sequence[Pairing],
+    pairs: Pairs,
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
     param_names: ParamNames = None,
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
-    leaves = {
-        p.path: np.broadcast_to(np.zeros((), checkpoint.model[p.torch_name].dtype), p.shape)
-        for p in pairings
-    }
+    leaves = {p.path: _empty(p.shape, checkpoint.model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).replace(leaves)
     chosen = trained(params)
-    links = _links(checkpoint, chosen, pairings, "data", layout, matrix_dims, param_names)
-    shapes = jax.eval_shape(_chained(links).init, chosen)
-    empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), shapes)
-    return FlaxRun(params, _chained(links), empty, _step(checkpoint))
+    inner = pairs_of(flatten(chosen), pairs)
+    reducer, _ = _reducer(checkpoint, chosen, inner, "data", matrix_dims)
+    optimizer, _ = _optimizer(checkpoint, chosen, inner, layout, param_names, None, 0)
+    states = [
+        None
+        if link is None
+        else jax.tree.map(lambda x: _empty(x.shape, x.dtype), jax.eval_shape(link.init, chosen))
+        for link in (reducer, optimizer)
+    ]
+    return FlaxRun(params, reducer, states[0], optimizer, states[1], 0)
 
 
-def _links(
+def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _reducer(
     checkpoint: Checkpoint,
     params: Any,
-    pairings: Sequence[Pairing],
+    pairs: Pairs,
     axis_name: str | tuple[str, ...],
-    layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
-    param_names: ParamNames,
-    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None = None,
-    step: int = 0,
-) -> list[tuple[optax.GradientTransformation, Any]]:
-    """The reducer with its matrices, and the optimizer with what fills its state."""
-    pairings = paired(checkpoint.model, params, pairings, (), {})
+) -> tuple[optax.GradientTransformation, MatrixDimsFn | None]:
+    """What averages the gradients, and the matrices that it sees."""
+    hook = checkpoint.hook
     if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
-        matrix_dims = matrix_dims or cut_of_torch(params, pairings, kwargs)
-        reducer = jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    else:
-        hook = checkpoint.hook  # None: what DDP does without one
-        known = hook is not None and "powerSGD" not in hook
-        reducer = reducer_from_torch(hook if known else "allreduce_hook", axis_name=axis_name)
-    links: list[tuple[optax.GradientTransformation, Any]] = [(reducer, matrix_dims)]
-    if checkpoint.optimizer is not None:
-        layout = layout or checkpoint.layout
-        if param_names is None:
-            param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
-        links.append(
-            optimizer_plan(
-                checkpoint.optimizer,
-                checkpoint.model,
-                params,
-                pairings,
-                param_names,
-                learning_rate,
-                step=step,
-                frozen=_frozen(checkpoint, layout, pairings),
-            )
-        )
-    return links
+        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
+        matrix_dims = matrix_dims or cut_of_torch(params, pairs, kwargs)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs), matrix_dims
+    if hook is None or "powerSGD" in hook:  # what DDP does without one
+        return jaxcomp.allreduce(axis_name=axis_name), None
+    return reducer_from_torch(hook, axis_name=axis_name), None
 
 
-def _frozen(
-    checkpoint: Checkpoint, layout: BucketLayout | None, pairings: Sequence[Pairing]
-) -> set[str]:
-    """Torch parameters that DDP has in no bucket, as they get no gradient."""
-    if layout is None or not layout.names:  # none of them: written before compression began
-        return set()
-    known, aliases = layout.entries, checkpoint.aliases
-    return {p.torch_name for p in pairings if layout_name(p, known, aliases) is None}
+def _optimizer(
+    checkpoint: Checkpoint,
+    params: Any,
+    pairs: Pairs,
+    layout: BucketLayout | None,
+    param_names: ParamNames,
+    learning_rate: Rates,
+    step: int,
+) -> tuple[optax.GradientTransformation | None, Filler | None]:
+    """The optimizer and what fills its state; what DDP has in no bucket is frozen."""
+    if checkpoint.optimizer is None:
+        return None, None
+    layout, frozen = layout or checkpoint.layout, set[str]()
+    if layout is not None and layout.names:  # else written before compression began
+        known, aliases = layout.entries, checkpoint.aliases
+        frozen = {p.torch_name for p in pairs if layout_name(p, known, aliases) is None}
+    if param_names is None:
+        param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
+    return optimizer_plan(
+        checkpoint.optimizer,
+        checkpoint.model,
+        params,
+        pairs,
+        param_names,
+        learning_rate,
+        step=step,
+        frozen=frozen,
+    )
 
 
-def _say_what_is_frozen(
+def _warn_of_what_is_frozen(
     filler: Filler, checkpoint: Checkpoint, layout: BucketLayout | None
 ) -> None:
-    """Warns where the optimizer and the buckets disagree, or the file leaves it open."""
-    held = filler.paused("held")
-    if held:
+    """Where the optimizer and the buckets disagree, or the file leaves it open."""
+    if held := filler.paused("held"):
         warnings.warn(
             f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
             "that they get no gradient. They are frozen here too; their state is kept.",
             stacklevel=3,
         )
     # An inferred layout is accepted only where every parameter is in a bucket.
-    layout = layout or checkpoint.layout
     said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
-    waiting = filler.paused("waiting")
-    if waiting and not said:
+    if (unused := filler.paused("unused")) and not said:
         warnings.warn(
-            f"{printable(', '.join(waiting))}: never used, or frozen; the file does not say which, "
+            f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
             "and the optimizer has no state for them. They are trained as soon as they get a "
             "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
             "checkpoint.model), with the names of what is trained.",
@@ -259,15 +278,15 @@ def _say_what_is_frozen(
         )
 
 
-def _chained(
-    links: Sequence[tuple[optax.GradientTransformation, Any]],
-) -> optax.GradientTransformation:
-    return optax.chain(*(transformation for transformation, _ in links))
-
-
-def _warn_of_unread(checkpoint: Checkpoint) -> None:
+def _warn_of_what_is_not_in_it(checkpoint: Checkpoint) -> None:
     """Without its optimizer a run would follow the plain gradient, and uphill."""
-    if checkpoint.optimizer is None and (names := checkpoint.unread_optimizers):
+    if checkpoint.optimizer is not None:
+        warnings.warn(
+            "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
+            "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer.",
+            stacklevel=3,
+        )
+    elif names := checkpoint.unread_optimizers:
         warnings.warn(
             f"The checkpoint has no optimizer where one is looked for, so that the chain has none; "
             f"checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on from "
@@ -276,26 +295,10 @@ def _warn_of_unread(checkpoint: Checkpoint) -> None:
         )
 
 
-def _step(checkpoint: Checkpoint) -> int:
-    """Steps of the run so far."""
-    return checkpoint.powersgd[0].iter if checkpoint.powersgd else _updates(checkpoint)
-
-
-def _updates(checkpoint: Checkpoint) -> int:
-    """Updates so far. The hook counts reductions, and from 0 again with a fresh state."""
-    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else 0
-    return steps_taken(checkpoint.optimizer) or hook
-
-
-def _say_where_a_schedule_goes_on(
-    checkpoint: Checkpoint,
-    learning_rate: optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None,
-) -> None:
-    """Warns where the hook would have it go on elsewhere."""
+def _warn_of_two_counts(learning_rate: Rates, counted: int, hook: int) -> None:
+    """A schedule could go on where Adam is, or where the hook is."""
     rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate]
-    counted = steps_taken(checkpoint.optimizer)
-    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
-    if counted not in (0, hook) and any(map(callable, rates)):
+    if any(map(callable, rates)):
         warnings.warn(
             f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
             f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
@@ -304,16 +307,9 @@ def _say_where_a_schedule_goes_on(
         )
 
 
-def _names(checkpoint: Checkpoint, layout: BucketLayout | None) -> Mapping[str, Any]:
-    layout = layout or checkpoint.layout
-    return checkpoint.model or (layout.shapes() if layout else {})
-
-
-def cut_of_torch(
-    params: Any, pairings: Sequence[Pairing], kwargs: Mapping[str, Any]
-) -> MatrixDimsFn | None:
+def cut_of_torch(params: Any, pairs: Pairs, kwargs: Mapping[str, Any]) -> MatrixDimsFn | None:
     """Torch's matrices, where jaxcomp's default rule makes others of a leaf; else None."""
-    wanted = matrix_dims_of([p for p in pairings if p.slot is None])
+    wanted = matrix_dims_of([p for p in pairs if p.columns is None])
     arguments = (params, kwargs["rank"], kwargs["min_compression_rate"])
     for ours, theirs in zip(plan_leaves(*arguments), plan_leaves(*arguments, wanted), strict=True):
         one, other = ours.view, theirs.view

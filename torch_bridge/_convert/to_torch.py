@@ -21,7 +21,7 @@ from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
-from torch_bridge._convert.params import paired_whole, params_to_torch
+from torch_bridge._convert.params import pairs_of_whole, params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
 from torch_bridge._convert.to_flax import cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
@@ -29,9 +29,11 @@ from torch_bridge._hook.checkpoint import Checkpoint, checked
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
+from torch_bridge._pairing.leaves import flatten
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
-from torch_bridge._pairing.pair import PairOptions, Rules, paired
-from torch_bridge._pairing.pairing import Pairing, unpaired
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import Pairs, pairs_of
+from torch_bridge._pairing.pairs import unpaired
 
 _SMALL = 1024  # values; what is smaller may be a step count or a seed
 _SHOWN = 10  # names in a warning
@@ -46,8 +48,7 @@ def to_torch(
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
     param_names: ParamNames = None,
-    rules: Rules = (),
-    pairings: Sequence[Pairing] | None = None,
+    pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
     """A JAX run as what a torch job resumes from: the inverse of `to_flax`.
@@ -68,9 +69,8 @@ def to_torch(
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_flax`.
       param_names: As for `to_flax`.
-      rules: As for `params_to_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
+      pairs: What `pair` gave, in place of `options`.
+      **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
       The document: dictionaries of tensors and plain values.
@@ -94,7 +94,7 @@ def to_torch(
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
-    found = paired_whole(like.model, params, pairings, rules, options)
+    found = pairs_of_whole(like.model, params, pairs, options)
     document = assemble(parts, like, like.optimizer, found, layout, matrix_dims, param_names)
     if path is not None:
         write_document(pathlib.Path(path), document)
@@ -110,58 +110,11 @@ def reducer_states(opt_state: Any) -> list[PowerSGDState]:
     return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
 
 
-def save_for_torch(
-    path: str | os.PathLike[str],
-    params: Any,
-    *,
-    like: Checkpoint,
-    powersgd: PowerSGDState | None = None,
-    optimizer: Any = None,
-    layout: BucketLayout | None = None,
-    matrix_dims: MatrixDimsFn | None = None,
-    param_names: ParamNames = None,
-    rules: Rules = (),
-    pairings: Sequence[Pairing] | None = None,
-    **options: Unpack[PairOptions],
-) -> None:
-    """`to_torch` for a run of which only some parts go back; the others are left out of the file.
-
-    Args:
-      path: The file; an existing one is replaced.
-      params: As for `to_torch`.
-      like: As for `to_torch`.
-      powersgd: The consolidated reducer state; None to leave it out.
-      optimizer: The Optax state of the optimizer; None to leave it out.
-      layout: As for `to_torch`.
-      matrix_dims: As for `to_torch`.
-      param_names: As for `to_torch`.
-      rules: As for `params_to_torch`.
-      pairings: What `pair` gave, in place of `rules` and `options`.
-      **options: ``flatten``, ``unflatten`` and the other arguments of `pair`.
-
-    Raises:
-      CheckpointMismatch: A part does not fit `like`; everything that does not is listed.
-
-    Example:
-      >>> import tempfile, torch
-      >>> path = tempfile.mkdtemp() + "/continued.pt"
-      >>> like = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
-      >>> save_for_torch(path, {"fc": {"kernel": np.zeros((2, 3), np.float32)}}, like=like)
-      >>> list(torch.load(path, weights_only=True)["state_dict"])
-      ['fc.weight']
-    """
-    parts = {"params": params, "powersgd": powersgd, "optimizer": optimizer}
-    found = paired_whole(like.model, params, pairings, rules, options)
-    fresh = None if optimizer is None else like.optimizer
-    document = assemble(parts, like, fresh, found, layout, matrix_dims, param_names)
-    write_document(pathlib.Path(path), document)
-
-
 def assemble(
     parts: dict[str, Any],
     like: Checkpoint,
     fresh: Any,
-    pairings: Sequence[Pairing],
+    pairs: Pairs,
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
@@ -173,7 +126,7 @@ def assemble(
       parts: ``params``, ``powersgd`` and ``optimizer``, each dropped as soon as it is converted.
       like: The torch checkpoint that the run came from.
       fresh: A torch optimizer state dict to be filled, or None.
-      pairings: Of ``params``.
+      pairs: Of ``params``.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_torch`.
       param_names: As for `to_torch`.
@@ -182,7 +135,7 @@ def assemble(
     import_torch()
     notify("converting the parameters")
     params = parts.pop("params")
-    arrays = params_to_torch(params, like.model, pairings=pairings)
+    arrays = params_to_torch(params, like.model, pairs=pairs)
     unchanged = {id(value) for value in like.model.values()}
     tensors: dict[int, Any] = {}  # tied tensors stay one
     for value in arrays.values():
@@ -194,9 +147,9 @@ def assemble(
     if parts["powersgd"] is not None and (like.powersgd or layout):
         notify("converting the PowerSGD state")
         reducer = parts.pop("powersgd")
-        layout = layout or _inferred(like, reducer, unpaired(like.model, pairings))
+        layout = layout or _inferred(like, reducer, unpaired(like.model, pairs))
         chosen = params_of(reducer, params)
-        found = paired(like.model, chosen, pairings, (), {})
+        found = pairs_of(flatten(chosen), pairs)
         if like.powersgd and matrix_dims is None:
             kwargs = powersgd_kwargs_from_torch(like.powersgd[0])
             matrix_dims = cut_of_torch(chosen, found, kwargs)
@@ -217,7 +170,7 @@ def assemble(
             fresh,
             like.model,
             param_names=param_names,
-            pairings=pairings,
+            pairs=pairs,
         )
     return make_document(
         model=model,

@@ -224,7 +224,8 @@ def save_checkpoint(
       path: The file; an existing one is replaced.
       ddp_model: The ``DistributedDataParallel`` model.
       state: Its ``PowerSGDState``, or None if it has none.
-      optimizer: The optimizer, whose ``state_dict()`` is saved.
+      optimizer: The optimizer, whose ``state_dict()`` is saved, with the names of the parameters of
+        each group, as torch writes them for an optimizer of ``named_parameters()``.
       extra: Further tensors, arrays, plain values, and dictionaries and lists of these, such as
         ``{"epoch": 3}``. That of rank 0 is saved.
 
@@ -264,7 +265,7 @@ def save_checkpoint(
                 errors=errors,
                 optimizer=None
                 if optimizer is None
-                else _plain(optimizer.state_dict(), "the optimizer"),
+                else _plain(_named_groups(optimizer, ddp_model), "the optimizer"),
                 layout=layout,
                 world_size=dist.get_world_size(group),
                 hook=_registered(ddp_model),
@@ -276,6 +277,20 @@ def save_checkpoint(
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
+
+
+def _named_groups(
+    optimizer: torch.optim.Optimizer, ddp_model: DistributedDataParallel
+) -> dict[str, Any]:
+    """Its ``state_dict()``, which says which parameter is in which group."""
+    names = {id(parameter): name for name, parameter in ddp_model.module.named_parameters()}
+    document = dict(optimizer.state_dict())
+    groups = getattr(optimizer, "param_groups", ())
+    held = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+    if held and all(name is not None for group in held for name in group):
+        pairs = zip(document.get("param_groups", ()), held, strict=False)
+        document |= {"param_groups": [{**group, "param_names": own} for group, own in pairs]}
+    return document
 
 
 def _plain(entries: Mapping[str, Any], whose: str) -> dict[str, Any]:

@@ -1,343 +1,216 @@
-"""Which torch layer is which Flax layer: by rule, by name, by structure, or not at all.
+"""Which torch layer is which Flax layer: by a rule, by name, by number, or not at all.
 
-Evidence, in this order. A user's rule. The very name of a tensor and a leaf. The same name
-(``layers.0.conv1`` and ``layers_0/conv1``, whatever the case). The same structure: layers of equal
-shapes whose names differ only in their numbers form a group, and a group goes to the one group of
-the other side that has as many layers of such shapes, numbered alike. Where several groups qualify,
-modules of the same name and modules already matched decide; where these do not decide either, the
-match is refused.
+A rule of the user's comes first. Else layers of equal names belong together (``layers.0.conv1`` and
+``layers_0/conv1``, whatever the case). Else layers whose names differ in numbers only form a group,
+and a group goes to the only group of the other side that fits, in the order of the numbers. What is
+left is listed, with the rules that would say it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch_bridge._base.names import clean_names
-from torch_bridge._pairing.doubts import form_of, storage, storage_of_its_kind
-from torch_bridge._pairing.exact import Cut, of_equal_names, without
-from torch_bridge._pairing.layers import Built, Hints, build
-from torch_bridge._pairing.maps import Maps
-from torch_bridge._pairing.options import SHAPES, Options
-from torch_bridge._pairing.units import FlaxUnit, TorchUnit
+from torch_bridge._pairing.build import Build, Hints, dense_cut, orientation
+from torch_bridge._pairing.layers import Layer, Shape
+from torch_bridge._pairing.options import Options
 
-TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
-_UPWARD_WORDS = frozenset({"up", "ups", "upconv", "upsample", "upsampling"})
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
 )
-Index = tuple[int, ...]
-Couple = tuple[TorchUnit, FlaxUnit]
+# Leaves that are never the turned matrix of a Linear.
+_AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
+Two: TypeAlias = tuple[Layer, Layer]
 
 
-@dataclasses.dataclass
-class Matcher:
-    """Matches the units of two models; `couples` holds what is settled so far."""
+class Match:
+    """The layers of two models brought together.
 
-    torch: list[TorchUnit]
-    flax: list[FlaxUnit]
-    options: Options
-    couples: dict[TorchUnit, FlaxUnit] = dataclasses.field(default_factory=dict)
-    ambiguous: list[str] = dataclasses.field(default_factory=list)
-    undecided: set[TorchUnit | FlaxUnit] = dataclasses.field(default_factory=set)
-    assumed: list[str] = dataclasses.field(default_factory=list)  # square, taken for a Linear
-    known_fits: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
-    moved: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
-    straight_too: bool = False  # matrices that fit as (in, out) only are no mistake
+    Attributes:
+      torch: The layers of the one; rules may have taken some apart. Likewise `flax`.
+      partners: Torch layer -> Flax layer.
+      ambiguous: A line for each group that fits several, and for each rule that cannot be followed.
+      undecided: The layers of these groups.
+    """
 
-    def run(self) -> list[Built]:
-        """Matches, builds the pairings of every couple and fills `ambiguous`."""
-        self._couple_alone(self._said_exactly())
-        self._by_rule()
-        self._couple_alone(of_equal_names(self.open_torch, self.open_flax))
-        self._by_name(lambda unit: unit.stem.exact, forced=True)
-        # What fits a Linear is one: (in, out) explains only what is left after that.
-        for self.straight_too in (False, True):
-            self.known_fits.clear()
-            self._by_name(lambda unit: unit.stem.words, forced=False)
-            while self._by_structure():
-                pass
-        self._explain_leftovers()
-        return [self._build(*couple) for couple in self.couples.items()]
+    def __init__(self, torch: Sequence[Layer], flax: Sequence[Layer], options: Options) -> None:
+        self.torch, self.flax = list(torch), list(flax)
+        self.partners: dict[Layer, Layer] = {}
+        self.ambiguous: list[str] = []
+        self.undecided: set[Layer] = set()
+        self._known_fits: dict[Hashable, int] = {}
+        if options.rules:
+            self._follow(options.rules)
+        self._by_name()
+        while self._by_number():
+            pass
+        self._list_the_rest()
 
     @property
-    def open_torch(self) -> list[TorchUnit]:
-        """The torch units without a partner."""
-        return [unit for unit in self.torch if unit not in self.couples]
+    def open_torch(self) -> list[Layer]:
+        """The torch layers without a partner."""
+        return [layer for layer in self.torch if layer not in self.partners]
 
     @property
-    def open_flax(self) -> list[FlaxUnit]:
-        """The Flax units without a partner."""
-        taken = set(self.couples.values())
-        return [unit for unit in self.flax if unit not in taken]
+    def open_flax(self) -> list[Layer]:
+        """The Flax layers without a partner."""
+        taken = set(self.partners.values())
+        return [layer for layer in self.flax if layer not in taken]
 
-    def _said_exactly(self) -> list[Cut]:
-        """Tensors and leaves that a rule names, and that their layers keep apart."""
-        owners = {
-            path: (unit, key) for unit in self.flax for key, (path, _) in unit.entries.items()
-        }
-        cuts: dict[tuple[str, ...], Cut] = {}
-        for unit in self.torch if self.options.rules else ():
-            for key, (name, _) in unit.entries.items():
-                path = self._path_said(unit, self._cleaned[name])
-                target = owners.get(path) or owners.get(("params", *path))
-                if path and target and (cut := Cut(unit, key, *target)).is_needed:
-                    cuts.setdefault(target[0].entries[target[1]][0], cut)
-        return list(cuts.values())
+    # --- by a rule ------------------------------------------------------------------------------
 
-    def _path_said(self, unit: TorchUnit, name: str) -> tuple[str, ...]:
-        """Where the first rule sends this tensor by its own name; () if it goes with its layer."""
-        for pattern, template in self.options.rules:
-            if found := re.fullmatch(pattern, name):
-                path = _expanded(found, pattern, template)
-                return path[0] if len(path) == 1 else ()
-            if re.fullmatch(pattern, unit.name):
-                return ()
-        return ()
-
-    def _couple_alone(self, cuts: Sequence[Cut]) -> None:
-        """Take tensors and leaves out of their layers and couple them."""
-        mine: dict[TorchUnit, list[TorchUnit]] = {}
-        theirs: dict[FlaxUnit, list[FlaxUnit]] = {}
-        for cut in cuts:
-            unit, target = cut.units()
-            mine.setdefault(cut.torch, []).append(unit)
-            theirs.setdefault(cut.flax, []).append(target)
-            self.couples[unit] = target
-        self.torch = without(self.torch, _grouped_keys((c.torch, c.tensor) for c in cuts), mine)
-        self.flax = without(self.flax, _grouped_keys((c.flax, c.leaf) for c in cuts), theirs)
-
-    def _by_rule(self) -> None:
-        leaves = {path: unit for unit in self.flax for path, _ in unit.entries.values()}
-        modules = {unit.path: unit for unit in self.flax}
-        for unit in tuple(self.torch):
-            names = (*(self._cleaned[name] for name in unit.names()), unit.name)
-            for pattern, template in self.options.rules:
-                found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
-                if found is None:
-                    continue
-                paths = _expanded(found, pattern, template)
-                parts = [unit]
-                if len(paths) > 1 and unit in self.torch:
-                    count = len(paths)
-                    parts = [dataclasses.replace(unit, part=(k, count)) for k in range(count)]
-                    self.torch[self.torch.index(unit) : self.torch.index(unit) + 1] = parts
+    def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
+        names = [name for layer in self.torch for name, _ in layer.parts.values()]
+        cleaned = clean_names(names)
+        self._take_apart(rules, cleaned)
+        leaves = {path: layer for layer in self.flax for path, _ in layer.parts.values()}
+        modules = {layer.segments: layer for layer in self.flax}
+        for layer in self.open_torch:
+            own = (*(cleaned[name] for name, _ in layer.parts.values()), layer.name)
+            for pattern, template in rules:
+                found = next((m for name in own if (m := re.fullmatch(pattern, name))), None)
+                paths = _expanded(found, pattern, template) if found else []
+                if len(paths) > 1 and layer in self.torch:
+                    parts = _shares(layer, len(paths))
+                    place = self.torch.index(layer)
+                    self.torch[place : place + 1] = parts
+                else:
+                    parts = [layer]
                 for part, path in zip(parts, paths, strict=False):
-                    self._follow_rule(part, pattern, path, leaves, modules)
+                    target = leaves.get(path) or leaves.get(("params", *path)) or modules.get(path)
+                    self._send(part, target, f"the rule {pattern!r} sends {layer.name} to", path)
 
-    def _follow_rule(
-        self,
-        unit: TorchUnit,
-        pattern: str,
-        path: tuple[str, ...],
-        leaves: Mapping[tuple[str, ...], FlaxUnit],
-        modules: Mapping[tuple[str, ...], FlaxUnit],
-    ) -> None:
-        target = leaves.get(path) or leaves.get(("params", *path)) or modules.get(path)
+    def _send(self, layer: Layer, target: Layer | None, text: str, path: tuple[str, ...]) -> None:
         if target is None:
+            where = "/".join(path)
             self.ambiguous.append(
-                f"the rule {pattern!r} sends {unit.name} to {'/'.join(path)}, "
-                "which is neither a leaf nor a module of the Flax tree"
+                f"{text} {where}, which is neither a leaf nor a module of the Flax tree"
             )
-        elif self.couples.get(unit, target) is not target:
+        elif layer in self.partners:
             pass  # an earlier rule has decided
-        elif target in self.couples.values() and unit not in self.couples:
-            self.ambiguous.append(
-                f"the rule {pattern!r} sends {unit.name} to {target.name}, where an earlier rule "
-                "sends another layer"
-            )
+        elif target in self.partners.values():
+            self.ambiguous.append(f"{text} {target.name}, where an earlier rule sends another")
         else:
-            self.couples[unit] = target
+            self.partners[layer] = target
 
-    def _by_name(self, words: Callable[[TorchUnit | FlaxUnit], Hashable], *, forced: bool) -> None:
-        """Couples units of the same family whose names agree but for the numbers.
+    def _take_apart(self, rules: Sequence[tuple[str, str]], cleaned: Mapping[str, str]) -> None:
+        """Pair a tensor and a leaf that a rule names, and that their layers keep apart."""
+        owners = {
+            path: (layer, key) for layer in self.flax for key, (path, _) in layer.parts.items()
+        }
+        taken: dict[tuple[Layer, str], Layer] = {}
+        for layer in self.torch:
+            for key, (name, _) in layer.parts.items():
+                path = _path_said(rules, cleaned[name], layer.name)
+                target, leaf = owners.get(path) or owners.get(("params", *path)) or (None, "")
+                if (
+                    target is None
+                    or (target, leaf) in taken
+                    or not _kept_apart(layer, target, leaf)
+                ):
+                    continue
+                mine, other = _alone(layer, key, target, leaf)
+                taken[layer, key], taken[target, leaf] = mine, other
+                self.partners[mine] = other
+        self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
 
-        Args:
-          words: The part of the name that has to agree.
-          forced: Couple them even if their shapes differ, so that the difference is reported.
+    # --- by name, and by number -----------------------------------------------------------------
+
+    def _by_name(self) -> None:
+        """Pairs layers of one kind whose names agree but for the numbers.
+
+        Their numbers need not be equal where both sides have as many. Those of exactly equal names
+        are paired even if their shapes differ, so that the difference is reported.
         """
-        theirs = _grouped(self.open_flax, lambda unit: (words(unit), unit.family))
-        for key, group in _grouped(self.open_torch, lambda u: (words(u), u.family)).items():
-            couples = _aligned(group, theirs.get(key, []), same_words=True)
-            if couples is None and forced:
-                by_number = {unit.stem.numbers: unit for unit in theirs.get(key, [])}
-                numbers = [unit.stem.numbers for unit in group]
-                couples = [
-                    (u, by_number[n]) for u, n in zip(group, numbers, strict=True) if n in by_number
-                ]
-            if couples and (forced or all(self._fits(*couple) for couple in couples)):
-                self.couples.update(couples)
+        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.kind))
+        for key, group in _grouped(self.open_torch, lambda a: (a.words, a.kind)).items():
+            targets = theirs.get(key, [])
+            two = _in_order(group, targets, same_words=True)
+            if two is None:
+                by_number = {layer.numbers: layer for layer in targets}
+                two = [(a, by_number[a.numbers]) for a in group if a.numbers in by_number]
+            exact = all(a.exact == b.exact for a, b in two)
+            if exact or all(self._fit(a, b) for a, b in two):
+                self.partners.update(two)
 
-    def _by_structure(self) -> bool:
-        """One round over the groups; whether anything was coupled."""
-        options = self._candidates()
+    def _by_number(self) -> bool:
+        """One round over the groups; whether anything was paired."""
+        found = self._candidates()
         settled = [
-            couples
-            for (mine, theirs), couples in options.items()
-            if self._best(options, 0, mine) == self._best(options, 1, theirs) == (mine, theirs)
+            two
+            for (mine, theirs), two in found.items()
+            if self._best(found, 0, mine) == self._best(found, 1, theirs) == (mine, theirs)
         ]
-        for couples in settled:
-            self.couples.update(couples)
+        for two in settled:
+            self.partners.update(two)
         return bool(settled)
 
-    def _candidates(self) -> dict[tuple[Hashable, Hashable], list[Couple]]:
-        mine = _grouped(self.open_torch, lambda unit: (unit.stem.words, _signature(unit)))
-        theirs = _grouped(self.open_flax, lambda unit: (unit.stem.words, _signature(unit)))
+    def _candidates(self) -> dict[tuple[Hashable, Hashable], list[Two]]:
+        """Groups that fit each other, in the order of their numbers."""
+        mine = _grouped(self.open_torch, lambda layer: (layer.words, layer.signature))
+        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.signature))
         found = {}
         for key, group in mine.items():
             for other, targets in theirs.items():
-                if group[0].family == targets[0].family and self._fits(group[0], targets[0]):
-                    couples = _aligned(group, targets, same_words=False)
-                    if couples is not None:
-                        found[key, other] = couples
+                if self._fit(group[0], targets[0]):
+                    two = _in_order(group, targets, same_words=False)
+                    if two is not None:
+                        found[key, other] = two
         return found
 
     def _best(
-        self,
-        options: Mapping[tuple[Hashable, Hashable], list[Couple]],
-        side: int,
-        group: Hashable,
+        self, found: Mapping[tuple[Hashable, Hashable], list[Two]], side: int, group: Hashable
     ) -> tuple[Hashable, Hashable] | None:
-        """The one candidate of a group that has more evidence than all others."""
+        """The only candidate of a group, or the one whose names and modules say so."""
         ranked = sorted(
-            (
-                (self._evidence(couples), key)
-                for key, couples in options.items()
-                if key[side] == group
-            ),
+            ((self._said(two), key) for key, two in found.items() if key[side] == group),
             key=lambda item: item[0],
         )
-        if len(ranked) > 1 and ranked[-1][0] == ranked[-2][0]:
-            return None
-        return ranked[-1][1]
+        alike = len(ranked) > 1 and ranked[-1][0] == ranked[-2][0]
+        return None if alike else ranked[-1][1]
 
-    def _evidence(self, couples: Sequence[Couple]) -> tuple[int, int, int]:
-        mine, theirs = couples[0]
-        embedding = "embedding" in theirs.entries
-        embeds = bool(_EMBEDDING_WORDS.intersection(mine.stem.words)) == embedding
-        shared = len(mine.stem.segments & theirs.stem.segments)
-        known = {_parent(unit.name.split(".")): set() for unit in self.couples}
-        for unit, target in self.couples.items():
-            known[_parent(unit.name.split("."))].add(_parent(target.path))
-        neighbours = sum(
-            _parent(target.path) in known.get(_parent(unit.name.split(".")), ())
-            for unit, target in couples
-        )
-        return (int(embeds), shared, neighbours)
+    def _said(self, two: Sequence[Two]) -> tuple[int, int, int, int]:
+        """What speaks for a candidate: shapes and kind, equal words, modules paired already."""
+        mine, theirs = two[0]
+        embeds = bool(_EMBEDDING_WORDS & set(mine.words)) == ("embedding" in theirs.parts)
+        known = {(a.segments[:-1], b.segments[:-1]) for a, b in self.partners.items()}
+        inside = sum((a.segments[:-1], b.segments[:-1]) in known for a, b in two)
+        return self._fit(mine, theirs), int(embeds), len(mine.plain & theirs.plain), inside
 
-    def _explain_leftovers(self) -> None:
-        """Says of every leftover that fits somewhere where it could go."""
-        targets = self.open_flax
-        for unit in self.open_torch:
-            fitting = [t for t in targets if t.family == unit.family and self._fits(unit, t)]
-            if fitting:
-                self.undecided |= {unit, *fitting}
-                names = [target.name or "(root)" for target in fitting]
-                shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
-                shapes = ", ".join(str(shape) for _, shape in unit.entries.values())
-                self.ambiguous.append(f"{unit.name or '(root)'} {shapes} could be {shown}")
+    def _fit(self, layer: Layer, target: Layer) -> int:
+        """2 if they fit, 1 if they do as a matrix stored (in, out), else 0."""
+        key = (layer.signature, target.signature)  # a large model has few different ones
+        if key not in self._known_fits:
+            fits = 2 * Build(layer, target).fits
+            self._known_fits[key] = fits or int(Build(layer, target, Hints(straight=True)).fits)
+        return self._known_fits[key]
 
-    @functools.cached_property
-    def _cleaned(self) -> dict[str, str]:
-        return clean_names([name for unit in self.torch for name in unit.names()])
+    # --- what is left ---------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _clearly_transposed(self) -> frozenset[tuple[str, ...]]:
-        """Torch stems that hold a kernel which only a ConvTranspose can have."""
-        return frozenset(
-            unit.stem.words
-            for unit, target in self.couples.items()
-            if form_of(unit, target) == "transposed"
-        )
-
-    def _build(self, unit: TorchUnit, target: FlaxUnit) -> Built:
-        hints = Hints(
-            flattened=self._map_of("flatten", unit),
-            unflattened=self._map_of("unflatten", unit),
-            transposed=self._is_transposed(unit, target),
-            straight=self._is_straight(unit, target),
-        )
-        built = build(unit, target, hints)
-        for option, field in zip(SHAPES, ("flattened", "unflattened"), strict=True):
-            said = self._said(option, unit)
-            if said is None or said[1] is None:
+    def _list_the_rest(self) -> None:
+        """Says of every group that fits several where it could go, and the rules for it."""
+        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.signature))
+        for group in _grouped(self.open_torch, lambda a: (a.words, a.signature)).values():
+            fitting = [targets for targets in theirs.values() if self._fit(group[0], targets[0])]
+            if not fitting:
                 continue
-            without = build(unit, target, dataclasses.replace(hints, **{field: None}))
-            moved = (without.pairings, without.mis_shaped) != (built.pairings, built.mis_shaped)
-            self.moved[option, said[0]] = moved or self.moved.get((option, said[0]), False)
-            if moved:
-                built.mis_shaped = [f"{line}, with {option}={said[1]}" for line in built.mis_shaped]
-        return built
+            self.undecided.update(group, *fitting)
+            shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
+            wholly = [t for t in fitting if len(t) == len(group)]
+            rules = [rule for targets in wholly if (rule := _rule(group, targets))]
+            if len(rules) == len(fitting):
+                self._could_be(rules[0][0], shapes, [path for _, path in rules])
+            else:
+                names = [layer.name or "(root)" for targets in fitting for layer in targets]
+                for layer in group:
+                    self._could_be(layer.name or "(root)", shapes, names)
 
-    @property
-    def idle(self) -> list[str]:
-        """Patterns of shapes that matched layers and moved nothing in any of them."""
-        return [
-            f"{option}: {pattern}" for (option, pattern), moved in self.moved.items() if not moved
-        ]
-
-    def _said(self, option: str, unit: TorchUnit) -> tuple[str, tuple[int, ...] | None] | None:
-        """The last pattern of `flatten` or `unflatten` that names this layer, and its shape."""
-        said = [item for item in getattr(self.options, option) if re.fullmatch(item[0], unit.name)]
-        return said[-1] if said else None
-
-    def _map_of(self, option: str, unit: TorchUnit) -> tuple[int, ...] | None:
-        said = self._said(option, unit)
-        if said is not None:
-            return said[1]
-        of, layer = self._maps.follows.get(unit, ("", unit))
-        if of == option:
-            return self._map_of(option, layer)
-        found = getattr(self._maps, option).get(unit)
-        if found is None:
-            return None
-        if found.question and found.question not in self.ambiguous:
-            self.ambiguous.append(found.question)
-        return found.shape
-
-    def _is_transposed(self, unit: TorchUnit, target: FlaxUnit) -> bool:
-        words = set(unit.stem.words) | set(target.stem.words)
-        transposed = bool(words & TRANSPOSED_WORDS)
-        if self.options.conv_transpose is not None:
-            transposed = re.fullmatch(self.options.conv_transpose, unit.name) is not None
-        elif form_of(unit, target) == "both" and not transposed:
-            transposed = unit.stem.words in self._clearly_transposed
-            if not transposed and words & _UPWARD_WORDS:
-                self.ambiguous.append(
-                    f"{unit.name} has as many inputs as outputs, so it may be a Conv or a "
-                    "ConvTranspose: say which with conv_transpose=<regular expression>"
-                )
-        return transposed
-
-    def _is_straight(self, unit: TorchUnit, target: FlaxUnit) -> bool:
-        form = storage(unit, target)
-        if form != "both":
-            return form == "straight"
-        if self.options.conv1d is not None:
-            return re.fullmatch(self.options.conv1d, unit.name) is not None
-        form = storage_of_its_kind(unit, self.couples)
-        if form == "both":
-            self.ambiguous.append(
-                f"{unit.name} is square, and others in the model are stored (in, out): say whether "
-                "it is, too, with conv1d=<regular expression>"
-            )
-        elif form == "none" and max(unit.entries["weight"][1]) > 1:
-            self.assumed.append(unit.name)
-        return form == "straight"
-
-    @functools.cached_property
-    def _maps(self) -> Maps:
-        return Maps.of(self.torch, self.couples)
-
-    def _fits(self, unit: TorchUnit, target: FlaxUnit) -> bool:
-        key = (_signature(unit), _signature(target))  # a large model has few different ones
-        if key not in self.known_fits:
-            hints = [Hints(), Hints(straight=True)] if self.straight_too else [Hints()]
-            self.known_fits[key] = any(build(unit, target, hint).fits for hint in hints)
-        return self.known_fits[key]
+    def _could_be(self, pattern: str, shapes: str, names: Sequence[str]) -> None:
+        shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
+        rule = f"rules={{{pattern!r}: {names[0]!r}}}"
+        self.ambiguous.append(f"{pattern} {shapes} could be {shown}: say which, as in {rule}")
 
 
 def _expanded(found: re.Match[str], pattern: str, template: str) -> list[tuple[str, ...]]:
@@ -351,58 +224,117 @@ def _expanded(found: re.Match[str], pattern: str, template: str) -> list[tuple[s
     return [tuple(path.strip("/").split("/")) for path in expanded]
 
 
-def _grouped_keys(pairs: Iterable[tuple[Any, str]]) -> dict[Any, set[str]]:
-    taken: dict[Any, set[str]] = {}
-    for unit, key in pairs:
-        taken.setdefault(unit, set()).add(key)
-    return taken
+def _path_said(rules: Sequence[tuple[str, str]], name: str, module: str) -> tuple[str, ...]:
+    """Where the first rule sends a tensor by its own name; () if it goes with its layer."""
+    for pattern, template in rules:
+        if found := re.fullmatch(pattern, name):
+            paths = _expanded(found, pattern, template)
+            return paths[0] if len(paths) == 1 else ()
+        if re.fullmatch(pattern, module):
+            return ()
+    return ()
 
 
-def _parent(path: Sequence[str]) -> tuple[str, ...]:
-    return tuple(path[:-1])
+def _kept_apart(layer: Layer, target: Layer, leaf: str) -> bool:
+    """Whether a tensor and a leaf cannot meet as parts of their layers."""
+    if layer.kind != target.kind:
+        return True
+    return layer.kind == "array" and layer.shape("") != target.shape(leaf)
 
 
-def _signature(unit: TorchUnit | FlaxUnit) -> Hashable:
-    return (unit.family, frozenset((key, shape) for key, (_, shape) in unit.entries.items()))
+def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
+    """A tensor and a leaf as layers of their own: a kernel if it may be turned, or an array."""
+    ours, theirs = layer.shape(key), target.shape(leaf)
+    own_name = layer.parts[key][0].rpartition(".")[2]
+    named = "weight" in own_name or leaf == "kernel"
+    kernel = leaf not in _AS_THEY_ARE and _may_turn(ours, theirs) and (ours != theirs or named)
+    segments = layer.segments if key in ("", "weight") else (*layer.segments, key)
+    path = (*target.segments, leaf) if leaf else target.segments
+    tensor, place = ("weight", "kernel") if kernel else ("", "")
+    kind = "weight" if kernel else "array"
+    return (
+        Layer(segments, kind, {tensor: layer.parts[key]}),
+        Layer(path, kind, {place: target.parts[leaf]}, "/"),
+    )
 
 
-def _grouped(units: Iterable, key: Callable[..., Hashable]) -> dict[Hashable, list]:
-    groups: dict[Hashable, list] = {}
-    for unit in units:
-        groups.setdefault(key(unit), []).append(unit)
+def _may_turn(ours: Shape, theirs: Shape) -> bool:
+    if len(ours) == 2:
+        return dense_cut(theirs, *ours[::-1]) > 0
+    return len(ours) > 2 and len(ours) == len(theirs) and orientation(ours, theirs) != "none"
+
+
+def _without(layers: Sequence[Layer], taken: Mapping[tuple[Layer, str], Layer]) -> list[Layer]:
+    """The layers with those of their parts exchanged that stand alone now."""
+    kept: list[Layer] = []
+    for layer in layers:
+        rest = {key: part for key, part in layer.parts.items() if (layer, key) not in taken}
+        kept += [taken[layer, key] for key in layer.parts if key not in rest]
+        if len(rest) == len(layer.parts):
+            kept.append(layer)
+        elif rest:
+            kept.append(Layer(layer.segments, layer.kind, rest, layer.sep))
+    return kept
+
+
+def _shares(layer: Layer, count: int) -> list[Layer]:
+    return [Layer(layer.segments, layer.kind, layer.parts, share=(k, count)) for k in range(count)]
+
+
+def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
+    groups: dict[Any, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(key(layer), []).append(layer)
     return groups
 
 
-def _aligned(
-    mine: Sequence[TorchUnit], theirs: Sequence[FlaxUnit], *, same_words: bool
-) -> list[Couple] | None:
-    """The units side by side in the order of their numbers, if these are nested alike.
+def _in_order(
+    mine: Sequence[Layer], theirs: Sequence[Layer], *, same_words: bool
+) -> list[Two] | None:
+    """The layers side by side in the order of their numbers, if these are nested alike.
 
     Numbers need not be equal: ``0, 2, 4`` in a Sequential with activations between is ``Dense_0``,
     ``Dense_1``, ``Dense_2``. None if the two sides cannot be put in correspondence.
     """
     if len(mine) != len(theirs) or not mine:
         return None
-    left = sorted(mine, key=lambda unit: unit.stem.numbers)
-    right = sorted(theirs, key=lambda unit: unit.stem.numbers)
-    ours, others = (_nesting([u.stem.numbers for u in side]) for side in (left, right))
+    left, right = (sorted(side, key=lambda layer: layer.numbers) for side in (mine, theirs))
+    ours, others = (_nesting([layer.numbers for layer in side]) for side in (left, right))
     flat = not same_words and (len(ours[0]) == 1 or len(others[0]) == 1)
     distinct = all(len(set(side)) == len(side) for side in (ours, others))
-    if distinct and (ours == others or flat):
-        return list(zip(left, right, strict=True))
-    return None
+    return list(zip(left, right, strict=True)) if distinct and (ours == others or flat) else None
 
 
-def _nesting(numbers: Sequence[Index]) -> list[Index]:
+def _nesting(numbers: Sequence[Shape]) -> list[Shape]:
     """Sorted numbers as ranks within their parent, without the positions that never vary."""
-    width = len(numbers[0])
-    varying = [k for k in range(width) if len({index[k] for index in numbers}) > 1]
+    varying = [k for k in range(len(numbers[0])) if len({index[k] for index in numbers}) > 1]
     kept = [tuple(index[k] for k in varying) for index in numbers]
     ranked = []
     for index in kept:
-        rank = []
-        for depth in range(len(index)):
-            siblings = sorted({o[depth] for o in kept if o[:depth] == index[:depth]})
-            rank.append(siblings.index(index[depth]))
-        ranked.append(tuple(rank))
+        siblings = (
+            sorted({other[depth] for other in kept if other[:depth] == index[:depth]})
+            for depth in range(len(index))
+        )
+        ranked.append(tuple(s.index(n) for s, n in zip(siblings, index, strict=True)))
     return ranked
+
+
+def _rule(mine: Sequence[Layer], theirs: Sequence[Layer]) -> tuple[str, str] | None:
+    """One rule that sends a group to another, where the numbers of the one are in the other."""
+    two = _in_order(mine, theirs, same_words=True)
+    if two is None or len(two) == 1:
+        return (two[0][0].name, two[0][1].name) if two else None
+    pattern, template = (_template([pair[side] for pair in two]) for side in (0, 1))
+    for number in range(template.count("#")):
+        template = template.replace("#", f"\\{number + 1}", 1)
+    pattern = re.escape(pattern).replace(r"\#", r"(\d+)")
+    found = [(re.fullmatch(pattern, a.name), b.name) for a, b in two]
+    fits = all(f and len(f.groups()) >= template.count("\\") for f, _ in found)
+    fits = fits and all(f.expand(template) == name for f, name in found if f)
+    return (pattern, template) if fits else None
+
+
+def _template(layers: Sequence[Layer]) -> str:
+    """The name that layers share, with # for the numbers in which they differ."""
+    names = [re.split(r"(\d+)", layer.name) for layer in layers]
+    return "".join(p[0] if len(set(p)) == 1 else "#" for p in zip(*names, strict=False))

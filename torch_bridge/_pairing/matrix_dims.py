@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxcomp import MatrixDims
+from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.match import TRANSPOSED_WORDS
-from torch_bridge._pairing.pairing import Pairing
-from torch_bridge._pairing.units import Stem
+from torch_bridge._pairing.pairs import Pair
+from torch_bridge._pairing.questions import TRANSPOSED_WORDS
 
 MatrixDimsFn: TypeAlias = Callable[[Any, Any], MatrixDims | None]
 # DenseGeneral layers of attention with several output axes, (embed, heads, head_dim) and the like.
@@ -56,19 +56,19 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
         rows = (ndim - 1,)
         if module in _SPLIT_OUTPUTS and ndim > 2:
             rows = tuple(range(1, ndim))
-        elif ndim > 2 and TRANSPOSED_WORDS.intersection(Stem.of((module,)).words):
+        elif ndim > 2 and TRANSPOSED_WORDS.intersection(Layer((module,), "weight", {}).words):
             rows = (ndim - 2,)
     return _dims(ndim, rows)
 
 
-def matrix_dims_of(pairings: Sequence[Pairing]) -> MatrixDimsFn:
+def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
     """`torch_matrix_dims` for the leaves of one model, whatever they are called.
 
     Args:
-      pairings: As `pair` found them.
+      pairs: As `pair` found them.
 
     Returns:
-      A function for the ``matrix_dims`` argument of `jaxcomp.powersgd`. Leaves without a pairing
+      A function for the ``matrix_dims`` argument of `jaxcomp.powersgd`. Leaves without a pair
       are left to `torch_matrix_dims`.
 
     Example:
@@ -79,13 +79,13 @@ def matrix_dims_of(pairings: Sequence[Pairing]) -> MatrixDimsFn:
         ... )
         MatrixDims(batch=(), rows=(2,), cols=(0, 1, 3))
     """
-    by_path = {pairing.path: pairing for pairing in pairings}
+    by_path = {pair.path: pair for pair in pairs}
 
     def matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
-        pairing = by_path.get(plain_path(tuple(path)))
-        if pairing is None or len(np.shape(leaf)) < 2:
+        pair = by_path.get(plain_path(tuple(path)))
+        if pair is None or len(np.shape(leaf)) < 2:
             return torch_matrix_dims(path, leaf)
-        rows, cols = pairing.matrix_axes()
+        rows, cols = pair.matrix_axes()
         return MatrixDims(rows=rows, cols=cols) if rows and cols else None
 
     return matrix_dims

@@ -1,4 +1,4 @@
-"""What the user says about a model that names and shapes do not tell: the arguments of `pair`."""
+"""What the user says about two models that names and shapes do not tell: the options of `pair`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any, TypeAlias, TypedDict
 
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 Flatten: TypeAlias = Mapping[str, tuple[int, ...] | None]
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...] | None], ...]
 
 
 class PairOptions(TypedDict, total=False):
-    r"""The options of `pair`, which every conversion takes in place of its result.
+    r"""The options of `pair`, which `to_flax`, `to_torch` and `params_from_torch` take, too.
 
     Example:
       >>> options: PairOptions = {"flatten": {"fc1": (64, 7, 7)}, "ignore": r"aux\..*"}
     """
 
+    rules: Rules
     flatten: Flatten | None
     unflatten: Flatten | None
     conv_transpose: str | None
@@ -33,55 +35,51 @@ SHAPES = ("flatten", "unflatten")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The user's own word on what names and shapes do not tell; see `pair`."""
+    """The options of `pair`, checked; see there."""
 
     rules: tuple[tuple[str, str], ...] = ()
-    flatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
-    unflatten: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
+    flatten: Shapes = ()
+    unflatten: Shapes = ()
     conv_transpose: str | None = None
     conv1d: str | None = None
     ignore: str | None = None
 
     def __post_init__(self) -> None:
-        patterns = [("rules", pattern) for pattern, _ in self.rules]
-        for option in SHAPES:
-            patterns += [(option, pattern) for pattern, _ in getattr(self, option)]
-        patterns += [("conv_transpose", self.conv_transpose), ("conv1d", self.conv1d)]
-        patterns += [("ignore", self.ignore)]
-        for name, pattern in patterns:
-            check_pattern(name, pattern)
+        for name, pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"`{name}`: {pattern!r} is no regular expression: {error}"
+                ) from error
+
+    @property
+    def patterns(self) -> list[tuple[str, str]]:
+        """Every regular expression, with the option that it is of."""
+        several = [(n, p) for n in ("rules", *SHAPES) for p, _ in getattr(self, n)]
+        single = [(n, getattr(self, n)) for n in ("conv_transpose", "conv1d", "ignore")]
+        return several + [(name, pattern) for name, pattern in single if pattern]
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Options:
+        """The arguments of `pair`.
+
+        Raises:
+          TypeError: `pair` has no such option: what is misspelled would not be heard.
+          ValueError: One of them has another form.
+        """
+        known = sorted(PairOptions.__optional_keys__)
+        for name in said:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"From torch_bridge.pair it takes {', '.join(known)}."
+                hint = f"Did you mean {close[0]!r}?" if close else hint
+                raise TypeError(f"This function has no argument {name!r}. {hint}")
+        shapes = {name: _shapes(name, said.get(name)) for name in SHAPES}
+        return cls(**{**said, **shapes, "rules": _rules(said.get("rules", ()))})
 
 
-def check_pattern(name: str, pattern: str | None) -> None:
-    """Refuse a text that is no regular expression.
-
-    Raises:
-      ValueError: With the name of the argument.
-    """
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ValueError(f"`{name}`: {pattern!r} is no regular expression: {error}") from error
-
-
-def parsed(
-    rules: Rules = (),
-    flatten: Flatten | None = None,
-    unflatten: Flatten | None = None,
-    conv_transpose: str | None = None,
-    conv1d: str | None = None,
-    ignore: str | None = None,
-) -> Options:
-    """The arguments of `pair`, checked.
-
-    Raises:
-      ValueError: One of them has another form.
-    """
-    inputs, outputs = _shapes("flatten", flatten), _shapes("unflatten", unflatten)
-    return Options(_pairs(rules), inputs, outputs, conv_transpose, conv1d, ignore)
-
-
-def _pairs(rules: Any) -> tuple[tuple[str, str], ...]:
+def _rules(rules: Any) -> tuple[tuple[str, str], ...]:
     with contextlib.suppress(TypeError, ValueError):
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         return tuple((pattern, path) for pattern, path in pairs)
@@ -90,7 +88,7 @@ def _pairs(rules: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _shapes(name: str, said: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+def _shapes(name: str, said: Any) -> Shapes:
     """The items of `flatten` or `unflatten`, with shapes as tuples of positive integers."""
     with contextlib.suppress(TypeError, AttributeError):
         items = (said or {}).items()
@@ -101,21 +99,3 @@ def _shapes(name: str, said: Any) -> tuple[tuple[str, tuple[int, ...] | None], .
         f"`{name}` must map regular expressions to shapes (C, H, W) or None, as in "
         f"{{'fc': (64, 7, 7)}}, got {said!r}."
     )
-
-
-def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Refuse options that `pair` does not have: what is misspelled would not be heard.
-
-    Raises:
-      TypeError: As Python's own for an argument that there is not.
-    """
-    known = sorted(PairOptions.__optional_keys__)
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"Did you mean {close[0]!r}?"
-                if close
-                else f"From torch_bridge.pair it takes {', '.join(known)}."
-            )
-            raise TypeError(f"This function has no argument {name!r}. {hint}")

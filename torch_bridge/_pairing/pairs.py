@@ -1,9 +1,8 @@
 """One torch tensor and its Flax leaf: the exact map between them, in both directions.
 
-A `Pairing` is data: which rows of the tensor, seen in which shape, with which axes moved and
-which reversed, fill which part of the leaf. Everything else follows from it: the values, their
-inverse, and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)``
-appear in the leaf.
+A `Pair` is data: which rows of the tensor, seen in which shape, with which axes moved and which
+reversed, fill which part of the leaf. Everything else follows from it: the values, their inverse,
+and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)`` appear.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch_bridge._base.tensors import to_numpy
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairing:
+class Pair:
     """How one torch tensor (or some of its rows) becomes one Flax leaf (or a part of it).
 
-    Most tensors have one pairing. A packed tensor (the ``in_proj_weight`` of attention, the gates
+    Most tensors have one pair. A packed tensor (the ``in_proj_weight`` of attention, the gates
     of an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is
     the sum of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
 
@@ -39,7 +38,7 @@ class Pairing:
       axes: The order of the axes of `split` in the leaf.
       flip: Axes, after the move, that are reversed (ConvTranspose).
       rows: The range of torch's first axis that goes to this leaf; None for all of it.
-      slot: The range of the leaf's last axis that is filled; None for all of it.
+      columns: The range of the leaf's last axis that is filled; None for all of it.
       terms: How many torch tensors are summed in this part of the leaf.
       carries: On the way to torch, the tensor that gets the leaf's values; the other terms of a sum
         get zeros.
@@ -47,7 +46,7 @@ class Pairing:
       aliases: Further torch names of the same (tied) tensor.
 
     Example:
-      >>> kernel = Pairing(
+      >>> kernel = Pair(
       ...     "fc.weight", (3, 2), ("fc", "kernel"), (2, 3), "linear.weight", (3, 2), (1, 0)
       ... )
       >>> kernel.to_flax(np.arange(6).reshape(3, 2))
@@ -65,7 +64,7 @@ class Pairing:
     row_axes: int = 1
     flip: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
-    slot: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
     terms: int = 1
     carries: bool = True
     must_be_zero: bool = False
@@ -74,21 +73,21 @@ class Pairing:
     @property
     def whole(self) -> bool:
         """Whether one whole tensor is one whole leaf, so that optimizer state maps one to one."""
-        return self.rows is None and self.slot is None and self.terms == 1
+        return self.rows is None and self.columns is None and self.terms == 1
 
     @property
     def row_range(self) -> tuple[int, int]:
-        """The range of torch's first axis that this pairing covers."""
+        """The range of torch's first axis that this pair covers."""
         if self.rows is not None:
             return self.rows
         return (0, self.torch_shape[0] if self.torch_shape else 1)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of the part of the leaf that this pairing fills."""
-        if self.slot is None:
+        """The shape of the part of the leaf that this pair fills."""
+        if self.columns is None:
             return self.shape
-        return (*self.shape[:-1], self.slot[1] - self.slot[0])
+        return (*self.shape[:-1], self.columns[1] - self.columns[0])
 
     def to_flax(self, array: Any) -> np.ndarray:
         """The part of the leaf, of shape `part_shape`, that the whole torch tensor gives.
@@ -128,9 +127,9 @@ class Pairing:
         return np.array(back, order="C").reshape(shape)
 
     def take(self, leaf: Any) -> np.ndarray:
-        """The part of the whole Flax leaf that belongs to this pairing."""
+        """The part of the whole Flax leaf that belongs to this pair."""
         values = self._checked(to_numpy(leaf), self.shape)
-        return values if self.slot is None else values[..., self.slot[0] : self.slot[1]]
+        return values if self.columns is None else values[..., slice(*self.columns)]
 
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The leaf axes that torch's first axis becomes (the rows) and the others (the columns).
@@ -167,7 +166,7 @@ class Pairing:
         """Where each row and column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
 
         With ``row, col = matrix_order()`` and ``torch_matrix = tensor.view(shape[0], -1)``, the
-        matrix of the leaf (of the part that this pairing fills) is ``torch_matrix[row][:, col]``.
+        matrix of the leaf (of the part that this pair fills) is ``torch_matrix[row][:, col]``.
         So a torch Q of shape ``(columns, r)`` becomes ``Q[col]`` and a P of shape ``(rows, r)``
         becomes ``P[row]``; the way back is ``Q_torch[col] = Q_flax``.
 
@@ -213,12 +212,12 @@ class Pairing:
         if values.shape != shape:
             raise CheckpointMismatch(
                 f"{self.torch_name} <-> {'/'.join(self.path)} ({self.kind}) takes an array of "
-                f"shape {shape}, got {values.shape}. Pass the tensor that the pairing was made for."
+                f"shape {shape}, got {values.shape}. Pass the tensor that the pair was made for."
             )
         return values
 
 
-def unpaired(names: Iterable[str], pairings: Sequence[Pairing]) -> list[str]:
+def unpaired(names: Iterable[str], pairs: Sequence[Pair]) -> list[str]:
     """Those of the tensors that go to no leaf under any of their names."""
-    found = {name for p in pairings for name in (p.torch_name, *p.aliases)}
+    found = {name for p in pairs for name in (p.torch_name, *p.aliases)}
     return [name for name in names if name not in found]
