@@ -203,11 +203,10 @@ class Questions:
         """The convolution of which a map of several places may be among so many values."""
         if not convs or width == self._sizes[convs[-1]].gives:
             return None  # its channels, one value each
-        fitting = [
-            c for c in convs if self._sizes[c].gives > 1 and 2 * self._sizes[c].gives <= width
-        ]
+        fitting = [c for c in convs if 1 < self._sizes[c].gives <= width // 2]
         whole = [c for c in fitting if width % self._sizes[c].gives == 0]
-        return next(reversed(whole or fitting), None)
+        beside = [c for c in fitting if c is convs[-1]]  # other values beside a map of the last
+        return next(reversed(whole or beside), None)
 
     def _declared_later(self, place: int) -> Layer | None:
         """The convolution that its own module declares after a layer, and that it may read."""
