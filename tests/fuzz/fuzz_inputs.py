@@ -19,6 +19,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 import torch
 import torch_files as files
 from colliding_keys import colliding_keys
+from unpickler_inputs import BODIES, unpickler_input
 
 import torch_bridge
 
@@ -72,21 +73,13 @@ class Good(NamedTuple):
     around: Callable[[bytes], bytes]
 
 
-def good_zip(document: Any, methods: Callable[[], int]) -> Good:
+def good_zip(document: Any, protocol: int, methods: Callable[[], int]) -> Good:
     """What torch.save makes of `document`."""
-    with zipfile.ZipFile(io.BytesIO(files.saved(document))) as archive:
+    raw = files.saved(document, pickle_protocol=protocol)
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     data = {name: raw for name, raw in entries.items() if name.startswith("data/")}
     return Good(opcodes(entries["data.pkl"]), lambda body: files.archive(body, data, methods()))
-
-
-def good_legacy(document: Any) -> Good:
-    """What torch.save made of it before 1.6: the pickle is the fourth of five."""
-    raw, ends = files.saved(document, _use_new_zipfile_serialization=False), [0]
-    for _ in range(4):
-        ends.append(ends[-1] + 1 + [*pickletools.genops(raw[ends[-1] :])][-1][2])
-    head, pickled, tail = raw[: ends[3]], raw[ends[3] : ends[4]], raw[ends[4] :]
-    return Good(opcodes(pickled), lambda body: head + body + tail)
 
 
 STORAGES = {f"data/{index}": bytes(24) for index in range(3)}
@@ -252,24 +245,23 @@ def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
     """Files without end, each with its class."""
     dice, known = Dice(seed), documents()
     method = lambda: dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])  # noqa: E731
-    zips = [good_zip(document, method) for document in known]
-    legacies = [good_legacy(document) for document in known]
-    good, old = (
-        files.saved(known[0], _use_new_zipfile_serialization=is_zip) for is_zip in (True, False)
-    )
+    zips = [good_zip(document, protocol, method) for document in known for protocol in (2, 4, 5)]
+    good = files.saved(known[0])
+    old = files.saved(known[0], _use_new_zipfile_serialization=False)
     plain = [{"a": [1, "b"]}, [2.5, None], "text", 7, {"state_dict": {}}, (1, {2})]
     while True:
         for name, change in CHANGES.items():
-            is_legacy = dice.random() < 0.2
-            base = dice.choice(legacies if is_legacy else zips)
-            changed = base.around(b"".join(change(dice, base.opcodes)))
-            yield f"{name}, legacy" if is_legacy else name, changed
+            base = dice.choice(zips)
+            yield name, base.around(b"".join(change(dice, base.opcodes)))
+        for kind in BODIES:
+            yield kind, unpickler_input(dice, kind)
         yield "grammar", files.archive(_grammar(dice), STORAGES)
-        yield "bytes of a legacy file", _bytes(dice, [old])[0]
+        yield "before torch 1.6", _bytes(dice, [old])[0]
         yield "bytes of an archive", _bytes(dice, [good])[0]
         yield "zip directory", _odd_directory(dice, good)
-        yield "cut short", dice.choice([good, old])[: dice.randrange(len(good))]
+        yield "cut short", good[: dice.randrange(len(good))]
         yield "layout", _odd_layout(dice)
         yield "colliding keys", colliding_keys(dice)
         yield "entry of another kind", _odd_entry(dice, dice.choice(known))
-        yield "plain pickle", pickle.dumps(dice.choice(plain), dice.randrange(5))
+        pickled = pickle.dumps(dice.choice(plain), dice.randrange(6))
+        yield "plain pickle", pickled if dice.random() < 0.3 else files.archive(pickled)

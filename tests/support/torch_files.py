@@ -366,8 +366,8 @@ def _tricks(system: bytes, command: str) -> dict[str, tuple[bytes, str | None]]:
         "attributes by slots": (archive(whole(rebuild + b"N}\x86b")), None),
         "a buffer from elsewhere": (archive(whole(b"\x97", 5)), None),
         "a frame of 2**60": (archive(whole(b"\x95" + struct.pack("<Q", 2**60), 4)), None),
-        "a persistent id of ours": (archive(whole(b"Pdict\n")), None),
-        "a persistent id in text": (archive(whole(text("end") + b"Q")), None),
+        "a persistent id of ours": (archive(whole(b"Pd\n")), None),
+        "a persistent id in text": (archive(whole(text("e") + b"Q")), None),
         "arguments in a list": (archive(whole(rebuild + b"]R")), None),
         "wrapped rebuild": (
             archive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import matrix_shape
 from torch_bridge._hook.infer import infer_layout, length_misfit, trainable
+
+_ROWS, _NAMES, _LONG = 50, 8, 200
+_BLOCK = 1 << 16  # values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,11 +93,11 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Sum
         facts["layout"] = f"{source}, {buckets} bucket(s)" if layout else "unknown"
     missing = _missing(checkpoint, record)
     parameters = tuple(_parameters(checkpoint, record, layout))
-    for row in parameters:
-        if not all(norm is None or math.isfinite(norm) for norm in (row.q_norm, row.error_norm)):
-            missing.append(
-                f"a finite state of {row.name} (never used, or the run diverged); it starts afresh"
-            )
+    norms = ((row.name, row.q_norm, row.error_norm) for row in parameters)
+    if wild := [name for name, *pair in norms if any(n is not None and n - n != 0 for n in pair)]:
+        missing.append(
+            f"a finite state of {_some(wild)} (never used, or the run diverged); it starts afresh"
+        )
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
     return Summary(facts, parameters, tuple(missing))
@@ -127,7 +131,7 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
     if checkpoint.optimizer is not None:
         facts["optimizer"] = _optimizer(checkpoint.optimizer)
     if checkpoint.extra:
-        facts["beside it"] = ", ".join(checkpoint.extra)
+        facts["beside it"] = _some(list(checkpoint.extra))
     return facts
 
 
@@ -158,19 +162,22 @@ def _parameters(
         return [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, rate)}
-    norms = {name: _norm(part) for name, part in checkpoint.mean_errors(layout).items()}
     rows = []
     for index, bucket in enumerate(layout.buckets):
+        q, errors = record.q_memory_dict.get(index), {}
+        if index in record.error_dict:  # one bucket after the other, as each is a copy
+            errors = layout.split(index, checkpoint.mean_error(index))
         for entry in bucket:
-            row = _row(entry.name, entry.shape, record)
-            slot, q = slots.get(entry.name), record.q_memory_dict.get(index)
+            slot = slots.get(entry.name)
             rows.append(
-                dataclasses.replace(
-                    row,
+                ParameterSummary(
+                    entry.name,
+                    entry.shape,
+                    matrix_shape(entry.shape),
+                    slot.rank if slot else 0,
                     bucket=index,
-                    rank=slot.rank if slot else 0,
                     q_norm=_norm(slot.q(q)) if slot is not None and q is not None else None,
-                    error_norm=norms.get(entry.name),
+                    error_norm=_norm(errors[entry.name]) if entry.name in errors else None,
                 )
             )
     return rows
@@ -185,7 +192,16 @@ def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> Pa
 
 
 def _norm(array: np.ndarray) -> float:
-    return float(np.linalg.norm(array.astype(np.float64)))
+    """The Frobenius norm, in float64, without a copy of all of `array`."""
+    array = np.atleast_2d(array)
+    step = max(_BLOCK // max(array[0].size, 1), 1) if len(array) else 1
+    blocks = (array[k : k + step].astype(np.float64) for k in range(0, len(array), step))
+    return math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def render(summary: Summary, console: Console) -> None:
@@ -205,9 +221,9 @@ def render(summary: Summary, console: Console) -> None:
             no_wrap=title != "name",
             overflow="fold",
         )
-    for row in summary.parameters:
+    for row in summary.parameters[:_ROWS]:
         table.add_row(
-            plain(row.name),
+            plain(row.name if len(row.name) <= _LONG else f"{row.name[:_LONG]}..."),
             "x".join(map(str, row.shape)) or "scalar",
             "x".join(map(str, row.matrix)) if row.rank else "",
             str(row.rank) if row.rank else "not compressed",
@@ -216,6 +232,8 @@ def render(summary: Summary, console: Console) -> None:
             "" if row.error_norm is None else f"{row.error_norm:.4g}",
         )
     console.print(table)
+    if (more := len(summary.parameters) - _ROWS) > 0:
+        console.print(f"{more:,} more parameters; --json has all.")
     dense = sum(math.prod(row.shape) for row in summary.parameters)
     sent = sum(
         row.rank * sum(row.matrix) if row.rank else math.prod(row.shape)

@@ -21,22 +21,22 @@ def hook_name(hook: Any) -> str:
       >>> hook_name("default_hooks.fp16_compress_wrapper(powerSGD_hook)")
       'fp16_compress_wrapper(powerSGD_hook)'
     """
-    text, wrappers = hook, []
-    while True:
-        if callable(text) and not isinstance(text, str):
-            name = getattr(text, "__name__", type(text).__name__)
-            if not re.fullmatch(r"(fp16|bf16)_compress_wrapper_hook", name):
-                break
-            wrappers.append(name.removesuffix("_hook"))
-            text = inspect.getclosurevars(text).nonlocals["hook"]
-            continue
-        name = str(getattr(text, "name", text))
-        if not (found := re.fullmatch(r"(?:[\w.]*\.)?(\w+_compress_wrapper)\((.*)\)", name)):
-            name = name.rpartition(".")[2]
+    wrappers: list[str] = []
+    while callable(hook) and not isinstance(hook, str):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if not re.fullmatch(r"(fp16|bf16)_compress_wrapper_hook", name):
+            hook = name
             break
-        wrappers.append(found[1])
-        text = found[2]
-    return "(".join([*wrappers, name]) + ")" * len(wrappers)
+        wrappers.append(name.removesuffix("_hook"))
+        hook = inspect.getclosurevars(hook).nonlocals["hook"]
+    text = str(getattr(hook, "name", hook))
+    *outer, inner = (word.rpartition(".")[2] for word in text.split("("))
+    if all(word.endswith("_compress_wrapper") for word in outer) and inner.endswith(
+        ")" * len(outer)
+    ):
+        wrappers += outer
+        text = inner[: len(inner) - len(outer)]
+    return "(".join([*wrappers, text.rpartition(".")[2]]) + ")" * len(wrappers)
 
 
 def unwrapped_hook(hook: Any) -> tuple[str, Any]:

@@ -10,6 +10,7 @@ from torch_bridge._read.unpickle import Made, Named
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEEPEST = 100
 # Bytes of memory: of a list or tuple and what is remembered of it, of what it holds, of an entry of
 # a dictionary or set; and for each value that a file shows once more, as every walk meets it again.
@@ -57,9 +58,9 @@ class Values:
             known = self._known[id(node)]
             if known is None:
                 raise Malformed("a container that holds itself")
-            value, met = known
-            self._budget.claim(_AGAIN * met)
-            self._met += met
+            value, size = known
+            self._budget.claim(_AGAIN * size)
+            self._met += size
             return value
         if self._depth == _DEEPEST:
             raise Malformed(f"more than {_DEEPEST} containers in each other")
@@ -69,8 +70,9 @@ class Values:
         before = self._met
         value = self._made(node) if kind is Made else kind(self._parts(node))
         self._depth -= 1
-        self._known[id(node)] = value, self._met - before + 1
-        self._met += 1
+        size = self._met - before + 1 if isinstance(value, _CONTAINERS) else 1
+        self._known[id(node)] = value, size
+        self._met = before + size
         return value
 
     def _parts(self, nodes: Sequence[Any]) -> list[Any]:

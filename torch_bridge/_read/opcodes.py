@@ -9,6 +9,7 @@ only collect, and an opcode that torch does not write ends the pickle.
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from torch_bridge._read.values import Forbidden, Malformed
 
 # What a persistent id of text means, since torch's own are tuples.
-DICT, SET, END = "dict", "set", "end"
+DICT, SET, END = "d", "s", "e"
 
 _READ = (
     b"\x80\x95.(012N\x88\x89JKMG\x8a\x8b"  # protocol, frame, end; mark, stack; None, numbers
@@ -33,7 +34,6 @@ _CHARGES = {
     **dict.fromkeys(_TEXT + _BYTES, 64),
     **dict.fromkeys(b"JMG\x8a\x8b", 48),
 }
-_SPAN = 320  # of what is written in the place of an opcode
 _REPLACED = {
     pickle.EMPTY_DICT: f"P{DICT}\n".encode(),
     pickle.EMPTY_SET: f"P{SET}\n".encode(),
@@ -53,7 +53,7 @@ def _table() -> list[tuple[int, bool, int, bytes | None] | None]:
         code = opcode.code.encode("latin-1")
         if code in _READ:
             size = opcode.arg.n if opcode.arg else 0  # -1: lines
-            charge = _SLOT + _CHARGES.get(code[0], 0) + _SPAN * (code in _REPLACED)
+            charge = _SLOT + _CHARGES.get(code[0], 0)
             entry = _LENGTHS.get(size, size), size in _LENGTHS, charge, _REPLACED.get(code)
             table[code[0]] = entry
     return table
@@ -62,7 +62,7 @@ def _table() -> list[tuple[int, bool, int, bytes | None] | None]:
 _TABLE = _table()
 
 
-def harmless(data: bytes, claim: Callable[[int], None]) -> tuple[bytes, Exception]:
+def harmless(data: bytes, claim: Callable[[int], None]) -> tuple[io.BytesIO, Exception]:
     """The pickle that ``pickle.Unpickler`` may read in the place of `data`.
 
     Args:
@@ -70,10 +70,10 @@ def harmless(data: bytes, claim: Callable[[int], None]) -> tuple[bytes, Exceptio
       claim: Charged with what the unpickler will allocate, at most, in bytes.
 
     Returns:
-      That pickle, and what is wrong with `data` where it ends early: the unpickler then asks for
+      That pickle, and what is wrong with `data` where it has no STOP: the unpickler then asks for
       the persistent id `END`, after everything before it has been read.
     """
-    view, spans, copied, position, memo, charged = memoryview(data), [], 0, 0, 0, 0
+    view, stream, copied, position, memo, charged = memoryview(data), io.BytesIO(), 0, 0, 0, 0
     problem: Exception = Malformed("the pickle ends in the middle of an object")
     while position < len(data):
         code = data[position]
@@ -101,17 +101,21 @@ def harmless(data: bytes, claim: Callable[[int], None]) -> tuple[bytes, Exceptio
         if end > len(data):
             break
         charged += charge
-        if charged > 1 << 16 or code == _STOP:
+        if charged > 1 << 16:
             claim(charged)
             charged = 0
         if replacement is not None:
-            spans += view[copied:position], replacement
+            stream.write(view[copied:position])
+            stream.write(replacement)
             copied = end if code == _FRAME else position + 1
         position = end
         if code == _STOP:
-            return b"".join([*spans, view[copied:position]]), problem
+            break
     claim(charged)
-    return b"".join([*spans, view[copied:position], f"P{END}\n".encode()]), problem
+    stream.write(view[copied:position])
+    stream.write(f"P{END}\n".encode())
+    stream.seek(0)
+    return stream, problem
 
 
 def _refusal(rest: bytes) -> Exception:

@@ -63,9 +63,9 @@ class Named:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, is_allowed: Allowed, problem: Exception) -> None:
+    def __init__(self, stream: io.BytesIO, is_allowed: Allowed, problem: Exception) -> None:
         # A buffered reader has peek(), without which the unpickler reads byte by byte.
-        super().__init__(io.BufferedReader(io.BytesIO(data)), encoding="latin-1")
+        super().__init__(io.BufferedReader(stream), encoding="latin-1")
         self._is_allowed = is_allowed
         self._named: dict[str, Named] = {}  # made anew for each file
         self._problem = problem

@@ -1,0 +1,187 @@
+"""Pickles that use what the unpickler of the standard library can do by itself, for the fuzzer."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import pickletools
+import random
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
+
+import torch_files as files
+
+Dice = random.Random
+GLOBALS = [
+    ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("torch", "Size"),
+    ("torch", "device"), ("torch", "float32"), ("torch", "FloatStorage"), ("builtins", "set"),
+    ("builtins", "bytearray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.random._pickle", "__randomstate_ctor"), ("argparse", "Namespace"),
+    ("collections", "defaultdict"), ("_codecs", "encode"), (files.HOOK, "powerSGD_hook"),
+    (files.HOOK, "PowerSGDState"), ("torch._tensor", "_rebuild_from_type_v2"), ("os", "system"),
+]  # fmt: skip
+NAMES = ["__class__", "__dict__", "__setstate__", "__call__", "__code__", "args", "name", "x"]
+COUNTS = [0, 1, 7, 255, 300, 65_536, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
+
+
+def _global(dice: Dice) -> bytes:
+    return files.glob(*dice.choice(GLOBALS[:-1] if dice.random() < 0.95 else GLOBALS))
+
+
+def _value(dice: Dice, depth: int = 0) -> bytes:
+    """A function, an instance, a tensor or something plain."""
+    makers: list[Callable[[], bytes]] = [
+        lambda: dice.choice([b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"K\x03", b"(lK\x01a"]),
+        lambda: files.text(dice.choice(NAMES)),
+        lambda: _global(dice),
+        lambda: files.tensor_call(),
+        lambda: files.storage(),
+    ]
+    if depth < 4:
+        inner = lambda: _value(dice, depth + 1)  # noqa: E731
+        makers += [
+            lambda: files.call(_global(dice), *[inner() for _ in range(dice.randrange(3))]),
+            lambda: inner() + b")" + dice.choice([b"R", b"\x81"]),
+            lambda: files.tup(*[inner() for _ in range(dice.randrange(4))]),
+            lambda: b"}" + files.text(dice.choice(NAMES)) + inner() + b"s",
+        ]
+    return dice.choice(makers)()
+
+
+def _state(dice: Dice) -> bytes:
+    attributes = b"}(" + b"".join(
+        files.text(dice.choice(NAMES)) + _value(dice, 3) for _ in range(dice.randrange(4))
+    )
+    mapping = attributes + b"u"
+    return dice.choice([mapping, b"N" + mapping + b"\x86", mapping + mapping + b"\x86", b"N"])
+
+
+def build(dice: Dice) -> bytes:
+    """BUILD, SETITEM, APPEND and ADDITEMS on whatever there is, functions included."""
+    target = _value(dice)
+    for _ in range(dice.randrange(1, 5)):
+        pair = _value(dice, 2) + _value(dice, 2)
+        target += dice.choice(
+            [_state(dice) + b"b", pair + b"s", b"(" + pair + b"u", _value(dice) + b"a",
+             b"(" + pair + b"e", b"(" + pair + b"\x90", _value(dice) + b"b"]
+        )  # fmt: skip
+    return target
+
+
+def calls(dice: Dice) -> bytes:
+    """REDUCE, NEWOBJ, NEWOBJ_EX, OBJ and INST of functions, instances and values."""
+    args, named = files.tup(_value(dice), _value(dice)), _global(dice)
+    return dice.choice(
+        [
+            lambda: _value(dice) + args + b"R",
+            lambda: _value(dice) + args + b"\x81",
+            lambda: _value(dice) + args + b"}\x92",
+            lambda: b"(" + named + _value(dice) + b"o",
+            lambda: b"(" + _value(dice) + b"i" + named[1:],
+            lambda: named + _value(dice) + b"R",
+            lambda: named + args + b"R" + args + b"R",
+            lambda: _value(dice) + b"Q",
+            lambda: named + args + b"R" + _state(dice) + b"b" + args + b"\x81",
+        ]
+    )()
+
+
+def memo(dice: Dice) -> bytes:
+    """Entries of the memo that are far away, missing, overwritten, or hold each other."""
+    body = b"]"
+    for _ in range(dice.randrange(1, 60)):
+        index = dice.choice([0, 1, 2, 3, 200, 5_000, 10**6, 2**31 - 1, 2**32 - 1])
+        short = bytes([index & 255])
+        long = struct.pack("<I", index)
+        body += dice.choice(
+            [b"q" + short, b"q" + short, b"\x94", b"h" + short + b"a", b"r" + long, b"2\x86",
+             b"j" + long + b"a", b"\x85\x94", b"h\x00h\x00\x86q\x00", b"}q\x01h\x00h\x01sa"]
+        )  # fmt: skip
+    if dice.random() < 0.3:  # two of two of two of ...
+        body = b")q\x00" + b"h\x00h\x00\x86q\x00" * dice.choice([5, 12, 40])
+    return body
+
+
+def deep(dice: Dice) -> bytes:
+    """Containers, arguments, states and keys in each other."""
+    depth = 100_000 if dice.random() < 0.03 else dice.choice([5, 40, 90, 100, 101, 2_000])
+    start, end = dice.choice(
+        [(b"]", b"a"), (b"(", b"t"), (b"", b"\x85"), (b"}K\x00", b"s"), (b"", b"N\x86"),
+         (files.glob("torch", "Size"), b"\x85R"), (b"}", b"Ns"), (b"\x8f(", b"\x90"),
+         (files.glob("argparse", "Namespace") + b")R", b"b")]
+    )  # fmt: skip
+    return start * depth + b"N" + end * depth
+
+
+def huge(dice: Dice) -> bytes:
+    """Integers, text and bytes that are large, or say that they are."""
+    size = dice.choice([0, 1, 255, 256, 5_000, 400_000])
+    raw = dice.choice([b"\x7f", b"a", b"\xff", "\u00e9".encode(), "\U0001f600".encode()]) * size
+    said = len(raw) if dice.random() < 0.6 else dice.choice(COUNTS)
+    code, width = dice.choice(
+        [(b"\x8a", 1), (b"\x8b", 4), (b"X", 4), (b"\x8d", 8), (b"\x8c", 1), (b"T", 4), (b"U", 1),
+         (b"B", 4), (b"C", 1), (b"\x8e", 8), (b"\x96", 8)]
+    )  # fmt: skip
+    value = code + (said % 256**width).to_bytes(width, "little") + raw
+    return dice.choice([value, b"}" + value + b"Ns", value + b"q\x00" + b"h\x00\x86" * 50])
+
+
+def odd(dice: Dice) -> bytes:
+    """Extension codes, frames, buffers, persistent ids, and opcodes of protocol 0."""
+    number = struct.pack("<Q", dice.choice(COUNTS) % 2**64)
+    found = [
+        b"\x82\x01", b"\x83\x01\x00", b"\x84" + number[:4], b"\x95" + number, b"\x97", b"]\x98",
+        b"\x96" + number + b"abc", b"Pd\n", b"Pe\n", b"P\n", files.text("e") + b"Q",
+        files.text("d") + b"Q", b"I01\n", b"I" + b"9" * 5_000 + b"\n",
+        b"L" + b"9" * 5_000 + b"L\n",
+        b"F1e999\n", b"S'a'\n", b"Vabc\\ud800\n", b"g0\n", b"p4000000000\n", b"(d", b"(l",
+        b"}p0\ng0\n", b"\x80\x05\x95" + number, b"\x80\x09", b"\x91", b"(N\x91", b"1", b"0", b"2",
+    ]  # fmt: skip
+    parts = (dice.choice([dice.choice(found), _value(dice)]) for _ in range(dice.randrange(1, 5)))
+    return b"".join(parts)
+
+
+OPCODES = [opcode for opcode in pickletools.opcodes if opcode.code not in "."]
+
+
+def any_opcodes(dice: Dice) -> bytes:
+    """Any opcode behind any other, with arguments that can be read."""
+    body = b""
+    for _ in range(dice.randrange(1, 40)):
+        opcode = dice.choice(OPCODES)
+        size = opcode.arg.n if opcode.arg else 0
+        argument = bytes(dice.randrange(4) for _ in range(max(size, 0)))
+        if size == pickletools.UP_TO_NEWLINE:
+            argument = dice.choice([b"0\n", b"torch\nSize\n", b"1\n"])
+        elif size < 0:
+            width = {-2: 1, -3: 4, -4: 4, -5: 8}[size]
+            argument = b"\x03" + bytes(width - 1) + b"abc"
+        body += dice.choice([b"", _value(dice, 3)]) + opcode.code.encode("latin-1") + argument
+    return body
+
+
+BODIES: dict[str, Callable[[Dice], bytes]] = {
+    "BUILD": build,
+    "calls": calls,
+    "memo": memo,
+    "nesting": deep,
+    "huge values": huge,
+    "odd opcodes": odd,
+    "any opcodes": any_opcodes,
+}
+
+
+def unpickler_input(dice: Dice, kind: str) -> bytes:
+    """One file whose pickle has such a body in one entry, or as a whole."""
+    body = BODIES[kind](dice)
+    name = dice.choice(["state_dict", "extra", "optimizer", "comm_hook_state", "comm_hook", ""])
+    if name:
+        tensors = files.dictionary(w=files.tensor_call())
+        body = files.dictionary(**{"state_dict": tensors, name: body})
+    method = dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+    pickled = files.whole(body, dice.randrange(pickle.HIGHEST_PROTOCOL + 1))
+    return files.archive(pickled, {"data/0": bytes(24)}, method)
