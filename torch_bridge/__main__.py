@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.framework import import_torch, not_installed
 from torch_bridge._base.terminal import plain, printable
+from torch_bridge._cli import arguments
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import load
 
@@ -22,143 +23,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
-_DESCRIPTION = """\
-Move a PowerSGD training run between PyTorch DDP and JAX. Files are read without executing anything
-from them.
-
-exit codes:
-  0  done
-  1  a file cannot be read, is damaged, or does not fit
-  2  wrong usage
-  3  a file asks to run something that is not on the allow-list; nothing was run
-"""
-_INSPECT = """\
-examples:
-  python -m torch_bridge inspect checkpoint.pt
-  python -m torch_bridge inspect rank0.pt rank1.pt rank2.pt rank3.pt
-  python -m torch_bridge inspect checkpoint.pt --json | jq .missing
-"""
-_TO_FLAX = """\
-`--params` names the Flax parameters, of which only the structure and the shapes are used: a tree,
-or a function without arguments that returns one. With my_model.py next to you:
-
-  def params():
-      return jax.eval_shape(MyModel().init, jax.random.key(0), jnp.zeros((1, 784)))["params"]
-
-examples:
-  python -m torch_bridge to-flax checkpoint.pt --params my_model:params --out checkpoints/
-  python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:params --out run.msgpack
-  python -m torch_bridge to-flax checkpoint.pt --params my_model:params --flatten fc1=64,7,7 \\
-      --ignore 'aux\\..*' --out checkpoints/
-  python -m torch_bridge to-flax rank0.pt --missing-ranks zero --layout layout.json \\
-      --params my_model:params --rule 'backbone\\.(\\d+)=block_\\1' --out checkpoints/
-
-The result is {step, params, opt_state} as a Flax TrainState has them, with the opt_state of
-optax.chain(jaxcomp.powersgd(...), optimizer): an orbax directory, or msgpack if --out ends so.
-"""
-_TO_TORCH = """\
-`--like` is the torch checkpoint that the run came from: names, hyperparameters, random number
-generator and whatever else Flax has no use for come from there.
-
-examples:
-  python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --params my_model:params \\
-      --out continued.pt
-
-In torch: torch.load("continued.pt", weights_only=True) has state_dict and optimizer;
-torch_bridge.load and torch_bridge.resume_powersgd bring the hook back without a wrong step.
-"""
-
-
 # The options of arguments that are spelled otherwise on the command line.
 _AS_OPTIONS: dict[str, str] = {"rules": "--rule", "matrix_dims": "--torch-dims"}
 
 
-class _Usage(Exception):
-    """The arguments cannot be used; the message says why."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    main = argparse.ArgumentParser(
-        prog="python -m torch_bridge",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inspect = _command(commands, "inspect", "show what a checkpoint holds", _INSPECT)
-    inspect.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE")
-    inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    to_flax = _command(commands, "to-flax", "convert to a Flax checkpoint", _TO_FLAX)
-    to_flax.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE")
-    to_flax.add_argument(
-        "--missing-ranks",
-        choices=("error", "zero", "replicate"),
-        default="error",
-        help="what to do when not every rank's error is there (default: error)",
-    )
-    to_torch = _command(commands, "to-torch", "convert a Flax checkpoint back", _TO_TORCH)
-    to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
-    to_torch.add_argument(
-        "--like", type=pathlib.Path, nargs="+", required=True, metavar="FILE",
-        help="the torch checkpoint that the run came from",
-    )  # fmt: skip
-    for command in (to_flax, to_torch):
-        command.add_argument("--params", required=True, metavar="MODULE:NAME")
-        command.add_argument("--out", required=True, type=pathlib.Path)
-        command.add_argument("--force", action="store_true", help="overwrite --out")
-        command.add_argument(
-            "--rule", action="append", default=[], metavar="REGEX=PATH",
-            help="which torch names belong to which Flax path; may be repeated",
-        )  # fmt: skip
-        command.add_argument(
-            "--flatten", action="append", default=[], metavar="REGEX=C,H,W",
-            help="the shape from which the input of this Linear was flattened, or none",
-        )  # fmt: skip
-        command.add_argument(
-            "--unflatten", action="append", default=[], metavar="REGEX=C,H,W",
-            help="the shape that the output of this Linear becomes, or none",
-        )  # fmt: skip
-        command.add_argument(
-            "--conv-transpose", metavar="REGEX",
-            help="ConvTranspose layers with as many inputs as outputs",
-        )  # fmt: skip
-        command.add_argument(
-            "--conv1d", metavar="REGEX", help="layers that keep their weight (in, out)"
-        )
-        command.add_argument("--ignore", metavar="REGEX", help="torch tensors to leave out")
-        command.add_argument(
-            "--param-names", type=pathlib.Path, metavar="JSON",
-            help="the names in the order in which the optimizer was given them",
-        )  # fmt: skip
-        command.add_argument(
-            "--torch-dims", action="store_true",
-            help="see kernels as torch does (torch_bridge.torch_matrix_dims)",
-        )  # fmt: skip
-    for command in (inspect, to_flax, to_torch):
-        command.add_argument(
-            "--layout", type=pathlib.Path, metavar="JSON", help="from record_layout(...).to_json()"
-        )
-        command.add_argument(
-            "--max-bytes", type=int, metavar="N",
-            help="the most bytes that one file may unpack to (default: 3 x its size + 64 MiB)",
-        )  # fmt: skip
-        command.add_argument("--quiet", action="store_true", help="show no progress")
-    return main
-
-
-def _command(commands: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors become one message on standard error and an exit code."""
-    options = parser().parse_args(arguments)
+    options = arguments.parser().parse_args(argv)
     _return_freed_memory()
     commands = {"inspect": _inspect, "to-flax": _to_flax, "to-torch": _to_torch}
     try:
@@ -167,8 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, UNSAFE)
     except CheckpointMismatch as error:
         return _fail(error, UNUSABLE)
-    except _Usage as error:
-        return _fail(error, USAGE)
     except ValueError as error:  # an optimizer without an equal in optax, for example
         return _fail(error, UNUSABLE)
     except RecursionError:
@@ -199,10 +68,9 @@ def _fail(error: object, code: int) -> int:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from torch_bridge._cli.choices import read_layout
     from torch_bridge._cli.inspect import render, summarize
 
-    layout = read_layout(options.layout, options.max_bytes) if options.layout else None
+    layout = arguments.layout(options)
     summary = summarize(_load(options.files, options), layout)
     if options.json:
         print(json.dumps(summary.to_dict(), indent=2, allow_nan=False))
@@ -213,17 +81,19 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _to_flax(options: argparse.Namespace) -> None:
-    from torch_bridge._cli.convert import config_of, train_state
+    from torch_bridge._cli.convert import config_of, entries
     from torch_bridge._cli.files import write_flax
+    from torch_bridge._convert.to_flax import to_flax
 
-    choices = _choices(options, options.missing_ranks)
+    keywords = arguments.pairing(options) | arguments.conversion(options)
     _refuse_overwriting(options)
     checkpoint = _load(options.files, options)
     with _stages(options) as notify:
         notify("converting")
         config = config_of(checkpoint)
-        state = train_state(checkpoint, choices)
-        _prepare(options, notify)
+        keywords |= {"missing_ranks": options.missing_ranks, "consume": True}
+        state = entries(to_flax(checkpoint, options.params, **keywords))
+        notify(f"writing {options.out}")
         write_flax(options.out, state, config, force=options.force)
     print(
         f"{printable(str(options.out))}: step {int(state['step'])}, {_size(state['params'])} values"
@@ -235,14 +105,15 @@ def _to_torch(options: argparse.Namespace) -> None:
     from torch_bridge._job.save import write_document
 
     import_torch()  # before large files are read
-    choices = _choices(options)
+    keywords = arguments.pairing(options), arguments.conversion(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
     like = _load(options.like, options)
     with _stages(options) as notify:
-        document = torch_document(options.checkpoint, like, choices, notify)
-        _prepare(options, notify)
+        document = torch_document(options.checkpoint, like, options.params, *keywords, notify)
+        notify(f"writing {options.out}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
@@ -260,44 +131,6 @@ def _refuse_overwriting(options: argparse.Namespace) -> None:
             )
         if not options.force:
             raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")
-
-
-def _prepare(options: argparse.Namespace, notify: Callable[[str], None]) -> None:
-    """Make the folder of the output."""
-    notify(f"writing {options.out}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _choices(options: argparse.Namespace, missing_ranks: str = "error") -> Any:
-    from torch_bridge._cli.choices import (
-        Choices,
-        import_object,
-        parse_pairing,
-        read_layout,
-        read_names,
-    )
-
-    most = options.max_bytes
-    try:
-        return Choices(
-            params=import_object(options.params),
-            pairing=parse_pairing(
-                options.rule,
-                options.flatten,
-                options.unflatten,
-                options.conv_transpose,
-                options.conv1d,
-                options.ignore,
-            ),
-            torch_dims=options.torch_dims,
-            missing_ranks=missing_ranks,
-            layout=read_layout(options.layout, most) if options.layout else None,
-            param_names=read_names(options.param_names, most) if options.param_names else None,
-        )
-    except CheckpointMismatch:
-        raise
-    except ValueError as error:
-        raise _Usage(str(error)) from error
 
 
 def _load(files: Sequence[pathlib.Path], options: argparse.Namespace) -> Checkpoint:

@@ -17,6 +17,7 @@ import io
 import json
 import logging
 import pathlib
+import resource
 import sys
 import tempfile
 import time
@@ -51,6 +52,7 @@ class Result(NamedTuple):
       unnamed: Errors that are not the reader's own, each a line.
       slowest: Seconds of the slowest input, and its class.
       largest: Bytes above three times the file of the largest input, and its class.
+      grown: Bytes of resident memory that the process had at most above those of its start.
     """
 
     inputs: dict[str, int]
@@ -59,6 +61,7 @@ class Result(NamedTuple):
     unnamed: list[str]
     slowest: tuple[float, str]
     largest: tuple[int, str]
+    grown: int
 
 
 class Watch:
@@ -79,6 +82,10 @@ def read(path: pathlib.Path) -> None:
     summary = summarize(torch_bridge.load(path))
     render(summary, Console(file=io.StringIO(), width=200))
     json.dumps(summary.to_dict())
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _seconds(path: pathlib.Path) -> float:
@@ -104,6 +111,7 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
         path.write_bytes(files.saved(documents()[0]))
         read(path)  # imports what it needs
         codecs.lookup("cp437")  # what zipfile takes names for
+        before = _peak()
         for index, (kind, raw) in zip(range(count), inputs(seed), strict=False):
             path.write_bytes(raw)
             done[kind] += 1
@@ -125,7 +133,8 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
                 largest = max(largest, (peak, f"{index} {kind}"))
                 took = _seconds(path) if took > 1 else took  # tracing takes most of it
             slowest = max(slowest, (took, f"{index} {kind}"))
-    return Result(dict(done), good, watch.seen, unnamed, slowest, largest)
+    grown = _peak() - before
+    return Result(dict(done), good, watch.seen, unnamed, slowest, largest, grown)
 
 
 def main() -> int:
@@ -133,8 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Fuzz torch_bridge.load and inspect.")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--untraced", action="store_true", help="the process's memory in place of each file's"
+    )
     options = parser.parse_args()
-    found = fuzz(options.inputs, seed=options.seed)
+    found = fuzz(options.inputs, seed=options.seed, memory=not options.untraced)
     print(f"{sum(found.inputs.values())} inputs of {len(found.inputs)} classes, {found.read} read")
     print(", ".join(f"{name} {count}" for name, count in found.inputs.items()))
     print(f"executed {len(found.executed)}, unnamed errors {len(found.unnamed)}")
@@ -142,6 +154,7 @@ def main() -> int:
         print(line)
     print(f"slowest {found.slowest[0]:.2f} s ({found.slowest[1]})")
     print(f"largest {found.largest[0] / 2**20:.1f} MiB above 3 x the file ({found.largest[1]})")
+    print(f"the process grew by {found.grown / 2**20:.1f} MiB at most")
     good = not found.executed and not found.unnamed
     return 0 if good and found.slowest[0] < SECONDS and found.largest[0] < OVERHEAD else 1
 

@@ -7,6 +7,9 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
+import tracemalloc
+import zipfile
 
 import cli_model
 import flax.serialization
@@ -24,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import jaxcomp
 import torch_bridge
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE, main
+from torch_bridge._hook.registered import hook_name
 
 pytestmark = pytest.mark.torch
 
@@ -79,7 +83,10 @@ def torch_file(tmp_path):
 @pytest.fixture
 def call(capsys):
     def run(*arguments):
-        code = main([str(argument) for argument in arguments])
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse's, for wrong usage
+            code = stop.code
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out, captured.err
@@ -372,12 +379,101 @@ def test_a_flax_checkpoint_without_q_does_not_fit_a_run_with_one(call, torch_fil
     assert "another structure" in err
 
 
+def test_a_flipped_bit_in_an_orbax_directory_is_named(call, torch_file, tmp_path):
+    run = tmp_path / "run"
+    assert call("to-flax", torch_file, *PARAMS, "--quiet", "--out", run)[0] == OK
+    files_of_it = [path for path in sorted((run / "20").rglob("*")) if path.is_file()]
+    for index, path in enumerate(files_of_it):
+        kept = path.read_bytes()
+        changed = bytearray(kept or b"x")
+        changed[len(changed) * 7 // 11] ^= 1 << index % 8
+        path.write_bytes(changed)
+        back = ("--like", torch_file, *PARAMS, "--quiet", "--out", tmp_path / "back.pt")
+        code, _, err = call("to-torch", run, *back)
+        assert (code, "is damaged" in err) == (UNUSABLE, True), path
+        path.write_bytes(kept)
+    assert call("to-torch", run, *back)[0] == OK
+    # sha256sum -c reads it, too.
+    lines = (run / "20" / "SHA256SUMS").read_text().splitlines()
+    assert [line[64:66] for line in lines] == ["  "] * (len(files_of_it) - 1)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(call, torch_file, tmp_path, monkeypatch):
+    def save(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing: Failed [os_error_code='28']")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    run = tmp_path / "run"
+    code, _, err = call("to-flax", torch_file, *PARAMS, "--quiet", "--out", run)
+    assert (code, err) == (UNUSABLE, f"error: {run}: No space left on device\n")
+    assert not list(run.iterdir())
+
+
+def test_a_table_has_fifty_rows_and_says_how_many_more(call, tmp_path):
+    path = tmp_path / "many.pt"
+    model = {f"w{index}": torch.ones(2, 2) for index in range(60)}
+    extra = {f"entry{index}": index for index in range(30)}
+    torch.save({"state_dict": model, **extra}, path)
+    code, out, _ = call("inspect", path, "--quiet")
+    assert code == OK
+    assert "w49" in out
+    assert "w50" not in out
+    assert "10 more parameters" in out
+    assert "and 22 more" in out
+    _, out, _ = call("inspect", path, "--quiet", "--json")
+    assert len(json.loads(out)["parameters"]) == 60
+
+
+def test_full_rank_factors_of_a_small_file_are_not_multiplied(call, tmp_path):
+    # 30 kB once took 375 MiB and 7 s.
+    size, path = 2600, tmp_path / "full.pt"
+    layout = torch_bridge.BucketLayout.from_manifest([[("w", (size, size))]])
+    factors = {0: torch.zeros(size * size)}
+    slots = {"matrix_approximation_rank": size, "iter": 9, "min_compression_rate": 0.4}
+    slots |= {"error_dict": {}, "p_memory_dict": factors, "q_memory_dict": factors}
+    whole = {"state_dict": {"w": torch.zeros(1).expand(1, 1)}, "comm_hook_state": slots}
+    for more in ({"layout": layout.to_json()}, {}):
+        torch.save(whole | more, path)
+        with zipfile.ZipFile(path) as source:
+            entries = {name: source.read(name) for name in source.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, raw in entries.items():
+                packed.writestr(name, raw)
+        assert path.stat().st_size < 40_000
+        tracemalloc.start()
+        try:
+            assert call("inspect", path, "--quiet")[0] == OK
+            assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_an_optimizer_with_mixed_keys_is_one_sentence(call, tmp_path):
+    value, path = document(), tmp_path / "mixed.pt"
+    group = {"params": [0, 1, 2, 3], "lr": 0.1, "betas": (0.9, 0.9), 3: 4}
+    value["optimizer"] = {"state": {0: {"exp_avg": 1, 2: 3}, "x": {}}, "param_groups": [group]}
+    torch.save(value, path)
+    assert call("inspect", path, "--quiet")[0] == OK
+    code, _, err = call("to-flax", path, *PARAMS, "--quiet", "--out", tmp_path / "run")
+    assert (code, err.startswith("error: Only torch.optim.SGD")) == (UNUSABLE, True)
+
+
+def test_wrappers_of_hooks_take_time_in_proportion():
+    name = "default_hooks.fp16_compress_wrapper(" * 100_000 + "powerSGD_hook" + ")" * 100_000
+    start = time.process_time()
+    assert hook_name(name).count("(") == 100_000
+    assert time.process_time() - start < 2
+    assert hook_name("no.wrapper(x)") == "wrapper(x)"
+
+
 def test_help_has_examples(capsys):
     for command in ([], ["inspect"], ["to-flax"], ["to-torch"]):
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])
         assert stop.value.code == OK
-        assert "python -m torch_bridge" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "python -m torch_bridge" in out
+        assert ("batch_stats" in out) == (command == ["to-flax"])
     with pytest.raises(SystemExit) as stop:
         main(["explode"])
     assert stop.value.code == USAGE
@@ -398,6 +494,7 @@ def test_as_a_module(torch_file):
 MEMORY = """
 import resource, sys
 import torch_bridge
+from torch_bridge._hook.registered import hook_name
 from torch_bridge.__main__ import main
 import jax, orbax.checkpoint  # not part of what a conversion costs
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

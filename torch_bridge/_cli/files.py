@@ -1,13 +1,16 @@
-"""Flax checkpoints on disk: orbax directories and msgpack files, written leaf by leaf."""
+"""Flax checkpoints on disk: orbax directories with checksums, and msgpack files."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import logging
 import os
 import pathlib
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
@@ -21,20 +24,19 @@ if TYPE_CHECKING:
 
 # As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
+_SUMS = "SHA256SUMS"  # in a step's folder, as sha256sum writes and checks them
 
 
 def write_flax(
-    path: pathlib.Path,
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
-    *,
-    force: bool = False,
+    path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str, Any], *, force: bool = False
 ) -> None:
     """Write a train state: ``*.msgpack`` with flax.serialization, else an orbax directory.
 
     Raises:
       CheckpointMismatch: The directory already holds a checkpoint of this step.
+      OSError: The disk is full, for example.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     tree = jax.tree.map(np.asarray, dict(state))
     if path.suffix == ".msgpack":
         from flax import serialization
@@ -44,21 +46,51 @@ def write_flax(
         return
     import orbax.checkpoint as ocp
 
-    step = int(state["step"])
+    name = str(int(state["step"]))
+    place = path / name
+    if place.exists() and not force:
+        raise CheckpointMismatch(
+            f"{path} already holds step {name}. Choose another --out, or pass --force to "
+            f"overwrite it."
+        )
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(dict(config))
     )
-    with _orbax(path) as manager:
-        there = step in manager.all_steps()
-        if there and not force:
-            raise CheckpointMismatch(
-                f"{path} already holds step {step}. Choose another --out, or pass --force to "
-                f"overwrite it."
-            )
-        if not there:
+    # Inside of `path`, which may be a mounted file system of its own.
+    temporary = path / f".{name}.{secrets.token_hex(8)}.tmp"
+    new, old = temporary / name, temporary / "old"
+    try:
+        _save(temporary, int(name), args)
+        (new / _SUMS).write_text(
+            "".join(f"{_sum(file)}  {file.relative_to(new)}\n" for file in _files(new))
+        )
+        if place.exists():
+            place.rename(old)
+        try:
+            new.rename(place)
+        except OSError:
+            if old.exists():
+                old.rename(place)
+            raise
+    finally:
+        if place.exists() or not old.exists():  # else both are kept
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save(folder: pathlib.Path, step: int, args: Any) -> None:
+    logger = logging.getLogger("absl")  # which shows the error of each thread, with its traceback
+    level = logger.level
+    try:
+        logger.setLevel(logging.CRITICAL)
+        with _orbax(folder) as manager:
             manager.save(step, args=args)
-    if there:
-        _replace_step(path, step, args)
+    except ValueError as error:  # what tensorstore makes of an error of the system
+        code = next((c for c in (errno.ENOSPC, errno.EDQUOT) if f"'{c}'" in str(error)), None)
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code), str(folder.parent)) from error
+    finally:
+        logger.setLevel(level)
 
 
 def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
@@ -67,30 +99,12 @@ def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG))
 
 
-def _replace_step(path: pathlib.Path, step: int, args: Any) -> None:
-    """Save a step that is there already: the old one goes when the new one is complete."""
-    # Inside of `path`, which may be a mounted file system of its own.
-    temporary = path / f".{step}.{secrets.token_hex(8)}.tmp"
-    place, new, old = path / str(step), temporary / str(step), temporary / "old"
-    try:
-        with _orbax(temporary) as manager:
-            manager.save(step, args=args)
-        place.rename(old)
-        try:
-            new.rename(place)
-        except OSError:
-            old.rename(place)
-            raise
-    finally:
-        if place.exists():  # else both are kept
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
 def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """Read what `write_flax` or a training script with the same state wrote.
 
     Raises:
-      CheckpointMismatch: The checkpoint has another structure than `like`.
+      CheckpointMismatch: The checkpoint has another structure than `like`, or files of it are not
+        what was written.
     """
     _refuse_pipes(path)
     template = jax.tree.map(np.asarray, dict(like))
@@ -118,10 +132,37 @@ def _read_orbax(path: pathlib.Path, template: Any) -> Any:
     import orbax.checkpoint as ocp
 
     with _orbax(path) as manager:
-        if manager.latest_step() is None:
+        step = manager.latest_step()
+        if step is None:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
+        _refuse_changes(path / str(step))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-        return manager.restore(manager.latest_step(), args=args)[_STATE]
+        return manager.restore(step, args=args)[_STATE]
+
+
+def _refuse_changes(folder: pathlib.Path) -> None:
+    """Compare the checksums; a step that a training script wrote has none."""
+    sums = folder / _SUMS
+    if not sums.exists():
+        return
+    text = sums.read_bytes().decode("utf-8", "replace")
+    said = {name: digest for digest, _, name in (ln.partition("  ") for ln in text.splitlines())}
+    found = {str(file.relative_to(folder)): _sum(file) for file in _files(folder)}
+    if said != found:
+        wrong = [n for n in {**said, **found} if said.get(n) != found.get(n)]
+        raise CheckpointMismatch(
+            f"{folder} is damaged: {', '.join(wrong[:5])} of {len(found)} files are not what "
+            f"{_SUMS} says. Convert it again, or copy it again from where it is whole."
+        )
+
+
+def _files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    return (f for f in sorted(folder.rglob("*")) if f.is_file() and f != folder / _SUMS)
+
+
+def _sum(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse_pipes(path: pathlib.Path) -> None:
@@ -140,9 +181,10 @@ def _refuse_pipes(path: pathlib.Path) -> None:
 
 def _check(restored: Any, template: Any) -> None:
     """Every leaf must be an array of the shape wanted; orbax gives None for one that is missing."""
-    if jax.tree.structure(restored, is_leaf=_is_nothing) != jax.tree.structure(template):
+    nothing = lambda leaf: leaf is None  # noqa: E731
+    if jax.tree.structure(restored, is_leaf=nothing) != jax.tree.structure(template):
         raise ValueError("some entries are not there")
-    flat = jax.tree_util.tree_flatten_with_path(restored, is_leaf=_is_nothing)[0]
+    flat = jax.tree_util.tree_flatten_with_path(restored, is_leaf=nothing)[0]
     wrong = [
         jax.tree_util.keystr(path)
         for (path, leaf), wanted in zip(flat, jax.tree.leaves(template), strict=True)
@@ -152,10 +194,6 @@ def _check(restored: Any, template: Any) -> None:
     ]
     if wrong:
         raise ValueError(f"not there, or of another kind or shape: {', '.join(wrong)}")
-
-
-def _is_nothing(leaf: Any) -> bool:
-    return leaf is None
 
 
 def _stream(file: BinaryIO, value: Any) -> None:

@@ -154,7 +154,8 @@ def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
     else:
         raise ValueError(
             "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this param group has the "
-            f"entries {sorted(group)}. Start the optimizer anew and convert the parameters alone."
+            f"entries {sorted(map(str, group))}. Start the optimizer anew and convert the "
+            "parameters alone."
         )
     if asked is not None and asked != found:
         raise ValueError(
