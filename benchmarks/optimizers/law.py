@@ -50,7 +50,14 @@ def fitted(gaps: Sequence[Gap]) -> Law:
     variance = rest / (len(gaps) - 3)
     within = _EXPONENTS[squares <= rest + variance]
     error = float(within[-1] - within[0]) / 2
-    return Law(len(gaps), float(a), exponent, float(c), variance**0.5, error)
+    off = percent - (a * (widths / WIDTHS[0]) ** exponent / ranks - c)
+    # The three coefficients are shared out among the widths; wider models never spread less.
+    lost = 3 / len(WIDTHS)
+    narrow, wide = (
+        (np.sum(off[widths == w] ** 2) / (np.sum(widths == w) - lost)) ** 0.5 for w in WIDTHS
+    )
+    spread = (float(narrow), max(float(narrow), float(wide)))
+    return Law(len(gaps), float(a), exponent, float(c), spread, error)
 
 
 def fitted_runs(

@@ -51,7 +51,7 @@ class Prediction:
           >>> advice = jaxcomp.advise(params, workers=4, bandwidth="100Mbit", step_time="20ms")
           >>> tx = advice.reducer("data")  # that of advice.recommended
           >>> advice.recommended.name, tx.init(params).q["w"].shape
-          ('powersgd rank 24 int6', (512, 24))
+          ('powersgd rank 32 int6', (512, 32))
         """
         if self.rank:
             return powersgd(

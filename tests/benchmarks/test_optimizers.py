@@ -106,14 +106,12 @@ def test_the_tables_have_what_was_searched_to_its_end():
     text = report.paged(page, runs, TINY)
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter")
-    assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | 2.500 ± 0.707 |  | 1.0x |" in text
-    assert "|  | rank 5, int6 | 2 | 2.520 ± 0.707 | +0.8% ± " in text
-    assert "|  | rank 21, int6, 16 steps | 1 | 2.005 | +0.2% | 4.8x |" in text
+    assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | loss 2.500 | 1.0x |" in text
+    assert "|  | rank 5, int6 | 2 | +0.8% ± " in text
+    assert "|  | rank 21, int6, 16 steps | 1 | +0.2% | 4.8x |" in text
     rate, momentum = GRID["sgd"][1]
     assert f"| sgd, rate {rate:g}, momentum {momentum:g} | exact | 2 |" in text
     assert "|  | rank 84, int6, width 64 | 1 |" in text
-    for rate, _ in WIDE["muon"]:
-        assert f"muon, rate {rate:g}, momentum 0.8, width 64 " in text
     assert "lion" not in text
     with pytest.raises(ValueError, match="no search has come to its end"):
         report.paged(page, [], TINY)
@@ -145,7 +143,7 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
 
 
 def test_a_law_is_found_again():
-    law = Law(0, 50.0, 0.3, 1.0, 0.0, 0.0)
+    law = Law(0, 50.0, 0.3, 1.0, (0.0, 0.0), 0.0)
     gaps = [
         Gap(width, rank, law.a * (width / 128) ** law.b / rank - law.c)
         for width in (128, 512)
@@ -153,4 +151,4 @@ def test_a_law_is_found_again():
     ]
     found = fitted(gaps)
     assert (found.a, found.b, found.c) == pytest.approx((50.0, 0.3, 1.0), rel=1e-6)
-    assert found.spread < 1e-6
+    assert max(found.spread) < 1e-6
