@@ -65,10 +65,6 @@ class Prediction:
             return error_feedback(quantized_allreduce(axis_name=axis_name))
         return allreduce(axis_name=axis_name, comm_dtype=self.comm_dtype)
 
-    def with_times(self, **fields: Any) -> Prediction:
-        """The same with what is predicted for it."""
-        return dataclasses.replace(self, **fields)
-
     def gap_text(self) -> str:
         """``0.5% (95% of runs: -0.4% to 1.4%)``."""
         low, high = self.gap - self.half_width, self.gap + self.half_width

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxcomp._adviser.advice import Advice, Prediction
@@ -112,6 +114,13 @@ def advise(
         params, sentence = assumed_params(int(params))
         notes.insert(0, sentence)
 
+    deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
+    if deep and matrix_dims is None:
+        notes.append(
+            f"{deep} leaves have three axes or more and count as one matrix each: pass matrix_dims "
+            "where the first axis counts layers"
+        )
+
     width = typical_width(params, matrix_dims)
     strategies = _strategies(params, workers, constants, law, budget, width, matrix_dims)
     predictions = _predict(strategies, link, compute, overlap)
@@ -203,7 +212,8 @@ def _predict(
         if prediction.compressed:
             limit = break_even(traffic, exact, link, compute, overlap) if link.workers > 1 else 0.0
         found.append(
-            prediction.with_times(
+            dataclasses.replace(
+                prediction,
                 step_time=seconds,
                 communication=communication_time(traffic, link),
                 compression=traffic.compression,

@@ -156,6 +156,8 @@ def test_a_stack_is_as_wide_as_one_of_its_matrices():
     assert typical_width(params, stacked) == 256
     assert typical_width(params) > 256
     advice = jaxcomp.advise(params, matrix_dims=stacked, **SLOW)
+    assert "count as one matrix" not in str(advice)
+    assert "1 leaves have three axes" in str(jaxcomp.advise(params, **SLOW))
     state = advice.reducer("data").init({"blocks": jnp.zeros((2, 256, 1024))})
     assert state.q["blocks"].shape[0] == 2
     assert typical_width({"b": jnp.zeros(7)}) == 1
