@@ -52,9 +52,11 @@ def forms() -> dict[str, tuple[Any, str, float]]:
         "gradients in bfloat16": (powersgd(), "bfloat16", NARROW),
     }
     found |= {f"rank {rank}": (powersgd(rank), "float32", EXACT) for rank in (1, 2, 4, 8, 32, 128)}
-    exact = ({"start_step": 2}, {"warm_start": False}, {"error_feedback": False}, {"eps": 1e-8})
-    narrow = [{"comm_dtype": name} for name in ("bfloat16", "int8", "int6")]
-    for allowed, several in ((EXACT, exact), (NARROW, [*narrow, {"residual_dtype": "bfloat16"}])):
+    exact: list[dict[str, Any]] = [{"start_step": 2}, {"warm_start": False}]
+    exact += [{"error_feedback": False}, {"eps": 1e-8}]
+    narrow: list[dict[str, Any]] = [{"comm_dtype": name} for name in ("bfloat16", "int8", "int6")]
+    narrow += [{"residual_dtype": "bfloat16"}]
+    for allowed, several in ((EXACT, exact), (NARROW, narrow)):
         for options in several:
             found[str(options)] = (powersgd(**options), "float32", allowed)
     return found

@@ -38,12 +38,9 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
             self._orbax = ocp.CheckpointManager(
-                directory.absolute(),
-                item_names=("state", "run"),
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=keep, cleanup_tmp_directories=True
-                ),
+                directory.absolute(), item_names=("state", "run"), options=options
             )
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be written to: {error.strerror}") from error

@@ -54,14 +54,7 @@ def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
     )
 
 
-def make_step(
-    model: Transformer,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    params: Any,
-    state: Any,
-    mode: str,
-) -> Any:
+def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, mode: str) -> Any:
     """The training step, to be compiled: (params, state, tokens) -> (params, state, losses).
 
     With sharded weights only the slow axis is manual. Replicated weights take both axes: `tx` then
@@ -94,19 +87,13 @@ def slow_bytes(compiled: Any, mesh: Mesh) -> int:
     return sum(x.bytes for x in found if SLOW in x.axes and x.kind == "all-reduce")
 
 
-def command_line() -> Parser:
-    """The command line."""
+def main() -> None:
+    """Trains, and prints the bytes and the losses."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--mode", choices=MODES, default="tensor", help="default: %(default)s")
     p.add_argument("--rank", type=int, default=4, help="0 for no compression (default: 4)")
     p.add_argument("--steps", type=int, default=30, help="default: %(default)s")
     p.add_argument("--width", type=int, default=128, help="default: %(default)s")
-    return p
-
-
-def main() -> None:
-    """Trains, and prints the bytes and the losses."""
-    p = command_line()
     arguments = p.parse_args()
     if arguments.rank < 0 or arguments.steps <= 0:
         p.error("--steps must be positive, and --rank positive or 0")
@@ -116,9 +103,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     if len(jax.devices()) < 8:
         p.error(f"needs 8 devices, found {len(jax.devices())}; JAX_PLATFORMS=cpu makes them")
-    mesh = jax.make_mesh(
-        (2, 4), (SLOW, FAST), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8]
-    )
+    kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:8]}
+    mesh = jax.make_mesh((2, 4), (SLOW, FAST), **kinds)
     model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
     params = sharded_params(model, mesh, arguments.mode)
 

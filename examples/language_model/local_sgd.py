@@ -18,20 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import lm
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from lm import (
-    Corpus,
-    ModelConfig,
-    Transformer,
-    held_out_batches,
-    init_params,
-    load_corpus,
-    loss_fn,
-    training_batch,
-)
 from train import Parser, local_devices
 from training import AXIS, UsageError, adamw
 
@@ -69,31 +60,31 @@ class Phase(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """A name for the table, and which phase a step belongs to: (config, parameters) -> phases."""
+    """A name for the table, and the phases of a run, each with its first step."""
 
     name: str
-    phases: Callable[[Config, Tree], list[tuple[int, Phase]]]  # (first step, phase)
+    phases: Callable[[Config, Tree], list[tuple[int, Phase]]]
 
 
 def local_step(
-    model: Transformer, optimizer: Any, params: Tree, state: Tree, batch: jax.Array
+    model: lm.Transformer, optimizer: Any, params: Tree, state: Tree, batch: jax.Array
 ) -> tuple[Tree, Tree, jax.Array]:
     """A training step for one device: nothing in it knows of replicas."""
-    loss, grads = jax.value_and_grad(partial(loss_fn, model))(params, batch)
+    loss, grads = jax.value_and_grad(partial(lm.loss_fn, model))(params, batch)
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
 
-def model_of(config: Config) -> Transformer:
+def model_of(config: Config) -> lm.Transformer:
     """The language model."""
-    return Transformer(ModelConfig(config.layers, config.width, HEADS, config.context))
+    return lm.Transformer(lm.ModelConfig(config.layers, config.width, HEADS, config.context))
 
 
 def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
     """The gradients are averaged in every step; several steps to a call, as in the other phases."""
     optimizer = adamw(config.learning_rate, config.steps)
     mean = jaxcomp.allreduce(axis_name=AXIS)
-    value_and_grad = jaxcomp.local_value_and_grad(partial(loss_fn, model_of(config)), AXIS)
+    value_and_grad = jaxcomp.local_value_and_grad(partial(lm.loss_fn, model_of(config)), AXIS)
 
     def run(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         def one(carry: Any, batch: jax.Array) -> Any:
@@ -149,14 +140,13 @@ class Point(NamedTuple):
     bytes_sent: float  # by each replica, since step 0
 
 
-def train(strategy: Strategy, config: Config, corpus: Corpus, mesh: Mesh) -> Iterator[Point]:
+def train(strategy: Strategy, config: Config, corpus: lm.Corpus, mesh: Mesh) -> Iterator[Point]:
     """Trains once, from the same parameters on the same data as every other strategy."""
-    params = init_params(model_of(config), config.seed)
+    params = lm.init_params(model_of(config), config.seed)
     state: Tree = adamw(config.learning_rate, config.steps).init(params)
-    evaluate = jax.jit(partial(loss_fn, model_of(config)))
-    held_out = held_out_batches(
-        corpus.held_out, count=4, size=config.eval_sequences // 4, context=config.context
-    )
+    evaluate = jax.jit(partial(lm.loss_fn, model_of(config)))
+    size, context = config.eval_sequences // 4, config.context
+    held_out = lm.held_out_batches(corpus.held_out, count=4, size=size, context=context)
     phases = strategy.phases(config, params)
     sent = 0.0
     for number, (first, phase) in enumerate(phases):
@@ -175,7 +165,7 @@ def train(strategy: Strategy, config: Config, corpus: Corpus, mesh: Mesh) -> Ite
         for step in range(first, last, phase.steps):
             options = {"seed": config.seed, "size": config.batch_size, "context": config.context}
             steps = range(step, step + phase.steps)
-            batches = np.stack([training_batch(corpus.train, i, **options) for i in steps])
+            batches = np.stack([lm.training_batch(corpus.train, i, **options) for i in steps])
             params, state = jax.block_until_ready(mapped(params, state, batches))
             sent += phase.bytes_per_step * phase.steps
             done = step + phase.steps
@@ -200,15 +190,11 @@ def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
 def table(runs: dict[str, list[Point]], config: Config) -> str:
     """The results as a Markdown table."""
     exact = runs[STRATEGIES[0].name][-1]
-    lines = ["| | held-out loss | against data parallel | bytes per step | fewer bytes |"]
-    lines += ["|---|---|---|---|---|"]
-    for name, points in runs.items():
-        end = points[-1]
-        per_step = end.bytes_sent / config.steps
-        lines.append(
-            f"| {name} | {end.held_out:.3f} | {end.held_out / exact.held_out - 1:+.1%} | "
-            f"{per_step:,.0f} | {exact.bytes_sent / end.bytes_sent:.0f}x |"
-        )
+    lines = ["| | held-out loss | excess | bytes per step | fewer |", "|---|---|---|---|---|"]
+    for name, (*_, end) in runs.items():
+        excess, fewer = end.held_out / exact.held_out - 1, exact.bytes_sent / end.bytes_sent
+        sent = f"{end.bytes_sent / config.steps:,.0f} | {fewer:.0f}x"
+        lines.append(f"| {name} | {end.held_out:.3f} | {excess:+.1%} | {sent} |")
     return "\n".join(lines)
 
 
@@ -243,7 +229,7 @@ def main() -> int:
     """Trains with every strategy, prints and draws."""
     config, picture, devices = command_line()
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-    corpus = load_corpus()
+    corpus = lm.load_corpus()
     runs: dict[str, list[Point]] = {}
     for strategy in STRATEGIES:
         began = time.monotonic()
@@ -258,9 +244,9 @@ def main() -> int:
     print(f"\n{table(runs, config)}\n")
     plot(picture, runs, config)
     print(f"picture: {picture}, curves: {picture.with_suffix('.json')}")
-    curves = {name: [p._asdict() for p in points] for name, points in runs.items()}
-    log = picture.with_suffix(".json")
-    log.write_text(json.dumps({"config": asdict(config), "runs": curves}, indent=1) + "\n")
+    curves = {name: [point._asdict() for point in points] for name, points in runs.items()}
+    content = {"config": asdict(config), "runs": curves}
+    picture.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -117,11 +117,9 @@ def draw(path: Path, curves: Sequence[Curve], replicas: int) -> None:
     by_bytes.xaxis.set_minor_locator(NullLocator())
     by_bytes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     figure.supxlabel(
-        f"Byte-level transformer on Python's standard library, {replicas} replicas, AdamW; "
-        "same data and seed.",
-        fontsize=8,
-        color=MUTED,
-    )
+        f"Byte-level transformer on Python's standard library, {replicas} replicas, same data",
+        fontsize=8, color=MUTED,
+    )  # fmt: skip
     name_points(by_step, [(last, c.held_out[-1], c.by_step, c.colour) for c in curves])
     ends = [(c.bytes_sent[-1] / 1e6, c.held_out[-1], c.by_bytes, c.colour) for c in curves]
     name_points(by_bytes, [end for end in ends if end[2]])

@@ -4,7 +4,7 @@ On one host it takes all GPUs, or --devices CPU devices. On many, one process ea
 command: with --distributed under Slurm, Open MPI or Kubernetes, where JAX finds the others by
 itself, and elsewhere with --coordinator, --processes and --process-id.
 
-SIGTERM, to any process, and Ctrl-C save after the step that is under way and end with exit code 75.
+SIGTERM or Ctrl-C, to any process, saves after one of the next steps and ends all with exit code 75.
 Started again with the same command and --resume, the run continues from the last checkpoint, on
 any number of devices, with the curve of an uninterrupted one. If a process dies or is silent for
 --heartbeat-timeout, JAX ends the others, with messages of its own.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from checkpoints import CheckpointError, Checkpoints
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
@@ -31,12 +32,11 @@ from training import AXIS, COMM_DTYPES, STRATEGIES, Record, Run, RunConfig, Usag
 
 EXAMPLES = """
 examples:
-  python examples/language_model/train.py --strategy powersgd --rank 16 --comm-dtype int8
   python examples/language_model/train.py --checkpoint-dir run --resume   # the first time, too
   srun python examples/language_model/train.py --distributed --checkpoint-dir /shared/run --resume
 """
-EXIT_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: stopped and saved, start it again
-EXIT_STOPPED = 128 + signal.SIGTERM  # nothing is saved
+# EX_TEMPFAIL of sysexits.h: stopped and saved, start it again. And: nothing is saved.
+EXIT_AGAIN, EXIT_STOPPED = 75, 128 + signal.SIGTERM
 # What may differ from the run that wrote a checkpoint: it does not change what a step computes.
 FREE = ("eval_every", "eval_sequences")
 
@@ -105,6 +105,8 @@ def connect(arguments: argparse.Namespace) -> None:
         if arguments.processes or arguments.process_id is not None:
             raise UsageError("--processes and --process-id need --coordinator")
         return
+    # JAX would take SIGTERM, and loses one that comes before the first step.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             arguments.coordinator,
@@ -121,26 +123,29 @@ def connect(arguments: argparse.Namespace) -> None:
 
 
 class Stop:
-    """Whether a signal asks for an end, after a step on which all processes agree.
+    """Whether SIGTERM or Ctrl-C asks for an end, after a step on which all processes agree.
 
-    Before there is one of these, and before JAX has connected the processes, a signal ends the
-    process at once: nothing has been computed. With several processes JAX takes SIGTERM, and
-    carries it to all of them.
+    Before there is one of these a signal ends the process at once: nothing has been computed.
     """
+
+    EVERY = 8  # steps between two questions to all processes, each a collective of a byte
 
     def __init__(self) -> None:
         self._asked = False
-        if jax.process_count() == 1:
-            signal.signal(signal.SIGTERM, self._note)
-            signal.signal(signal.SIGINT, self._note)
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self._asked = True
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait
 
     def __call__(self, step: int) -> bool:
-        """Whether to end after this step; call it after every one."""
-        return self._asked or multihost_utils.reached_preemption_sync_point(step)
+        """Whether to end after this step; to be called after every one, on all processes."""
+        if jax.process_count() == 1:
+            return self._asked
+        if step % self.EVERY:
+            return False
+        return bool(np.any(multihost_utils.process_allgather(np.array(self._asked))))
 
 
 class Log:
@@ -150,8 +155,6 @@ class Log:
 
     def __init__(self, path: Path, config: RunConfig, start: int):
         """Begins the file; a resumed run keeps the records up to where it continues."""
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"the directory {path.absolute().parent} does not exist")
         if path.is_dir():
             raise UsageError(f"{path} is a directory; --log needs a file")
         kept = [{"config": asdict(config)}]
@@ -192,9 +195,9 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
     """The directory of checkpoints that the command line asks for, if it does."""
     if arguments.stop_at is not None and arguments.stop_at <= 0:
         raise UsageError("--stop-at must be positive")
+    if arguments.resume and not arguments.checkpoint_dir:
+        raise UsageError("--resume needs --checkpoint-dir")
     if not arguments.checkpoint_dir:
-        if arguments.resume:
-            raise UsageError("--resume needs --checkpoint-dir")
         return None
     if arguments.checkpoint_every <= 0 or arguments.keep <= 0:
         raise UsageError("--checkpoint-every and --keep must be positive")
@@ -266,12 +269,11 @@ def main() -> int:
         leave("ended by the error above; where another process ended first, that one says why", 1)
     if stopped is None:
         return 0
-    saved = "which is saved: start the run again with --resume"
-    lost = "and nothing is saved without --checkpoint-dir"
-    kept = bool(arguments.checkpoint_dir)
-    print(f"{p.prog}: stopped by a signal after step {stopped}, {saved if kept else lost}",
-          file=sys.stderr, flush=True)  # fmt: skip
-    return EXIT_AGAIN if kept else EXIT_STOPPED
+    said, code = "and nothing is saved without --checkpoint-dir", EXIT_STOPPED
+    if arguments.checkpoint_dir:
+        said, code = "which is saved: start the run again with --resume", EXIT_AGAIN
+    print(f"{p.prog}: stopped by a signal after step {stopped}, {said}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,19 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import lm
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm import (
-    ModelConfig,
-    Transformer,
-    held_out_batches,
-    init_params,
-    load_corpus,
-    loss_fn,
-    training_batch,
-)
 
 import jaxcomp
 
@@ -156,7 +148,7 @@ class Run:
                 f"--batch-size {config.batch_size} is not a multiple of the {mesh.size} devices"
             )
         try:
-            self._corpus = load_corpus()
+            self._corpus = lm.load_corpus()
         except ValueError as error:
             raise UsageError(str(error)) from error
         longest = min(len(self._corpus.train), len(self._corpus.held_out)) - 2
@@ -166,17 +158,17 @@ class Run:
             )
         self.config, self.start, self.bytes_sent = config, 0, 0.0
         self._replicated, self._rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
-        sizes = ModelConfig(config.layers, config.width, config.heads, config.context)
-        model = Transformer(sizes)
+        sizes = lm.ModelConfig(config.layers, config.width, config.heads, config.context)
+        model = lm.Transformer(sizes)
         self._reducer = STRATEGIES[config.strategy](config, ranks or config.rank)
         self._optimizer = adamw(config.learning_rate, config.steps)
-        loss = partial(loss_fn, model)
+        loss = partial(lm.loss_fn, model)
         self._value_and_grad = jaxcomp.value_and_grad(loss, self._reducer, mesh=mesh)
         self._train = jax.jit(self._step, donate_argnums=0)
         self._evaluate = jax.jit(loss)
         self._consolidate = jax.jit(jaxcomp.consolidate, out_shardings=self._replicated)
 
-        params = jax.device_get(init_params(model, config.seed))
+        params = jax.device_get(lm.init_params(model, config.seed))
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         fresh = State(params, self._optimizer.init(params), self._reducer.init(params))
         self.state = self._placed(jax.device_get(fresh))
@@ -220,7 +212,7 @@ class Run:
         size = self.config.batch_size
         count = -(-self.config.eval_sequences // size)
         text, context = self._corpus.held_out, self.config.context
-        batches = held_out_batches(text, count=count, size=size, context=context)
+        batches = lm.held_out_batches(text, count=count, size=size, context=context)
         # One batch at a time: many programs in flight only fight for the cores of a CPU.
         return float(
             np.mean([float(self._evaluate(self.state.params, self._split(b))) for b in batches])
@@ -233,7 +225,7 @@ class Run:
         replicas = self._rows.mesh.size
         last = min(config.steps, stop_at or config.steps)
         for index in range(self.start, last):
-            batch = training_batch(self._corpus.train, index, seed=config.seed, **shape)
+            batch = lm.training_batch(self._corpus.train, index, seed=config.seed, **shape)
             jax.block_until_ready(loss)  # the host prepares one step ahead, and no more
             self.state, loss = self._train(self.state, self._split(batch))
             done = index + 1

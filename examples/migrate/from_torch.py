@@ -85,12 +85,10 @@ def compare(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Run everything; per case the losses of the run that stayed and of the one that moved."""
     folder.mkdir(parents=True, exist_ok=True)
-    # What an earlier run left, and nothing else that may be there.
-    left = [f"{case.name}{end}" for case in CASES for end in ("", ".to_jax.pt", ".to_torch.pt")]
-    for phase in ("FIRST", "LAST"):
-        left += [f"{phase}.store", *(f"{phase}.{rank}.json" for rank in range(WORLD))]
-    for name in left:
-        (folder / name).unlink(missing_ok=True)
+    for case in CASES:  # those of an earlier run
+        (folder / case.name).unlink(missing_ok=True)
+    for phase in ("FIRST", "LAST"):  # what processes meet at
+        (folder / f"{phase}.store").unlink(missing_ok=True)
     for case in cases:
         (folder / case.name).touch()
     print(f"PyTorch, {WORLD} processes: {len(cases)} runs of {STEPS} steps", flush=True)

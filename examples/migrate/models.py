@@ -21,20 +21,8 @@ VOCABULARY, CONTEXT, WIDTH, HEADS, CLASSES = 64, 24, 32, 4, 10
 BATCH = 32  # of one replica
 
 
-# --- data -------------------------------------------------------------------------------------
-
-
 def batch(model: str, step: int, replica: int) -> dict[str, np.ndarray]:
-    """The batch of one replica at one step, the same in both frameworks.
-
-    Args:
-      model: ``"cnn"`` (images in torch's NCHW) or ``"transformer"`` (tokens).
-      step: number of the step.
-      replica: number of the replica.
-
-    Returns:
-      Arrays ``x`` and ``y``.
-    """
+    """Arrays ``x`` and ``y`` of one replica at one step; images ("cnn") are in torch's NCHW."""
     random = np.random.default_rng([step, replica])
     if model == "cnn":
         y = random.integers(CLASSES, size=BATCH)
@@ -49,9 +37,6 @@ def batch(model: str, step: int, replica: int) -> dict[str, np.ndarray]:
         known = random.random(BATCH) < 0.75
         tokens[known, position] = follows[tokens[known, position - 1]]
     return {"x": tokens[:, :-1].astype(np.int32), "y": tokens[:, 1:].astype(np.int32)}
-
-
-# --- torch ------------------------------------------------------------------------------------
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -121,9 +106,6 @@ def torch_loss(model: torch.nn.Module, data: dict[str, np.ndarray]) -> torch.Ten
     """Mean cross-entropy."""
     logits = model(torch.from_numpy(data["x"]))
     return F.cross_entropy(logits.flatten(0, -2), torch.from_numpy(data["y"]).long().flatten())
-
-
-# --- Flax -------------------------------------------------------------------------------------
 
 
 class FlaxCNN(nn.Module):

@@ -24,6 +24,5 @@ class Case(NamedTuple):
         return f"{self.model}-{self.optimizer}-rank{self.rank}"
 
 
-CASES = tuple(
-    Case(*choice) for choice in itertools.product(("cnn", "transformer"), ("sgd", "adamw"), (1, 4))
-)
+MODELS, OPTIMIZERS, RANKS = ("cnn", "transformer"), ("sgd", "adamw"), (1, 4)
+CASES = tuple(Case(*choice) for choice in itertools.product(MODELS, OPTIMIZERS, RANKS))

@@ -2,6 +2,7 @@
 
 import ddp_equivalence
 import jax
+import lm
 import local_sgd
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_the_local_sgd_example(tmp_path):
         replicas=2, steps=64, batch_size=4, layers=1, width=16, context=8, eval_sequences=8
     )
     mesh = mesh_of(config.replicas)
-    corpus = local_sgd.load_corpus()
+    corpus = lm.load_corpus()
     with jax.numpy_dtype_promotion("standard"):  # optax's AdamW is not written for strict
         runs = {
             strategy.name: list(local_sgd.train(strategy, config, corpus, mesh))

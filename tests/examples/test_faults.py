@@ -127,6 +127,15 @@ def test_sigterm_to_one_of_two_stops_both_after_the_same_saved_step(tmp_path):
             assert f"stopped by a signal after step {step}, which is saved" in job.said(i)
 
 
+def test_sigterm_while_the_processes_connect_is_not_lost(tmp_path):
+    """As JAX loses it: the run went on."""
+    arguments = [*LONG, "--devices", 1, "--start-timeout", 30, "--heartbeat-timeout", 10]
+    with Job(2, tmp_path, *arguments) as job:
+        job.wait_until(lambda: "Gloo" in job.said(1))
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert 0 not in job.codes()
+
+
 def test_processes_that_begin_with_different_parameters_are_refused(tmp_path):
     seeds = [["--seed", "0"], ["--seed", "1"]]
     with Job(2, tmp_path, *SHORT, "--devices", 1, each=seeds) as job:
