@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.framework import import_torch, not_installed
-from torch_bridge._base.terminal import plain, printable
+from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import load
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
 # The options of arguments that are spelled otherwise on the command line.
@@ -36,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands[options.command](options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)
-    except CheckpointMismatch as error:
-        return _fail(error, UNUSABLE)
-    except ValueError as error:  # an optimizer without an equal in optax, for example
+    except ValueError as error:  # CheckpointMismatch, or an optimizer without an equal in optax
         return _fail(error, UNUSABLE)
     except RecursionError:
         return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
@@ -73,7 +69,7 @@ def _inspect(options: argparse.Namespace) -> None:
     layout = arguments.layout(options)
     summary = summarize(_load(options.files, options), layout)
     if options.json:
-        print(json.dumps(summary.to_dict(), indent=2, allow_nan=False))
+        print(json.dumps(summary, indent=2, allow_nan=False))
         return
     console = Console()
     # A pipe has no width: whole lines are easier to search there than folded ones.
@@ -88,13 +84,12 @@ def _to_flax(options: argparse.Namespace) -> None:
     keywords = arguments.pairing(options) | arguments.conversion(options)
     _refuse_overwriting(options)
     checkpoint = _load(options.files, options)
-    with _stages(options) as notify:
-        notify("converting")
-        config = config_of(checkpoint)
-        keywords |= {"missing_ranks": options.missing_ranks, "consume": True}
-        state = entries(to_flax(checkpoint, options.params, **keywords))
-        notify(f"writing {options.out}")
-        write_flax(options.out, state, config, force=options.force)
+    _notify(options, "converting")
+    config = config_of(checkpoint)
+    keywords |= {"missing_ranks": options.missing_ranks, "consume": True}
+    state = entries(to_flax(checkpoint, options.params, **keywords))
+    _notify(options, f"writing {options.out}")
+    write_flax(options.out, state, config, force=options.force)
     print(
         f"{printable(str(options.out))}: step {int(state['step'])}, {_size(state['params'])} values"
     )
@@ -110,11 +105,11 @@ def _to_torch(options: argparse.Namespace) -> None:
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
     like = _load(options.like, options)
-    with _stages(options) as notify:
-        document = torch_document(options.checkpoint, like, options.params, *keywords, notify)
-        notify(f"writing {options.out}")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_document(options.out, document)
+    notify = functools.partial(_notify, options)
+    document = torch_document(options.checkpoint, like, options.params, *keywords, notify)
+    notify(f"writing {options.out}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 
@@ -137,10 +132,11 @@ def _load(files: Sequence[pathlib.Path], options: argparse.Namespace) -> Checkpo
     paths = files[0] if len(files) == 1 else files
     if options.quiet:
         return load(paths, max_bytes=options.max_bytes)
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_stderr()) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("reading", total=None)
 
         def progress(done: int, total: int) -> None:
@@ -149,27 +145,9 @@ def _load(files: Sequence[pathlib.Path], options: argparse.Namespace) -> Checkpo
         return load(paths, max_bytes=options.max_bytes, progress=progress)
 
 
-@contextlib.contextmanager
-def _stages(options: argparse.Namespace) -> Iterator[Callable[[str], None]]:
-    """Show which stage is running; a line each where there is no terminal."""
-    if options.quiet:
-        yield lambda stage: None
-        return
-    console = _stderr()
-    with console.status("") as status:
-
-        def notify(stage: str) -> None:
-            status.update(plain(stage))
-            if not console.is_terminal:
-                console.print(plain(stage), soft_wrap=True)
-
-        yield notify
-
-
-def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
+def _notify(options: argparse.Namespace, stage: str) -> None:
+    if not options.quiet:
+        print(printable(stage), file=sys.stderr)
 
 
 def _size(tree: Any) -> str:

@@ -81,7 +81,7 @@ def read(path: pathlib.Path) -> None:
     """What `inspect` does with a file, as tables and as JSON."""
     summary = summarize(torch_bridge.load(path))
     render(summary, Console(file=io.StringIO(), width=200))
-    json.dumps(summary.to_dict())
+    json.dumps(summary, allow_nan=False)
 
 
 def _peak() -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,64 +20,22 @@ from torch_bridge._hook.infer import infer_layout, length_misfit, trainable
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
 _BLOCK = 1 << 16  # values
+_NUMBERS = ("bucket", "q_norm", "error_norm")
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterSummary:
-    """One row of the table.
-
-    Attributes:
-      name: Parameter name.
-      shape: Its shape.
-      matrix: Rows and columns as the hook sees them.
-      rank: Columns of its factors; 0 if it is not compressed.
-      bucket: Index of its bucket, or None if that is unknown.
-      q_norm: Frobenius norm of Q, or None.
-      error_norm: Norm of the mean error over the ranks at hand, or None.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    matrix: tuple[int, int]
-    rank: int
-    bucket: int | None = None
-    q_norm: float | None = None
-    error_norm: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """What `summarize` found.
-
-    Attributes:
-      facts: Title -> value, in order.
-      parameters: One entry per parameter.
-      missing: What a complete conversion needs and the files lack, each as one sentence.
-    """
-
-    facts: dict[str, str]
-    parameters: tuple[ParameterSummary, ...]
-    missing: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON, which has no NaN: such a norm is None."""
-        plain_values = dataclasses.asdict(self)
-        for row in plain_values["parameters"]:
-            for key in ("q_norm", "error_norm"):
-                if row[key] is not None and not math.isfinite(row[key]):
-                    row[key] = None
-        return plain_values
-
-
-def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Summary:
-    """Describe a checkpoint.
+def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, as values for JSON.
 
     Args:
       checkpoint: What `load` read.
       layout: The bucket layout, if it is known from elsewhere.
+
+    Returns:
+      ``facts``, title -> value; ``parameters``, a dictionary each; ``missing``, what a complete
+      conversion needs and the files lack, each as one sentence.
     """
     record = checkpoint.powersgd[0] if checkpoint.powersgd else None
     source, problem = "given", None
@@ -87,20 +44,23 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> Sum
     if layout is not None and record is not None:
         problem = length_misfit(layout, record)
         layout = None if problem else layout
-    facts = _facts(checkpoint, record)
+    facts, missing = _facts(checkpoint, record), _missing(checkpoint, record)
+    if record is None or layout is None:
+        rows = [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
+    else:
+        rows = _measured(checkpoint, record, layout)
     if record is not None:
         buckets = len(layout.buckets) if layout else len(record.buckets)
         facts["layout"] = f"{source}, {buckets} bucket(s)" if layout else "unknown"
-    missing = _missing(checkpoint, record)
-    parameters = tuple(_parameters(checkpoint, record, layout))
-    norms = ((row.name, row.q_norm, row.error_norm) for row in parameters)
-    if wild := [name for name, *pair in norms if any(n is not None and n - n != 0 for n in pair)]:
+    if wild := [row["name"] for row in rows if math.nan in (row["q_norm"], row["error_norm"])]:
         missing.append(
             f"a finite state of {_some(wild)} (never used, or the run diverged); it starts afresh"
         )
+    for row in rows:  # JSON has no NaN
+        row |= {name: None for name in ("q_norm", "error_norm") if row[name] is math.nan}
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
-    return Summary(facts, parameters, tuple(missing))
+    return {"facts": facts, "parameters": rows, "missing": missing}
 
 
 def _find_layout(
@@ -155,48 +115,41 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _parameters(
-    checkpoint: Checkpoint, record: PowerSGDRecord | None, layout: BucketLayout | None
-) -> list[ParameterSummary]:
-    if record is None or layout is None:
-        return [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
-    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
-    slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, rate)}
-    rows = []
-    for index, bucket in enumerate(layout.buckets):
-        q, errors = record.q_memory_dict.get(index), {}
-        if index in record.error_dict:  # one bucket after the other, as each is a copy
-            errors = layout.split(index, checkpoint.mean_error(index))
-        for entry in bucket:
-            slot = slots.get(entry.name)
-            rows.append(
-                ParameterSummary(
-                    entry.name,
-                    entry.shape,
-                    matrix_shape(entry.shape),
-                    slot.rank if slot else 0,
-                    bucket=index,
-                    q_norm=_norm(slot.q(q)) if slot is not None and q is not None else None,
-                    error_norm=_norm(errors[entry.name]) if entry.name in errors else None,
-                )
-            )
-    return rows
-
-
-def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> ParameterSummary:
+def _row(
+    name: str, shape: tuple[int, ...], record: PowerSGDRecord | None, **more: Any
+) -> dict[str, Any]:
     rows, cols = matrix_shape(shape)
     rank = min(rows, cols, record.matrix_approximation_rank) if record is not None else 0
     if record is None or not is_compressed(rows, cols, rank, record.min_compression_rate):
         rank = 0
-    return ParameterSummary(name, tuple(shape), (rows, cols), rank)
+    row = {"name": name, "shape": shape, "matrix": (rows, cols), "rank": rank}
+    return row | {"bucket": None, "q_norm": None, "error_norm": None} | more
+
+
+def _measured(
+    checkpoint: Checkpoint, record: PowerSGDRecord, layout: BucketLayout
+) -> list[dict[str, Any]]:
+    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+    rows = {entry.name: _row(entry.name, entry.shape, record) for entry in layout.entries.values()}
+    for slot in slots:
+        if (q := record.q_memory_dict.get(slot.bucket)) is not None:
+            rows[slot.entry.name]["q_norm"] = _norm(slot.q(q))
+    for index, bucket in enumerate(layout.buckets):
+        for entry in bucket:
+            rows[entry.name]["bucket"] = index
+        if index in record.error_dict:  # one bucket after the other, as each is a copy
+            for name, error in layout.split(index, checkpoint.mean_error(index)).items():
+                rows[name]["error_norm"] = _norm(error)
+    return list(rows.values())
 
 
 def _norm(array: np.ndarray) -> float:
-    """The Frobenius norm, in float64, without a copy of all of `array`."""
+    """The Frobenius norm, in float64, without a copy of all of `array`; `math.nan` for inf, too."""
     array = np.atleast_2d(array)
     step = max(_BLOCK // max(array[0].size, 1), 1) if len(array) else 1
     blocks = (array[k : k + step].astype(np.float64) for k in range(0, len(array), step))
-    return math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
+    norm = math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
+    return norm if math.isfinite(norm) else math.nan
 
 
 def _some(names: Sequence[str]) -> str:
@@ -204,13 +157,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def render(summary: Summary, console: Console) -> None:
+def render(summary: Mapping[str, Any], console: Console) -> None:
     """Print the tables."""
     from rich.table import Table
     from rich.text import Text
 
     facts = Table.grid(padding=(0, 2))
-    for title, value in summary.facts.items():
+    for title, value in summary["facts"].items():
         facts.add_row(f"[bold]{title}[/bold]", plain(value))
     console.print(facts)
     table = Table(title="Parameters", title_justify="left")
@@ -221,25 +174,22 @@ def render(summary: Summary, console: Console) -> None:
             no_wrap=title != "name",
             overflow="fold",
         )
-    for row in summary.parameters[:_ROWS]:
+    parameters = summary["parameters"]
+    for row in parameters[:_ROWS]:
+        name, rank = row["name"], row["rank"]
         table.add_row(
-            plain(row.name if len(row.name) <= _LONG else f"{row.name[:_LONG]}..."),
-            "x".join(map(str, row.shape)) or "scalar",
-            "x".join(map(str, row.matrix)) if row.rank else "",
-            str(row.rank) if row.rank else "not compressed",
-            "" if row.bucket is None else str(row.bucket),
-            "" if row.q_norm is None else f"{row.q_norm:.4g}",
-            "" if row.error_norm is None else f"{row.error_norm:.4g}",
+            plain(name if len(name) <= _LONG else f"{name[:_LONG]}..."),
+            "x".join(map(str, row["shape"])) or "scalar",
+            "x".join(map(str, row["matrix"])) if rank else "",
+            str(rank) if rank else "not compressed",
+            *("" if row[key] is None else f"{row[key]:.4g}" for key in _NUMBERS),
         )
     console.print(table)
-    if (more := len(summary.parameters) - _ROWS) > 0:
+    if (more := len(parameters) - _ROWS) > 0:
         console.print(f"{more:,} more parameters; --json has all.")
-    dense = sum(math.prod(row.shape) for row in summary.parameters)
-    sent = sum(
-        row.rank * sum(row.matrix) if row.rank else math.prod(row.shape)
-        for row in summary.parameters
-    )
+    sizes = [(math.prod(row["shape"]), row["rank"] * sum(row["matrix"])) for row in parameters]
+    dense, sent = sum(size for size, _ in sizes), sum(factors or size for size, factors in sizes)
     if sent:
         console.print(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
-    for line in summary.missing:
+    for line in summary["missing"]:
         console.print(Text.assemble(("missing:", "yellow"), " ", printable(line)))

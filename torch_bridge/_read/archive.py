@@ -43,17 +43,10 @@ _ZIP_DAMAGE = (
 def read_archive(
     path: pathlib.Path, max_bytes: int | None, progress: Progress | None
 ) -> tuple[Any, Budget]:
-    """Read the value that ``torch.save`` wrote to `path`.
+    """The value that ``torch.save`` wrote to `path`, and the budget that it was charged to.
 
-    Args:
-      path: The file.
-      max_bytes: The most bytes that reading it may take; None for three times the size of the
-        file and 64 MiB more. torch stores tensors uncompressed, so that only a bomb needs more.
-      progress: Called with bytes read and the size of the file.
-
-    Returns:
-      Plain containers, numbers, NumPy arrays and, for what has no plain form, `Global` tokens; and
-      what is left to make of them.
+    The arguments are those of `torch_bridge.load`. The value has plain containers, numbers, NumPy
+    arrays and, for what has no plain form, `Global` tokens.
 
     Raises:
       Malformed: Not a file of torch's, or a damaged one.
@@ -120,11 +113,7 @@ class _Directory:
 
 
 class _Entries:
-    """The entries of one archive, each read once, with its CRC checked.
-
-    Raises:
-      Malformed: It is not laid out as torch does.
-    """
+    """The entries of one archive that is laid out as torch does, with their CRCs checked."""
 
     def __init__(
         self, archive: zipfile.ZipFile, budget: Budget, report: Callable[[int], None]

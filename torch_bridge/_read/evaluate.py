@@ -24,14 +24,10 @@ Constructor = Callable[..., Any]
 
 
 class Values:
-    """Makes the values of one file.
+    """Makes the values of one file, charged to a budget.
 
-    Args:
-      budget: Charged with what they take.
-
-    Attributes:
-      constructors: Global -> what a call of it gives.
-      builders: Global -> (what its constructor gave, state of the file) -> the value.
+    `constructors` maps a global to what a call of it gives; `builders` one that has a state to
+    what makes the value of what its constructor gave and that state.
     """
 
     def __init__(self, budget: Budget) -> None:

@@ -28,30 +28,20 @@ _TORCH_DTYPE = re.compile(
 
 # Values that a checkpoint may mention; nothing here is ever called.
 _VALUES = frozenset(STORAGES) | {
-    *(
-        f"{_HOOKS}.{hook}"
-        for hook in (
-            "powerSGD_hook.powerSGD_hook",
-            "powerSGD_hook.batched_powerSGD_hook",
-            "default_hooks.allreduce_hook",
-            "default_hooks.fp16_compress_hook",
-            "default_hooks.bf16_compress_hook",
-            "post_localSGD_hook.post_localSGD_hook",
-            "quantization_hooks.quantization_pertensor_hook",
-            "quantization_hooks.quantization_perchannel_hook",
-            "debugging_hooks.noop_hook",
-        )
-    ),
-    "torch.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch.strided",
-    "torch.contiguous_format",
-    "torch.channels_last",
-    "numpy.ndarray",
-    "numpy.random._mt19937.MT19937",
-    "numpy.random.bit_generator.SeedSequence",
-    *(f"builtins.{kind}" for kind in ("int", "float", "bool", "str", "list", "dict")),
-}
+    f"{_HOOKS}.{hook}"
+    for hook in (
+        "powerSGD_hook.powerSGD_hook", "powerSGD_hook.batched_powerSGD_hook",
+        "default_hooks.allreduce_hook", "default_hooks.fp16_compress_hook",
+        "default_hooks.bf16_compress_hook", "post_localSGD_hook.post_localSGD_hook",
+        "quantization_hooks.quantization_pertensor_hook",
+        "quantization_hooks.quantization_perchannel_hook", "debugging_hooks.noop_hook",
+    )
+} | {
+    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.strided", "torch.contiguous_format",
+    "torch.channels_last", "numpy.ndarray", "numpy.random._mt19937.MT19937",
+    "numpy.random.bit_generator.SeedSequence", "builtins.int", "builtins.float", "builtins.bool",
+    "builtins.str", "builtins.list", "builtins.dict",
+}  # fmt: skip
 # What ``torch.load(weights_only=True)`` reads too, and how to save it so that it is read here.
 _FULL = (
     "A DTensor is a part of a tensor; save its full_tensor(), or the state dict that "
@@ -81,13 +71,7 @@ def way_out(name: str) -> str:
 
 
 def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., Any]]) -> None:
-    """Give `values` the constructors and builders of every global that may be called.
-
-    Args:
-      values: Makes the values of one file.
-      budget: What copies are charged to.
-      rebuild: The functions that rebuild tensors.
-    """
+    """Give `values` the constructors of every global that may be called; copies are charged."""
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A tensor with Python attributes: the inner rebuild, without the attributes.

@@ -97,22 +97,10 @@ def torch_dtype(token: Any) -> np.dtype:
 def view(
     storage: Any, dtype: np.dtype | None, offset: Any, size: Any, stride: Any, budget: Budget
 ) -> np.ndarray:
-    """A tensor as a NumPy view of its storage, checked to lie inside it.
+    """A tensor of shape `size` as a view of its storage, checked to lie inside it.
 
-    Args:
-      storage: A `Storage`.
-      dtype: Element type; None for that of the storage.
-      offset: First element, counted in elements.
-      size: Length per axis.
-      stride: Distance per axis, counted in elements.
-      budget: Charged what all tensors of a storage have more than it; strides of 0 can make them
-        larger than the file.
-
-    Returns:
-      An array of shape `size` that shares the storage's memory.
-
-    Raises:
-      Malformed: An entry is no count, or an element lies outside the storage.
+    `offset` and `stride` count elements; a dtype of None is that of the storage. The budget is
+    charged what all tensors of a storage have more than it, as strides of 0 can make them large.
     """
     if not isinstance(storage, Storage):
         raise Malformed(f"a tensor made of a {type(storage).__name__}")

@@ -22,11 +22,8 @@ Allowed = Callable[[str], bool]
 class Made:
     """A call that the file asks for, a dictionary, a set or a storage: written down, not made.
 
-    Attributes:
-      name: The global that is called, or `DICT`, `SET`, `STORAGE`.
-      args: The arguments.
-      items: Keys and values in turn that were put into it, or what was added to a set.
-      state: What BUILD gave it; `...` without one.
+    `name` is the global, or `DICT`, `SET`, `STORAGE`; `items` are keys and values in turn, or what
+    was added to a set; `state` is what BUILD gave it, `...` without one.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -91,13 +88,8 @@ class _Unpickler(pickle.Unpickler):
 def unpickle(data: bytes, is_allowed: Allowed, claim: Callable[[int], None]) -> Any:
     """What a pickle says, of `Made`, `Named`, lists, tuples, numbers, text, bytes and None.
 
-    Args:
-      data: The pickle.
-      is_allowed: Whether a global, ``module.name``, is on the allow-list.
-      claim: Charged with the bytes that this takes.
-
     Raises:
-      Malformed: It is damaged, or is none that torch writes.
+      Malformed: It is damaged, is none that torch writes, or takes more bytes than can be claimed.
       Forbidden: It asks for a global that is not allowed; the first one is named.
     """
     stream, problem = harmless(data, claim)

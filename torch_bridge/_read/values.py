@@ -21,11 +21,7 @@ class Malformed(Exception):
 
 
 class Forbidden(Exception):
-    """The file asks for a global that is not on the allow-list.
-
-    Attributes:
-      name: That global, ``module.name``.
-    """
+    """The file asks for `name`, a global that is not on the allow-list."""
 
     def __init__(self, name: str) -> None:
         self.name = name if len(name) < 200 else f"{name:.200}..."
@@ -44,12 +40,7 @@ class Global:
 
 @dataclasses.dataclass
 class Budget:
-    """Counts down the bytes of memory that reading a file may take.
-
-    Attributes:
-      limit: Bytes allowed.
-      used: Bytes claimed so far.
-    """
+    """Counts down the bytes of memory that reading a file may take."""
 
     limit: int
     used: int = 0
