@@ -63,9 +63,9 @@ def parser() -> argparse.ArgumentParser:
     add("--loss-budget", default="0.5%", metavar="X",
         help="how far above the exact run the loss may end (default: 0.5%%)")  # fmt: skip
     add("--optimizer", default="adamw", metavar="NAME", help="adamw or muon (default: adamw)")
-    add("--backward-overlap", type=float, default=0.7, metavar="X",
+    add("--backward-overlap", type=float, metavar="X",
         help="share of the backward pass with which an exact average overlaps "
-        "(default: %(default)s)")  # fmt: skip
+        "(default: 0.7; 0 on CPU)")  # fmt: skip
     add("--device", default="gpu", metavar="KIND",
         help=f"whose constants to assume: {' or '.join(ASSUMED)} (default: gpu)")  # fmt: skip
     add("--calibration", type=pathlib.Path, metavar="FILE",

@@ -37,7 +37,7 @@ def advise(
     loss_budget: str | float = "0.5%",
     optimizer: str = "adamw",
     matrix_dims: MatrixDimsFn | None = None,
-    backward_overlap: float = 0.7,
+    backward_overlap: float | None = None,
     device: str = "gpu",
     calibration: Calibration | None = None,
 ) -> Advice:
@@ -77,7 +77,8 @@ def advise(
         or 0.005.
       optimizer: ``"adamw"`` or ``"muon"``.
       matrix_dims: As for `powersgd`; needed where layers are stacked along a leading axis.
-      backward_overlap: The share of the backward pass with which an exact average can overlap.
+      backward_overlap: The share of the backward pass with which an exact average can overlap; None
+        for 0.7, or 0 on CPU, where nothing overlaps.
       device: ``"gpu"`` or ``"cpu"``: whose constants to assume without a `calibration`.
       calibration: The present device's constants, from `measure`.
 
@@ -98,7 +99,6 @@ def advise(
     """
     workers = check_int("workers", workers, 1)
     compute = parse_time("step_time", step_time, positive=True)
-    overlap = check_number("backward_overlap", backward_overlap, 0, 1)
     budget = parse_share("loss_budget", loss_budget)
     if optimizer not in LAWS:
         raise ParameterError(
@@ -108,6 +108,9 @@ def advise(
         )
     law = LAWS[optimizer]
     constants = assumed_constants(device, calibration)
+    if backward_overlap is None:
+        backward_overlap = 0.0 if constants.platform == "cpu" else 0.7
+    overlap = check_number("backward_overlap", backward_overlap, 0, 1)
     link = _link(workers, bandwidth, latency, constants)
     notes = [f"device: {constants.device}"]
     if isinstance(params, (int, np.integer)):

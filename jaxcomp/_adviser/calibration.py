@@ -119,15 +119,15 @@ ASSUMED = {
     ),
     "cpu": Calibration(
         device=(
-            "assumed, not measured: one core, memory at 10 GB/s and 30 Gflop/s, compression at "
-            "half that speed, 500 us per collective, which reaches 500 MB/s (100 MB/s in float16)"
+            "assumed, as a core of an AMD EPYC was measured: memory at 20 GB/s and 80 Gflop/s, "
+            "500 us per collective, which reaches 1 GB/s (100 MB/s in float16)"
         ),
         platform="cpu",
-        memory_bandwidth=10e9,
-        flops=30e9,
-        powersgd=2.0,
-        int8=2.0,
-        allreduce=Software(500e-6, 500e6),
+        memory_bandwidth=20e9,
+        flops=80e9,
+        powersgd=1.25,
+        int8=4.0,
+        allreduce=Software(500e-6, 1e9),
         allreduce_16=Software(500e-6, 100e6),
         exchange=Software(1e-3, 500e6),
     ),

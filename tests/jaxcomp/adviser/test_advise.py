@@ -180,6 +180,25 @@ def test_a_cpu_sends_float16_where_a_gpu_sends_bfloat16():
     assert "all-reduce float16" in by_name(jaxcomp.advise(PARAMS, device="cpu", **SLOW))
 
 
+def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
+    # docs/time_to_loss.md: 12.9 million parameters at width 512, 160 ms of computation, two
+    # processes. Milliseconds at 1 Gbit/s and at 100 Mbit/s.
+    sizes = {"qkv": 3, "out": 1, "up": 4, "down": 4}
+    params = {
+        f"block_{i}": {
+            k: jax.ShapeDtypeStruct((512, 512 * n), jnp.float32) for k, n in sizes.items()
+        }
+        for i in range(4)
+    }
+    given = {"workers": 2, "latency": "100us", "step_time": "160ms", "device": "cpu"}
+    for bandwidth, exact, compressed in (("1Gbit", 592, 207), ("100Mbit", 4606, 347)):
+        advice = jaxcomp.advise(params, bandwidth=bandwidth, **given)
+        assert advice.recommended.name == "powersgd rank 32 int6"
+        found = by_name(advice)
+        assert 1e3 * found["all-reduce float32"].step_time == pytest.approx(exact, rel=0.25)
+        assert 1e3 * advice.recommended.step_time == pytest.approx(compressed, rel=0.25)
+
+
 def test_a_measured_link_is_used_when_none_is_given():
     calibration = dataclasses.replace(
         ASSUMED["cpu"], devices=3, allreduce=Software(8e-3, 1e7), device="measured"
