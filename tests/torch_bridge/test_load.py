@@ -6,6 +6,7 @@ import argparse
 import collections
 import contextlib
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -394,6 +395,26 @@ def test_any_pickle_is_read_or_refused_by_name(tmp_path_factory, body):
     path.write_bytes(files.archive(files.whole(b"".join(body)), {"data/0": bytes(24)}))
     with contextlib.suppress(CheckpointMismatch, UnsafeCheckpoint):
         load(path)
+
+
+def test_too_little_memory_is_one_sentence(put, monkeypatch):
+    def empty(*_):
+        raise MemoryError("Unable to allocate 30.0 GiB for an array")
+
+    path = put(files.saved(files.documented()))
+    monkeypatch.setattr("torch_bridge._read.archive.np.empty", empty)
+    with pytest.raises(CheckpointMismatch, match=r"more memory than there is \(Unable to allocate"):
+        load(path)
+
+
+def test_a_large_file_that_is_no_archive_is_not_read(tmp_path):
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.truncate(4 << 30)  # without blocks on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointMismatch, match="no zip archive"):
+        load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # kilobytes
 
 
 def test_missing_file_is_an_os_error(tmp_path):

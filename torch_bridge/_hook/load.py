@@ -117,6 +117,10 @@ def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, in
             f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
             f"{way_out(error.name)}."
         ) from error
+    except MemoryError as error:
+        raise CheckpointMismatch(
+            f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
+        ) from error
     except (Malformed, SchemaError, *_UNFORESEEN) as error:
         raise CheckpointMismatch(
             f"{file} cannot be read: found {error}. Expected {_EXPECTED}, complete and undamaged.",
