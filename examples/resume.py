@@ -63,7 +63,7 @@ start = manager.latest_step() or 0
 if start:
     state = manager.restore(start, args=ocp.args.StandardRestore(jax.device_get(state)))
 params, opt_state, reducer_state = state
-reducer_state = value_and_grad.restore(reducer_state, params)  # a residual for each replica
+reducer_state = jaxcomp.shard_state(reducer_state, mesh, "data")  # a residual for each replica
 
 for done in range(start + 1, start + STEPS + 1):
     state = train_step(params, opt_state, reducer_state, *draw(done))

@@ -21,15 +21,14 @@ from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
 from jaxcomp._reducers.quantized import QuantizedState, quantized_allreduce
 from jaxcomp._reducers.switch_at import SwitchState, switch_at
 from jaxcomp._states.adapt import adapt_state
-from jaxcomp._states.replicas import consolidate, shard_state, state_specs
-from jaxcomp._states.stacked import stack_replicas, state_axes
+from jaxcomp._states.consolidate import consolidate
+from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
 from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
+from jaxcomp._training.data_parallel import DataParallel, data_parallel
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
 from jaxcomp._training.sampling import sharded_indices
-from jaxcomp._training.scan_layers import ScanLayers, ScanValueAndGrad, scan_layers
-from jaxcomp._training.scan_state import ScanState
-from jaxcomp._training.value_and_grad import ValueAndGrad, value_and_grad
+from jaxcomp._training.value_and_grad import value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
 from jaxcomp._wire.collectives import Collective, collectives
@@ -39,6 +38,7 @@ __all__ = [
     "Calibration",
     "Collective",
     "CompressionStats",
+    "DataParallel",
     "ErrorFeedbackState",
     "LeafStats",
     "LocalSGDRound",
@@ -52,12 +52,8 @@ __all__ = [
     "Reduction",
     "ReplicaCheck",
     "ReplicaMismatch",
-    "ScanLayers",
-    "ScanState",
-    "ScanValueAndGrad",
     "SwitchState",
     "Transformation",
-    "ValueAndGrad",
     "accumulate",
     "adapt_state",
     "advise",
@@ -69,6 +65,7 @@ __all__ = [
     "check_replicas",
     "collectives",
     "consolidate",
+    "data_parallel",
     "error_feedback",
     "extend",
     "local_sgd",
@@ -78,7 +75,6 @@ __all__ = [
     "powersgd",
     "quantized_allreduce",
     "ranks_by_spectrum",
-    "scan_layers",
     "set_to_zero",
     "shard_state",
     "sharded_indices",

@@ -16,6 +16,7 @@ from jaxcomp._lowrank.matricize import (
 )
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
+from jaxcomp._mesh.per_replica import takes_rows
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
 from jaxcomp._mesh.weights import Weight, WeightedMeans, mean_each, weighted_mean
 from jaxcomp._reducers.contract import reduction_of
@@ -42,6 +43,7 @@ __all__ = [
     "reduce_mean",
     "reduction_of",
     "round_to",
+    "takes_rows",
     "unboxed",
     "weighted_mean",
 ]

@@ -54,18 +54,22 @@ def mesh_of(target: str, devices: int) -> jax.sharding.Mesh:
 
 
 def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The shapes of a tree on a mesh; what each replica has of its own is blocks along axis 0.
+    """The shapes of a tree on a mesh; what each replica has of a state has a leading axis of them.
 
     Args:
       tree: Shapes of one replica, those of a batch too.
-      specs: A PartitionSpec for each leaf, or one for all.
+      specs: A PartitionSpec for each leaf of a state, or one for all of anything else.
       mesh: The mesh.
     """
-    if isinstance(specs, jax.P):
+    of_state = not isinstance(specs, jax.P)
+    if not of_state:
         specs = jax.tree.map(lambda _: specs, tree)
 
     def one(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         times = mesh.shape[AXIS]
+        if of_state:
+            shape = (times, *x.shape) if tuple(spec) else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
         shape = tuple(
             n * times if part == AXIS else n
             for n, part in itertools.zip_longest(x.shape, tuple(spec)[: len(x.shape)])

@@ -26,7 +26,7 @@ from jaxcomp._mesh.collectives import exchange, gather, reduce_mean
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
-from jaxcomp._states.replicas import shard_state, state_specs
+from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"

@@ -18,9 +18,10 @@ from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, make_fragments
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.sent import combined, exact_leaves
-from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
+from jaxcomp._local.state import LocalSGDState, init_state
 from jaxcomp._local.sync import AverageInnerState, Part, Sync, average, check_sync
 from jaxcomp._mesh.axes import as_local, switch
+from jaxcomp._mesh.per_replica import takes_rows, this_replica
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.contract import Transformation, bytes_of, call_text, reducible
 
@@ -118,7 +119,8 @@ def local_sgd(
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, sync, local_axis_name)
-    return Transformation(run.init, run.update, made_by=made_by, count_bytes=run.count_bytes)
+    update = takes_rows(run.update, run.init)
+    return Transformation(run.init, update, made_by=made_by, count_bytes=run.count_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +157,14 @@ class _LocalSGD:
         floating = make_fragments(params, 1)
         given = {} if weight is None else {"weight": weight}
         gradients, reducer = self._gradients(updates, state, floating, given)
-        before = as_local(unbox(state.inner), axis_name)
+        before = as_local(state.inner, axis_name)
         step, inner = self.inner.update(gradients, before, params, **extra)
         step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
         last_sync = jnp.where((due > 0) | (count <= start), count, state.last_sync)
-        state = state._replace(reducer=reducer, inner=box(inner))
+        state = state._replace(reducer=reducer, inner=inner, owner=this_replica(axis_name))
         after = _AfterStep(self, floating, params, step, inner, state, weight)
         narrow = [lambda axes=level.axes: after.level(axes) for level in self.periods.levels[:-1]]
         branches = [after.alone, *narrow, after.everywhere]
@@ -251,14 +253,14 @@ class _AfterStep:
     def level(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
         """The average along some of the axes."""
         mean = self.run.sync.mean(self._part(), axes, self._begin, self.weight)
-        return self._towards(mean.params), self.state._replace(inner=box(mean.inner))
+        return self._towards(mean.params), self.state._replace(inner=mean.inner)
 
     def everywhere(self) -> tuple[PyTree, LocalSGDState]:
         """The average, or the outer step, of all replicas."""
         state, sync = self.state, self.run.sync
         anchor = () if sync.plain else self.floating.take(state.anchor)
         new = sync.step(anchor, self._part(), self._begin, self.weight)
-        state = state._replace(inner=box(new.inner), outer=new.outer, reducer=new.reducer)
+        state = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
         if not sync.plain:
             state = state._replace(anchor=self.floating.put(state.anchor, new.params))
         return self._towards(new.params), state

@@ -19,17 +19,17 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
 from jaxcomp._local.sent import combined
-from jaxcomp._local.state import LocalSGDState, box, init_state, unbox
+from jaxcomp._local.state import LocalSGDState, init_state
 from jaxcomp._local.sync import InnerInit, Part, Sync
 from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import resharded
-from jaxcomp._states.replicas import state_specs
-from jaxcomp._states.stacked import place_stacked, stack, unstack
+from jaxcomp._mesh.per_replica import has_rows, this_replica, with_row, without_row
+from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.on_mesh import (
     batch_spec,
     check_params,
     check_replica_axis,
-    replica_weights,
+    weight_spec,
 )
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
@@ -90,7 +90,7 @@ class LocalSGDRound:
         if self.mesh is None or is_bound(axis_name):
             return state
         check_params(params, self.mesh, axis_tuple(axis_name))
-        return place_stacked(state, self.mesh, axis_name)
+        return shard_state(state, self.mesh, axis_name)
 
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
@@ -133,15 +133,15 @@ class LocalSGDRound:
         specs = (
             P(),
             state_specs(state, axis_name),
-            batch_spec(rows, batches, 2, axis_name, replicas),
-            None if weight is None else P(axis_name),
+            batch_spec(rows, batches, 2, mesh, axis_name, replicas),
+            None if weight is None else weight_spec(weight, {}, axis_name, replicas),
         )
-        weight = replica_weights(weight, replicas)
+        weight = None if weight is None else jnp.asarray(weight)
 
         def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
-            params, state, auxiliary = self._on_replica(params, unstack(state), batches, weight)
+            params, state, auxiliary = self._on_replica(params, state, batches, weight)
             rows = jax.tree.map(lambda x: as_local(jnp.asarray(x), axis_name)[None], auxiliary)
-            return params, stack(state), rows
+            return params, state, rows
 
         mapped = jax.shard_map(
             on_replica,
@@ -159,10 +159,13 @@ class LocalSGDRound:
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """The round of one replica."""
+        """The round of one replica, whose state may have the row that shard_map leaves."""
+        if has_rows(state):
+            params, state, auxiliary = self._on_replica(params, without_row(state), batches, weight)
+            return params, with_row(state), auxiliary
         streaming, fragments = self.streaming, make_fragments(params, self.streaming.split)
-        local = fragments.put(params, unbox(state.local)) if streaming.keeps_local else params
-        run = _Local(local, unbox(state.inner), [])
+        local = fragments.put(params, state.local) if streaming.keeps_local else params
+        run = _Local(local, state.inner, [])
         averages: list[Part] = []
         done = 0
         for k, end in enumerate(streaming.ends(self.sync_every)):
@@ -180,7 +183,7 @@ class LocalSGDRound:
             shared = fragments.put(shared, averaged.params, k)
         count = state.count + self.sync_every
         local = fragments.take(run.params) if streaming.keeps_local else ()
-        inner, local = as_local(box((run.inner, local)), self.sync.axis_name)
+        inner, local = as_local((run.inner, local), self.sync.axis_name)
         state = LocalSGDState(
             count=count,
             last_sync=count,
@@ -189,6 +192,7 @@ class LocalSGDRound:
             outer=tuple(averaged.outer for averaged in averages) if state.outer else (),
             reducer=tuple(averaged.reducer for averaged in averages),
             local=local,
+            owner=this_replica(self.sync.axis_name),
         )
         return shared, state, _joined(run.auxiliary)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.per_replica import everybodys
 
 
 class LocalSGDState(NamedTuple):
@@ -18,18 +19,20 @@ class LocalSGDState(NamedTuple):
     # tuple has a method of that name.
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
-    inner: PyTree  # inner state, each leaf (1, ...): this replica's row, of (n, ...); per replica
+    inner: PyTree  # inner state; per replica
     # Of `local_sgd` with a reducer or an outer optimizer: parameters after the last outer step;
     # otherwise (). Replicated.
     anchor: PyTree
     outer: PyTree  # the outer optimizer's state, in rounds one for each fragment, or (); replicated
     reducer: PyTree  # the reducer's state, in rounds one for each fragment; declares its own fields
-    # In rounds after which replicas differ: this replica's floating parameters, (1, ...) like
-    # `inner`; otherwise (). Per replica.
+    # In rounds after which replicas differ: this replica's floating parameters; otherwise (). Per
+    # replica.
     local: PyTree = ()
+    # float32 scalar: whose inner state it is, 0 for everybody's; per replica.
+    owner: PyTree = ()
 
     # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("inner", "local")
+    per_replica = ("inner", "local", "owner")
 
     @property
     def synced(self) -> Array:
@@ -48,18 +51,9 @@ def init_state(
     """The state before the first step."""
     # Two arrays: a training step that donates its state must not see one buffer twice.
     count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    inner, local = box(jax.tree.map(jnp.asarray, (inner, local)))
+    inner, local = jax.tree.map(jnp.asarray, (inner, local))
     if is_bound(axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.
         inner, local = as_local((inner, local), axis_name)
-    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer, local)
-
-
-def box(tree: PyTree) -> PyTree:
-    """Every leaf with a leading axis of length 1: one row for this replica."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-
-
-def unbox(tree: PyTree) -> PyTree:
-    """The inverse of `box`."""
-    return jax.tree.map(lambda x: x[0], tree)
+    owner = everybodys(axis_name)
+    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer, local, owner)

@@ -225,6 +225,11 @@ def largest(leaf: Array, axis_name: AxisName) -> Array:
     return maximum(leaf, axis_name)
 
 
+def total(x: Array, axis_name: AxisName) -> Array:
+    """The sum over the replicas, in its own dtype."""
+    return lax.psum(as_local(x, axis_name), axis_name)
+
+
 def _pack(parts: Sequence[Array]) -> Array:
     """One flat vector of several arrays; a single one stays as it is."""
     return parts[0] if len(parts) == 1 else jnp.concatenate([part.reshape(-1) for part in parts])

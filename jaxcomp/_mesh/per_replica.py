@@ -1,8 +1,18 @@
-"""Which leaves of a state a replica has of its own.
+"""Which leaves of a state a replica has of its own, how they lie, and whose they are.
 
 A state class says which of its fields differ between replicas with a class attribute,
-``per_replica = ("residual",)``. Nothing here knows a reducer by name, so a user's own takes part by
-declaring the same.
+``per_replica = ("residual", "owner")``. Nothing here knows a reducer by name, so a user's own takes
+part by declaring the same.
+
+Such leaves lie in one of two ways, and the axes of `owner` tell which. Outside of a mapped function
+a state that is training has a leading axis of replicas, residual ``(n, *leaf)`` and owner ``(n,)``;
+a consolidated one has none. Inside, the axis is mapped away by `jax.pmap` and `jax.vmap`;
+`jax.shard_map` leaves a row of it, ``(1, *leaf)`` and ``(1,)``, which `takes_rows` takes off.
+
+The owner is 0 for what is everybody's, as in a consolidated state; else the replica's index less
+the mean index, so that the owners of all replicas have the mean 0. A step writes it with what it
+keeps. It is read where a state is consolidated or placed: `flax.jax_utils.unreplicate` and ``x[0]``
+give one replica's residual, which on every replica would be a gradient that nobody computed.
 """
 
 from __future__ import annotations
@@ -11,10 +21,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.axes import as_local
+from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._mesh.axes import as_local, axis_size, is_bound
+from jaxcomp._mesh.collectives import replica_index
 
 # States of other libraries that hold something of each replica's own. MultiSteps accumulates local
 # gradients, of which, as of a residual, only the mean matters.
@@ -44,10 +58,125 @@ def of_reducer(node: Any) -> bool:
     return isinstance(getattr(type(node), "per_replica", None), tuple)
 
 
+def owners_of(state: PyTree) -> dict[str, Any]:
+    """The owners in a state, by their paths; none if no class in it declares one."""
+    found: dict[str, Any] = {}
+
+    def collect(path: KeyPath, leaf: Any, local: bool) -> None:
+        if local and getattr(path[-1] if path else None, "name", None) == "owner":
+            found[leaf_name(path)] = leaf
+
+    map_leaves(collect, state)
+    return found
+
+
+def everybodys(axis_name: AxisName | None) -> Array:
+    """The owner of a residual before the first step: float32 scalar 0."""
+    owner = jnp.zeros([], jnp.float32)
+    return as_local(owner, axis_name) if axis_name and is_bound(axis_name) else owner
+
+
+def this_replica(axis_name: AxisName) -> Array:
+    """The owner of what this replica keeps: float32 scalar."""
+    return replica_index(axis_name).astype(jnp.float32) - (axis_size(axis_name) - 1) / 2
+
+
+def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+    """An update that takes a state as `jax.shard_map` with `state_specs` hands it over, or without.
+
+    The door of every reducer. For a transformation of your own whose state is mapped so, without
+    being a `Reducer`.
+
+    Args:
+      update: An Optax update: of updates, state, params or None, and extra arguments by name, for
+        per-replica leaves of the shapes that `init` gives them. It returns updates and state, or a
+        `Reduction`.
+      init: From parameters to a state, to tell rows by where no class in the state has an owner.
+
+    Returns:
+      The same function, also of a state whose per-replica leaves are rows ``(1, *leaf)``; what it
+      returns has rows then too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> from typing import NamedTuple
+      >>> from jaxcomp import extend
+      >>> class Sum(NamedTuple):
+      ...     total: jax.Array
+      ...     per_replica = ("total",)
+      >>> def add(updates, state, params=None):
+      ...     return updates, Sum(state.total + updates)
+      >>> update = extend.takes_rows(add, lambda params: Sum(jnp.zeros_like(params)))
+      >>> mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,),
+      ...                      devices=jax.devices()[:2])
+      >>> state = jaxcomp.shard_state(Sum(jnp.zeros(3)), mesh, "data")
+      >>> specs = jaxcomp.state_specs(state, "data")
+      >>> step = jax.shard_map(lambda g, s: update(g[0], s)[1], mesh=mesh,
+      ...                      in_specs=(jax.P("data"), specs), out_specs=specs)
+      >>> step(jnp.ones((2, 3)), state).total.shape
+      (2, 3)
+    """
+
+    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
+        if not has_rows(state, lambda: init(updates if params is None else params)):
+            return update(updates, state, params, **extra)
+        result = update(updates, without_row(state), params, **extra)
+        if hasattr(result, "_replace"):
+            return result._replace(state=with_row(result.state))
+        outputs, new = result
+        return outputs, with_row(new)
+
+    return run
+
+
+def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
+    """Whether per-replica leaves have a leading axis: a row in a mapped function, outside all rows.
+
+    Args:
+      state: Any tree that holds states.
+      fresh: Makes a state without rows, to compare with where there is no owner.
+    """
+    if owners := owners_of(state):
+        return any(np.ndim(owner) for owner in owners.values())
+    local: list[int] = []
+    map_leaves(lambda path, leaf, own: local.append(np.ndim(leaf)) if own else None, state)
+    if not local or fresh is None:
+        return False
+    expected: list[int] = []
+    shapes = jax.eval_shape(fresh)
+    map_leaves(lambda path, leaf, own: expected.append(np.ndim(leaf)) if own else None, shapes)
+    return local == [ndim + 1 for ndim in expected]
+
+
+def without_row(state: PyTree) -> PyTree:
+    """Inside a function mapped over the replicas: this replica's own values without their axis."""
+    return map_leaves(lambda path, leaf, local: leaf[0] if local else leaf, state)
+
+
+def with_row(state: PyTree) -> PyTree:
+    """The inverse of `without_row`."""
+    return map_leaves(lambda path, leaf, local: jnp.expand_dims(leaf, 0) if local else leaf, state)
+
+
 def _fields(node: Any) -> tuple[str, ...] | None:
     """Names of the per-replica fields that the class of `node` declares, or None."""
     declared = _FOREIGN.get(type(node), getattr(type(node), "per_replica", None))
     return declared if isinstance(declared, tuple) else None
+
+
+def has_foreign(tree: PyTree) -> bool:
+    """Whether a state of another library, which takes no rows, has per-replica leaves of its own.
+
+    One that is itself in a per-replica field, as an optimizer of local steps, has none: its row is
+    taken off with the field's.
+    """
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: _fields(x) is not None):
+        if type(node) in _FOREIGN:
+            return True
+        others = set(getattr(node, "_fields", ())) - set(_fields(node) or ())
+        if _fields(node) is not None and any(has_foreign(getattr(node, f)) for f in others):
+            return True
+    return False
 
 
 def _is_bare(node: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import optax
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._mesh.per_replica import takes_rows
 from jaxcomp._reducers.opening import Reduction, all_finite, on_plain_arrays, reducible
 
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
@@ -93,14 +94,6 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return (self.init, self.update), arguments
 
 
-class Turns(NamedTuple):
-    """The forms of a reducer's step, one of which the state asks for."""
-
-    of: Callable[[PyTree], Array]  # from a state to the place of its form; int32 scalar
-    # With the same state. Whoever knows which one it is needs no conditional around a collective.
-    reducers: tuple[Reducer, ...]
-
-
 class Reducer(Transformation):
     """An Optax transformation that also says what this replica contributed to the average.
 
@@ -126,7 +119,6 @@ class Reducer(Transformation):
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
         `CompressionStats`: the answer of ``bytes``.
-      turns: Where `reduce` chooses between forms in a conditional: how, and one reducer for each.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
@@ -148,7 +140,6 @@ class Reducer(Transformation):
 
     reduce: Callable[..., Reduction]
     axis_name: AxisName
-    turns: Turns | None
 
     def __new__(
         cls,
@@ -159,7 +150,6 @@ class Reducer(Transformation):
         update: Callable[..., Any] | None = None,
         made_by: str = "",
         count_bytes: CountBytes | None = None,
-        turns: Turns | None = None,
     ) -> Self:
         """`update` and the checks around `reduce`."""
         check_axis_name(axis_name)
@@ -180,18 +170,17 @@ class Reducer(Transformation):
             return result.updates, result.state
 
         made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
-        update = on_plain_arrays(update or derived, _update_specs)
-        self = super().__new__(
-            cls, _on_plain_params(init), update, made_by=made_by, count_bytes=count_bytes
-        )
-        self.reduce = on_plain_arrays(checked, _reduction_specs)
-        self.axis_name, self.turns = axis_name, turns
+        init = _on_plain_params(init)
+        update = takes_rows(on_plain_arrays(update or derived, _update_specs), init)
+        self = super().__new__(cls, init, update, made_by=made_by, count_bytes=count_bytes)
+        self.reduce = takes_rows(on_plain_arrays(checked, _reduction_specs), init)
+        self.axis_name = axis_name
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `copy` and `pickle` build the copy from."""
         _, arguments = super().__getnewargs_ex__()
-        arguments |= {"update": self.update, "turns": self.turns}
+        arguments |= {"update": self.update}
         return (self.init, self.reduce, self.axis_name), arguments
 
 

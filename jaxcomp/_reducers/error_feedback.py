@@ -13,7 +13,7 @@ from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dty
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, PyTree
 from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.per_replica import of_reducer
+from jaxcomp._mesh.per_replica import everybodys, of_reducer, this_replica
 from jaxcomp._reducers.contract import (
     Reduction,
     Transformation,
@@ -27,10 +27,7 @@ from jaxcomp._reducers.contract import (
 from jaxcomp._reducers.opening import (
     Field,
     check_reduce_first,
-    common_mark,
     fitted,
-    is_ours,
-    marked,
     open_step,
     other_state,
 )
@@ -39,13 +36,13 @@ from jaxcomp._reducers.opening import (
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`."""
 
-    # Floating leaf: what was not sent yet, shape of the leaf, (1,) for a scalar; per replica.
+    # Floating leaf: what was not sent yet, shape of the leaf; per replica.
     residual: PyTree
     inner: PyTree  # the reducer's own state
-    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
-    mark: PyTree = ()
+    # float32 scalar: whose residual it is, 0 for everybody's; per replica. () if no axis is known.
+    owner: PyTree = ()
 
-    per_replica = ("residual", "mark")
+    per_replica = ("residual", "owner")
 
 
 def error_feedback(
@@ -112,18 +109,16 @@ def error_feedback(
             kind = leaf_dtype(leaf)
             if not jnp.issubdtype(kind, jnp.floating):
                 return optax.MaskedNode()
-            if not np.ndim(leaf):  # shard_map lays the replicas along axis 0
-                leaf = jnp.reshape(leaf, (1,))
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
 
         residual = jax.tree.map(zeros, params)
         if axis_name and is_bound(axis_name):
             # init() called inside the mapped function: a scan can then carry the state.
             residual = as_local(residual, axis_name)
-        mark = common_mark(axis_name) if axis_name else ()
+        owner = everybodys(axis_name) if axis_name else ()
         inner_state = reducer.init(params)
         _refuse_second_residual(reducer, inner_state)
-        return ErrorFeedbackState(residual, inner_state, mark)
+        return ErrorFeedbackState(residual, inner_state, owner)
 
     def reduce(
         updates: PyTree,
@@ -140,8 +135,7 @@ def error_feedback(
         if axis_name:
             residual = as_local(residual, axis_name)
         kept = [residual[i] for i in step.positions]
-        ours = is_ours(state.mark, axis_name) if axis_name else True
-        totals = [_add(g, jnp.where(ours, e, 0)) for g, e in zip(step.arrays, kept, strict=True)]
+        totals = [_add(g, e) for g, e in zip(step.arrays, kept, strict=True)]
         if step.weight is not None:
             extra_args["weight"] = step.weight
         result = inner(step.tree(totals), state.inner, params, **extra_args)
@@ -151,12 +145,13 @@ def error_feedback(
         # A float16 output can overflow where the float32 mean did not.
         finite = result.finite & all_finite(means)
         sent = step.beside(result.sent)
-        mark = as_local(state.mark, axis_name) if axis_name else state.mark
-        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner, mark)
+        owner = as_local(state.owner, axis_name) if axis_name else ()
+        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner, owner)
         for i, e, total, own in zip(step.positions, kept, totals, sent, strict=True):
-            residual[i] = (total - own).astype(e.dtype).reshape(e.shape)
-        mark = marked(mark, axis_name, finite) if axis_name else mark
-        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state, mark)
+            residual[i] = (total - own).astype(e.dtype)
+        if axis_name and not isinstance(owner, tuple):
+            owner = this_replica(axis_name)
+        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state, owner)
         return step.close(means, new, finite, sent=sent, old=old)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
@@ -196,7 +191,7 @@ def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
 def _add(gradient: Array, residual: Array) -> Array:
     """Their sum in float32, or in the gradient's own dtype where that is wider."""
     dtype = compute_dtype(gradient.dtype)
-    return gradient.astype(dtype) + residual.astype(dtype).reshape(gradient.shape)
+    return gradient.astype(dtype) + residual.astype(dtype)
 
 
 def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
@@ -206,7 +201,7 @@ def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
       ValueError: Listing every leaf that does not fit, with the fix.
     """
     shapes: list[tuple[int, ...] | None] = [
-        np.shape(leaf) or (1,) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+        np.shape(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
         for leaf in jax.tree.leaves(updates)
     ]
     field = Field("residual", residual, shapes)

@@ -1,13 +1,7 @@
 """What every step of a reducer begins and ends with, whatever its arithmetic.
 
 Gradients are checked and taken apart, and what is made of them is put together again. The state is
-compared with them: leaf by leaf, and by marks, which say whose residual it is, so that another
-replica's can do no harm. `jax.pmap` with ``out_axes=None`` and ``shard_map(check_vma=False)`` with
-``P()`` return arrays that claim to be replicated and are not, and taking the first of several
-copies is a habit. Either way a checkpoint gets one replica's residual for all of them. Added on
-every replica, it would be a gradient that nobody computed; a replica that finds another's mark
-leaves it out instead. The mark is the replica's index less the mean index, so that the mean of all
-marks, which is what a consolidated state holds, is 0: a residual that is everybody's.
+compared with them leaf by leaf.
 """
 
 from __future__ import annotations
@@ -25,14 +19,10 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import boxed_as, leaf_name, unboxed
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import (
-    as_local,
-    axis_size,
     axis_tuple,
     check_local,
     explicit_axes,
-    is_bound,
 )
-from jaxcomp._mesh.collectives import replica_index
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.weights import Weight, as_weight, if_counted, weighted_mean_each
 
@@ -291,8 +281,8 @@ def fitted(kind: str, updates: PyTree, fields: list[Field], hint: str) -> list[l
         raise ValueError(
             f"The {kind} does not fit these gradients and arguments:\n  "
             + "\n  ".join(wrong)
-            + "\nA residual whose first axis is off by the number of replicas was not placed with "
-            f"jaxcomp.shard_state and jaxcomp.state_specs. {hint}"
+            + "\nA residual that has an axis of replicas too many or lacks one was not placed with "
+            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. {hint}"
         )
     return beside
 
@@ -314,32 +304,3 @@ def _replaced(leaves: list[Array], positions: list[int], values: Sequence[Array]
     for position, value in zip(positions, values, strict=True):
         result[position] = value
     return result
-
-
-def common_mark(axis_name: AxisName | None) -> Array:
-    """The mark of a residual that is everybody's: zeros of shape (1,)."""
-    mark = jnp.zeros(1, jnp.float32)
-    return as_local(mark, axis_name) if axis_name and is_bound(axis_name) else mark
-
-
-def own_mark(axis_name: AxisName) -> Array:
-    """The mark of this replica: float32 of shape (1,)."""
-    centre = (axis_size(axis_name) - 1) / 2
-    return replica_index(axis_name).astype(jnp.float32)[None] - centre
-
-
-def is_ours(mark: PyTree, axis_name: AxisName) -> Array:
-    """Bool scalar: whether a residual with this mark is everybody's or this replica's own.
-
-    A state of before there were marks has (): its residual is taken for what it says it is.
-    """
-    if isinstance(mark, tuple):
-        return jnp.array(True)
-    return ((mark == 0) | (mark == own_mark(axis_name))).all()
-
-
-def marked(mark: PyTree, axis_name: AxisName, commit: Array) -> PyTree:
-    """The mark after a step: this replica's, if the step wrote the residual."""
-    if isinstance(mark, tuple):
-        return mark
-    return jnp.where(commit, own_mark(axis_name), as_local(mark, axis_name))

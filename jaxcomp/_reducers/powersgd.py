@@ -116,8 +116,7 @@ def powersgd(
         return ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for the leaves without a wish.
       stacked: Names of the parts of the tree that hold stacked layers, as in ``nn.scan`` and
         `jax.lax.scan` over blocks: ``stacked="blocks"``. The leading axis of every leaf in them
-        counts layers, which are compressed one by one. `scan_layers` does so inside the scan, and
-        takes a reducer without this.
+        counts layers, which are compressed one by one.
       error_decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule
         of the update count.
       feedback_every: Add the residual back every so many updates only; it accumulates in between.

@@ -14,8 +14,9 @@ from jaxcomp._base.leaves import Integers, compute_dtype, widest
 from jaxcomp._base.typing import Array, AxisName, BucketFn, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matricize import LeafPlan, plan_leaves
 from jaxcomp._mesh.axes import as_local, from_step, is_bound
+from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._mesh.weights import Weight
-from jaxcomp._reducers.opening import Field, common_mark, fitted, other_state
+from jaxcomp._reducers.opening import Field, fitted, other_state
 
 # An exact average; left and right factors; or, alternating, one of the two.
 Turn = Literal["exact", "both", "left", "right"]
@@ -31,11 +32,11 @@ class PowerSGDState(NamedTuple):
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
     # alternating only, else (): compressed leaf: (*batch, rows, r) mean left factor; replicated
     p: PyTree = ()
-    # (1,) float32: whose residual it is, 0 for everybody's; per replica. () in older checkpoints.
-    mark: PyTree = ()
+    # float32 scalar: whose residual it is, 0 for everybody's; per replica. () without a residual.
+    owner: PyTree = ()
 
     # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("residual", "mark")
+    per_replica = ("residual", "owner")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +194,8 @@ def initial_state(options: Options, params: PyTree) -> PowerSGDState:
             q[i] = options.random_q(plan, i, 0)
         if options.alternating:
             p[i] = options.random_p(plan, i)
-    mark = common_mark(options.axis_name) if options.error_feedback else ()
-    state = state_of(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), mark)
+    owner = everybodys(options.axis_name) if options.error_feedback else ()
+    state = state_of(options, treedef, jnp.zeros([], jnp.int32), Memory(residual, q, p), owner)
     if is_bound(options.axis_name):
         # init() called inside the mapped function: under check_vma a scan can then carry the state.
         state = state._replace(residual=as_local(state.residual, options.axis_name))
@@ -202,11 +203,11 @@ def initial_state(options: Options, params: PyTree) -> PowerSGDState:
 
 
 def state_of(
-    options: Options, treedef: Any, count: Array, memory: Memory, mark: PyTree
+    options: Options, treedef: Any, count: Array, memory: Memory, owner: PyTree
 ) -> PowerSGDState:
     """The state with these leaves."""
     residual, q, p = (treedef.unflatten(field) for field in memory)
-    return PowerSGDState(count, residual, q, p if options.alternating else (), mark)
+    return PowerSGDState(count, residual, q, p if options.alternating else (), owner)
 
 
 def fitted_memory(

@@ -20,10 +20,11 @@ from jaxcomp._lowrank.grouped import Grouped
 from jaxcomp._lowrank.stacks import Stacks
 from jaxcomp._mesh.axes import axis_tuple, compiler_found, mapped_mesh_axes, other_axes
 from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.per_replica import this_replica
 from jaxcomp._mesh.weights import Weight, weighted_mean
 from jaxcomp._reducers.buckets import in_buckets
-from jaxcomp._reducers.contract import CountBytes, Reducer, Reduction, Turns
-from jaxcomp._reducers.opening import all_finite, is_ours, marked, nan_unless, open_step
+from jaxcomp._reducers.contract import CountBytes, Reducer, Reduction
+from jaxcomp._reducers.opening import all_finite, nan_unless, open_step
 from jaxcomp._reducers.powersgd_factors import (
     Agreed,
     Agreement,
@@ -51,42 +52,32 @@ def reducer(options: Options, made_by: str, count_bytes: CountBytes) -> Reducer:
     """The transformation with these arguments."""
     init = functools.partial(initial_state, options)
 
-    def made(turn: Turn | None, turns: Turns | None = None) -> Reducer:
-        def update(
-            updates: PyTree,
-            state: PowerSGDState,
-            params: PyTree | None = None,
-            *,
-            weight: Any = None,
-            **extra_args: Any,
-        ) -> tuple[PyTree, PowerSGDState]:
-            del params, extra_args
-            result = _reduce(options, updates, state, weight, turn, want_sent=False)
-            return result.updates, result.state
+    def update(
+        updates: PyTree,
+        state: PowerSGDState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PowerSGDState]:
+        del params, extra_args
+        result = _reduce(options, updates, state, weight, want_sent=False)
+        return result.updates, result.state
 
-        def reduce(
-            updates: PyTree,
-            state: PowerSGDState,
-            params: PyTree | None = None,
-            *,
-            weight: Any = None,
-            **extra_args: Any,
-        ) -> Reduction:
-            del params, extra_args
-            return _reduce(options, updates, state, weight, turn, want_sent=True)
+    def reduce(
+        updates: PyTree,
+        state: PowerSGDState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
+    ) -> Reduction:
+        del params, extra_args
+        return _reduce(options, updates, state, weight, want_sent=True)
 
-        return Reducer(
-            init,
-            reduce,
-            options.axis_name,
-            update=update,
-            made_by=made_by,
-            count_bytes=count_bytes,
-            turns=turns,
-        )
-
-    of_state = lambda state: options.turn_of(state.count)  # noqa: E731
-    return made(None, Turns(of_state, tuple(map(made, options.turns))))
+    return Reducer(
+        init, reduce, options.axis_name, update=update, made_by=made_by, count_bytes=count_bytes
+    )
 
 
 def _reduce(
@@ -94,7 +85,6 @@ def _reduce(
     updates: PyTree,
     state: PowerSGDState,
     weight: Any,
-    turn: Turn | None,
     *,
     want_sent: bool,
 ) -> Reduction:
@@ -112,15 +102,16 @@ def _reduce(
     step = Step(
         leaves,
         want_sent,
-        is_ours(state.mark, options.axis_name),
+        jnp.array(True),
         [] if options.buckets is None else in_buckets(gradients, options.buckets),
-        turn,
+        None,
     )
     result = step.run(opened.leaves, memory, state.count, opened.weight)
     count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
     commit = result.finite & (state.count >= options.start_step)
-    mark = marked(state.mark, options.axis_name, commit)
-    new = state_of(options, opened.treedef, count, result.memory, mark)
+    kept = isinstance(state.owner, tuple)  # of a state that was made without
+    owner = () if kept else jnp.where(commit, this_replica(options.axis_name), state.owner)
+    new = state_of(options, opened.treedef, count, result.memory, owner)
     return opened.close(result.outputs, new, result.finite, sent=result.sent if want_sent else None)
 
 

@@ -13,18 +13,19 @@ import optax
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._lowrank.leafwise import orthogonalize
+from jaxcomp._mesh.per_replica import has_rows
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd_state import PowerSGDState
 from jaxcomp._reducers.quantized import QuantizedState
 from jaxcomp._reducers.switch_at import SwitchState
-from jaxcomp._states.forms import CONSOLIDATED, Form
+from jaxcomp._states.consolidate import consolidate
 
 _REDUCERS = (PowerSGDState, ErrorFeedbackState, SwitchState, QuantizedState)
 _WITH_RESIDUAL = (PowerSGDState, ErrorFeedbackState)
 
 
 def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> PyTree:
-    """Fits the consolidated state of an earlier run to a transformation with another compression.
+    """Fits the state of an earlier run to a transformation with another compression.
 
     What is no reducer's (momenta, step counts) is taken over as it is. Of the reducers' states,
 
@@ -41,7 +42,8 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
     was written with, then adapt it, then `shard_state` it.
 
     Args:
-      state: The consolidated state of the earlier transformation.
+      state: The state of the earlier transformation: consolidated, or as it stands between two
+        steps, when it is consolidated here.
       params: The parameters, the same for both.
       tx: The new transformation: the old one but for its reducers.
 
@@ -62,25 +64,14 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
       >>> wider[0].q["w"].shape, bool(jnp.all(wider[0].q["w"][:, :2] == state[0].q["w"]))
       ((32, 4), True)
     """
-    return fitted(state, tx.init(params), CONSOLIDATED)
-
-
-def fitted(state: PyTree, fresh: PyTree, form: Form) -> PyTree:
-    """`adapt_state` of a state in any form.
-
-    Args:
-      state: The state of the earlier transformation.
-      fresh: The consolidated one of the new transformation before its first step.
-      form: The form of `state`, which the result has too.
-
-    Raises:
-      ValueError: As `adapt_state`.
-    """
+    if has_rows(state):
+        state = consolidate(state)
+    fresh = tx.init(params)
     old, new = _nodes(state), _nodes(fresh)
-    _check_others(_others(old), _others(_nodes(form.shapes(fresh))))
+    _check_others(_others(old), _others(new))
     kept = iter([value for _, value in _others(old)])
     reducers = [v for _, v in old if _is_reducer(v)]
-    adapted = iter(_matched(reducers, [form.of(v) for _, v in new if _is_reducer(v)]))
+    adapted = iter(_matched(reducers, [v for _, v in new if _is_reducer(v)]))
     leaves = [next(adapted if _is_reducer(node) else kept) for _, node in new]
     return jax.tree.structure(fresh, is_leaf=_is_reducer).unflatten(leaves)
 
@@ -163,26 +154,21 @@ def _adapted(old: Any, new: Any) -> Any:
         if not _both_residual(old, new):
             return new
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return new._replace(residual=residual, mark=_mark(old, new))
+        return new._replace(residual=residual, owner=old.owner)
     if isinstance(new, PowerSGDState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
         q, p = _carried(_resized, old.q, new.q, "q"), new.p
         # Not compared with (): the parameters, and so p, may be one array.
         if not any(isinstance(field, tuple) and not field for field in (old.p, new.p)):
             p = _carried(_resized, old.p, new.p, "p")
-        return PowerSGDState(old.count, residual, q, p, _mark(old, new))
+        return PowerSGDState(old.count, residual, q, p, old.owner)
     if isinstance(new, ErrorFeedbackState):
         residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), _mark(old, new))
+        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), old.owner)
     if isinstance(new, SwitchState):
         before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
         return SwitchState(old.count, before, after)
     return old
-
-
-def _mark(old: Any, new: Any) -> PyTree:
-    """Whose residual it is: that of whom it was, where the old state says so."""
-    return new.mark if isinstance(old.mark, tuple) else old.mark
 
 
 def _carried(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,24 @@ from jaxcomp._base.checks import check_flag, check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
+from jaxcomp._mesh.per_replica import takes_rows
 from jaxcomp._reducers.contract import (
     Transformation,
     bytes_of,
     call_text,
     check_not_weighed,
 )
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`; fields as in `optax.MultiStepsState`."""
+
+    mini_step: Array  # int32 scalar: micro-batches since the last optimizer step; replicated
+    gradient_step: Array  # int32 scalar: optimizer steps taken; replicated
+    inner_opt_state: PyTree  # the state of what gets the accumulated gradients
+    acc_grads: PyTree  # tree like params: the mean, or sum, so far; per replica
+
+    per_replica = ("acc_grads",)
 
 
 def accumulate(
@@ -43,10 +55,8 @@ def accumulate(
 
     Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
     ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
-    steps. The state is `optax.MultiStepsState`, with the meaning that optax gives it: checkpoints
-    go both ways, and ``state.mini_step == 0`` after an optimizer step. Only the accumulator of a
-    scalar is made with shape ``(1,)``, for `jax.shard_map` to lay the replicas along; one without
-    axes, as optax makes it, is taken too and stays as it is.
+    steps. The state has the fields of `optax.MultiStepsState` with their meaning:
+    ``state.mini_step == 0`` after an optimizer step.
 
     Args:
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
@@ -79,21 +89,25 @@ def accumulate(
     if not callable(every_k):
         every_k = check_int("every_k", every_k, 1)
     check_flag("use_grad_mean", use_grad_mean)
+    if not jnp.issubdtype(jnp.dtype(accumulator_dtype), jnp.floating):
+        raise ValueError(
+            f"`accumulator_dtype` must be a floating dtype, got {jnp.dtype(accumulator_dtype)}: "
+            "integers would round the gradients. Leave it out for float32."
+        )
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"`tx` must be an Optax gradient transformation, got {tx!r}.")
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: PyTree) -> optax.MultiStepsState:
+    def init(params: PyTree) -> AccumulateState:
         # Two arrays: a training step that donates its state must not see one buffer twice.
         mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         # Like the parameters, so that they are sharded as those are.
-        rows = jax.tree.map(lambda x: x if jnp.ndim(x) else jnp.reshape(x, (1,)), params)
-        zeros = optax.tree.zeros_like(rows, dtype=accumulator_dtype)
-        return optax.MultiStepsState(mini_step, gradient_step, inner.init(params), zeros, ())
+        zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
+        return AccumulateState(mini_step, gradient_step, inner.init(params), zeros)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.MultiStepsState]:
+    ) -> tuple[PyTree, AccumulateState]:
         check_not_weighed(made_by, extra_args)
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         seen = state.mini_step + 1
@@ -101,7 +115,7 @@ def accumulate(
         def add(total: Array, gradient: Array) -> Array:
             if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
                 return total
-            gradient = gradient.astype(total.dtype).reshape(total.shape)
+            gradient = gradient.astype(total.dtype)
             # As optax does it: the mean so far, which does not overflow where the sum would.
             share = (gradient - total) / seen.astype(total.dtype) if use_grad_mean else gradient
             return total + share
@@ -119,12 +133,11 @@ def accumulate(
 
         due = seen >= jnp.asarray(k, seen.dtype)
         result, new, total = switch(due.astype(jnp.int32), [wait, emit])
-        return result, optax.MultiStepsState(
+        return result, AccumulateState(
             mini_step=jnp.where(due, 0, seen),
             gradient_step=state.gradient_step + due.astype(jnp.int32),
             inner_opt_state=new,
             acc_grads=total,
-            skip_state=state.skip_state,
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
@@ -135,11 +148,9 @@ def accumulate(
         counted = bytes_of(tx, params, replicas, None if step is None else step // every_k)
         return counted.scaled(1 / every_k if step is None else (step + 1) % every_k == 0)
 
-    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)
+    return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)
 
 
 def _cast(total: Array, gradient: Array) -> Array:
-    """The accumulated gradient in its own dtype and shape again."""
-    if gradient.dtype == jax.dtypes.float0:
-        return gradient
-    return total.astype(gradient.dtype).reshape(gradient.shape)
+    """The accumulated gradient in its own dtype again."""
+    return gradient if gradient.dtype == jax.dtypes.float0 else total.astype(gradient.dtype)

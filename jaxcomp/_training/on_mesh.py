@@ -16,7 +16,7 @@ from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes, context_mesh
 from jaxcomp._mesh.per_replica import map_leaves
-from jaxcomp._states.stacked import check_not_spread, known_spec
+from jaxcomp._states.place import check_not_spread, known_spec
 
 
 def the_mesh(given: Any, axis_name: AxisName) -> Any:
@@ -84,23 +84,39 @@ def check_batch_specs(specs: PyTree, mesh: Any) -> None:
                     )
 
 
-def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: int) -> PyTree:
+def batch_spec(
+    spec: Any, arg: Any, index: int, mesh: Any, axis_name: AxisName, replicas: int
+) -> PyTree:
     """A PartitionSpec for each leaf of an argument, of the axes of the replicas only.
+
+    Args:
+      spec: What the user says; None for as the arrays are known to lie, else along axis 0.
+      arg: The argument.
+      index: Its place, for messages.
+      mesh: The mesh.
+      axis_name: Its axis or axes of the replicas.
+      replicas: How many there are.
 
     Raises:
       ValueError: If an axis of a leaf cannot be split so.
     """
     axes = axis_tuple(axis_name)
+
+    def found(leaf: Any) -> PartitionSpec:
+        if is_shared(leaf):
+            return PartitionSpec()
+        lies = PartitionSpec(*(_only(part, axes) for part in known_spec(leaf, mesh)))
+        return lies if any(lies) else PartitionSpec(axis_name)
+
     if spec is None:
-        spec = PartitionSpec(axis_name)
-        specs = jax.tree.map(lambda x: PartitionSpec() if is_shared(x) else spec, arg)
+        specs = jax.tree.map(found, arg)
     else:
         specs = jax.tree.broadcast(spec, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def checked(path: KeyPath, leaf: Any, spec: PartitionSpec) -> PartitionSpec:
         kept = [_only(part, axes) for part in spec]
         used = [d for d, part in enumerate(kept) if part]
-        shape = np.shape(leaf)
+        shape = np.shape(leaf) if is_array(leaf) else ()
         if any(d >= len(shape) or shape[d] % replicas for d in used):
             raise ValueError(
                 f"The leaf {leaf_name(path)} of argument {index} has shape {shape}, which "
@@ -108,27 +124,34 @@ def batch_spec(spec: Any, arg: Any, index: int, axis_name: AxisName, replicas: i
                 "batch_specs with P() for what every replica shall see whole, or a batch that the "
                 "number of replicas divides."
             )
-        return PartitionSpec(*kept)
+        return PartitionSpec(*kept) if used else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(checked, arg, specs)
 
 
-def check_something_is_split(specs: list[PartitionSpec]) -> None:
-    """Refuses a batch that a function closes over: it works, and saves nobody any work.
+def split_axis(spec: PartitionSpec) -> int | None:
+    """The axis along which a leaf is split between the replicas; None for what all see whole."""
+    return next((axis for axis, part in enumerate(spec) if part), None)
+
+
+def check_something_is_split(specs: list[PartitionSpec], axis_name: AxisName) -> None:
+    """Refuses a batch that every replica would compute whole: it works, and saves nobody any work.
 
     Raises:
       ValueError: If every argument is the same for all replicas.
     """
-    if not any(len(spec) for spec in specs):
+    if all(split_axis(spec) is None for spec in specs):
         raise ValueError(
-            "No argument of `fun` is split between the replicas: a batch that it closes over is "
-            "computed whole by each of them. Call value_and_grad(state, params, batch); if `fun` "
-            "makes its own examples, pass batch_specs=P()."
+            "No argument is split between the replicas: each would compute the whole batch. Pass "
+            "the batch as an argument, not in a closure, with batch_specs that name "
+            f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
+            "jax.random.split(key, replicas)."
         )
 
 
 # What JAX says of arrays that differ between replicas, and of shardings that name their axis.
 _TYPES = ("manual axis types",)
+_BOXES = ("only valid for values of rank at least",)
 _SHARDINGS = ("manual_axis_type", "AxisType.Manual", "only refer to Auto axes", "context mesh")
 
 
@@ -143,16 +166,22 @@ def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if any(words in str(error) for words in _TYPES):
             error.add_note(
-                "In jaxcomp.value_and_grad arguments of `fun` are each replica's own, and what a "
+                "In jaxcomp.data_parallel the arguments are each replica's own, and what a "
                 "loop carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the "
                 "type of x, zeros(shape) has not. Or pass check_vma=False: the same gradients."
             )
         elif any(words in str(error) for words in _SHARDINGS):
             error.add_note(
-                f"In jaxcomp.value_and_grad `fun` runs on one replica, and its shardings must not "
+                "In jaxcomp.data_parallel a function runs on one replica; its shardings must not "
                 f"name {' or '.join(map(repr, axes))}, nor hold a mesh on which it is an axis like "
                 "any other: write jax.P(None, 'model') where there was NamedSharding(mesh, "
                 "P('data', 'model')), and take the axis out of the rules for logical names."
+            )
+        elif any(words in str(error) for words in _BOXES):
+            error.add_note(
+                "flax's DenseGeneral with nn.with_partitioning fails like this wherever a mesh is "
+                "set, also without jaxcomp: it makes a kernel of two axes under a specification of "
+                "three. Unbox the parameters, or pass mesh= and leave out jax.set_mesh."
             )
         raise
 
@@ -165,16 +194,19 @@ def check_same_rows(args: dict[int, Any], specs: dict[int, PyTree]) -> None:
       specs: For each a PartitionSpec for every leaf.
 
     Raises:
-      ValueError: If the leaves to be split have not as many rows; naming two that differ.
+      ValueError: If the leaves to be split have not as many rows, naming two that differ; or a
+        leaf may be a key as well as two examples.
     """
-    rows = [
-        (f"{leaf_name(path)} of argument {i}", np.shape(leaf)[0])
-        for i, arg in args.items()
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_flatten_with_path(arg)[0], jax.tree.leaves(specs[i]), strict=True
-        )
-        if len(spec)
-    ]
+    rows: list[tuple[str, int]] = []
+    keys: list[str] = []
+    for i, arg in args.items():
+        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
+        for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs[i]), strict=True):
+            name, axis = f"{leaf_name(path)} of argument {i}", split_axis(spec)
+            if axis is not None:
+                rows.append((name, np.shape(leaf)[axis]))
+            elif _is_raw_key(leaf):
+                keys.append(name)
     for name, length in rows[1:]:
         if length != rows[0][1]:
             raise ValueError(
@@ -183,17 +215,32 @@ def check_same_rows(args: dict[int, Any], specs: dict[int, PyTree]) -> None:
                 "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
                 "shall see whole (tables, statistics, another model's weights)."
             )
+    if keys and (not rows or rows[0][1] == _raw_key().shape[0]):
+        raise ValueError(
+            f"The leaf {keys[0]} is {_raw_key().dtype} of shape {_raw_key().shape}: a key of "
+            "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or batch_specs "
+            "with P() for a key and the axis of the replicas for examples."
+        )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is split or shared at all; a flag, a function, a ConfigDict is neither."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def is_shared(leaf: Any) -> bool:
     """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
-    return not np.ndim(leaf) or (np.ndim(leaf) == 1 and _is_raw_key(leaf))
+    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
 
 
 def _is_raw_key(leaf: Any) -> bool:
     """A key of `jax.random.PRNGKey` has an axis, which is not one of examples."""
-    raw = jax.eval_shape(jax.random.PRNGKey, 0)
-    return np.shape(leaf) == raw.shape and jnp.result_type(leaf) == raw.dtype
+    raw = _raw_key()
+    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (raw.shape, raw.dtype)
+
+
+def _raw_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.PRNGKey, 0)
 
 
 def _only(part: Any, axes: tuple[str, ...]) -> Any:
@@ -214,25 +261,34 @@ def check_replica_axis(state: PyTree, replicas: int) -> None:
         if local and np.shape(leaf)[:1] != (replicas,):
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the state has shape {np.shape(leaf)}, and "
-                f"{replicas} replicas need a leading axis of that length. Make the state with "
-                "init(params); of a checkpoint's, value_and_grad.restore(state, params) makes it, "
-                f"or jaxcomp.stack_replicas(consolidated, {replicas}) for a round."
+                f"{replicas} replicas need a leading axis of that length. Place the state with "
+                "jaxcomp.shard_state(state, mesh, axis_name)."
             )
 
     map_leaves(check, state)
 
 
-def replica_weights(weight: Any, replicas: int) -> Any:
-    """The weights of all replicas; None if they were not given.
+def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
+    """How the weights are split: a number for each replica, or a mask or counts like the batch.
+
+    Args:
+      weight: An array, or None.
+      rows: From an axis of the batch to its length.
+      axis_name: The axis or axes of the replicas.
+      replicas: How many there are.
 
     Raises:
-      ValueError: If they are not as many.
+      ValueError: If it is neither.
     """
-    if weight is None:
-        return None
-    if np.shape(weight) != (replicas,):
-        raise ValueError(
-            f"`weight` must have shape ({replicas},), a number for each replica, got "
-            f"{np.shape(weight)}."
-        )
-    return jnp.asarray(weight)
+    shape = np.shape(weight)
+    if weight is None or shape == (replicas,):
+        return PartitionSpec(axis_name)
+    for axis, length in rows.items():
+        if len(shape) > axis and shape[axis] == length:
+            return PartitionSpec(*[None] * axis, axis_name)
+    wanted = "".join(
+        f", or {length} along axis {axis} as the batch" for axis, length in rows.items()
+    )
+    raise ValueError(
+        f"`weight` must have shape ({replicas},), a number for each replica{wanted}, got {shape}."
+    )

@@ -74,7 +74,8 @@ def simulate(
     """
     n = jax.tree.leaves(grads)[0].shape[0]
     state = tx.init(zeros_of_one(grads)) if state is None else state
-    specs = jaxcomp.state_specs(state, AXIS)
+    specs = jaxcomp.state_specs(state, AXIS) if mapping == "shard_map" else None
+    axes = jaxcomp.state_axes(state)
     if mapping == "shard_map":
         state = jaxcomp.shard_state(state, mesh_of(n), AXIS)
     elif mapping == "pmap":
@@ -91,17 +92,17 @@ def simulate(
         outputs.append(jax.device_get(output))
     state = jax.device_get(state)
     if mapping == "shard_map":
-        split = lambda x, s: x.reshape(n, -1, *x.shape[1:]) if s == jax.P(AXIS) else x  # noqa: E731
-        return _stacked(outputs), jax.tree.map(split, state, specs)
+        return _stacked(outputs), state
     outputs = [jax.tree.map(_replicated, x) for x in outputs]
-    shared = lambda x, s: x if s == jax.P(AXIS) else _replicated(x)  # noqa: E731
-    return _stacked(outputs), jax.tree.map(shared, state, specs)
+    flags = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
+    leaves, treedef = jax.tree.flatten(state)
+    shared = [x if own == 0 else _replicated(x) for x, own in zip(leaves, flags, strict=True)]
+    return _stacked(outputs), treedef.unflatten(shared)
 
 
 def consolidated(state: Any) -> Any:
     """The one copy of a final state of `simulate`: the mean of what each replica keeps."""
-    specs = jaxcomp.state_specs(state, AXIS)
-    return jax.tree.map(lambda x, s: x.mean(0) if s == jax.P(AXIS) else x, state, specs)
+    return jaxcomp.consolidate(state)
 
 
 def _stacked(outputs: list[Any]) -> Any:
@@ -166,8 +167,8 @@ def lower_update(
     abstract = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
     params = jax.eval_shape(lambda: params)
     grads, state = jax.tree.map(abstract, params), jax.eval_shape(tx.init, params)
-    specs = jaxcomp.state_specs(state, AXIS)
-    state = placed(state, specs, n) if mapping == "shard_map" else jax.tree.map(abstract, state)
+    specs = jaxcomp.state_specs(state, AXIS) if mapping == "shard_map" else None
+    state = placed(state, specs, n) if specs else jax.tree.map(abstract, state)
     mapped = _mapped(mapping, tx, n, specs)
     if platforms:
         return mapped.trace(grads, state, None, {}).lower(lowering_platforms=platforms)
@@ -175,6 +176,6 @@ def lower_update(
 
 
 def placed(state: Any, specs: Any, n: int) -> Any:
-    """The shapes of a state after shard_state: a per-replica array is n blocks along axis 0."""
-    tiled = lambda x: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)  # noqa: E731
+    """The shapes of a state after shard_state: a per-replica array has an axis of replicas."""
+    tiled = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
     return jax.tree.map(lambda x, s: tiled(x) if s == jax.P(AXIS) else x, state, specs)

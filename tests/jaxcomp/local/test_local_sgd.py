@@ -174,7 +174,7 @@ def test_averages_fall_where_the_docstring_says(period, start, offset):
 
 
 def inner_momentum(state):
-    return np.asarray(optax.tree.get(state.inner, "trace")["w"])[:, 0]
+    return np.asarray(optax.tree.get(state.inner, "trace")["w"])
 
 
 def test_average_inner_state():
@@ -201,7 +201,7 @@ def test_reset_lets_schedules_go_on():
     tx = local_sgd(inner, average_inner_state="reset")
     with jax.numpy_dtype_promotion("standard"):
         _, state = run("vmap", tx, {"w": jnp.zeros(3)}, targets)
-    own = jax.tree.map(lambda x: x[0, 0], state.inner)
+    own = jax.tree.map(lambda x: x[0], state.inner)
     trace, adam, scheduled, _ = own.inner_state
     assert int(adam.count) == 0
     assert int(scheduled.count) == 3

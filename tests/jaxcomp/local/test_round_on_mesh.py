@@ -66,7 +66,7 @@ def test_a_round_maps_itself_over_the_mesh(kind):
     run = jaxcomp.local_sgd_round(step, mesh=mesh, **arguments())
     params = jax.device_put(start, NamedSharding(mesh, P()))
     state, compiled = run.init(params), jax.jit(run)
-    assert state.inner[0].trace["w"].shape == (N, 1, 16, 12)
+    assert state.inner[0].trace["w"].shape == (N, 16, 12)
     for batch, loss in zip(batches, losses, strict=True):
         params, state, found = compiled(params, state, batch)
         np.testing.assert_allclose(found, loss, rtol=1e-6)

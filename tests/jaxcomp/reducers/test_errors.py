@@ -97,16 +97,16 @@ def test_a_residual_that_was_not_sharded_says_how():
         tx.update, mesh=mesh_of(2), in_specs=(jax.P(AXIS), specs), out_specs=(jax.P(), specs)
     )
     grads = {"w": jnp.zeros((32, 16))}
-    # One mark lies along no axis of two, so JAX refuses before the update is traced;
-    # checkpoints.md says what this means. A state of before there were marks gets as far as that.
-    with pytest.raises(ValueError, match=r"args\[1\]\.mark of shape float32\[1\]"):
+    # An owner without axes lies along none, so JAX refuses before the update is traced.
+    with pytest.raises(ValueError, match=r"in_specs\[1\]\.owner is P\('data',\)"):
         jax.jit(step)(grads, state)
-    markless = state._replace(mark=()), specs._replace(mark=())
+    # Without one the shapes of the residual say so.
+    ownerless = state._replace(owner=()), specs._replace(owner=())
     step = jax.shard_map(
-        tx.update, mesh=mesh_of(2), in_specs=(jax.P(AXIS), markless[1]), out_specs=jax.P()
+        tx.update, mesh=mesh_of(2), in_specs=(jax.P(AXIS), ownerless[1]), out_specs=jax.P()
     )
     with pytest.raises(ValueError, match=r"jaxcomp.shard_state"):
-        jax.jit(step)(grads, markless[0])
+        jax.jit(step)(grads, ownerless[0])
 
 
 def test_inject_hyperparams_says_which_argument_must_be_static():

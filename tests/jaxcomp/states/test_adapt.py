@@ -28,9 +28,7 @@ def trained(tx, steps=3):
     """A consolidated state with something in every field."""
     with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
         _, state = simulate("vmap", tx, random_grads(SHAPES, 2, steps), tx.init(PARAMS))
-    specs = jaxcomp.state_specs(tx.init(PARAMS), AXIS)
-    mean = lambda x, s: x.mean(0) if s == jax.P(AXIS) else x  # noqa: E731
-    return jax.tree.map(mean, state, specs)
+    return jaxcomp.consolidate(state)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +162,7 @@ def test_parameters_that_are_one_array():
     leaf = jnp.zeros((20, 20))
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     _, state = simulate("vmap", tx, random_grads({"x": (20, 20)}, 1, 2)["x"], tx.init(leaf))
-    state = state._replace(residual=state.residual[0])
+    state = jaxcomp.consolidate(state)
     adapted = jaxcomp.adapt_state(state, leaf, feedback())
     np.testing.assert_array_equal(adapted.residual, state.residual)
 

@@ -1,0 +1,285 @@
+"""States outside of mapped functions: a leading axis of replicas before what each has of its own.
+
+The layout that says what it holds: an array ``(n, *leaf)`` is saved and restored as it is, and
+nobody can take it for a replicated one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.explicit import check_mesh_axes
+from jaxcomp._mesh.per_replica import has_foreign, has_rows, map_leaves
+from jaxcomp._states.consolidate import consolidate, replicas_of, shared_has_rows
+
+
+def state_axes(state: PyTree) -> PyTree:
+    """Where a state has its axis of replicas, for ``in_axes`` and ``out_axes`` of pmap and vmap.
+
+    Args:
+      state: Any tree that holds jaxcomp states, of arrays or shape structs.
+
+    Returns:
+      The same tree with 0 for each leaf that a replica has of its own and None for the others.
+      What is mapped so leaves one copy of what the replicas share, and ``(n, *leaf)`` of the rest:
+      a state for `consolidate`.
+
+    Raises:
+      ValueError: If the state has lost its classes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> state = jaxcomp.powersgd(axis_name="data").init({"w": jnp.zeros((8, 8))})
+      >>> axes = jaxcomp.state_axes(state)
+      >>> axes.residual["w"], axes.q["w"]
+      (0, None)
+    """
+    return map_leaves(lambda path, leaf, local: 0 if local else None, state)
+
+
+def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
+    """PartitionSpecs of a state, for the ``in_specs`` and ``out_specs`` of `jax.shard_map`.
+
+    With ``jax.NamedSharding(mesh, spec)`` of each they are shardings for `jax.jit`.
+
+    Args:
+      state: Any tree that holds jaxcomp states, of arrays or shape structs.
+      axis_name: The mesh axis or axes of the replicas.
+
+    Returns:
+      The same tree with ``P(axis_name)`` for each leaf that a replica has of its own, whose leading
+      axis is that of the replicas, and ``P()`` for the others. In the mapped function a replica
+      sees its row ``(1, *leaf)``, which every reducer takes and gives back.
+
+    Raises:
+      ValueError: If the state has lost its classes, or holds one of `optax.MultiSteps`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> state = jaxcomp.powersgd(axis_name="data").init({"w": jnp.zeros((8, 8))})
+      >>> specs = jaxcomp.state_specs(state, "data")
+      >>> specs.residual["w"] == jax.P("data"), specs.q["w"] == jax.P()
+      (True, True)
+    """
+    check_axis_name(axis_name)
+    if has_foreign(state):
+        raise ValueError(
+            "optax.MultiSteps cannot take the rows of its accumulated gradients that shard_map "
+            "leaves, and runs the reducer on every micro-batch. Use jaxcomp.accumulate(tx, k)."
+        )
+    spec = PartitionSpec(axis_name)
+    return map_leaves(lambda path, leaf, local: spec if local else PartitionSpec(), state)
+
+
+def stack_replicas(state: PyTree, replicas: int) -> PyTree:
+    """A state with a leading axis of replicas where `state_axes` says 0; no mesh is needed.
+
+    Args:
+      state: Fresh, consolidated, or of any number of replicas.
+      replicas: How many there are to be.
+
+    Returns:
+      The same tree; a leaf that a replica has of its own is ``(replicas, *leaf)``: as it was for
+      as many replicas, else equal copies of the mean.
+
+    Raises:
+      ValueError: If `replicas` is not a positive integer, or as `shard_state`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.powersgd(rank=1, axis_name="data", start_step=0)
+      >>> state = jaxcomp.stack_replicas(tx.init({"w": jnp.zeros((8, 8))}), 2)
+      >>> axes = jaxcomp.state_axes(state)
+      >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+      >>> means, state = step({"w": jnp.ones((2, 8, 8))}, state)
+      >>> means["w"].shape, state.residual["w"].shape, state.q["w"].shape
+      ((8, 8), (2, 8, 8), (8, 1))
+    """
+    replicas = check_int("replicas", replicas, 1)
+    state, has_axis = _for_replicas(state, replicas)
+
+    def repeated(path: KeyPath, leaf: Any, local: bool) -> Any:
+        return jnp.broadcast_to(leaf, (replicas, *np.shape(leaf))) if local else leaf
+
+    return state if has_axis else map_leaves(repeated, state)
+
+
+def shard_state(
+    state: PyTree, mesh: Any, axis_name: AxisName, *, like: PyTree | None = None
+) -> PyTree:
+    """Places a state on a mesh, whatever number of replicas it comes from: the way back in.
+
+    Shardings that the arrays already have over other axes of the mesh (tensor or FSDP parallel) are
+    kept. No device holds more than its own shard.
+
+    Args:
+      state: Fresh from ``init``, consolidated, or with a leading axis of any number of replicas:
+        arrays of devices or of NumPy, or tracers. In a run of several processes each passes the
+        same values.
+      mesh: The mesh that the training step runs on.
+      axis_name: Its axis or axes along which the replicas lie.
+      like: A fresh state, ``reducer.init(params)``, that says which shapes and dtypes are expected
+        and how leaves lie over the other axes; by default `state` itself says so.
+
+    Returns:
+      The same tree of global arrays. What a replica has of its own is ``(n, *leaf)`` for ``n``
+      replicas: as it was for as many, else equal copies of the mean, on which alone updates depend.
+
+    Raises:
+      ValueError: If the mesh lacks an axis; the state is that of one replica only, or does not fit
+        `like`, listing every leaf; or a leaf is sharded over the axis of the replicas.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> state = jaxcomp.powersgd(axis_name="data").init({"w": jnp.zeros((8, 8))})
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> jaxcomp.shard_state(state, mesh, "data").residual["w"].shape
+      (2, 8, 8)
+    """
+    if not hasattr(mesh, "axis_names"):
+        raise ValueError(
+            f"`mesh` must be a mesh, got a {type(mesh).__name__}. Call "
+            "jaxcomp.shard_state(state, mesh, axis_name)."
+        )
+    check_axis_name(axis_name)
+    check_mesh_axes(mesh, axis_name)
+    axes = axis_tuple(axis_name)
+    replicas = math.prod(mesh.shape[name] for name in axes)
+    if like is not None:
+        _check_structure(state, like)
+    state, has_axis = _for_replicas(state, replicas, like)
+    if like is not None:
+        _check_shapes(state, like, replicas if has_axis else None)
+
+    def place(path: KeyPath, leaf: Any, local: bool, wanted: Any) -> Any:
+        rows = local and has_axis
+        skipped = rows and like is None  # the leaf itself says how it lies behind that axis
+        spec = _other_axes_spec(path, wanted, mesh, axes, skipped)
+        if not local:
+            return jax.device_put(leaf, NamedSharding(mesh, spec))
+        if like is not None and leaf.dtype != wanted.dtype:
+            leaf = leaf.astype(wanted.dtype)  # another residual_dtype than the run was saved with
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *spec))
+        return jax.device_put(leaf, sharding) if rows else _repeated(leaf, replicas, sharding)
+
+    return map_leaves(place, state, state if like is None else like)
+
+
+def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
+    """The state with an axis of so many replicas, or consolidated; and whether it has that axis."""
+    if not has_rows(state, None if like is None else lambda: like):
+        replicas_of(state)  # refuses the residual of one replica
+        return state, False
+    if replicas_of(state) == replicas and not shared_has_rows(state, replicas):
+        return state, True
+    return consolidate(state), False
+
+
+def _check_structure(state: PyTree, like: PyTree) -> None:
+    """Refuses another reducer's state, or one that has lost its classes.
+
+    Raises:
+      ValueError: With what to do.
+    """
+    if jax.tree.structure(state) == jax.tree.structure(like):
+        return
+    wanted, found = type(like).__name__, type(state).__name__
+    if wanted == found:
+        raise ValueError(
+            f"The {found} is that of other parameters, or of another chain of transformations."
+        )
+    raise ValueError(
+        f"The state must be a {wanted}, got a {found}. A checkpoint that was restored without its "
+        "classes needs a target, such as jax.eval_shape(reducer.init, params); another reducer's "
+        "state goes through jaxcomp.adapt_state."
+    )
+
+
+def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
+    """Compares every leaf, per-replica ones behind their axis of replicas, if they have one.
+
+    Raises:
+      ValueError: Listing every leaf that is off.
+    """
+    wrong: list[str] = []
+
+    def compare(path: KeyPath, wanted: Any, local: bool, leaf: Any) -> None:
+        axis = (replicas,) if local and replicas is not None else ()
+        if np.shape(leaf) != (*axis, *np.shape(wanted)):
+            expected = f"{np.shape(wanted)}" + f" or (replicas, *{np.shape(wanted)})" * local
+            wrong.append(f"{leaf_name(path)}: expected {expected}, got {np.shape(leaf)}")
+
+    map_leaves(compare, like, state)
+    if wrong:
+        what = "\n  ".join(wrong)
+        raise ValueError(
+            f"The state does not fit these parameters and this reducer:\n  {what}\nPass what the "
+            "training step or consolidate returned; for another rank, jaxcomp.adapt_state first."
+        )
+
+
+def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
+    """Refuses parameters, or a state, that lie along the axis of the replicas.
+
+    Raises:
+      ValueError: Naming the leaf.
+    """
+    used = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
+    if used & set(axes):
+        raise ValueError(
+            f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over "
+            f"{sorted(used & set(axes))}, the axis of the replicas: the compiler would gather it "
+            "on every step, over the links that compression relieves. Shard parameters over "
+            "another axis of the mesh (FSDP within a host, compression between hosts)."
+        )
+
+
+def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
+    """How a leaf is known to lie on a mesh: of a tracer only what its type says."""
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.typeof(leaf).sharding.spec
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
+        return sharding.spec
+    return PartitionSpec()
+
+
+def _other_axes_spec(
+    path: KeyPath, leaf: Any, mesh: Any, axes: tuple[str, ...], behind_replicas: bool
+) -> PartitionSpec:
+    """How the leaf lies over the axes beside the replicas'; unknown of what is traced, if Auto."""
+    spec = known_spec(leaf, mesh)
+    parts = [*spec, *[None] * (np.ndim(leaf) - len(spec))]
+    spec = PartitionSpec(*parts[1:] if behind_replicas else parts)
+    check_not_spread(path, leaf, spec, axes)
+    return spec
+
+
+def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
+    """`times` copies along a new axis 0, each made where it lies."""
+    traced = isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array)
+    if not traced and leaf.sharding.device_set != sharding.device_set:
+        leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+    shape = (times, *np.shape(leaf))
+    if isinstance(leaf, jax.core.Tracer):
+        copies = jnp.broadcast_to(leaf, shape)
+        first = sharding.spec[0]
+        axes = first if isinstance(first, tuple) else (first,)
+        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        if all(kinds[name] == AxisType.Explicit for name in axes):
+            return jax.sharding.reshard(copies, sharding)
+        return lax.with_sharding_constraint(copies, sharding)
+    return jax.jit(partial(jnp.broadcast_to, shape=shape), out_shardings=sharding)(leaf)

@@ -1,0 +1,192 @@
+"""Whose a residual is: one replica's in the place of all is refused, wherever it comes from."""
+
+import flax.jax_utils
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from leaves import random_grads
+from runners import AXIS, mesh_of, simulate
+
+import jaxcomp
+
+P = jax.P
+N, STEPS = 4, 5
+GRADS = random_grads({"w": (16, 12)}, N, STEPS + 1)
+REDUCERS = {
+    "powersgd": lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=1),
+    "now and then": lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, feedback_every=2),
+    "error_feedback": lambda: jaxcomp.error_feedback(
+        jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=None)
+    ),
+}
+
+
+def at(step):
+    return jax.tree.map(lambda g: g[:, step], GRADS)
+
+
+def as_in_flax_imagenet(tx):
+    """pmap with the state in and out as if it were replicated."""
+    update = jax.pmap(
+        tx.update, axis_name=AXIS, in_axes=(0, None), out_axes=None, devices=jax.devices()[:N]
+    )
+    return lambda grads, state: update(grads, state)[1]
+
+
+def without_checks(tx):
+    """shard_map(check_vma=False) whose specifications say that the state is replicated."""
+    update = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s)[1],
+        mesh=mesh_of(N),
+        in_specs=(P(AXIS), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(update)
+
+
+@pytest.mark.parametrize("mapping", [as_in_flax_imagenet, without_checks])
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_residual_replicated_in_name_only_is_refused(name, mapping):
+    tx = REDUCERS[name]()
+    step, state = mapping(tx), tx.init(jax.tree.map(lambda g: g[0, 0], GRADS))
+    for i in range(STEPS):
+        state = step(at(i), state)
+    residuals = [np.asarray(x.data) for x in state.residual["w"].addressable_shards]
+    assert state.residual["w"].is_fully_replicated
+    assert np.abs(residuals[0] - residuals[1]).max() > 1e-3
+    with pytest.raises(ValueError, match="residual of one replica only"):
+        jaxcomp.consolidate(state)
+
+    saved = jax.device_get(state)  # the first device's
+    with pytest.raises(ValueError, match="residual of one replica only"):
+        jaxcomp.shard_state(saved, mesh_of(N), AXIS)
+    with pytest.raises(ValueError, match="residual of one replica only"):
+        jaxcomp.stack_replicas(saved, N)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
+    tx = REDUCERS[name]()
+    devices = jax.devices()[:N]
+    state = flax.jax_utils.replicate(tx.init(jax.tree.map(lambda g: g[0, 0], GRADS)), devices)
+    update = jax.pmap(tx.update, axis_name=AXIS, devices=devices)
+    for i in range(STEPS):
+        _, state = update(at(i), state)
+    inside = jax.pmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS, devices=devices)
+    expected = flax.jax_utils.unreplicate(inside(state))
+    found = jaxcomp.consolidate(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, jaxcomp.consolidate(found), found)
+    first = flax.jax_utils.unreplicate(state)
+    again = flax.jax_utils.replicate(first, devices)
+    for wrong in (first, again):
+        with pytest.raises(ValueError, match="residual of one replica only"):
+            jaxcomp.consolidate(wrong)
+        with pytest.raises(ValueError, match="residual of one replica only"):
+            jaxcomp.shard_state(wrong, mesh_of(N), AXIS)
+    # Inside, where the owners are traced, the result says so, and is refused where it is placed.
+    poisoned = flax.jax_utils.unreplicate(inside(again))
+    assert np.isnan(poisoned.owner)
+    with pytest.raises(ValueError, match="residual of one replica only"):
+        jaxcomp.shard_state(poisoned, mesh_of(N), AXIS)
+    assert np.isnan(jax.jit(jaxcomp.consolidate)(again).owner)
+
+
+def test_state_axes_map_what_is_shared_once():
+    tx = REDUCERS["powersgd"]()
+    params = jax.tree.map(lambda g: g[0, 0], GRADS)
+    state = jaxcomp.stack_replicas(tx.init(params), N)
+    axes = jaxcomp.state_axes(state)
+    update = jax.pmap(
+        tx.update,
+        axis_name=AXIS,
+        in_axes=(0, axes),
+        out_axes=(None, axes),
+        devices=jax.devices()[:N],
+    )
+    for i in range(3):
+        _, state = update(at(i), state)
+    assert state.residual["w"].shape == (N, 16, 12)
+    assert state.q["w"].shape == tx.init(params).q["w"].shape
+    one = jaxcomp.consolidate(state)
+    np.testing.assert_allclose(one.residual["w"], np.mean(state.residual["w"], 0), atol=1e-6)
+
+
+def test_what_cannot_be_consolidated_outside_is_refused():
+    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
+    fresh = tx.init({"w": jnp.zeros((3, 2)), "v": jnp.zeros((3, 2))})
+    state = jaxcomp.stack_replicas(fresh, N)
+    odd = state._replace(residual={**state.residual, "v": jnp.zeros((3, 2))})
+    with pytest.raises(ValueError, match="one leading axis of replicas"):
+        jaxcomp.consolidate(odd)
+    differing = (state, {"momentum": jnp.arange(8.0).reshape(N, 2)})
+    with pytest.raises(ValueError, match=r"leaf .*momentum.* differs between them"):
+        jaxcomp.consolidate(differing)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
+def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
+    fresh = REDUCERS["powersgd"]().init({"w": jnp.zeros((16, 12))})
+    state, axes = jaxcomp.stack_replicas(fresh, N), jaxcomp.state_axes(fresh)
+    specs = jaxcomp.state_specs(fresh, AXIS)
+    mapped = {
+        "vmap": jax.vmap(jaxcomp.consolidate, in_axes=(axes,), axis_name=AXIS),
+        "pmap": jax.pmap(jaxcomp.consolidate, AXIS, in_axes=(axes,), devices=jax.devices()[:N]),
+        "shard_map": jax.shard_map(
+            jaxcomp.consolidate, mesh=mesh_of(N), in_specs=(specs,), out_specs=specs
+        ),
+    }[mapping]
+    with pytest.raises(ValueError, match="needs the axis of the replicas"):
+        mapped(state)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("after", [1, 2, 8])
+def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
+    """Consolidated before or taken as it stood, nothing is lost: the next step accounts for all."""
+    tx = REDUCERS[name]()
+    _, state = simulate("vmap", tx, jax.tree.map(lambda g: g[:, :STEPS], GRADS))
+    one, mesh = jaxcomp.consolidate(state), mesh_of(after)
+    mean = jax.tree.map(lambda g: jnp.stack([g[:, -1].mean(0)] * after), GRADS)
+    placed = [jaxcomp.shard_state(s, mesh, AXIS) for s in (state, one)]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jax.device_get, (a, b))), *placed)
+    assert placed[0].residual["w"].shape == (after, 16, 12)
+    specs = jaxcomp.state_specs(one, AXIS)
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh,
+        in_specs=(P(AXIS), specs),
+        out_specs=(P(), specs),
+    )
+    output, new = jax.jit(step)(mean, placed[0])
+    assert new.owner.tolist() == [i - (after - 1) / 2 for i in range(after)]
+    accounted = output["w"] + new.residual["w"].mean(0)
+    np.testing.assert_allclose(accounted, mean["w"][0] + one.residual["w"], atol=1e-5)
+
+
+def test_as_many_replicas_keep_each_its_own():
+    tx = REDUCERS["powersgd"]()
+    _, state = simulate("vmap", tx, GRADS)
+    fresh = tx.init({"w": jnp.zeros((16, 12))})
+    for placed in (
+        jaxcomp.shard_state(state, mesh_of(N), AXIS),
+        jaxcomp.shard_state(state, mesh_of(N), AXIS, like=fresh),
+        jaxcomp.stack_replicas(state, N),
+    ):
+        np.testing.assert_array_equal(placed.residual["w"], state.residual["w"])
+    with pytest.raises(ValueError, match=r"residual\['w'\]: expected \(16, 10\) or \(replicas"):
+        jaxcomp.shard_state(state, mesh_of(N), AXIS, like=tx.init({"w": jnp.zeros((16, 10))}))
+
+
+def test_accumulated_gradients_have_no_owner_and_are_placed_beside_one_that_has():
+    tx = jaxcomp.accumulate(REDUCERS["powersgd"](), 2)
+    _, state = simulate("shard_map", tx, jax.tree.map(lambda g: g[:, :3], GRADS))
+    assert state.acc_grads["w"].shape == (N, 16, 12)
+    assert int(state.mini_step) == 1
+    one = jaxcomp.consolidate(state)
+    np.testing.assert_allclose(one.acc_grads["w"], GRADS["w"][:, 2].mean(0), atol=1e-6)
+    placed = jaxcomp.shard_state(one, mesh_of(2), AXIS)
+    assert placed.acc_grads["w"].shape == (2, 16, 12)

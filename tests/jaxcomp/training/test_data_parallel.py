@@ -1,0 +1,384 @@
+"""jaxcomp.data_parallel: any gradient function; auxiliary outputs as in a loop without it."""
+
+import functools
+
+import flax.training.dynamic_scale
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import jaxcomp
+
+P = jax.P
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+CLASSES, WIDTH, LENGTH = 5, 16, 3
+WHOLE = P()
+
+
+def grid(data, kind="auto"):
+    return jax.make_mesh(
+        (data,), ("data",), axis_types=(KINDS[kind],), devices=jax.devices()[:data]
+    )
+
+
+def placed(mesh, tree, spec=WHOLE):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def new_params():
+    rng = np.random.default_rng(0)
+    return {
+        "up": (rng.normal(size=(WIDTH, 32)) / 4).astype(np.float32),
+        "down": (rng.normal(size=(32, CLASSES)) / 6).astype(np.float32),
+    }
+
+
+def batch(seed=1, size=16):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, LENGTH, WIDTH)).astype(np.float32)
+    return x, rng.integers(0, CLASSES, size=(size, LENGTH))
+
+
+def loss_fn(params, x, y):
+    """A sequence classifier, and everything that real loops return beside the loss."""
+    hidden = jnp.tanh(x @ params["up"])
+    logits = hidden @ params["down"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    aux = {
+        "logits": logits,
+        "flat": logits.reshape(-1, CLASSES),
+        "per_example": losses.mean(1),
+        "hits": logits.argmax(-1) == y,
+        "accuracy": (logits.argmax(-1) == y).astype(jnp.float32).mean(),
+        "statistics": {"mean": hidden.mean((0, 1)), "square": (hidden**2).mean((0, 1))},
+        "time_first": jnp.swapaxes(losses, 0, 1),
+    }
+    return losses.mean(), aux
+
+
+def allreduce():
+    return jaxcomp.allreduce(axis_name="data")
+
+
+def close(found, expected, rtol=1e-5):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind):
+    mesh, params, data = grid(replicas, kind), new_params(), batch()
+    expected = jax.value_and_grad(loss_fn, has_aux=True)(params, *data)
+    run = jaxcomp.value_and_grad(loss_fn, allreduce(), mesh=mesh, has_aux=True)
+    params = placed(mesh, params)
+    found, _ = jax.jit(run)(run.init(params), params, *placed(mesh, data, P("data")))
+    close(found, expected)
+    assert found[0][1]["hits"].dtype == jnp.bool_
+
+
+def test_statistics_as_long_as_the_batch_are_not_taken_for_rows():
+    """16 features and 16 examples on one replica: what grows with the batch is told apart."""
+    mesh, params = grid(2), {"w": jnp.eye(16)}
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+
+    def fun(params, x):
+        y = x @ params["w"]
+        return (y**2).mean(), (y.mean(0), y.sum(1))
+
+    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True)
+    found, _ = jax.jit(run)(run.init(params), params, x)
+    close(found, jax.value_and_grad(fun, has_aux=True)(params, x))
+
+    def fixed(params, x):  # of one size of the batch: nobody can tell
+        return fun(params, x.reshape(16, 16))
+
+    run = jaxcomp.value_and_grad(fixed, allreduce(), mesh=mesh, has_aux=True)
+    with pytest.raises(ValueError, match=r"\[0\].* may hold a row for each example, or may not"):
+        run(run.init(params), params, x)
+    run = jaxcomp.value_and_grad(fixed, allreduce(), mesh=mesh, has_aux=True, aux=("mean", "join"))
+    close(jax.jit(run)(run.init(params), params, x)[0][0][1], fun(params, x)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_mean_is_asked_about(kind):
+    mesh, params, (x, y) = grid(4, kind), placed(grid(4, kind), new_params()), batch()
+
+    def fun(params, x, y):
+        return loss_fn(params, x, y)[0], {"tokens": jnp.sum(y > 0), "step": jnp.int32(7)}
+
+    def aux_of(choice):
+        run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True, aux=choice)
+        return jax.jit(run)(run.init(params), params, x, y)[0][0][1]
+
+    with pytest.raises(ValueError, match=r"\['tokens'\].* has no rows of examples .*sum"):
+        aux_of(None)
+    found = aux_of({"tokens": "sum", "step": None})
+    assert int(found["tokens"]) == (y > 0).sum()
+    assert int(found["step"]) == 7  # JAX knows that it is the same everywhere
+    stacked = aux_of("stack")
+    np.testing.assert_array_equal(stacked["tokens"], (y > 0).reshape(4, -1).sum(1))
+    for choice, message in (("mean", "no mean over the replicas"), ("join", "is a scalar")):
+        with pytest.raises(ValueError, match=message):
+            aux_of(choice)
+
+
+@pytest.mark.parametrize("weighted", ["mask", "counts", "replicas"])
+def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted):
+    mesh, params, (x, y) = grid(4), new_params(), batch()
+    mask = np.random.default_rng(3).integers(0, 2, size=y.shape)
+    mask[:4] = 0  # the first replica sits out
+    mask = mask.astype(np.float32)
+
+    def fun(params, x, y, mask):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            jnp.tanh(x @ params["up"]) @ params["down"], y
+        )
+        mean = (losses * mask).sum() / jnp.maximum(mask.sum(), 1)
+        return mean, {"loss": mean}
+
+    weight = {"mask": mask, "counts": mask.sum(1), "replicas": mask.reshape(4, -1).sum(1)}
+    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True)
+    step = jax.jit(lambda s, p, w: run(s, p, x, y, mask, weight=w))
+    found, _ = step(run.init(params), params, weight[weighted])
+    close(found, jax.value_and_grad(fun, has_aux=True)(params, x, y, mask))
+    with pytest.raises(ValueError, match=r"must have shape \(4,\), .* or 16 along axis 0 as the b"):
+        step(run.init(params), params, np.ones(7))
+
+
+@pytest.mark.parametrize("known", ["explicit", "outside of jit", "batch_specs"])
+def test_a_batch_is_split_as_its_sharding_says(known):
+    mesh = grid(4, "explicit" if known == "explicit" else "auto")
+    params, (x, y) = placed(mesh, new_params()), batch()
+    x, y = (placed(mesh, jnp.swapaxes(a, 0, 1), P(None, "data")) for a in (x, y))
+    specs = P(None, "data") if known == "batch_specs" else None
+    run = jaxcomp.value_and_grad(loss_fn, allreduce(), mesh=mesh, has_aux=True, batch_specs=specs)
+    step = run if known == "outside of jit" else jax.jit(run)
+    mask = np.ones((LENGTH, 16))
+    found, _ = step(run.init(params), params, x, y, weight=mask)
+    arguments = jax.device_get((params, x, y))
+    (value, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(*arguments)
+    close((found[0][0], found[1]), (value, grads))
+    del aux["flat"], found[0][1]["flat"]  # rows of one time after the other: of no one axis
+    for name in ("logits", "hits", "time_first", "statistics"):
+        close(found[0][1][name], aux[name])
+
+
+def test_two_labels_are_not_taken_for_a_key():
+    mesh, params = grid(2), {"w": jnp.ones(2)}
+    fun = lambda p, x, y: jnp.mean((p["w"] * x).sum(-1) * y.astype(jnp.float32))  # noqa: E731
+    x, y = np.ones((2, 2), np.float32), np.array([1, 3], np.uint32)
+    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"argument 2 is uint32 of shape \(2,\): a key of .*, or"):
+        run(run.init(params), params, x, y)
+    told = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, batch_specs=P("data"))
+    close(told(told.init(params), params, x, y)[0], jax.value_and_grad(fun)(params, x, y))
+    # With four examples two numbers can only be a key.
+    four = np.ones((4, 2), np.float32)
+    key = lambda p, x, key: jnp.mean(p["w"] * x) * key[0].astype(jnp.float32)  # noqa: E731
+    run = jaxcomp.value_and_grad(key, allreduce(), mesh=mesh)
+    close(run(run.init(params), params, four, y)[0], jax.value_and_grad(key)(params, four, y))
+
+
+def test_what_is_no_array_is_no_batch():
+    class Config(dict):
+        """As ml_collections.ConfigDict: a mapping that JAX does not know."""
+
+    config, mesh, params, (x, y) = Config(scale=2.0), grid(2), new_params(), batch()
+    fun = lambda p, config, x, y: config["scale"] * loss_fn(p, x, y)[0]  # noqa: E731
+    for specs in (None, (P(), P("data"), P("data"))):
+        run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, batch_specs=specs)
+        found, _ = jax.jit(lambda s, p, x, y, run=run: run(s, p, config, x, y))(
+            run.init(params), params, x, y
+        )
+        close(found, jax.value_and_grad(fun)(params, config, x, y))
+
+
+def accumulated(params, x, y, steps=4):
+    """Mean gradients of micro-batches, one after the other."""
+
+    def one(carry, batch):
+        value, grads = jax.value_and_grad(lambda p, *b: loss_fn(p, *b)[0])(params, *batch)
+        return jax.tree.map(jnp.add, carry, (value, grads)), None
+
+    parts = jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), (x, y))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    start = (jnp.zeros_like(x.ravel()[0]), zeros)
+    total, _ = jax.lax.scan(one, start, parts)
+    return jax.tree.map(lambda t: t / steps, total)
+
+
+def sharpness_aware(params, x, y):
+    grad = jax.grad(lambda p: loss_fn(p, x, y)[0])
+    steps = jax.tree.map(lambda g: 0.05 * g / optax.tree.norm(grad(params)), grad(params))
+    moved = jax.tree.map(jnp.add, params, steps)
+    return loss_fn(moved, x, y)[0], grad(moved)
+
+
+def clipped(params, x, y):
+    one = jax.value_and_grad(lambda p, x, y: loss_fn(p, x[None], y[None])[0])
+    values, grads = jax.vmap(one, (None, 0, 0))(params, x, y)
+    return values.mean(), jax.tree.map(lambda g: g.clip(-0.01, 0.01).mean(0), grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grad_fn", [accumulated, sharpness_aware, clipped])
+def test_any_gradient_function(grad_fn, kind):
+    """The mean over the replicas of what each makes of its part."""
+    mesh, params, data = grid(4, kind), new_params(), batch()
+    each = [grad_fn(params, *(a[i : i + 4] for a in data)) for i in range(0, 16, 4)]
+    expected = jax.tree.map(lambda *xs: sum(xs) / 4, *each)
+    run = jaxcomp.data_parallel(grad_fn, allreduce(), mesh=mesh)
+    params = placed(mesh, params)
+    found, _ = jax.jit(run)(run.init(params), params, *placed(mesh, data, P("data")))
+    close(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "vmap"])
+def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
+    mesh, params, data = grid(4), new_params(), batch()
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.value_and_grad(loss_fn, reducer, has_aux=True)
+    outside = jaxcomp.value_and_grad(loss_fn, reducer, has_aux=True, mesh=mesh)
+    expected, after = jax.jit(outside)(outside.init(params), params, *data)
+    fresh = reducer.init(params)
+    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), data)
+    axes = jaxcomp.state_axes(fresh)
+    stacked = jaxcomp.stack_replicas(fresh, 4)
+
+    def step(state, x, y):
+        ((value, aux), grads), state = run(state, params, x, y)
+        return (value, grads), aux["logits"], state
+
+    if mapping == "shard_map":
+        specs = jaxcomp.state_specs(fresh, "data")
+        mapped = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, P("data"), P("data")),
+            out_specs=(P(), P("data"), specs),
+        )
+        found, logits, state = jax.jit(mapped)(jaxcomp.shard_state(fresh, mesh, "data"), *data)
+    else:
+        make = {"pmap": functools.partial(jax.pmap, devices=jax.devices()[:4]), "vmap": jax.vmap}
+        mapped = make[mapping](
+            step, axis_name="data", in_axes=(axes, 0, 0), out_axes=(None, 0, axes)
+        )
+        found, logits, state = mapped(stacked, *rows)
+        logits = logits.reshape(16, LENGTH, CLASSES)
+    close(found, (expected[0][0], expected[1]))
+    close(logits, expected[0][1]["logits"])
+    close(state, after)
+
+
+def test_a_dynamic_scale_is_taken_out_before_the_reducer():
+    """The residual is in units of the gradient, whatever scale each step had."""
+    mesh, params = grid(4), new_params()
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    fun = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
+
+    def scaled(params, scale, x, y):
+        _, finite, value, grads = scale.value_and_grad(fun)(params, x, y)
+        return (value, {"finite": finite.astype(jnp.float32)}), grads
+
+    run = jaxcomp.data_parallel(scaled, reducer, mesh=mesh, batch_specs=(P(), P("data"), P("data")))
+    plain = jaxcomp.value_and_grad(fun, reducer, mesh=mesh)
+    state, expected_state = run.init(params), plain.init(params)
+    for step, factor in enumerate([32768.0, 32768.0, 4096.0, 65536.0, 1.0]):
+        scale = flax.training.dynamic_scale.DynamicScale(scale=jnp.float32(factor))
+        ((value, aux), grads), state = jax.jit(run)(state, params, scale, *batch(step))
+        expected, expected_state = jax.jit(plain)(expected_state, params, *batch(step))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+            (value, grads),
+            expected,
+        )
+        assert float(aux["finite"]) == 1.0
+
+
+def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
+    """16 micro-batches: temporary memory at most 1.2 times, flops equal."""
+    mesh, width, rows = grid(4), 128, 16 * 4 * 16
+    rng = np.random.default_rng(0)
+    params = placed(
+        mesh, {k: rng.normal(size=(width, width)).astype(np.float32) / 12 for k in "abc"}
+    )
+    x = placed(mesh, rng.normal(size=(rows, width)).astype(np.float32), P("data"))
+    reducer = jaxcomp.powersgd(4, axis_name="data", start_step=0)
+
+    def loss(params, x):
+        for name in "abc":
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def grad_fn(params, x):
+        def one(carry, part):
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, part)), None
+
+        parts = x.reshape(16, -1, width)
+        start = (parts[0, 0, 0] * 0, jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(one, start, parts)
+        return jax.tree.map(lambda t: t / 16, total)
+
+    run = jaxcomp.data_parallel(grad_fn, reducer, mesh=mesh)
+    state = run.init(params)
+    specs = jaxcomp.state_specs(state, "data")
+
+    def by_hand(state, params, x):
+        value, grads = grad_fn(jaxcomp.as_local(params, "data"), x)
+        grads, state = reducer.update(grads, state)
+        return (jax.lax.pmean(value, "data"), grads), state
+
+    hand = jax.shard_map(
+        by_hand, mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=(P(), specs)
+    )
+    ours, theirs = (
+        jax.jit(f, donate_argnums=0).lower(state, params, x).compile() for f in (run, hand)
+    )
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in (ours, theirs)]
+    assert temporary[0] <= 1.2 * temporary[1]
+    assert ours.cost_analysis()["flops"] <= 1.001 * theirs.cost_analysis()["flops"]
+
+
+def test_stacked_layers_are_noticed_once_with_the_line_to_write():
+    mesh = grid(2)
+    layers = {"kernel": jnp.zeros((6, 32, 32)), "bias": jnp.zeros((6, 32))}
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.data_parallel(accumulated, reducer, mesh=mesh)
+    with pytest.warns(UserWarning, match=r"matrix_dims=jaxcomp\.stacked\('blocks'\)") as found:
+        run.init({"blocks": layers, "head": jnp.zeros((32, 8))})
+    assert len(found) == 1
+    # One layer's leaves, and a stack that is compressed layer by layer, are nothing to notice.
+    run.init({"dense": {"kernel": jnp.zeros((32, 32)), "bias": jnp.zeros(32)}})
+    dims = lambda path, leaf: jaxcomp.MatrixDims((0,), (2,), (1,)) if leaf.ndim == 3 else None  # noqa: E731
+    by_layer = jaxcomp.powersgd(2, axis_name="data", start_step=0, matrix_dims=dims)
+    jaxcomp.data_parallel(accumulated, by_layer, mesh=mesh).init({"blocks": layers})
+
+
+def test_a_gradient_function_that_returns_something_else_is_told():
+    mesh, params, data = grid(2), new_params(), batch()
+    run = jaxcomp.data_parallel(lambda p, x, y: loss_fn(p, x, y)[0], allreduce(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"must return \(value, gradients\)"):
+        run(run.init(params), params, *data)
+    for wrong in (allreduce(), None):
+        with pytest.raises(ValueError, match="must be a function, and the second the reducer"):
+            jaxcomp.data_parallel(wrong, loss_fn)
+
+
+def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
+    def total(params, x, y):
+        return loss_fn(params, x, y)[0] * len(x) / 16  # as if divided by a constant
+
+    def dropped(params, x, y, key):
+        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        return loss_fn(params, x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype), y)[0]
+
+    params, data = new_params(), batch()
+    jaxcomp.value_and_grad(loss_fn, allreduce(), has_aux=True).check_mean(params, *data)
+    jaxcomp.value_and_grad(dropped, allreduce()).check_mean(params, *data, jax.random.key(0))
+    with pytest.raises(ValueError, match="divides by a constant"):
+        jaxcomp.value_and_grad(total, allreduce()).check_mean(params, *data)
