@@ -17,7 +17,7 @@ from rounding import rounding
 
 import torch_bridge
 from torch_bridge import CheckpointMismatch, load
-from torch_bridge._convert.params import leaves_from_torch
+from torch_bridge._pairing.pairs import leaves_from_torch
 
 pytestmark = pytest.mark.torch
 

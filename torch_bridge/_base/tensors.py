@@ -1,4 +1,4 @@
-"""Arrays across the frameworks: torch tensors to NumPy and back, bfloat16 and float8 included.
+"""Torch tensors: to NumPy and back, bfloat16 and float8 included, and the names that they have.
 
 PyTorch is imported only when a tensor has to be made; reading one needs no import.
 """
@@ -6,11 +6,14 @@ PyTorch is imported only when a tensor has to be made; reading one needs no impo
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 
 # torch dtype name -> (NumPy dtype of the same bits, the integer view that both sides know)
@@ -19,6 +22,9 @@ _NARROW = {
     "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "uint8"),
     "float8_e5m2": (ml_dtypes.float8_e5m2, "uint8"),
 }
+# What DDP, FSDP and torch.compile put into the names of parameters.
+_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_HEADS = _WORDS | {"module"}
 
 
 def is_tensor(value: Any) -> bool:
@@ -72,3 +78,38 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, np.ndarray):
         return (value.__array_interface__["data"][0], shape, value.strides)
     return None
+
+
+def unwrapped(names: Sequence[str]) -> list[str]:
+    """The names without the wrappers' words that all of them begin with.
+
+    Example:
+      >>> unwrapped(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
+      ['fc.weight', 'fc.bias']
+    """
+    shared = os.path.commonprefix(list(names)).split(".")[:-1]  # noqa: RUF071 (of characters)
+    length = next((k for k, word in enumerate(shared) if word not in _HEADS), len(shared))
+    cut = sum(len(word) + 1 for word in shared[:length])
+    return [name[cut:] for name in names]
+
+
+def clean_names(names: Sequence[str]) -> dict[str, str]:
+    """Each name with what it reads without the wrappers' words, wherever they stand.
+
+    Raises:
+      CheckpointMismatch: Names become one, so that a tensor would be lost; all such are listed.
+    """
+    kept = [".".join(word for word in name.split(".") if word not in _WORDS) for name in names]
+    cleaned = dict(zip(names, unwrapped(kept), strict=True))
+    first = {clean: name for name, clean in reversed(cleaned.items())}
+    if len(first) < len(cleaned):
+        raise CheckpointMismatch(
+            "Names become one without the words of DDP, FSDP and torch.compile. Rename or drop one "
+            "of each two before the conversion.",
+            ambiguous=[
+                f"{first[clean]} and {name}"
+                for name, clean in cleaned.items()
+                if first[clean] != name
+            ],
+        )
+    return cleaned

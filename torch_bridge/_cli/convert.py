@@ -11,12 +11,11 @@ import numpy as np
 from jaxcomp import PowerSGDState
 from torch_bridge._cli.files import read_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
-from torch_bridge._convert.params import refuse_lost_statistics
 from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run
 from torch_bridge._convert.to_torch import assemble, hollow
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, in_collections
-from torch_bridge._pairing.pair import pair
+from torch_bridge._pairing.pair import pair, refuse_lost_statistics
 
 
 def entries(run: FlaxRun) -> dict[str, Any]:

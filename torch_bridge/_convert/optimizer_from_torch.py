@@ -13,12 +13,11 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_entries
-from torch_bridge._convert.params import leaves_from_torch
 from torch_bridge._convert.paused import UnusedState, held, until_gradient
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair, unpaired
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch, unpaired
 
 Path: TypeAlias = tuple[str, ...]
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None

@@ -9,8 +9,7 @@ from typing import Any
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.names import clean_names
-from torch_bridge._base.tensors import shape_of, storage_key, to_numpy
+from torch_bridge._base.tensors import clean_names, shape_of, storage_key, to_numpy
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.dampened_trace import dampened_trace
 from torch_bridge._hook.buckets import BucketLayout
@@ -140,7 +139,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
-    family = _family(group)
+    family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
     if family == "sgd":
         found = "sgd"
     elif family == "adam":
@@ -164,15 +163,11 @@ def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
     return found
 
 
-def _family(group: Mapping[str, Any]) -> str | None:
-    return next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
-
-
 def _refuse_relatives(optimizer: Mapping[str, Any]) -> None:
     """Refuses what has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM."""
     others, kept = set[Any](), set[Any]()
     for group in optimizer["param_groups"]:
-        family = _family(group)
+        family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
         if family is None:
             continue  # refused where the hyperparameters are read
         labels = {key for key, value in group.items() if isinstance(value, str)}

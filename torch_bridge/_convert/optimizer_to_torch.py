@@ -16,11 +16,10 @@ from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.dampened_trace import DampenedTraceState
 from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
 from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
-from torch_bridge._convert.params import tensors_from_flax
 from torch_bridge._convert.paused import UnusedState
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair, unpaired
+from torch_bridge._pairing.pairs import Pair, tensors_from_flax, unpaired
 
 
 def optimizer_to_torch(

@@ -2,83 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Any, Unpack
 
-import numpy as np
-
-from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.names import clean_names
-from torch_bridge._base.tensors import is_tensor, shape_of, to_tensor
+from torch_bridge._base.tensors import is_tensor, to_tensor
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair
-
-
-def leaves_from_torch(
-    pairs: Pairs, tensors: Mapping[str, Any], *, mean: bool = False
-) -> dict[tuple[str, ...], np.ndarray]:
-    """The Flax leaves that a set of torch tensors gives, by path.
-
-    Args:
-      pairs: As `pair` found them.
-      tensors: Name -> tensor, of the shapes of the pairs.
-      mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
-        right for gradients and what is made of them, instead of their sum.
-
-    Raises:
-      CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
-    """
-    missing = sorted({p.torch_name for p in pairs} - tensors.keys())
-    if missing:
-        raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
-    leaves: dict[tuple[str, ...], np.ndarray] = {}
-    for pair in pairs:
-        part = pair.to_flax(tensors[pair.torch_name])
-        if pair.must_be_zero and not mean and np.any(part):
-            raise CheckpointMismatch(
-                f"{pair.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
-                "does not have. Use flax.linen.GRUCell, or set these values to zero in torch."
-            )
-        if mean and pair.terms > 1:
-            part = part / np.asarray(pair.terms, part.dtype)
-        if pair.columns is None and pair.terms == 1:
-            leaves[pair.path] = part
-            continue
-        leaf = leaves.setdefault(pair.path, np.zeros(pair.shape, part.dtype))
-        leaf[(..., slice(*pair.columns)) if pair.columns else ...] += part
-    return leaves
-
-
-def tensors_from_flax(
-    pairs: Pairs, leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
-) -> dict[str, np.ndarray]:
-    """The torch tensors that a set of Flax leaves gives, by name, aliases included.
-
-    Args:
-      pairs: As `pair` found them.
-      leaves: Path -> leaf.
-      mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
-        ``mean=True``. Without it the first one gets the values and the others get zeros.
-    """
-    tensors: dict[str, np.ndarray] = {}
-    for pair in pairs:
-        part = pair.to_torch(pair.take(leaves[pair.path]))
-        if not (pair.carries or mean):
-            part = np.zeros_like(part)
-        if pair.rows is None:
-            tensors[pair.torch_name] = part
-        else:
-            whole = tensors.get(pair.torch_name)
-            if whole is None:
-                whole = tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
-            whole[slice(*pair.rows)] = part
-    for pair in pairs:
-        for alias in pair.aliases:
-            tensors[alias] = tensors[pair.torch_name]
-    return tensors
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for, pairs_of_whole
+from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
 
 
 def params_from_torch(
@@ -105,6 +35,7 @@ def params_from_torch(
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
 
     Example:
+        >>> import numpy as np
         >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
         >>> like = {"fc": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
         >>> params_from_torch(model, like)["fc"]["kernel"].shape
@@ -113,39 +44,6 @@ def params_from_torch(
     model = named(model)
     found = pairs_of_whole(model, like, pairs, options)
     return flatten_tree(like).replace(leaves_from_torch(found, model))
-
-
-def pairs_of_whole(
-    model: Mapping[str, Any], like: Any, pairs: Pairs | None, options: PairOptions
-) -> tuple[Pair, ...]:
-    """`pairs_for` what converts a whole model, and must not leave running statistics behind."""
-    found = pairs_for(model, like, pairs, **options)
-    if pairs is None:
-        refuse_lost_statistics(model, like, options.get("ignore"))
-    return found
-
-
-def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | None) -> None:
-    """Refuse a Flax tree without a place for the running statistics of a torch model.
-
-    Raises:
-      CheckpointMismatch: They would be lost on the way to JAX, or stale on the way back.
-    """
-    if flatten_tree(like).has_statistics:
-        return
-    homeless = [
-        f"{name} {shape_of(model[name])}"
-        for name, clean in clean_names(list(model)).items()
-        if clean.endswith(("running_mean", "running_var"))
-        and not (ignore and re.fullmatch(ignore, clean))
-    ]
-    if homeless:
-        raise CheckpointMismatch(
-            "The Flax tree has no place for running statistics. Pass linen variables with "
-            "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
-            unexpected=homeless,
-            parameters=("ignore",),
-        )
 
 
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:
@@ -167,6 +65,7 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
 
     Example:
+      >>> import numpy as np
       >>> like = {"fc.weight": np.zeros((3, 2))}
       >>> params_to_torch({"fc": {"kernel": np.ones((2, 3))}}, like)["fc.weight"].shape
       (3, 2)

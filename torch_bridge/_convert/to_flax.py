@@ -17,15 +17,15 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, Rates, optimizer_plan
 from torch_bridge._convert.optimizer_groups import steps_taken, trained_names
-from torch_bridge._convert.params import leaves_from_torch, pairs_of_whole
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.source import layout_name
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint, checked
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, pairs_of
+from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
+from torch_bridge._pairing.pairs import leaves_from_torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +177,20 @@ def to_flax(
         (checkpoint.optimizer or {}).clear()
     return FlaxRun(
         params, reducer, state, optimizer, optimizer_state, hook if step is None else step
+    )
+
+
+def checked(checkpoint: Any, name: str = "checkpoint") -> Checkpoint:
+    """The same, if it is a checkpoint.
+
+    Raises:
+      TypeError: It is something else, such as the path of one.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    raise TypeError(
+        f"`{name}` must be a torch_bridge.Checkpoint, got a {type(checkpoint).__name__}. Pass what "
+        "torch_bridge.load returned."
     )
 
 

@@ -21,18 +21,18 @@ from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_from_torch import ParamNames
 from torch_bridge._convert.optimizer_groups import trained_names
 from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
-from torch_bridge._convert.params import pairs_of_whole, params_to_torch
+from torch_bridge._convert.params import params_to_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
-from torch_bridge._convert.to_flax import cut_of_torch
+from torch_bridge._convert.to_flax import checked, cut_of_torch
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint, checked
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import flatten
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, pairs_of
+from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
 from torch_bridge._pairing.pairs import unpaired
 
 _SMALL = 1024  # values; what is smaller may be a step count or a seed

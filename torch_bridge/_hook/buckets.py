@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.names import unwrapped
+from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.entries import (
     BucketEntry,
     FactorSlot,

@@ -118,20 +118,6 @@ class Checkpoint:
         }
 
 
-def checked(checkpoint: Any, name: str = "checkpoint") -> Checkpoint:
-    """The same, if it is a checkpoint.
-
-    Raises:
-      TypeError: It is something else, such as the path of one.
-    """
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    raise TypeError(
-        f"`{name}` must be a torch_bridge.Checkpoint, got a {type(checkpoint).__name__}. Pass what "
-        "torch_bridge.load returned."
-    )
-
-
 def _has_groups(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(isinstance(part, dict) and "param_groups" in part for part in value)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._base.names import unwrapped
 from torch_bridge._base.schema import SchemaError, is_slots, record_from_slots
+from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document

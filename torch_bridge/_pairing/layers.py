@@ -6,13 +6,11 @@ direction of an LSTM. Layers are what `match` brings together.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from torch_bridge._base.names import clean_names
+from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.leaves import Tree
 
 Kind = Literal["weight", "norm", "attention", "recurrent", "array"]
@@ -36,7 +34,6 @@ _SYNONYMS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
     """One layer of either model.
 
@@ -47,50 +44,40 @@ class Layer:
       parts: What it owns: ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
       sep: What joins `segments`: a dot in torch, a slash in Flax.
       share: (k, n) for the k-th of the n equal parts of a packed Linear that a rule takes apart.
+      name: The name as users write it.
+      exact: The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #).
+      words: `exact` in lower case.
+      numbers: The numbers of the name: (3, 1).
+      signature: Kind and shapes.
     """
 
-    segments: tuple[str, ...]
-    kind: Kind
-    parts: Parts
-    sep: str = "."
-    share: tuple[int, int] | None = None
+    def __init__(
+        self,
+        segments: tuple[str, ...],
+        kind: Kind,
+        parts: Parts,
+        sep: str = ".",
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        self.segments, self.kind, self.parts, self.sep, self.share = (
+            segments,
+            kind,
+            parts,
+            sep,
+            share,
+        )
+        self.name = sep.join(segments)
+        pieces = [piece for s in segments for piece in re.findall(r"\d+|[^\W\d_]+", s)]
+        self.exact = tuple("#" if piece.isdigit() else piece for piece in pieces)
+        self.words = tuple(piece.lower() for piece in self.exact)
+        self.numbers = tuple(int(piece) for piece in pieces if piece.isdigit())
+        self.signature = kind, frozenset((key, shape) for key, (_, shape) in parts.items())
 
-    @functools.cached_property
-    def name(self) -> str:
-        """The name as users write it."""
-        return self.sep.join(self.segments)
-
-    @functools.cached_property
-    def _pieces(self) -> list[str]:
-        return [piece for s in self.segments for piece in re.findall(r"\d+|[^\W\d_]+", s)]
-
-    @functools.cached_property
-    def exact(self) -> tuple[str, ...]:
-        """The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #)."""
-        return tuple("#" if piece.isdigit() else piece for piece in self._pieces)
-
-    @functools.cached_property
-    def words(self) -> tuple[str, ...]:
-        """`exact` in lower case."""
-        return tuple(piece.lower() for piece in self.exact)
-
-    @functools.cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of the name: (3, 1)."""
-        return tuple(int(piece) for piece in self._pieces if piece.isdigit())
-
-    @functools.cached_property
+    @property
     def plain(self) -> frozenset[str]:
         """The segments as both sides write them: ``q_proj`` is query."""
         found = (re.findall(r"[^\W\d_]+", segment.lower()) for segment in self.segments)
-        return frozenset(
-            "".join(_SYNONYMS.get(str(w), str(w)) for w in words) for words in found
-        ) - {""}
-
-    @functools.cached_property
-    def signature(self) -> tuple[Kind, frozenset[tuple[str, Shape]]]:
-        """Kind and shapes."""
-        return self.kind, frozenset((key, shape) for key, (_, shape) in self.parts.items())
+        return frozenset("".join(_SYNONYMS.get(str(w), str(w)) for w in ws) for ws in found) - {""}
 
     def shape(self, part: str) -> Shape:
         """Of one part; () if it is not there."""

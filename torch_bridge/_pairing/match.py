@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch_bridge._base.names import clean_names
+from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.build import Build, Hints, dense_cut, orientation
-from torch_bridge._pairing.layers import Layer, Shape
+from torch_bridge._pairing.layers import Kind, Layer, Shape
 from torch_bridge._pairing.options import Options
 
 _EMBEDDING_WORDS = frozenset(
@@ -251,7 +251,7 @@ def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
     segments = layer.segments if key in ("", "weight") else (*layer.segments, key)
     path = (*target.segments, leaf) if leaf else target.segments
     tensor, place = ("weight", "kernel") if kernel else ("", "")
-    kind = "weight" if kernel else "array"
+    kind: Kind = "weight" if kernel else "array"
     return (
         Layer(segments, kind, {tensor: layer.parts[key]}),
         Layer(path, kind, {place: target.parts[leaf]}, "/"),

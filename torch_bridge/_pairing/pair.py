@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.names import clean_names
-from torch_bridge._base.tensors import is_tensor, shape_of, storage_key, to_numpy
+from torch_bridge._base.tensors import clean_names, is_tensor, shape_of, storage_key, to_numpy
 from torch_bridge._pairing.layers import flax_layers, torch_layers
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
@@ -124,6 +123,39 @@ def pairs_for(
             "these to torch_bridge.pair."
         )
     return pairs_of(flatten_tree(like), pairs)
+
+
+def pairs_of_whole(
+    model: Mapping[str, Any], like: Any, pairs: Pairs | None, options: PairOptions
+) -> tuple[Pair, ...]:
+    """`pairs_for` what converts a whole model, and must not leave running statistics behind."""
+    found = pairs_for(model, like, pairs, **options)
+    if pairs is None:
+        refuse_lost_statistics(model, like, options.get("ignore"))
+    return found
+
+
+def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | None) -> None:
+    """Refuse a Flax tree without a place for the running statistics of a torch model.
+
+    Raises:
+      CheckpointMismatch: They would be lost on the way to JAX, or stale on the way back.
+    """
+    if flatten_tree(like).has_statistics:
+        return
+    homeless = [
+        f"{name} {shape_of(model[name])}"
+        for name, clean in clean_names(list(model)).items()
+        if clean.endswith(("running_mean", "running_var"))
+        and not (ignore and re.fullmatch(ignore, clean))
+    ]
+    if homeless:
+        raise CheckpointMismatch(
+            "The Flax tree has no place for running statistics. Pass linen variables with "
+            "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
+            unexpected=homeless,
+            parameters=("ignore",),
+        )
 
 
 def pairs_of(tree: Tree, pairs: Pairs) -> tuple[Pair, ...]:

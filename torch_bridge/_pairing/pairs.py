@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -221,3 +221,67 @@ def unpaired(names: Iterable[str], pairs: Sequence[Pair]) -> list[str]:
     """Those of the tensors that go to no leaf under any of their names."""
     found = {name for p in pairs for name in (p.torch_name, *p.aliases)}
     return [name for name in names if name not in found]
+
+
+def leaves_from_torch(
+    pairs: Sequence[Pair], tensors: Mapping[str, Any], *, mean: bool = False
+) -> dict[tuple[str, ...], np.ndarray]:
+    """The Flax leaves that a set of torch tensors gives, by path.
+
+    Args:
+      pairs: As `pair` found them.
+      tensors: Name -> tensor, of the shapes of the pairs.
+      mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
+        right for gradients and what is made of them, instead of their sum.
+
+    Raises:
+      CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
+    """
+    missing = sorted({p.torch_name for p in pairs} - tensors.keys())
+    if missing:
+        raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    for pair in pairs:
+        part = pair.to_flax(tensors[pair.torch_name])
+        if pair.must_be_zero and not mean and np.any(part):
+            raise CheckpointMismatch(
+                f"{pair.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
+                "does not have. Use flax.linen.GRUCell, or set these values to zero in torch."
+            )
+        if mean and pair.terms > 1:
+            part = part / np.asarray(pair.terms, part.dtype)
+        if pair.columns is None and pair.terms == 1:
+            leaves[pair.path] = part
+            continue
+        leaf = leaves.setdefault(pair.path, np.zeros(pair.shape, part.dtype))
+        leaf[(..., slice(*pair.columns)) if pair.columns else ...] += part
+    return leaves
+
+
+def tensors_from_flax(
+    pairs: Sequence[Pair], leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
+) -> dict[str, np.ndarray]:
+    """The torch tensors that a set of Flax leaves gives, by name, aliases included.
+
+    Args:
+      pairs: As `pair` found them.
+      leaves: Path -> leaf.
+      mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
+        ``mean=True``. Without it the first one gets the values and the others get zeros.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for pair in pairs:
+        part = pair.to_torch(pair.take(leaves[pair.path]))
+        if not (pair.carries or mean):
+            part = np.zeros_like(part)
+        if pair.rows is None:
+            tensors[pair.torch_name] = part
+        else:
+            whole = tensors.get(pair.torch_name)
+            if whole is None:
+                whole = tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
+            whole[slice(*pair.rows)] = part
+    for pair in pairs:
+        for alias in pair.aliases:
+            tensors[alias] = tensors[pair.torch_name]
+    return tensors

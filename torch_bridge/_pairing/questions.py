@@ -30,10 +30,11 @@ _IMAGE = 4  # channels, at most
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Values (or channels) that a layer reads and gives; 0 where that does not matter."""
+    """Values that a layer reads as a vector, and values or channels that it gives; 0 for none."""
 
     reads: int
     gives: int
+    channels: int = 0  # that a convolution reads
     axes: int = 0  # of space, of a convolution
     matrix: bool = False
 
@@ -59,7 +60,7 @@ class Questions:
         self._follows = self._norms_beside()
         self._asked_of = {"flatten": self._flattened(), "unflatten": self._unflattened()}
         self._either: list[Layer] = []  # Conv or ConvTranspose
-        self._square = [layer for layer in partners if self._is_square(layer)]
+        self._square = {layer: None for layer in partners if self._storage(layer) == "both"}
 
     @property
     def idle(self) -> list[str]:
@@ -99,7 +100,9 @@ class Questions:
             flatten=self._answer("flatten", layer),
             unflatten=self._answer("unflatten", layer),
             transposed=self._is_transposed(layer, target),
-            straight=self._is_straight(layer, target),
+            straight=re.fullmatch(self.options.conv1d or "", layer.name) is not None
+            if layer in self._square
+            else self._storage(layer) == "straight",
         )
         built = Build(layer, target, hints)
         for option in SHAPES:
@@ -140,13 +143,10 @@ class Questions:
             gives, reads, *space = shape
             if orientation(shape, kernel) == "transposed":
                 gives, reads = reads, gives
-            return _Sizes(reads, gives, len(space))
+            return _Sizes(0, gives, reads, len(space))
         order = 1 if storage(shape, kernel) == "straight" else -1
         n_in, n_out = shape[0::1][::order] if len(shape) == 2 else (0, 0)
         return _Sizes(n_in, n_out // layer.share[1] if layer.share else n_out, matrix=True)
-
-    def _reads_vector(self, layer: Layer) -> bool:
-        return layer in self._sizes and not self._sizes[layer].axes and self._sizes[layer].reads > 0
 
     def _norms_beside(self) -> dict[Layer, tuple[str, Layer]]:
         """Norms of as many values as the layer behind them reads, or the matrix before gives."""
@@ -162,7 +162,7 @@ class Questions:
                 if before is not None and last is not None and _values(norm) == last.gives:
                     if last.matrix:
                         follows[norm] = ("unflatten", before)
-                elif self._reads_vector(layer) and _values(norm) == self._sizes[layer].reads:
+                elif layer in self._sizes and _values(norm) == self._sizes[layer].reads:
                     follows[norm] = ("flatten", layer)
             before, behind = layer, []
         return follows
@@ -183,7 +183,7 @@ class Questions:
             size = self._sizes.get(layer)
             if size is not None and size.axes:
                 convs.append(layer)
-            elif size is not None and self._reads_vector(layer):
+            elif size is not None and size.reads:
                 known = size.reads in given and (not direct or alike[layer.words] > 1)
                 if size.reads in widths:
                     asked[layer] = widths[size.reads]
@@ -221,7 +221,7 @@ class Questions:
         others = {s.gives for o, s in self._sizes.items() if o is not layer and not s.axes}
         if not size.matrix or not later or size.reads in others:
             return None
-        if later[0][1].reads > _IMAGE and size.gives % later[0][1].reads == 0:
+        if later[0][1].channels > _IMAGE and size.gives % later[0][1].channels == 0:
             return None  # it feeds them
         for conv, of in reversed(later):
             if of.gives > 1 and size.reads % of.gives == 0:
@@ -270,7 +270,7 @@ class Questions:
         for layer in reversed(self.layers):
             size, next_ = self._sizes.get(layer), self._sizes.get(after) if after else None
             if size and size.matrix and after and next_ and next_.axes:
-                channels, width = next_.reads, size.gives
+                channels, width = next_.channels, size.gives
                 fits = width % channels == 0 and width > channels > _IMAGE
                 if width not in later and fits:
                     shape = _shape_of(channels, next_.axes, width)
@@ -281,28 +281,20 @@ class Questions:
                             "channels: say {0} if they become a map, {1} if they do not"
                         ),
                     )
-            if self._reads_vector(layer):
-                later.add(self._sizes[layer].reads)
+            later |= {size.reads} if size and size.reads else set()
             after = after if _is_vector(layer) else layer
         blocks = collections.Counter(layer.words for layer in found)
         return {layer: asked for layer, asked in found.items() if blocks[layer.words] == 1}
 
     # --- orientation ----------------------------------------------------------------------------
 
-    def _is_square(self, layer: Layer) -> bool:
+    def _storage(self, layer: Layer) -> str:
+        """How its matrix is stored; ``none`` for no matrix, or one that can be but (out, in)."""
         shape, kernel = layer.shape("weight"), self.partners[layer].shape("kernel")
         if len(shape) != 2 or not kernel or layer.share or math.prod(shape) <= 1:
-            return False
-        own = layer.parts["weight"][0] in self._of_torch
-        return not own and storage(shape, kernel) == "both"
-
-    def _is_straight(self, layer: Layer, target: Layer) -> bool:
-        shape, kernel = layer.shape("weight"), target.shape("kernel")
-        if len(shape) != 2 or not kernel or layer.share:
-            return False
-        if self._is_square(layer):
-            return re.fullmatch(self.options.conv1d or "", layer.name) is not None
-        return storage(shape, kernel) == "straight"
+            return "none"
+        found = storage(shape, kernel)
+        return "none" if layer.parts["weight"][0] in self._of_torch and found == "both" else found
 
     def _is_transposed(self, layer: Layer, target: Layer) -> bool:
         shape, kernel = layer.shape("weight"), target.shape("kernel")
