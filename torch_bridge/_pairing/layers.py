@@ -59,13 +59,8 @@ class Layer:
         sep: str = ".",
         share: tuple[int, int] | None = None,
     ) -> None:
-        self.segments, self.kind, self.parts, self.sep, self.share = (
-            segments,
-            kind,
-            parts,
-            sep,
-            share,
-        )
+        self.segments, self.parts, self.sep, self.share = segments, parts, sep, share
+        self.kind: Kind = kind
         self.name = sep.join(segments)
         pieces = [piece for s in segments for piece in re.findall(r"\d+|[^\W\d_]+", s)]
         self.exact = tuple("#" if piece.isdigit() else piece for piece in pieces)
