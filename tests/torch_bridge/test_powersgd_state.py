@@ -185,7 +185,9 @@ def test_the_complete_file_is_readable_with_weights_only(run):
         np.testing.assert_array_equal(one.rng.key, other.rng.key)
     assert complete.layout == BucketLayout.from_json((run / "layout.json").read_text())
     assert complete.extra == {"epoch": 3}
-    assert complete.optimizer["param_groups"][0]["momentum"] == 0.9
+    (group,) = complete.optimizer["param_groups"]
+    assert group["momentum"] == 0.9
+    assert group["param_names"] == [n for n, _ in ddp_worker.Feed().named_parameters()]
     assert list(complete.model) == list(ddp_worker.Feed().state_dict())
 
 
