@@ -12,13 +12,15 @@ from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._local.sync import average
+from jaxcomp._lowrank.plans import stacked
 from jaxcomp._mesh.axes import as_local
+from jaxcomp._reducers.acp_sgd import ACPSGDState, acp_sgd
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd
-from jaxcomp._reducers.contract import Reducer, Reduction, Transformation
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState, error_feedback
 from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
-from jaxcomp._reducers.quantized import QuantizedState, quantized_allreduce
+from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._reducers.reducer import Reducer, Reduction, Transformation
 from jaxcomp._reducers.switch_at import SwitchState, switch_at
 from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.consolidate import consolidate
@@ -34,6 +36,7 @@ from jaxcomp._wire.check import check
 from jaxcomp._wire.collectives import Collective, collectives
 
 __all__ = [
+    "ACPSGDState",
     "Advice",
     "Calibration",
     "Collective",
@@ -46,7 +49,6 @@ __all__ = [
     "MatrixDims",
     "PowerSGDState",
     "Prediction",
-    "QuantizedState",
     "Ranks",
     "Reducer",
     "Reduction",
@@ -55,6 +57,7 @@ __all__ = [
     "SwitchState",
     "Transformation",
     "accumulate",
+    "acp_sgd",
     "adapt_state",
     "advise",
     "allreduce",
@@ -79,6 +82,7 @@ __all__ = [
     "shard_state",
     "sharded_indices",
     "stack_replicas",
+    "stacked",
     "state_axes",
     "state_specs",
     "switch_at",

@@ -10,10 +10,10 @@ from typing import Any
 from jaxcomp._adviser.units import format_bandwidth, format_bytes, format_time
 from jaxcomp._base.typing import AxisName, MatrixDimsFn
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.contract import Transformation
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._reducers.reducer import Transformation
 
 _WIDTH = 96
 _HEADER = ("strategy", "step", "communication", "compression", "bytes a step", "fewer", "speedup",

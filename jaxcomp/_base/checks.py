@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ParameterError(ValueError):
@@ -125,3 +131,43 @@ def _static_hint(name: str, value: Any) -> str:
         f" It decides the shape of the program: with optax.inject_hyperparams pass it as a static "
         f"argument, static_args=({name!r}, ...)."
     )
+
+
+# What arguments are called in torch's PowerSGDState, and here.
+_TORCH_NAMES = {
+    "matrix_approximation_rank": "it is `rank` here",
+    "start_powerSGD_iter": "it is `start_step` here",
+    "use_error_feedback": "it is `error_feedback` here",
+    "orthogonalization_epsilon": "it is `eps` here",
+    "random_seed": "it is `seed` here",
+    "process_group": "`axis_name` says here which replicas take part",
+    "batch_tensors_with_same_shape": "small leaves of one shape are always taken together here",
+    "compression_stats_logging_frequency": "call its bytes(params) for the figures",
+}
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names of arguments that a function has not, and says what torch's are called here.
+
+    Raises:
+      TypeError: Naming the first.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"it has {', '.join(known)}"
+            hint = _TORCH_NAMES.get(name, hint)
+            raise TypeError(f"{function} has no argument {name}: {hint}.".replace("?.", "?"))
+
+
+def names_checked(function: F) -> F:
+    """`function`, which answers misspelt arguments and torch's names as `check_names` does."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_names(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return cast(F, checked)

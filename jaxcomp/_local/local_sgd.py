@@ -23,7 +23,7 @@ from jaxcomp._local.sync import AverageInnerState, Part, Sync, average, check_sy
 from jaxcomp._mesh.axes import as_local, switch
 from jaxcomp._mesh.per_replica import takes_rows, this_replica
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.contract import Transformation, bytes_of, call_text, reducible
+from jaxcomp._reducers.reducer import Transformation, bytes_of, call_text, check_gradients
 
 
 def local_sgd(
@@ -153,7 +153,7 @@ class _LocalSGD:
                 "tx.update(grads, state, params)."
             )
         axis_name, start = self.sync.axis_name, self.periods.start_step
-        reducible(updates, axis_name)
+        check_gradients(updates, axis_name)
         floating = make_fragments(params, 1)
         given = {} if weight is None else {"weight": weight}
         gradients, reducer = self._gradients(updates, state, floating, given)

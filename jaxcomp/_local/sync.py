@@ -17,10 +17,10 @@ from jaxcomp._base.stats import LeafStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.sent import exact_leaves
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
-from jaxcomp._mesh.weights import as_weight, weighted_mean_each
+from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._mesh.weights import share_of_mean, weighted
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.contract import bytes_of
-from jaxcomp._reducers.opening import all_finite
+from jaxcomp._reducers.reducer import all_finite, bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -85,10 +85,12 @@ def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, A
             positions.append(i)
     stored = [jnp.asarray(leaves[i]) for i in positions]
     wide = as_local([x.astype(compute_dtype(x.dtype)) for x in stored], axis_name)
-    reduced, known = weighted_mean_each(wide, as_weight(weight, axis_name), axis_name)
-    for i, x, mean in zip(positions, stored, reduced.means, strict=True):
+    counted = None
+    if weight is not None:
+        share, mean_weight = share_of_mean(weight, axis_name)
+        wide, counted = weighted(wide, share), mean_weight != 0
+    for i, x, mean in zip(positions, stored, mean_each(wide, axis_name), strict=True):
         leaves[i] = mean.astype(x.dtype)
-    counted = None if known is None or known.mean is None else known.mean != 0
     return treedef.unflatten(leaves), counted
 
 

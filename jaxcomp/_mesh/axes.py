@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -46,8 +45,8 @@ def other_axes(kind: AxisType | None = None) -> tuple[str, ...]:
     )
 
 
-def spread(xs: list[Array], thin: int) -> list[Array]:
-    """The first `thin` arrays laid out over the automatic axes, where there are any.
+def spread(xs: list[Array], factors: int) -> list[Array]:
+    """The first arrays, `factors` in number, laid out over the automatic axes.
 
     The compiler would copy a factor to every device that needs it and then let each of them send
     all of it.
@@ -66,18 +65,16 @@ def spread(xs: list[Array], thin: int) -> list[Array]:
         x = lax.with_sharding_constraint(x, PartitionSpec())
         return lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
-    return [lay_out(x) if i < thin else x for i, x in enumerate(xs)] if axes else xs
+    return [lay_out(x) if i < factors else x for i, x in enumerate(xs)]
 
 
-def gathered(xs: list[Array], thin: int) -> list[Array]:
-    """The first `thin` arrays whole on every device.
+def gathered(xs: list[Array], factors: int) -> list[Array]:
+    """The first arrays, `factors` in number, whole on every device.
 
     Left in the layout of `spread`, they would move the weights that are made from them into it.
     """
-    if not other_axes(AxisType.Auto):
-        return xs
-    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:thin]]
-    return [*whole, *xs[thin:]]
+    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:factors]]
+    return [*whole, *xs[factors:]]
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
@@ -243,13 +240,3 @@ def check_local(gradients: PyTree, axis_name: AxisName) -> None:
                 f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
                 f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
             )
-
-
-@functools.cache
-def compiler_found() -> bool:
-    """Whether a plugin for NVIDIA GPUs is installed; without, their forms need not be traced."""
-    try:
-        names = ("xla_cuda12", "xla_cuda13")
-        return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
-    except ModuleNotFoundError:
-        return False

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxcomp._base.leaves import round_to, wider
 from jaxcomp._base.typing import Array, AxisName
@@ -57,8 +58,7 @@ def reduce_mean(
     axis_name: AxisName,
     wire_dtype: Any,
     *,
-    thin: int = 0,
-    zeroed_whole: bool = False,
+    factors: int = 0,
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
@@ -74,11 +74,8 @@ def reduce_mean(
       wire_dtype: What goes on the wire. Where it is narrower than an array, or float16, the values
         are divided by the number of replicas before they are rounded: a sum of float16 overflows
         where their mean does not.
-      thin: How many of the first parts are factors, small beside the weights that they stand for.
-        Beside automatic axes each device sends its share of them, and gathers the means.
-      zeroed_whole: Put zeros in the place of means that are not all finite, and divide by the
-        number of replicas, before the parts are taken from the vector. They stay nothing but slices
-        of it; otherwise XLA would write each quotient first, in a kernel of its own.
+      factors: How many of the first parts are factors, small compared with the weights that they
+        stand for. Beside automatic axes each device sends its share of them, and gathers the means.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,13 +95,12 @@ def reduce_mean(
         _reduce_groups,
         axis_name=axis_name,
         wire_dtype=jnp.dtype(wire_dtype),
-        thin=thin,
-        zeroed_whole=zeroed_whole,
+        factors=factors,
     )
     if other_axes():
         return reduce(parts, groups=[[i] for i in range(len(parts))])
     on_cpu = _groups(parts, size * _OWN_OPERAND_BYTES)
-    elsewhere = _groups(parts, _OWN_OPERAND_BYTES_ON_GPU, thin)
+    elsewhere = _groups(parts, _OWN_OPERAND_BYTES_ON_GPU, factors)
     if on_cpu == elsewhere:
         return reduce(parts, groups=on_cpu)
     return lax.platform_dependent(
@@ -114,12 +110,13 @@ def reduce_mean(
     )
 
 
-def _groups(parts: Sequence[Array], large: int, thin: int = 0) -> list[list[int]]:
+def _groups(parts: Sequence[Array], large: int, factors: int = 0) -> list[list[int]]:
     """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one.
 
-    The first `thin` of the parts are never alone.
+    The first `factors` of the parts are never alone.
     """
-    sizes = [0] * thin + [part.size * part.dtype.itemsize for part in parts[thin:]]
+    others = parts[factors:]
+    sizes = [0] * factors + [part.size * part.dtype.itemsize for part in others]
     own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
     own = sorted(own[:_MOST_OPERANDS])
     rest = [i for i in range(len(parts)) if i not in set(own)]
@@ -132,8 +129,7 @@ def _reduce_groups(
     groups: list[list[int]],
     axis_name: AxisName,
     wire_dtype: Any,
-    thin: int,
-    zeroed_whole: bool,
+    factors: int,
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
     size = axis_size(axis_name)
@@ -145,8 +141,9 @@ def _reduce_groups(
     if not exact:
         values = [round_to(value / size, wire_dtype) for value in values]
     summed = _psum if exact else functools.partial(_psum_narrow, wire_dtype=wire_dtype)
-    totals = summed(spread(values, thin), axis_name)
-    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:thin]):
+    automatic = other_axes(AxisType.Auto)
+    totals = summed(spread(values, factors) if automatic else values, axis_name)
+    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
         totals, values = (
             [lax.optimization_barrier(x.astype(dtype)) for x in xs] for xs in (totals, values)
@@ -163,18 +160,36 @@ def _reduce_groups(
         }
         return [each[i] for i in range(len(parts))]
 
-    if zeroed_whole:
-        totals = [jnp.where(finite, total / size if exact else total, 0) for total in totals]
     means, sent = unpacked(totals), parts
-    if exact and not zeroed_whole:
+    if exact:
         means = [x / size for x in means]
-    if not exact:
+    else:
         sent = [x * size for x in unpacked(values)]
     means, sent = (
         [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
-        for xs in (gathered(means, thin), sent)
+        for xs in (gathered(means, factors) if automatic else means, sent)
     )
     return Reduced(means, sent, finite)
+
+
+def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
+    """Averages each array in its own dtype: one all-reduce for every dtype among them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def mean(x):
+      ...     return extend.mean_each([x, x.astype(jnp.bfloat16)], "data")
+      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
+      [[2.0, 2.0], [2.0, 2.0]]
+    """
+    means = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
+        for i, mean in zip(chosen, reduced.means, strict=True):
+            means[i] = mean
+    return means
 
 
 def replica_index(axis_name: AxisName) -> Array:

@@ -136,8 +136,10 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
       state: Any tree that holds states.
       fresh: Makes a state without rows, to compare with where there is no owner.
     """
-    if owners := owners_of(state):
-        return any(np.ndim(owner) for owner in owners.values())
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    owners = [x for path, x in leaves if getattr((path or (None,))[-1], "name", None) == "owner"]
+    if owners or not leaves:
+        return any(np.ndim(owner) for owner in owners)
     local: list[int] = []
     map_leaves(lambda path, leaf, own: local.append(np.ndim(leaf)) if own else None, state)
     if not local or fresh is None:
@@ -149,8 +151,23 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
 
 
 def without_row(state: PyTree) -> PyTree:
-    """Inside a function mapped over the replicas: this replica's own values without their axis."""
-    return map_leaves(lambda path, leaf, local: leaf[0] if local else leaf, state)
+    """Inside a function mapped over the replicas: this replica's own values without their axis.
+
+    Raises:
+      ValueError: If a leaf has the rows of several replicas.
+    """
+
+    def only(path: KeyPath, leaf: Any, local: bool) -> Any:
+        if local and leaf.shape[0] != 1:
+            raise ValueError(
+                f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} replicas "
+                "where one is at work. Map the state over them: place it with jaxcomp.shard_state "
+                "and give jax.shard_map jaxcomp.state_specs(state, axis_name), or give jax.vmap "
+                "and jax.pmap in_axes=jaxcomp.state_axes(state)."
+            )
+        return leaf.reshape(leaf.shape[1:]) if local else leaf
+
+    return map_leaves(only, state)
 
 
 def with_row(state: PyTree) -> PyTree:

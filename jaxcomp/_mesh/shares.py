@@ -9,7 +9,6 @@ the wire would overflow; here none is taken.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
 
 _SCALE_BYTES = 4
 # Arrays of more values are not worth a copy to be treated together.
-LARGE = 1 << 19
+_LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
@@ -77,9 +76,9 @@ class BlockLayout:
         """The inverse of `cut`."""
         return blocks.reshape(-1)[: self.size].reshape(like.shape)
 
-    def encode(self, blocks: Array, key: Array | None) -> Array:
-        """Blocks ``(n, blocks, length)`` as ``(n, row_bytes)`` int8; rounded at random by a key."""
-        integers, scales = _quantize(blocks, self.levels, key)
+    def encode(self, blocks: Array) -> Array:
+        """Blocks ``(n, blocks, length)`` as ``(n, row_bytes)`` int8, rounded to nearest."""
+        integers, scales = _quantize(blocks, self.levels)
         if self.bits == 6:
             integers = _packed(integers.reshape(integers.shape[0], -1))
         return _rows([integers, lax.bitcast_convert_type(scales, jnp.int8)], self.row_bytes)
@@ -129,9 +128,8 @@ class ExactLayout:
         """The inverse of `cut`."""
         return shares.reshape(-1)[: self.size].reshape(like.shape)
 
-    def encode(self, shares: Array, key: Array | None) -> Array:
+    def encode(self, shares: Array) -> Array:
         """Shares ``(n, length)`` as ``(n, row_bytes)`` int8."""
-        del key
         bits = lax.bitcast_convert_type(shares.astype(self.dtype), jnp.int8)
         return _rows([bits], self.row_bytes)
 
@@ -149,7 +147,7 @@ def mean_by_shares(
     parts: Sequence[Array],
     layouts: Sequence[Layout],
     axis_name: AxisName,
-    key: Array | None = None,
+    stacks: Collection[int] = (),
 ) -> Reduced:
     """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
 
@@ -157,7 +155,8 @@ def mean_by_shares(
       parts: Arrays of any shapes, float32 or wider; means and sent have the same.
       layouts: How each of them travels.
       axis_name: The mapped axis or axes.
-      key: Rounds at random; None rounds to nearest.
+      stacks: Positions of parts that are many arrays each, along their first axis. Such a part has
+        the layout of one of them: they travel as they would in parts of their own.
 
     Returns:
       The means, what this replica sent of them, and whether all means are finite. A value that is
@@ -172,32 +171,16 @@ def mean_by_shares(
       >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, -2.0], [3.0, -2.0]]))[0].tolist()
       [2.0, -2.0]
     """
-    return mean_of_stacks(parts, layouts, (), axis_name, key)
-
-
-def mean_of_stacks(
-    parts: Sequence[Array],
-    layouts: Sequence[Layout],
-    stacks: Collection[int],
-    axis_name: AxisName,
-    key: Array | None = None,
-) -> Reduced:
-    """`mean_by_shares`, where the parts at the positions `stacks` are many arrays each.
-
-    Such a part has them along its first axis. Its layout is that of one of them: they travel, and
-    are rounded at random, as they would in parts of their own.
-    """
     replicas = axis_size(axis_name)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
-    keys = (None, None) if key is None else jax.random.split(key)
     groups = _groups(parts, layouts, stacks)
-    wire = _encode([_cut(group, parts) for group in groups], groups, keys[0])
+    wire = _encode([_cut(group, parts) for group in groups], groups)
     received = _decode(exchange(wire, axis_name), groups)
     means = [jax.vmap(_mean_of_rows)(x) for x in received]
-    second = _encode(means, groups, keys[1])
+    second = _encode(means, groups)
     outputs = _decode(gather(second[0], axis_name), groups)
 
     # The second rounding of a share is known only to the replica that summed it. There it counts as
@@ -222,25 +205,25 @@ class _Group(NamedTuple):
 
     positions: list[int]
     numbers: list[int | None]  # how many arrays each part is; None: one, without an axis for it
-    seeds: list[int]  # of each array, unlike those of all other groups
     layout: Layout
     dtype: Any
+
+    @property
+    def number(self) -> int:
+        """Of all its arrays."""
+        return sum(1 if number is None else number for number in self.numbers)
 
 
 def _groups(
     parts: Sequence[Array], layouts: Sequence[Layout], stacks: Collection[int]
 ) -> list[_Group]:
     found: dict[Any, _Group] = {}
-    seed = 0
     for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
         number, shape = (part.shape[0], part.shape[1:]) if i in stacks else (None, part.shape)
-        key = layout, shape, part.dtype, i if part.size > LARGE else None
-        group = found.setdefault(key, _Group([], [], [], layout, part.dtype))
+        key = layout, shape, part.dtype, i if part.size > _LARGE else None
+        group = found.setdefault(key, _Group([], [], layout, part.dtype))
         group.positions.append(i)
         group.numbers.append(number)
-        end = seed + (1 if number is None else number)
-        group.seeds.extend(range(seed, end))
-        seed = end
     return list(found.values())
 
 
@@ -254,17 +237,12 @@ def _cut(group: _Group, parts: Sequence[Array]) -> Array:
     return jax.vmap(group.layout.cut)(together)
 
 
-def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None) -> Array:
+def _encode(values: Sequence[Array], groups: Sequence[_Group]) -> Array:
     """The rows of all groups side by side."""
     rows = []
     for group, x in zip(groups, values, strict=True):
-        encode = group.layout.encode
-        if key is None:
-            encoded = jax.vmap(lambda y, encode=encode: encode(y, None))(x)
-        else:
-            own = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(group.seeds))
-            encoded = jax.vmap(encode)(x, own)
-        width = len(group.seeds) * group.layout.row_bytes
+        encoded = jax.vmap(group.layout.encode)(x)
+        width = group.number * group.layout.row_bytes
         rows.append(encoded.swapaxes(0, 1).reshape(encoded.shape[1], width))
     return jnp.concatenate(rows, axis=1)
 
@@ -272,7 +250,7 @@ def _encode(values: Sequence[Array], groups: Sequence[_Group], key: Array | None
 def _decode(rows: Array, groups: Sequence[_Group]) -> list[Array]:
     values, start = [], 0
     for group in groups:
-        number, width = len(group.seeds), group.layout.row_bytes
+        number, width = group.number, group.layout.row_bytes
         own = rows[:, start : start + number * width]
         own = own.reshape(rows.shape[0], number, width).swapaxes(0, 1)
         values.append(jax.vmap(lambda x, g=group: g.layout.decode(x, g.dtype))(own))
@@ -306,7 +284,7 @@ def _mean_of_rows(x: Array) -> Array:
     return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
 
 
-def _quantize(x: Array, levels: int, key: Array | None) -> tuple[Array, Array]:
+def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     """Integers up to `levels` in the shape of `x`, and a float32 scale for each of its last axes.
 
     A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
@@ -319,11 +297,7 @@ def _quantize(x: Array, levels: int, key: Array | None) -> tuple[Array, Array]:
     finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
     usable = scale >= jnp.finfo(jnp.float32).tiny
     scaled = x / jnp.where(usable, scale, 1).astype(x.dtype)
-    if key is None:
-        rounded = jnp.round(scaled)
-    else:
-        rounded = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
-    integers = jnp.where(usable, jnp.clip(rounded, -levels, levels), 0).astype(jnp.int8)
+    integers = jnp.where(usable, jnp.clip(jnp.round(scaled), -levels, levels), 0).astype(jnp.int8)
     return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
 
 

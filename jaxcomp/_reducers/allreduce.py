@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import optax
@@ -13,25 +12,29 @@ from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.per_replica import of_reducer
-from jaxcomp._mesh.weights import weighted_mean, weighted_mean_each
-from jaxcomp._reducers.contract import (
+from jaxcomp._mesh.weights import weighted_gradients
+from jaxcomp._reducers.reducer import (
     Reducer,
     Reduction,
     all_finite,
     call_text,
+    floating_leaves,
+    with_leaves,
 )
-from jaxcomp._reducers.opening import check_reduce_first, open_step, other_state
+from jaxcomp._reducers.states import other_state
 
 
 def allreduce(
     *,
     axis_name: AxisName,
     comm_dtype: DType | None = None,
-    reduce_first: AxisName | None = None,
 ) -> Reducer:
     r"""Averages gradients over the replicas in one all-reduce.
 
     .. math:: \bar g = \frac{1}{W} \sum_{w=1}^{W} g_w
+
+    In front of a reducer along a slow axis, it averages along a fast one: ``optax.chain(
+    allreduce(axis_name="fast"), powersgd(axis_name="slow"))``.
 
     torch's default hook, and with `comm_dtype` its ``fp16_compress_hook`` / ``bf16_compress_hook``.
 
@@ -39,8 +42,6 @@ def allreduce(
       axis_name: The mapped axis (or axes) along which the replicas lie.
       comm_dtype: What goes on the wire: None for the gradients' own dtype (one all-reduce for each
         dtype present), or bfloat16, float16, float32.
-      reduce_first: A fast axis (or axes) over which gradients are averaged beforehand in their own
-        dtype, so that `comm_dtype` concerns the slow `axis_name` only.
 
     Returns:
       A stateless transformation from local gradients to their mean, in the gradients' dtypes.
@@ -58,7 +59,6 @@ def allreduce(
     """
     made_by = call_text("allreduce", locals())
     check_axis_name(axis_name)
-    check_reduce_first(reduce_first, axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
     def init(params: PyTree) -> optax.EmptyState:
@@ -76,14 +76,20 @@ def allreduce(
         del params, extra_args
         if of_reducer(state):  # handed on, a residual would never be sent
             raise other_state("allreduce", "optax.EmptyState", state)
-        step = open_step(updates, axis_name, reduce_first, weight)
-        if wire is None:
-            reduced, _ = weighted_mean_each(step.arrays, step.weight, axis_name)
-        else:
-            mean = functools.partial(reduce_mean, axis_name=axis_name, wire_dtype=wire)
-            reduced, _ = weighted_mean(mean, step.arrays, step.weight, axis_name, wire)
+        # Weighted ones are float32, but go out in the gradients' own dtypes.
+        dtypes = [wire or x.dtype for x in floating_leaves(updates)]
+        if weight is not None:
+            updates = weighted_gradients(updates, weight, axis_name)
+        arrays = floating_leaves(updates)
+        means, sent = list(arrays), list(arrays)
+        for dtype in dict.fromkeys(dtypes):
+            chosen = [i for i, own in enumerate(dtypes) if own == dtype]
+            reduced = reduce_mean([arrays[i] for i in chosen], axis_name, dtype)
+            for i, mean, own in zip(chosen, reduced.means, reduced.sent, strict=True):
+                means[i], sent[i] = mean, own
         # There is no state to protect, and what is finite stays so, as with any all-reduce.
-        return step.close(reduced.means, state, all_finite(reduced.means), sent=reduced.sent)
+        mean_tree, sent_tree = (with_leaves(updates, x) for x in (means, sent))
+        return Reduction(mean_tree, state, sent_tree, all_finite(means))
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del replicas, step

@@ -9,38 +9,38 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._base.checks import check_int, check_number
 from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dtype
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import Array, AxisName, DType, PyTree
+from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._mesh.per_replica import everybodys, of_reducer, this_replica
-from jaxcomp._reducers.contract import (
+from jaxcomp._reducers.reducer import (
     Reduction,
     Transformation,
     all_finite,
     bytes_of,
     call_text,
+    floating_leaves,
+    is_floating,
+    nan_unless,
     reducer_if_mapped,
     reduction_of,
     shown,
+    with_leaves,
 )
-from jaxcomp._reducers.opening import (
-    Field,
-    check_reduce_first,
-    fitted,
-    open_step,
-    other_state,
-)
+from jaxcomp._reducers.states import Field, fitted, other_state
 
 
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`."""
 
-    # Floating leaf: what was not sent yet, shape of the leaf; per replica.
-    residual: PyTree
+    residual: PyTree  # floating leaf: what was not sent yet, shape of the leaf; per replica
     inner: PyTree  # the reducer's own state
-    # float32 scalar: whose residual it is, 0 for everybody's; per replica. () if no axis is known.
-    owner: PyTree = ()
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    owner: Any = np.zeros((), np.float32)
 
     per_replica = ("residual", "owner")
 
@@ -48,8 +48,9 @@ class ErrorFeedbackState(NamedTuple):
 def error_feedback(
     reducer: optax.GradientTransformation,
     *,
+    every: int = 1,
+    decay: float | Schedule = 1.0,
     residual_dtype: DType | None = None,
-    reduce_first: AxisName | None = None,
 ) -> Transformation:
     r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
 
@@ -70,10 +71,11 @@ def error_feedback(
         it is not known what a replica sent; there the residual is :math:`m_w` minus the output, as
         in torch's hooks. Its mean is right, but each replica's deviation from the mean is never
         sent, and grows like the square root of the step count.
+      every: Add the residual back every so many updates only; it accumulates in between.
+      decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule of
+        the update count. Other values than 1 lose what they leave out: docs/convergence.md says
+        what neither this nor `every` gains.
       residual_dtype: How the residual is stored: bfloat16 or float32; None for float32.
-      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand. Give
-        it here and not to the reducer: residuals are then equal along the fast axis, and only the
-        slow axis concerns `state_specs`, `shard_state` and `consolidate`.
 
     Returns:
       A reducer. Its state is an `ErrorFeedbackState`.
@@ -87,7 +89,8 @@ def error_feedback(
       >>> tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data"))
       >>> grads = {"w": jnp.array(2 * [[1.0, 0.003, 2.0, 2.0]])}  # two replicas
       >>> state = tx.init({"w": jnp.zeros(4)})
-      >>> step = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, 0), axis_name="data")
+      >>> axes = jaxcomp.state_axes(state)
+      >>> step = jax.vmap(tx.update, in_axes=(0, None), out_axes=(None, axes), axis_name="data")
       >>> means, state = step(grads, state)
       >>> [round(float(x), 3) for x in means["w"]]  # 0.003 is below half a level of 1/127
       [1.0, 0.0, 2.0, 2.0]
@@ -99,10 +102,11 @@ def error_feedback(
       ICML 2019.
     """
     made_by = call_text("error_feedback", locals())
-    dtype = checked_residual_dtype(residual_dtype)
-    axis_name = getattr(reducer, "axis_name", None)
-    check_reduce_first(reduce_first, axis_name or ())
     inner = reduction_of(reducer)
+    axis_name = getattr(reducer, "axis_name", None)
+    every = check_int("every", every, 1)
+    decay = decay if callable(decay) else check_number("decay", decay, 0, 1)
+    dtype = checked_residual_dtype(residual_dtype)
 
     def init(params: PyTree) -> ErrorFeedbackState:
         def zeros(leaf: Any) -> Any:
@@ -115,44 +119,47 @@ def error_feedback(
         if axis_name and is_bound(axis_name):
             # init() called inside the mapped function: a scan can then carry the state.
             residual = as_local(residual, axis_name)
-        owner = everybodys(axis_name) if axis_name else ()
         inner_state = reducer.init(params)
         _refuse_second_residual(reducer, inner_state)
-        return ErrorFeedbackState(residual, inner_state, owner)
+        owner = everybodys(axis_name)
+        return ErrorFeedbackState(residual, inner_state, jnp.zeros([], jnp.int32), owner)
 
     def reduce(
         updates: PyTree,
         state: ErrorFeedbackState,
         params: PyTree | None = None,
-        *,
-        weight: Any = None,
         **extra_args: Any,
     ) -> Reduction:
         if not isinstance(state, ErrorFeedbackState):
             raise other_state("error_feedback", "ErrorFeedbackState", state)
-        step = open_step(updates, axis_name, reduce_first, weight)
-        residual = _fitted_residual(step.tree(step.arrays), state.residual)
-        if axis_name:
-            residual = as_local(residual, axis_name)
-        kept = [residual[i] for i in step.positions]
-        totals = [_add(g, e) for g, e in zip(step.arrays, kept, strict=True)]
-        if step.weight is not None:
-            extra_args["weight"] = step.weight
-        result = inner(step.tree(totals), state.inner, params, **extra_args)
+        residual = _fitted_residual(updates, state.residual)
+        residual = as_local(residual, axis_name) if axis_name else residual
+        due = (state.count + 1) % every == 0
+        scale: Any = decay(state.count) if callable(decay) else decay
+        if every > 1:
+            scale = jnp.where(due, scale, 0.0)
+        gradients = floating_leaves(updates)
+        totals = [_add(g, e, scale) for g, e in zip(gradients, residual, strict=True)]
+        result = inner(with_leaves(updates, totals), state.inner, params, **extra_args)
 
-        zipped = zip(step.beside(result.updates), step.arrays, strict=True)
-        means = [mean.astype(gradient.dtype) for mean, gradient in zipped]
+        pairs = zip(floating_leaves(result.updates), gradients, strict=True)
+        means = [mean.astype(gradient.dtype) for mean, gradient in pairs]
         # A float16 output can overflow where the float32 mean did not.
         finite = result.finite & all_finite(means)
-        sent = step.beside(result.sent)
-        owner = as_local(state.owner, axis_name) if axis_name else ()
-        old = ErrorFeedbackState(step.treedef.unflatten(residual), state.inner, owner)
-        for i, e, total, own in zip(step.positions, kept, totals, sent, strict=True):
-            residual[i] = (total - own).astype(e.dtype)
-        if axis_name and not isinstance(owner, tuple):
-            owner = this_replica(axis_name)
-        new = ErrorFeedbackState(step.treedef.unflatten(residual), result.state, owner)
-        return step.close(means, new, finite, sent=sent, old=old)
+        unsent = []
+        for e, total, own in zip(residual, totals, floating_leaves(result.sent), strict=True):
+            left = total - own
+            if every > 1:  # what was not added is still to come
+                left += jnp.where(due, 0, e.astype(left.dtype))
+            unsent.append(jnp.where(finite, left.astype(e.dtype), e))
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
+        new = ErrorFeedbackState(
+            _residual_tree(state.residual, unsent),
+            kept,
+            jnp.where(finite, optax.safe_increment(state.count), state.count),
+            jnp.where(finite, this_replica(axis_name), state.owner) if axis_name else state.owner,
+        )
+        return Reduction(with_leaves(updates, nan_unless(finite, means)), new, result.sent, finite)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32, whatever the gradients are.
@@ -188,21 +195,28 @@ def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), compute_dtype(dtype) if floating else dtype)
 
 
-def _add(gradient: Array, residual: Array) -> Array:
+def _add(gradient: Array, residual: Array, scale: Any) -> Array:
     """Their sum in float32, or in the gradient's own dtype where that is wider."""
     dtype = compute_dtype(gradient.dtype)
+    if not (isinstance(scale, (int, float)) and scale == 1):
+        residual = residual * jnp.asarray(scale, residual.dtype)
     return gradient.astype(dtype) + residual.astype(dtype)
 
 
-def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Any]:
-    """The leaves of `residual` beside those of `updates`.
+def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Array]:
+    """The residuals of the floating leaves.
 
     Raises:
       ValueError: Listing every leaf that does not fit, with the fix.
     """
     shapes: list[tuple[int, ...] | None] = [
-        np.shape(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
-        for leaf in jax.tree.leaves(updates)
+        np.shape(leaf) if is_floating(leaf) else None for leaf in jax.tree.leaves(updates)
     ]
     field = Field("residual", residual, shapes)
-    return fitted("ErrorFeedbackState", updates, [field], "Otherwise make a new state.")[0]
+    found = fitted("ErrorFeedbackState", updates, [field], "Otherwise make a new state.")[0]
+    return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]
+
+
+def _residual_tree(like: PyTree, leaves: list[Array]) -> PyTree:
+    """The residuals in their tree, whose other leaves are masked nodes and hold nothing."""
+    return jax.tree.structure(like).unflatten(leaves)

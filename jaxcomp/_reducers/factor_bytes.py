@@ -1,9 +1,10 @@
-"""What a PowerSGD update puts on the wire, as both `powersgd` and `batched_powersgd` count it."""
+"""What an update of low rank puts on the wire, leaf by leaf."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,30 +12,41 @@ import jax.numpy as jnp
 from jaxcomp._base.leaves import Integers
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import PyTree
-from jaxcomp._lowrank.matricize import LeafPlan
+from jaxcomp._lowrank.plans import LeafPlan
 from jaxcomp._mesh.shares import ExactLayout
 from jaxcomp._reducers.integer_factors import factor_layout
-from jaxcomp._reducers.powersgd_state import Options
+from jaxcomp._reducers.low_rank import LowRank
 
 
 def count_bytes(
-    options: Options, params: PyTree, replicas: int | None, step: int | None
+    options: LowRank,
+    params: PyTree,
+    replicas: int | None,
+    step: int | None,
+    *,
+    of_factors: Callable[[int, int, int | None], int] = lambda p, q, step: p + q,
 ) -> CompressionStats:
-    """The answer of `Reducer.bytes` for a PowerSGD of these options."""
+    """The answer of `Reducer.bytes`.
+
+    Args:
+      options: The reducer's arguments.
+      params: Parameters or gradients.
+      replicas: How many there are, or None.
+      step: Which update, or None for the mean of compressed ones.
+      of_factors: From the bytes of a left and a right factor, and the compressed step, to what a
+        leaf sends.
+    """
     plans = [plan for plan in options.plan(params) if jnp.issubdtype(plan.dtype, jnp.floating)]
     wire = options.wire_dtype(plan.dtype for plan in plans)
     if step is not None and step < options.start_step:
         return CompressionStats.of(dense_leaves(params, wire))
     if options.integers is not None:
         wire, replicas = options.integers, needed_replicas(replicas)
+    at = None if step is None else step - options.start_step
     leaves = []
     for plan, leaf in zip(plans, dense_leaves(params), strict=True):
         p, q = leaf_bytes(plan, wire, replicas)
-        if options.alternating and plan.view is not None:
-            left = step is not None and (step - options.start_step) % 2 == 0
-            after = (p + q) // 2 if step is None else p if left else q
-        else:
-            after = p + q
+        after = p if plan.view is None else of_factors(p, q, at)
         leaves.append(dataclasses.replace(leaf, rank=plan.rank, bytes_after=after))
     return CompressionStats.of(leaves)
 

@@ -1,35 +1,50 @@
-"""PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
-
-Arguments and their checks; `powersgd_state` has what follows from them and what is remembered,
-`powersgd_step` an update.
-"""
+"""PowerSGD as an Optax transformation: local gradients in, one low-rank mean out."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxcomp._base.checks import (
-    check_axis_name,
-    check_flag,
-    check_function,
-    check_int,
-    check_number,
-    check_static_number,
-)
-from jaxcomp._base.leaves import checked_factor_dtype, checked_residual_dtype
-from jaxcomp._base.typing import AxisName, BucketFn, DType, MatrixDimsFn, RankFn, Schedule
-from jaxcomp._lowrank.matricize import stacked_matrix_dims
-from jaxcomp._reducers.buckets import checked_buckets
-from jaxcomp._reducers.contract import Reducer, call_text
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp._base.checks import check_flag, names_checked
+from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank.matrices import times_q, transposed_times_p
+from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
+from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.factor_bytes import count_bytes
-from jaxcomp._reducers.opening import check_reduce_first
-from jaxcomp._reducers.powersgd_state import Options, PowerSGDState
-from jaxcomp._reducers.powersgd_step import reducer
+from jaxcomp._reducers.low_rank import (
+    Factors,
+    FactorShape,
+    Leaves,
+    LowRank,
+    Wire,
+    committed,
+    fitted_state,
+    in_range,
+    low_rank_step,
+)
+from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
 
-__all__ = ["PowerSGDState", "powersgd"]  # older pickles name the state by this module
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    owner: Any = np.zeros((), np.float32)
+
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("residual", "owner")
 
 
+@names_checked
 def powersgd(
     rank: int | RankFn = 1,
     *,
@@ -43,13 +58,6 @@ def powersgd(
     comm_dtype: DType | None = None,
     residual_dtype: DType | None = None,
     matrix_dims: MatrixDimsFn | None = None,
-    stacked: str | tuple[str, ...] = (),
-    error_decay: float | Schedule = 1.0,
-    feedback_every: int = 1,
-    reduce_first: AxisName | None = None,
-    alternating: bool = False,
-    buckets: int | BucketFn | None = None,
-    gpu_kernels: bool = False,
 ) -> Reducer:
     r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
 
@@ -77,20 +85,6 @@ def powersgd(
     stays as it was, bit for bit. Wrap what comes *after* this transformation in
     `optax.apply_if_finite`; around it, replicas would disagree on whether to communicate.
 
-    With ``alternating=True`` (ACP-SGD) an update is half a power iteration, which the next one
-    completes. With :math:`\hat P, \hat Q` for the orthogonalised factors of the updates before,
-    one of these two takes its turn:
-
-    .. math::
-        P_w &= M_w \hat Q, & P &= \tfrac{1}{W} \sum_w P_w, &
-            \text{output} &= P \hat Q^\top, & E_w &= M_w - P_w \hat Q^\top \\
-        Q_w &= M_w^\top \hat P, & Q &= \tfrac{1}{W} \sum_w Q_w, &
-            \text{output} &= \hat P Q^\top, & E_w &= M_w - \hat P Q_w^\top
-
-    That halves the bytes and the latency of an update. But its basis is the one found in the update
-    before, for other gradients: docs/convergence.md has what that costs. It pays where the latency
-    of a second all-reduce is what hurts.
-
     Args:
       rank: Columns of the factors, or a function of (key path, leaf) that returns them; None from
         the function leaves that leaf uncompressed.
@@ -112,29 +106,9 @@ def powersgd(
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block
-        with the fewest rows + columns. Give batch axes to compress stacked layers one by one, and
-        return ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for the leaves without a wish.
-      stacked: Names of the parts of the tree that hold stacked layers, as in ``nn.scan`` and
-        `jax.lax.scan` over blocks: ``stacked="blocks"``. The leading axis of every leaf in them
-        counts layers, which are compressed one by one.
-      error_decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule
-        of the update count.
-      feedback_every: Add the residual back every so many updates only; it accumulates in between.
-      reduce_first: A fast axis (or axes) over which gradients are averaged exactly beforehand, so
-        that only the slow `axis_name` carries compressed traffic. Residuals are then equal along
-        the fast axis; give only the slow one to `state_specs`, `shard_state` and `consolidate`.
-      alternating: Send one factor a step, in one all-reduce: left factors in the first compressed
-        update, right ones in the second, and so on. See above.
-      buckets: Cuts the leaves into so many groups, from the last layer to the first as the backward
-        pass makes their gradients, each with two all-reduces of its own. All but the last group's
-        can then travel while the backward pass goes on; outputs and bytes are the same. Layers are
-        ordered by their names, and embeddings belong to the last group; where that is not the order
-        of the model, give a function of (key path, leaf) that returns the group's number, from 0
-        for what is sent first. None for one group. To any avail only with ``start_step=0`` and
-        without `alternating`: a conditional, which those need, waits for all gradients.
-      gpu_kernels: Use the Pallas kernels for NVIDIA GPUs inside `jax.shard_map` and `jax.pmap`:
-        fewer kernels to launch and no temporary copies. Compiled for H200s only, and compared
-        with the plain form in interpret mode, but not yet run on a GPU; elsewhere without effect.
+        with the fewest rows + columns. `stacked` gives one for scanned layers, which are compressed
+        one by one; return ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for the leaves without
+        a wish.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -157,46 +131,88 @@ def powersgd(
     References:
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019.
-
-      Zhang, Li, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed
-      Deep Learning. ICDCS 2023 (ACP-SGD: `alternating`).
     """
     made_by = call_text("powersgd", locals())
-    check_axis_name(axis_name)
-    check_reduce_first(reduce_first, axis_name)
-    options = Options(
-        rank=rank if callable(rank) else check_int("rank", rank, 1),
+    warm_start = check_flag("warm_start", warm_start)
+    options = LowRank.checked(
+        rank=rank,
         axis_name=axis_name,
-        start_step=check_int("start_step", start_step, 0),
-        min_compression_rate=check_static_number("min_compression_rate", min_compression_rate, 0),
-        error_feedback=check_flag("error_feedback", error_feedback),
-        warm_start=check_flag("warm_start", warm_start),
-        eps=check_number("eps", eps, 0),
-        seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
-        comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
-        residual_dtype=checked_residual_dtype(residual_dtype),
-        matrix_dims=_with_stacked(check_function("matrix_dims", matrix_dims), stacked),
-        error_decay=error_decay
-        if callable(error_decay)
-        else check_number("error_decay", error_decay, 0, 1),
-        feedback_every=check_int("feedback_every", feedback_every, 1),
-        reduce_first=reduce_first,
-        alternating=check_flag("alternating", alternating),
-        buckets=None if buckets is None else checked_buckets(buckets),
-        gpu_kernels=check_flag("gpu_kernels", gpu_kernels),
+        start_step=start_step,
+        min_compression_rate=min_compression_rate,
+        error_feedback=error_feedback,
+        eps=eps,
+        seed=seed,
+        comm_dtype=comm_dtype,
+        residual_dtype=residual_dtype,
+        matrix_dims=matrix_dims,
     )
-    if alternating and not warm_start:
-        raise ValueError(
-            "`alternating=True` needs warm_start=True: every step multiplies with the factor of "
-            "the step before."
-        )
-    return reducer(options, made_by, functools.partial(count_bytes, options))
+    q_shape: FactorShape = (lambda plan: plan.q_shape) if warm_start else None
+
+    def init(params: PyTree) -> PowerSGDState:
+        q = options.random_factors(params, q_shape, 0)
+        owner = everybodys(axis_name) if options.error_feedback else ()
+        return PowerSGDState(jnp.zeros([], jnp.int32), options.zero_residual(params), q, owner)
+
+    def reduce(
+        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        leaves = Leaves.of(updates, options.plan(updates))
+        residual, q = fitted_state(PowerSGDState, options, leaves, updates, state, q=q_shape)
+        factors = leaves.taken(q) if warm_start else _drawn(options, leaves, state.count)
+        average = functools.partial(power_iteration, options, leaves, factors)
+        step = low_rank_step(options, leaves, residual, state.count, average)
+        if warm_start:
+            q = leaves.replaced(q, committed(step.commit, step.factors.q, factors))
+        return step.reduction(state, q=leaves.tree(q))
+
+    counted = functools.partial(count_bytes, options)
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=counted)
 
 
-def _with_stacked(matrix_dims: MatrixDimsFn | None, stacked: Any) -> MatrixDimsFn | None:
-    names = (stacked,) if isinstance(stacked, str) else stacked
-    if not isinstance(names, tuple) or not all(isinstance(x, str) and x for x in names):
-        raise ValueError(
-            f"`stacked` must be a name or a tuple of names of parts of the tree, got {stacked!r}."
-        )
-    return stacked_matrix_dims(names, matrix_dims) if names else matrix_dims
+def power_iteration(
+    options: LowRank,
+    leaves: Leaves,
+    starts: list[Array],
+    totals: list[Array],
+    dense: list[Array],
+    wire: Wire,
+) -> Factors:
+    """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
+
+    Args:
+      options: `eps` and the axis of the replicas.
+      leaves: How each of the arrays is a batch of matrices.
+      starts: Right factors to begin with.
+      totals: Gradients plus residuals.
+      dense: Leaves that are averaged as they are, in the first of the two all-reduces.
+      wire: Averages.
+    """
+    views, n = leaves.views, len(totals)
+    starts = [q.astype(x.dtype) for q, x in zip(starts, totals, strict=True)]
+    # They only have to span the space: another basis of it gives the same left factors.
+    bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
+    left = [times_q(*each) for each in zip(views, totals, bases, strict=True)]
+    first = wire([*in_range(views, left, options.axis_name), *dense], n)
+    # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
+    # for torch's sum; dividing eps too leaves the quotient unchanged.
+    left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
+    p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
+    right = [transposed_times_p(*each) for each in zip(views, totals, p, strict=True)]
+    second = wire(right, n)
+    finite = first.finite & second.finite
+    return Factors(p, second.means, p, second.sent, first.means[n:], first.sent[n:], finite)
+
+
+def _drawn(options: LowRank, leaves: Leaves, count: Array) -> list[Array]:
+    """Fresh right factors of each group, another for every leaf and count."""
+
+    def of_leaf(index: Array | int) -> Array:
+        plan = leaves.all_plans[group[0]]
+        return options.random_factor(plan.q_shape, plan.dtype, index, count)
+
+    factors = []
+    for group in leaves.groups:
+        alone = len(group) == 1
+        factors.append(of_leaf(group[0]) if alone else jax.vmap(of_leaf)(jnp.array(group)))
+    return factors

@@ -13,16 +13,19 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.axes import as_local, from_step
 from jaxcomp._mesh.per_replica import mark_local
-from jaxcomp._reducers.contract import (
+from jaxcomp._reducers.reducer import (
     Reducer,
     Reduction,
     Transformation,
     bytes_of,
     call_text,
+    floating_leaves,
+    nan_unless,
     reducer_if_mapped,
     reduction_of,
+    with_leaves,
 )
-from jaxcomp._reducers.opening import other_state
+from jaxcomp._reducers.states import other_state
 
 
 class SwitchState(NamedTuple):
@@ -89,17 +92,10 @@ def switch_at(
         return SwitchState(jnp.zeros([], jnp.int32), before.init(params), after.init(params))
 
     def reduce(
-        updates: PyTree,
-        state: SwitchState,
-        params: PyTree | None = None,
-        *,
-        weight: Any = None,
-        **extra_args: Any,
+        updates: PyTree, state: SwitchState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         if not isinstance(state, SwitchState):
             raise other_state("switch_at", "SwitchState", state)
-        if weight is not None:
-            extra_args["weight"] = weight
         if axis_name:
             state = mark_local(state, axis_name)
 
@@ -119,8 +115,10 @@ def switch_at(
         )
         count = jnp.where(result.finite, optax.safe_increment(state.count), state.count)
         # A reducer without a state poisons only what is not finite; nobody shall take half a step.
-        whole = jax.tree.map(lambda x: _poisoned(x, result.finite), result.updates)
-        return result._replace(updates=whole, state=SwitchState(count, *result.state))
+        whole = nan_unless(result.finite, floating_leaves(result.updates))
+        return result._replace(
+            updates=with_leaves(result.updates, whole), state=SwitchState(count, *result.state)
+        )
 
     def count_bytes(params: PyTree, replicas: int | None, at: int | None) -> CompressionStats:
         if at is not None and at < step:
@@ -128,8 +126,3 @@ def switch_at(
         return bytes_of(after, params, replicas, None if at is None else at - step)
 
     return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
-
-
-def _poisoned(x: Any, finite: Array) -> Any:
-    """NaN in every value of a floating array if the step is not finite."""
-    return jnp.where(finite, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -12,16 +12,17 @@ import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
-from jaxcomp._lowrank.leafwise import orthogonalize
+from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
+from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
-from jaxcomp._reducers.powersgd_state import PowerSGDState
-from jaxcomp._reducers.quantized import QuantizedState
+from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.switch_at import SwitchState
 from jaxcomp._states.consolidate import consolidate
 
-_REDUCERS = (PowerSGDState, ErrorFeedbackState, SwitchState, QuantizedState)
-_WITH_RESIDUAL = (PowerSGDState, ErrorFeedbackState)
+_LOW_RANK = (PowerSGDState, ACPSGDState)
+_WITH_RESIDUAL = (*_LOW_RANK, ErrorFeedbackState)
+_REDUCERS = (*_WITH_RESIDUAL, SwitchState)
 
 
 def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> PyTree:
@@ -132,7 +133,7 @@ def _matched(old: list[Any], new: list[Any]) -> list[Any]:
 def _same_kind(old: Any, new: Any) -> bool:
     if type(old) is not type(new):
         return False
-    return not isinstance(new, PowerSGDState) or _is_one(old) == _is_one(new)
+    return not isinstance(new, _LOW_RANK) or _is_one(old) == _is_one(new)
 
 
 def _both_residual(old: Any, new: Any) -> bool:
@@ -150,25 +151,26 @@ def _is_one(state: Any) -> bool:
 
 def _adapted(old: Any, new: Any) -> Any:
     """`old` in the form of `new`, a fresh state; of another kind only its residual, if any."""
-    if not _same_kind(old, new):
-        if not _both_residual(old, new):
-            return new
-        residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return new._replace(residual=residual, owner=old.owner)
-    if isinstance(new, PowerSGDState):
-        residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        q, p = _carried(_resized, old.q, new.q, "q"), new.p
-        # Not compared with (): the parameters, and so p, may be one array.
-        if not any(isinstance(field, tuple) and not field for field in (old.p, new.p)):
-            p = _carried(_resized, old.p, new.p, "p")
-        return PowerSGDState(old.count, residual, q, p, old.owner)
-    if isinstance(new, ErrorFeedbackState):
-        residual = _carried(_same_shape, old.residual, new.residual, "residual")
-        return ErrorFeedbackState(residual, _adapted(old.inner, new.inner), old.owner)
-    if isinstance(new, SwitchState):
+    same = _same_kind(old, new)
+    if same and isinstance(new, SwitchState):
         before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
         return SwitchState(old.count, before, after)
-    return old
+    if same and not isinstance(new, _WITH_RESIDUAL):
+        return old
+    if not (same or _both_residual(old, new)):
+        return new
+    fields = {
+        "residual": _carried(_same_shape, old.residual, new.residual, "residual"),
+        "owner": old.owner,
+    }
+    for name in ("p", "q"):
+        if hasattr(old, name) and hasattr(new, name):
+            fields[name] = _carried(_resized, getattr(old, name), getattr(new, name), name)
+    if same:
+        fields["count"] = old.count
+    if isinstance(new, ErrorFeedbackState):
+        fields["inner"] = _adapted(old.inner, new.inner) if same else new.inner
+    return new._replace(**fields)
 
 
 def _carried(

@@ -14,7 +14,7 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
 from jaxcomp._mesh.per_replica import takes_rows
-from jaxcomp._reducers.contract import (
+from jaxcomp._reducers.reducer import (
     Transformation,
     bytes_of,
     call_text,

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, known_equal
-from jaxcomp._mesh.collectives import total
-from jaxcomp._mesh.weights import mean_each
+from jaxcomp._mesh.collectives import mean_each, total
 
 CHOICES = ("mean", "sum", "join", "stack")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcomp._base.leaves import leaf_name, unboxed
 from jaxcomp._base.typing import KeyPath, PyTree
-from jaxcomp._reducers.powersgd_state import PowerSGDState
+from jaxcomp._reducers.powersgd import PowerSGDState
 
 
 def note_stacked_layers(params: PyTree, state: PyTree) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.axes import axis_tuple
 from jaxcomp._mesh.collectives import WIDENED
-from jaxcomp._reducers.contract import Reducer
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._wire.collectives import Collective, collectives, mesh_of
 
 _SMALL = 1024  # bytes: losses and flags

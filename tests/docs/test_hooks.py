@@ -37,7 +37,7 @@ EXACT = {
 
 STATES = {
     "jaxcomp.allreduce": optax.EmptyState,
-    "jaxcomp.quantized_allreduce": jaxcomp.QuantizedState,
+    "jaxcomp.quantized_allreduce": optax.EmptyState,
     "jaxcomp.powersgd": jaxcomp.PowerSGDState,
     "jaxcomp.batched_powersgd": jaxcomp.PowerSGDState,
     "jaxcomp.switch_at": jaxcomp.SwitchState,

@@ -39,16 +39,21 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "allreduce-bf16": allreduce(comm_dtype=jnp.bfloat16),
     "powersgd": powersgd(),
     "powersgd-late": lambda start: powersgd()(max(start, 2)),
-    "powersgd-alternating": powersgd(alternating=True),
+    "acp-sgd": lambda start: jaxcomp.acp_sgd(
+        2, axis_name=AXIS, start_step=start, min_compression_rate=1.0
+    ),
     "powersgd-no-feedback": powersgd(error_feedback=False),
     "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16)(0),
     "powersgd-int8": powersgd(comm_dtype=jnp.int8),
     "powersgd-int6": powersgd(comm_dtype="int6"),
     "batched": batched(),
     "int8": quantized(),
-    "int8-stochastic": quantized(rounding="stochastic"),
+    "int8-one-scale": quantized(block_size=None),
     "feedback-fp16": lambda start: jaxcomp.error_feedback(allreduce(comm_dtype="float16")(start)),
     "feedback-int8": lambda start: jaxcomp.error_feedback(quantized()(start)),
+    "feedback-late": lambda start: jaxcomp.error_feedback(
+        powersgd(error_feedback=False)(start), every=2, decay=0.5
+    ),
     "switch": lambda start: jaxcomp.switch_at(
         start, REDUCERS["feedback-fp16"](start), powersgd(1)(0)
     ),

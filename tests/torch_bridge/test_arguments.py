@@ -64,15 +64,8 @@ def test_state_objects():
 
 
 def test_invented_arguments_that_are_understood():
-    kwargs = powersgd_kwargs_from_torch(
-        error_feedback=False, bytes_per_weight=4, feedback_every_n_iters=3, error_decay=0.5
-    )
-    assert kwargs == {
-        "error_feedback": False,
-        "comm_dtype": jnp.float32,
-        "feedback_every": 3,
-        "error_decay": 0.5,
-    }
+    kwargs = powersgd_kwargs_from_torch(error_feedback=False, bytes_per_weight=4)
+    assert kwargs == {"error_feedback": False, "comm_dtype": jnp.float32}
     assert powersgd_kwargs_from_torch(comm_device="cpu") == {}
     assert powersgd_kwargs_from_torch(comm_device=torch.device("cpu")) == {}
     assert powersgd_kwargs_from_torch(comm_device=jax.devices()[0]) == {}

@@ -31,14 +31,19 @@ _RENAMED: dict[str, str | None] = {
     "batch_tensors_with_same_shape": None,
 }
 _POSITIONS = tuple(_RENAMED)
-_INTEGERS = frozenset({"rank", "start_step", "seed", "feedback_every"})
+_INTEGERS = frozenset({"rank", "start_step", "seed"})
 _FLAGS = frozenset({"error_feedback", "warm_start"})
 # Neither torch's nor a reducer's, with what to do instead.
 _REFUSED = {
     "lr_scheduler": "put the schedule in the optimizer, as in "
     "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))",
     "warm_up_beta_factor": "before start_step gradients are averaged exactly, so that there is no "
-    "residual that it could scale; to damp the residual later, pass error_decay=schedule",
+    "residual that it could scale; jaxcomp.error_feedback(jaxcomp.powersgd(..., "
+    "error_feedback=False), decay=schedule) damps it later",
+    "error_decay": "jaxcomp.error_feedback(jaxcomp.powersgd(..., error_feedback=False), decay=) "
+    "scales the residual as it is added back, at the cost of what it leaves out",
+    "feedback_every_n_iters": "jaxcomp.error_feedback(jaxcomp.powersgd(..., error_feedback=False), "
+    "every=n) adds the residual back every n updates",
     "update_state": "update() returns the new state; nothing is updated in place. To leave a state "
     "as it is, as in an evaluation, keep the old one",
     "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
@@ -48,8 +53,6 @@ _REFUSED = {
 _INVENTED = (
     "error_feedback",
     "bytes_per_weight",
-    "feedback_every_n_iters",
-    "error_decay",
     "comm_device",
     *_REFUSED,
 )
@@ -76,11 +79,11 @@ _ELSEWHERE = {
 def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -> dict[str, Any]:
     """The keyword arguments of `jaxcomp.powersgd` for those of torch's ``PowerSGDState``.
 
-    Beside torch's own arguments these are understood: ``error_feedback`` (use_error_feedback),
-    ``bytes_per_weight`` (4: float32, 2: bfloat16 on the wire), ``feedback_every_n_iters``
-    (feedback_every) and ``error_decay``. ``warm_up_beta_factor``, ``lr_scheduler``,
-    ``update_state``, ``enabled`` and a ``comm_device`` that is not where the gradients are have no
-    place in a reducer; they are refused with what to do instead.
+    Beside torch's own arguments these are understood: ``error_feedback`` (use_error_feedback) and
+    ``bytes_per_weight`` (4: float32, 2: bfloat16 on the wire). ``feedback_every_n_iters``,
+    ``error_decay``, ``warm_up_beta_factor``, ``lr_scheduler``, ``update_state``, ``enabled`` and a
+    ``comm_device`` that is not where the gradients are belong elsewhere; they are refused with what
+    to do instead.
 
     Args:
       *args: One ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
@@ -223,10 +226,6 @@ def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
                 "factors it is jaxcomp.quantized_allreduce."
             )
         kwargs["comm_dtype"] = jnp.float32 if size == 4 else jnp.bfloat16
-    if (every := given.get("feedback_every_n_iters")) is not None:
-        kwargs["feedback_every"] = _converted("feedback_every_n_iters", "feedback_every", every)
-    if given.get("error_decay") is not None:
-        kwargs["error_decay"] = given["error_decay"]
 
 
 def _refuse_other_device(device: Any) -> None:

@@ -26,7 +26,7 @@ CASES = {
     "powersgd of halves": (POWERSGD, HALF, [None]),
     "late": (jaxcomp.powersgd(2, axis_name=AXIS, start_step=3), PARAMS, [2, 3]),
     "one-sided": (
-        jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, alternating=True), PARAMS, [0, 1]
+        jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0), PARAMS, [0, 1]
     ),
     "int8 factors": (
         jaxcomp.powersgd(2, axis_name=AXIS, start_step=1, comm_dtype=jnp.int8), PARAMS, [0, None]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcomp import MatrixDims
-from jaxcomp._lowrank.leafwise import outer, times_q, transposed_times_p
-from jaxcomp._lowrank.matricize import MatrixView, default_matrix_dims, plan_leaves
+from jaxcomp._lowrank.matrices import MatrixView, outer, times_q, transposed_times_p
+from jaxcomp._lowrank.plans import default_matrix_dims, plan_leaves
 
 
 def dims_of(shape, name="kernel"):

@@ -1,5 +1,7 @@
 """Orthonormal columns, whatever comes in."""
 
+import re
+
 import hlo
 import jax
 import jax.numpy as jnp
@@ -11,21 +13,11 @@ from leaves import random_grads
 from runners import AXIS, simulate
 
 import jaxcomp
-from jaxcomp._lowrank import kernels
-from jaxcomp._lowrank.cholesky_qr import bases_by_rank
-from jaxcomp._lowrank.leafwise import map_by_shape, orthogonalize, spare_directions
+from jaxcomp._lowrank.orthogonalize import bases_by_rank, spare_directions
+from jaxcomp.extend import map_by_shape, orthogonalize
 
-
-def with_kernel(gram, lost_below):
-    return kernels.inverse_factors(gram, lost_below, interpret=True)
-
-
-# What runs on CPU; on other devices; on NVIDIA GPUs, interpreted. One battery for all.
-FORMS = {
-    "cpu": jax.jit(orthogonalize),
-    "cholesky": jax.jit(lambda x: bases_by_rank([x], spare_directions)[0]),
-    "kernel": jax.jit(lambda x: bases_by_rank([x], spare_directions, with_kernel)[0]),
-}
+# What runs on CPU, and on other devices. One battery for both.
+FORMS = {"cpu": jax.jit(orthogonalize), "cholesky": jax.jit(lambda x: bases_by_rank([x])[0])}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -68,12 +60,12 @@ def test_equal_columns_without_any_rounding_get_directions_of_their_own(form):
         assert_orthonormal(FORMS[form](x))
 
 
-@pytest.mark.parametrize("form", ["cpu", "cholesky"])
+@forms
 def test_smooth_columns_of_which_float32_tells_a_few_apart(form):
     assert_orthonormal(FORMS[form](jnp.asarray(np.vander(np.linspace(0, 1, 64), 64), jnp.float32)))
 
 
-@pytest.mark.parametrize("form", ["cpu", "cholesky"])
+@forms
 def test_values_at_the_end_of_the_range(form):
     x = jax.random.normal(jax.random.key(0), (64, 4))
     assert_orthonormal(FORMS[form](x / jnp.abs(x).max() * jnp.float32(3e38)))
@@ -115,10 +107,19 @@ def test_all_matrices_of_one_rank_together():
     """Stacks and single matrices, more and fewer rows than a block, two ranks."""
     shapes = [(3, 40, 4), (700, 4), (9, 4), (40, 7), (2, 2, 8, 4)]
     factors = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
-    for x, p in zip(factors, bases_by_rank(factors, spare_directions), strict=True):
+    for x, p in zip(factors, bases_by_rank(factors), strict=True):
         assert p.shape == x.shape
         assert_orthonormal(p)
         np.testing.assert_allclose(p @ (p.mT @ x), x, atol=1e-5)
+
+
+def test_many_matrices_take_memory_in_proportion():
+    """The experts of a mixture: nothing is as large as matrices times blocks (342 MiB here)."""
+    factors = [jax.ShapeDtypeStruct((64, 27, 64, 4), jnp.float32) for _ in range(3)]
+    compiled = jax.jit(bases_by_rank).lower(factors).compile()
+    values = sum(x.size for x in factors)
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 * 4 * values
+    assert not re.search(r"constant\([^)]{100}", compiled.as_text())
 
 
 def test_eps_is_torchs():

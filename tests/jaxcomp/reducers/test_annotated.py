@@ -94,7 +94,8 @@ def test_stacked_layers_are_compressed_one_by_one():
     layers = random_grads({"kernel": (16, 12), "bias": (12,)}, 3, 1)
     one = {name: x[0, 0] for name, x in layers.items()}
     stack = {"blocks": {n: x[:, 0] for n, x in layers.items()}, "head": {"kernel": one["kernel"]}}
-    stacked = jaxcomp.powersgd(2, stacked="blocks", min_compression_rate=1, **REDUCER)
+    blocks = jaxcomp.stacked("blocks")
+    stacked = jaxcomp.powersgd(2, matrix_dims=blocks, min_compression_rate=1, **REDUCER)
     state = stacked.init(stack)
     assert state.q["blocks"]["kernel"].shape == (3, 16, 2)
     assert state.q["head"]["kernel"].shape == (16, 2)
@@ -106,17 +107,14 @@ def test_stacked_layers_are_compressed_one_by_one():
             return jaxcomp.MatrixDims(rows=(0,), cols=(1,))
         return jaxcomp.extend.default_matrix_dims(path, leaf)
 
-    both = jaxcomp.powersgd(
-        2, stacked=("blocks",), matrix_dims=dims, min_compression_rate=1, **REDUCER
-    )
+    rule = jaxcomp.stacked("blocks", matrix_dims=dims)
+    both = jaxcomp.powersgd(2, matrix_dims=rule, min_compression_rate=1, **REDUCER)
     state = both.init(stack)
     assert state.q["blocks"]["kernel"].shape == (3, 16, 2)
     assert state.q["head"]["kernel"].shape == (12, 2)
     means, _ = one_update(stacked, stack)
     ranks = [np.linalg.matrix_rank(x, tol=1e-4) for x in means["blocks"]["kernel"]]
     assert ranks == [2, 2, 2]
-    with pytest.raises(ValueError, match="`stacked` must be a name or a tuple of names"):
-        jaxcomp.powersgd(2, stacked=["blocks"], **REDUCER)
 
 
 @pytest.mark.parametrize("frozen", ["set_to_zero", "masked"])

@@ -27,13 +27,13 @@ def standard_promotion():
 
 def test_inject_hyperparams_around_powersgd_itself():
     static = ("rank", "axis_name", "start_step", "min_compression_rate", "error_feedback")
-    static += ("warm_start", "feedback_every", "reduce_first")
+    static += ("warm_start",)
     make = optax.inject_hyperparams(jaxcomp.powersgd, static_args=static)
     grads = random_grads(SMALL, 2, 3)
-    tx = make(rank=2, axis_name=AXIS, start_step=0, error_decay=0.5)
+    tx = make(rank=2, axis_name=AXIS, start_step=0, eps=0.5)
     outputs, state = simulate("vmap", tx, grads, tx.init(zeros(SMALL)))
-    assert float(state.hyperparams["error_decay"]) == 0.5
-    plain = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, error_decay=0.5)
+    assert float(state.hyperparams["eps"]) == 0.5
+    plain = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, eps=0.5)
     expected, _ = simulate("vmap", plain, grads, plain.init(zeros(SMALL)))
     np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
 

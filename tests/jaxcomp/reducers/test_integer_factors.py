@@ -17,7 +17,7 @@ from reference import orthogonalize
 from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
 
 import jaxcomp
-from jaxcomp._mesh.shares import BlockLayout, mean_by_shares, mean_of_stacks
+from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
 from jaxcomp._reducers.integer_factors import reduce_integers
 
 
@@ -56,13 +56,6 @@ def reference(m, q, levels=127):
     return p @ q.T, m - p @ own.transpose(0, 2, 1), q
 
 
-def one_sided(m, basis, levels=127):
-    """Likewise with left factors only, from the right ones."""
-    basis = orthogonalize(basis)
-    p, own = integer_mean(m @ basis, levels)
-    return p @ basis.T, m - own @ basis.T, p
-
-
 def step_by_step(mapping, tx, grads):
     """(gradients, outputs, state before, state after) of each step; each from the mean residual."""
     state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
@@ -73,28 +66,20 @@ def step_by_step(mapping, tx, grads):
         state = consolidated(new)
 
 
-@pytest.mark.parametrize(
-    ("mapping", "alternating", "bits"),
-    [*((m, False, 8) for m in MAPPINGS), ("vmap", True, 8), ("shard_map", False, 6)],
-)
-def test_equals_the_numpy_reference(mapping, alternating, bits):
+@pytest.mark.parametrize(("mapping", "bits"), [*((m, 8) for m in MAPPINGS), ("shard_map", 6)])
+def test_equals_the_numpy_reference(mapping, bits):
     n, rank, levels = 3, 2, 2 ** (bits - 1) - 1
-    grads = random_grads(SHAPES, n, 1 if alternating else 3)
+    grads = random_grads(SHAPES, n, 3)
     level, close, seen = 10 / levels, 0, 0  # on a few factors' entries
-    for now, outputs, old, new in step_by_step(
-        mapping,
-        reducer(rank, comm_dtype=f"int{bits}", **({"alternating": True} if alternating else {})),
-        grads,
-    ):
+    tx = reducer(rank, comm_dtype=f"int{bits}")
+    for now, outputs, old, new in step_by_step(mapping, tx, grads):
         for name in COMPRESSED:
             m = as_matrix(name, now[name][:, 0]) + as_matrix(name, old.residual[name])
-            step = one_sided if alternating else reference
-            output, residual, factor = step(m, np.asarray(old.q[name], np.float64), levels)
-            found = new.p if alternating else new.q
+            output, residual, factor = reference(m, np.asarray(old.q[name], np.float64), levels)
             errors = [
                 as_matrix(name, outputs[name]) - output,
                 as_matrix(name, new.residual[name]) - residual,
-                np.abs(found[name]) - np.abs(factor),
+                np.abs(new.q[name]) - np.abs(factor),
             ]
             largest = max(np.abs(x).max() for x in errors)
             # A value within float32's rounding of the middle goes to the other side, now and then.
@@ -110,10 +95,8 @@ def test_equals_the_numpy_reference(mapping, alternating, bits):
     [
         {},
         {"comm_dtype": "int6"},
-        {"alternating": True},
         {"start_step": 1},
         {"warm_start": False},
-        {"feedback_every": 2},
         {"rank": 40, "min_compression_rate": 0.0},
     ],
     ids=str,
@@ -137,7 +120,7 @@ def test_six_bits_are_the_integers_that_eight_would_hold(size):
     values = np.resize(np.concatenate([[31], levels]), (2, 3, size)).astype(np.float32)
     values[..., 0] = 31  # so that the scale is 1
     layout = BlockLayout(values[0].size * 2, 2, 3, size, bits=6)
-    rows = layout.encode(jnp.asarray(values), None)
+    rows = layout.encode(jnp.asarray(values))
     assert rows.shape == (2, layout.row_bytes)
     assert layout.row_bytes == 4 * math.ceil((3 * math.ceil(3 * size / 4) + 3 * 4) / 4)
     np.testing.assert_array_equal(layout.decode(rows, jnp.float32), values)
@@ -193,24 +176,23 @@ def test_columns_of_different_size_are_rounded_apart():
     n = 4
     size = np.array([1e3, 1.0, 1e-3, 1e-6], np.float32)
     factors = np.random.default_rng(0).normal(size=(n, 256, 4)).astype(np.float32) * size
-    mean = jax.vmap(lambda x: reduce_integers([x], AXIS, thin=1, bits=8).means[0], axis_name=AXIS)
+    reduce = functools.partial(reduce_integers, axis_name=AXIS, factors=1, bits=8)
+    mean = jax.vmap(lambda x: reduce([x]).means[0], axis_name=AXIS)
     error = np.abs(jax.jit(mean)(factors)[0] - factors.mean(0)).max(0)
     assert (error <= np.abs(factors).max((0, 1)) / 127 * 1.0001).all()
 
 
-@pytest.mark.parametrize("random", [False, True])
-def test_arrays_travel_the_same_in_a_stack(random):
+def test_arrays_travel_the_same_in_a_stack():
     n, arrays = 2, np.random.default_rng(0).normal(size=(2, 5, 6, 8)).astype(np.float32)
     own = BlockLayout.of(48, n, 16)
-    key = jax.random.key(1) if random else None
 
     def apart(x):
-        found = mean_by_shares([*x], [own] * 5, AXIS, key)
+        found = mean_by_shares([*x], [own] * 5, AXIS)
         return jnp.stack(found.means), jnp.stack(found.sent)
 
     def together(x):
         # Two stacks around a single one: they are encoded together, in the same order.
-        found = mean_of_stacks([x[:2], x[2], x[3:]], [own] * 3, {0, 2}, AXIS, key)
+        found = mean_by_shares([x[:2], x[2], x[3:]], [own] * 3, AXIS, {0, 2})
         join = lambda values: jnp.concatenate([values[0], values[1][None], values[2]])  # noqa: E731
         return join(found.means), join(found.sent)
 
@@ -218,17 +200,16 @@ def test_arrays_travel_the_same_in_a_stack(random):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_factors_are_zeros_where_something_is_not_finite():
+def test_what_is_not_finite_anywhere_is_told_everywhere():
     @jax.jit
     @functools.partial(jax.vmap, axis_name=AXIS)
     def reduce(factors, bias):
-        return reduce_integers([*factors, bias], AXIS, thin=3, bits=8)
+        return reduce_integers([*factors, bias], AXIS, factors=3, bits=8)
 
     factors = np.ones((2, 3, 16, 2), np.float32)
     for bad in (np.nan, np.inf):
         found = reduce(factors, np.array([[1.0], [bad]], np.float32))
         assert not found.finite.any()
-        assert all((x == 0).all() for x in found.means[:3])
 
 
 def test_leaves_that_are_not_compressed_are_averaged_exactly():
@@ -273,13 +254,12 @@ def test_a_bad_step_leaves_no_trace(mapping, leaf, bad):
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 
-@pytest.mark.parametrize("alternating", [False, True])
 @pytest.mark.parametrize("values", [(1e30, 1e-30, 1e-38, 1e-42, 0.0), (3e38,), (3.4e38,)], ids=str)
-def test_either_end_of_the_float_range(values, alternating):
+def test_either_end_of_the_float_range(values):
     """One large value on every replica, of which the sum would overflow; or hardly any at all."""
     none = np.zeros((4, 3, 24, 16), np.float32)
     grads = [with_value(none, np.s_[:, :, 5, 7], x) for x in values]
-    tx = reducer(1, alternating=alternating)
+    tx = reducer(1)
     outputs, state = simulate("vmap", tx, grads, tx.init([jnp.zeros((24, 16)) for _ in values]))
     for x, gradient, output, residual, q in zip(
         values, grads, outputs, state.residual, state.q, strict=True
@@ -328,20 +308,16 @@ def wire_of(tx, params, n):
     return found
 
 
-@pytest.mark.parametrize(
-    ("n", "rank", "alternating", "wire"),
-    [(8, 3, False, "int8"), (8, 3, True, "int8"), (3, 1, True, "int8"), (8, 3, False, "int6")],
-)
-def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, alternating, wire):
+@pytest.mark.parametrize(("n", "rank", "wire"), [(8, 3, "int8"), (3, 1, "int8"), (8, 3, "int6")])
+def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, wire):
     dims = lambda path, leaf: (  # noqa: E731
         jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,)) if leaf.ndim == 3 else
         jaxcomp.MatrixDims(rows=(1,), cols=(0,)) if leaf.ndim == 2 else None
     )  # fmt: skip
-    arguments = {"matrix_dims": dims, "alternating": alternating, "comm_dtype": wire}
+    arguments = {"matrix_dims": dims, "comm_dtype": wire}
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **arguments)
     stats = tx.bytes(PARAMS, replicas=n)
-    # Alternating steps have one of each in either branch of a conditional.
-    sent = stats.bytes_after * (2 if alternating else 1)
+    sent = stats.bytes_after
     assert wire_of(tx, PARAMS, n) == {
         ("all-to-all", "s8"): (2, sent),
         ("all-gather", "s8"): (2, sent),
@@ -409,16 +385,6 @@ def test_several_axes_are_one_axis_of_as_many_replicas():
     for name in SMALL:
         np.testing.assert_allclose(two[name][1, 2], one[name][0], atol=1e-5)
         np.testing.assert_allclose(three[name], one[name][0], atol=1e-5)
-
-
-def test_reduce_first_is_exact_on_the_fast_axis():
-    grads = random_grads({"w": (24, 16)}, 4, 1)["w"][:, 0].reshape(2, 2, 24, 16)
-    options = {"axis_name": "slow", "start_step": 0, "comm_dtype": "int8"}
-    tx, plain = (jaxcomp.powersgd(2, **options, reduce_first=x) for x in ("fast", None))
-    both = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="fast")
-    both = jax.jit(jax.vmap(both, axis_name="slow"))(grads)
-    slow = jax.vmap(lambda g: plain.update(g, plain.init(g))[0], axis_name="slow")
-    np.testing.assert_allclose(both[1, 1], jax.jit(slow)(grads.mean(1))[0], atol=1e-5)
 
 
 def test_float64_gradients_keep_their_digits():

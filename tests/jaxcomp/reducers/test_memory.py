@@ -13,8 +13,8 @@ from runners import AXIS, MAPPINGS, mesh_of, placed, simulate
 from xla import users_program
 
 import jaxcomp
-from jaxcomp._lowrank import leafwise
-from jaxcomp._lowrank.matricize import default_matrix_dims
+from jaxcomp._lowrank import matrices
+from jaxcomp._lowrank.plans import default_matrix_dims
 from jaxcomp._mesh import collectives
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
@@ -143,7 +143,7 @@ def dims(path, leaf):
     ("mapping", "options"),
     [
         *((m, {}) for m in MAPPINGS),
-        ("shard_map", {"feedback_every": 2, "residual_dtype": jnp.bfloat16}),
+        ("shard_map", {"residual_dtype": jnp.bfloat16}),
     ],
 )
 def test_residuals_in_blocks_are_those_of_whole_products(mapping, options, monkeypatch):
@@ -152,7 +152,7 @@ def test_residuals_in_blocks_are_those_of_whole_products(mapping, options, monke
     broken = grads | {"kernel": with_value(grads["kernel"], (1, 2, 0, 0), np.nan)}
     results = []
     for block in (1 << 20, 200):  # of 200 bytes: 20, 10, 12 and 67 blocks, most with a rest
-        monkeypatch.setattr(leafwise, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(matrices, "_BLOCK_BYTES", block)
         tx = jaxcomp.powersgd(
             9,
             axis_name=AXIS,

@@ -20,10 +20,10 @@ NOT_FINITE = ("nan", "inf", "-inf", "overflow", "all")
 FAULTS = {
     "feedback-fp16": (*NOT_FINITE, "3e38", "1e6"),
     "powersgd": (*NOT_FINITE, "3e38"),
-    "powersgd-alternating": (*NOT_FINITE, "3e38"),
+    "acp-sgd": (*NOT_FINITE, "3e38"),
     "powersgd-fp16": (*NOT_FINITE, "3e38", "1e6"),
     "batched": NOT_FINITE,
-    "int8-stochastic": NOT_FINITE,
+    "int8": NOT_FINITE,
     "feedback-int8": NOT_FINITE,
     "switch": (*NOT_FINITE, "3e38"),
 }

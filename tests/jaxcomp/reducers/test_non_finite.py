@@ -131,3 +131,30 @@ def test_an_output_too_large_for_its_own_dtype_is_a_bad_step():
     assert np.isnan(outputs["dense"].astype(jnp.float32)).all()
     assert int(after.count) == 0
     np.testing.assert_array_equal(after.residual["dense"], jnp.full((2, 24, 16), 1e5))
+
+
+@pytest.mark.parametrize("wire", [None, jnp.int8, "int6", jnp.bfloat16])
+@pytest.mark.parametrize("pattern", ["all", "opposite", "one column", "one value"])
+@pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.acp_sgd])
+def test_one_step_near_the_end_of_the_range_does_not_spoil_the_next(make, wire, pattern):
+    """A finite gradient of 1.7e38 whose norm is not: refused, or it goes out in the end."""
+    n, shape, large = 2, (24, 16), np.float32(1.7e38)
+    tx = make(2, axis_name=AXIS, start_step=0, min_compression_rate=1.0, comm_dtype=wire)
+    grads = random_grads({"w": shape}, n, 8)
+    bad = np.zeros((n, *shape), np.float32)
+    if pattern == "all":
+        bad[:] = large * np.sign(grads["w"][:, 3])
+    elif pattern == "opposite":  # of which the mean is zero, and only the residuals are large
+        bad[0], bad[1] = large, -large
+    elif pattern == "one column":
+        bad[:, :, 5] = large
+    else:
+        bad[:, 7, 5] = large
+    grads["w"][:, 3] = bad
+    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros(shape)}))
+    assert np.isfinite(outputs["w"][:3]).all()
+    assert np.isfinite(outputs["w"][4:]).all()
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(state))
+    if pattern != "one value":
+        assert np.isnan(outputs["w"][3]).all()
+        assert np.abs(outputs["w"][4:]).max() < 100

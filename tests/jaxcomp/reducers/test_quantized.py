@@ -24,29 +24,24 @@ def blocks_of(x, n, block_size):
     return np.asarray(BlockLayout.of(x.size, n, block_size).cut(jnp.asarray(x)))
 
 
-@pytest.mark.parametrize(
-    ("mapping", "rounding"), [*((m, "nearest") for m in MAPPINGS), ("shard_map", "stochastic")]
-)
-def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping, rounding):
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping):
     n, steps = 3, 2
     grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=16, rounding=rounding)
-    outputs, state = simulate(mapping, tx, grads, tx.init(grads))
-    levels = 127 if rounding == "nearest" else 127 / 2
+    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=16)
+    outputs, _ = simulate(mapping, tx, grads, tx.init(grads))
     for name, x in grads.items():
         for t in range(steps):
             error = blocks_of(outputs[name][t] - x[:, t].mean(0), n, 16)
             largest = np.mean([blocks_of(np.abs(x[w, t]), n, 16).max(-1) for w in range(n)], axis=0)
-            assert (np.abs(error).max(-1) <= largest / levels * (1 + 1e-5)).all()
-    assert int(state.count) == steps
+            assert (np.abs(error).max(-1) <= largest / 127 * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_two_axes_of_vmap_are_one_axis_of_as_many_replicas(rounding):
+def test_two_axes_of_vmap_are_one_axis_of_as_many_replicas():
     grads = jax.tree.map(lambda x: x[:, 0], random_grads(SHAPES, 6, 1))
 
     def mean(axis_name):
-        tx = jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=16, rounding=rounding)
+        tx = jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=16)
         return lambda g: tx.update(g, tx.init(g))[0]
 
     one = jax.jit(jax.vmap(mean(AXIS), axis_name=AXIS))(grads)
@@ -83,23 +78,6 @@ def test_no_value_is_off_by_more_than_a_127th_of_its_block(
     assert (error <= largest * (1 / 127 + rounded) + 1e-36).all(), layout
 
 
-def test_stochastic_rounding_is_unbiased_and_every_step_draws_anew():
-    grads = random_grads({"w": (40,)}, 2, 1)["w"][:, 0]
-    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, rounding="stochastic")
-
-    def many(g):
-        def one(state, _):
-            mean, state = tx.update(g, state)
-            return state, mean
-
-        return jax.lax.scan(one, tx.init(g), None, length=2000)[1]
-
-    means = np.asarray(jax.jit(jax.vmap(many, axis_name=AXIS))(grads)[0])
-    assert np.std(means, axis=0).min() > 0
-    scale = np.abs(grads).max() / 127
-    np.testing.assert_allclose(means.mean(0), grads.mean(0), atol=5 * scale / np.sqrt(2000))
-
-
 def test_a_residual_of_own_contributions_has_the_right_mean():
     """The second rounding counts for the replica that did it."""
     n = 4
@@ -119,9 +97,8 @@ def test_no_bad_value_is_lost_in_a_large_leaf(size, block_size, bad):
     tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=block_size)
     x = np.random.default_rng(0).normal(size=(2, size)).astype(np.float32)
     x[1, size // 3] = bad
-    outputs, state = vmapped(tx, jnp.asarray(x), tx.init(x[0]))
+    outputs, _ = vmapped(tx, jnp.asarray(x), tx.init(x[0]))
     assert np.isnan(outputs).all()
-    assert (np.asarray(state.count) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -131,9 +108,8 @@ def test_one_bad_value_makes_every_output_nan_everywhere(mapping, bad):
     grads = random_grads(SHAPES, 4, 1)
     grads["dense"][2, 0, 3, 3] = bad
     tx = jaxcomp.quantized_allreduce(axis_name=AXIS)
-    outputs, state = simulate(mapping, tx, grads, tx.init(grads))
+    outputs, _ = simulate(mapping, tx, grads, tx.init(grads))
     assert all(bool(jnp.isnan(x).all()) for x in jax.tree.leaves(outputs))
-    assert int(state.count) == 0
 
 
 @pytest.mark.parametrize("value", [3e38, 1e-40, 0.0])
@@ -158,26 +134,6 @@ def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, block_siz
     assert stats.ratio > 3.7
 
 
-def test_reduce_first_is_exact_on_the_fast_axis():
-    grads = random_grads({"w": (6, 5)}, 4, 1)["w"][:, 0].reshape(2, 2, 6, 5)
-    tx = jaxcomp.quantized_allreduce(axis_name="slow", reduce_first="fast")
-    plain = jaxcomp.quantized_allreduce(axis_name="slow")
-    both = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="fast")
-    both = jax.jit(jax.vmap(both, axis_name="slow"))(grads)
-    slow = jax.vmap(lambda g: plain.update(g, plain.init(g))[0], axis_name="slow")
-    slow = jax.jit(slow)(grads.mean(1))
-    np.testing.assert_allclose(both[1, 1], slow[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"bits": 4}, "`bits` must be 8"),
-        ({"block_size": 0}, "`block_size` must be a positive integer"),
-        ({"rounding": "up"}, "`rounding` must be one of nearest, stochastic"),
-        ({"reduce_first": AXIS}, "must name different axes"),
-    ],
-)
-def test_unusable_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        jaxcomp.quantized_allreduce(axis_name=AXIS, **arguments)
+def test_unusable_arguments_are_refused():
+    with pytest.raises(ValueError, match="`block_size` must be a positive integer"):
+        jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=0)

@@ -1,4 +1,4 @@
-"""``weight=``: replicas that do not count the same, for every reducer, in no more collectives."""
+"""``weight=``: replicas that do not count the same, for every reducer."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, sent_bytes, text
+from hlo import collectives, text
 from leaves import random_grads, zeros
 from rounding import rounding
 from runners import AXIS, mesh_of
@@ -23,7 +23,7 @@ EXACT = {
     "allreduce": jaxcomp.allreduce(axis_name=AXIS),
     "powersgd": jaxcomp.powersgd(**FULL),
     "powersgd-before-start": jaxcomp.powersgd(**FULL | {"start_step": 9}),
-    "powersgd-alternating": jaxcomp.powersgd(**FULL, alternating=True),
+    "acp-sgd": jaxcomp.acp_sgd(**FULL),
     "batched": jaxcomp.batched_powersgd(9, axis_name=AXIS, start_step=0),
     "feedback": jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)),
     "switch": jaxcomp.switch_at(0, jaxcomp.allreduce(axis_name=AXIS), jaxcomp.powersgd(**FULL)),
@@ -41,9 +41,16 @@ ROUNDED = {  # with what part of the largest value a value may be off
 }
 LOSSY = {
     "low-rank": jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, min_compression_rate=0.0),
-    "low-rank-alternating": jaxcomp.powersgd(
-        2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, alternating=True
+    "low-rank-acp": jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0, min_compression_rate=0.0),
+    "low-rank-int8": jaxcomp.powersgd(
+        2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, comm_dtype=jnp.int8
     ),
+    "feedback-low-rank": jaxcomp.error_feedback(
+        jaxcomp.powersgd(
+            2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, error_feedback=False
+        )
+    ),
+    "feedback-every": jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS), every=3),
     "low-rank-cold": jaxcomp.powersgd(
         2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, warm_start=False
     ),
@@ -112,63 +119,31 @@ def test_weights_without_a_mean_leave_no_trace(name, weights):
     jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
-@pytest.mark.parametrize("scale", [1, 512])
-@pytest.mark.parametrize("name", ["low-rank", "low-rank-cold"])
-def test_whatever_the_weights_become_nothing_is_lost(name, scale):
+@pytest.mark.parametrize("name", LOSSY)
+def test_whatever_the_weights_become_nothing_is_lost(name):
     """Outputs and the mean residual, which a checkpoint keeps, add up to what went in."""
     state, step, rng = start(name), step_of(name), np.random.default_rng(0)
     went_in = came_out = np.zeros(SHAPES["w"])
-    for seed in range(40):
-        grads, weights = gradients(seed), scale * rng.integers(0, 4, 4).astype(np.float32)
-        weights[seed % 4] = scale
+    for seed in range(30):
+        grads, weights = gradients(seed), np.float32(rng.integers(1, 2001, 4))
+        weights[rng.integers(4)] = rng.choice([0, 1, 2000])
         went_in = went_in + weighted_means(grads, weights)["w"]
         grads["w"][weights == 0] = np.nan
         output, state = step(grads, weights, state)
-        came_out = came_out + output["w"]
-    left = np.asarray(state.residual["w"]).mean(0)
-    np.testing.assert_allclose(came_out + left, went_in, atol=2e-4)
+        came_out = came_out + np.asarray(output["w"], np.float64)
+    left = np.asarray(state.residual["w"], np.float64).mean(0)
+    assert np.linalg.norm(came_out + left - went_in) < 1e-6 * np.linalg.norm(went_in)
     # And it stays bounded: a few steps' worth of what rank 2 of 8 does not hold.
-    assert 0.1 < np.linalg.norm(left) / np.linalg.norm(went_in) < 1
-
-
-@pytest.mark.parametrize("name", ["low-rank-alternating", "integers"])
-def test_what_was_not_sent_is_kept_with_weights_that_stay(name):
-    """Outputs and what is left of the residuals add up to what went in, replica by weight."""
-    state, step = start(name), step_of(name)
-    # Of integers a replica that sits out passes on a share all the same, and keeps its rounding.
-    weights = np.where(WEIGHTS == 0, 4, WEIGHTS) if name == "integers" else WEIGHTS
-    went_in = came_out = np.zeros(SHAPES["w"])
-    for seed in range(6):
-        grads = gradients(seed)
-        output, state = step(grads, weights, state)
-        went_in = went_in + weighted_means(grads, weights)["w"]
-        came_out = came_out + output["w"]
-    left = weighted_means({"w": state.residual["w"]}, weights)["w"]
-    np.testing.assert_allclose(came_out + left, went_in, atol=2e-5)
-    assert np.abs(left).max() > 0.01
-
-
-def test_rounding_of_a_replica_that_counts_little_today_does_not_grow_tomorrow():
-    """A ragged last batch: one of four has a single token, another each time."""
-    state, step, worst = start("integers"), step_of("integers"), 0.0
-    for seed in range(12):
-        grads, weights = gradients(seed), np.full(4, 2048, np.float32)
-        weights[seed % 4] = 1
-        output, state = step(grads, weights, state)
-        exact = weighted_means(grads, weights)["w"]
-        worst = max(worst, np.abs(np.asarray(output["w"]) - exact).max() / np.abs(exact).max())
-    assert worst < 0.1
-    assert np.abs(state.residual["w"]).max() < 0.1 * np.abs(grads["w"]).max()
+    assert np.linalg.norm(left) < np.linalg.norm(went_in)
 
 
 CHANGING = [(3, 1, 0, 2), (3, 1, 0, 2), (1, 3, 2, 0), (0, 0, 5, 1), (9, 1, 1, 1), (1, 1, 1, 7)]
 
 
-@pytest.mark.parametrize("options", [{}, {"buckets": 2}, {"feedback_every": 2}])
-def test_every_step_is_exact_at_full_rank_whatever_the_weights_become(options):
+def test_every_step_is_exact_at_full_rank_whatever_the_weights_become():
     """After a checkpoint too, and where residuals cancel in the mean without being zero."""
     shapes = {"wide": (8, 18), "tall": (24, 16), "cube": (8, 6, 3), "bias": (5,)}
-    tx = jaxcomp.powersgd(**FULL | {"rank": 24}, **options)
+    tx = jaxcomp.powersgd(**FULL | {"rank": 24})
     axes = jaxcomp.state_axes(tx.init(zeros(shapes)))
     update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
     step = jax.jit(jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS))
@@ -189,17 +164,6 @@ def test_every_step_is_exact_at_full_rank_whatever_the_weights_become(options):
             state = jaxcomp.stack_replicas(jaxcomp.consolidate(state), 4)
 
 
-def test_who_sits_out_a_one_sided_step_keeps_what_it_has_not_sent():
-    name = "low-rank-alternating"
-    _, state = step_of(name)(gradients(), np.ones(4, np.float32), start(name))
-    grads = gradients(1)
-    grads["w"][2] = np.nan
-    _, after = step_of(name)(grads, WEIGHTS, state)
-    before, after = (np.asarray(x.residual["w"]) for x in (state, after))
-    np.testing.assert_array_equal(after[2], before[2])
-    assert np.all(after[[0, 1, 3]] != before[[0, 1, 3]])
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_no_wire_rounds_a_weight(dtype):
     tx = jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype)
@@ -211,7 +175,7 @@ def test_no_wire_rounds_a_weight(dtype):
 
 
 @pytest.mark.parametrize("name", ["allreduce", "bfloat16", "powersgd", "powersgd-int8", "int8"])
-def test_no_collective_is_added_and_few_bytes(name):
+def test_one_all_reduce_of_a_scalar_is_added(name):
     tx = ALL[name]
     state = jaxcomp.shard_state(tx.init(zeros(SHAPES)), mesh_of(4), AXIS)
     specs = jaxcomp.state_specs(state, AXIS)
@@ -230,22 +194,23 @@ def test_no_collective_is_added_and_few_bytes(name):
         return collectives(text(mapped, gradients(), WEIGHTS, state))
 
     plain, weighed = program(False), program(True)
-    assert [kind for kind, _, _ in weighed] == [kind for kind, _, _ in plain]
-    # A float32; its bytes for each replica, four values that XLA's CPU backend widens; a word for
-    # each replica in both of two stages, and one for the share that is gathered.
-    assert 4 <= sent_bytes(weighed) - sent_bytes(plain) <= 4 * 4 * 4
+    weighed.remove(("all-reduce", "f32", 1))
+    assert weighed == plain
 
 
-def test_fast_axes_are_weighed_too():
-    tx = jaxcomp.powersgd(**FULL, reduce_first="fast")
+def test_a_fast_axis_is_weighed_in_front_of_the_chain():
+    """Each link would weigh along its own axis; so the gradients are weighed along both before."""
+    tx = optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(**FULL))
     grads = gradients()
     grads["w"][2] = np.nan
     pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads)
     state = tx.init(zeros(SHAPES))
-    step = lambda g, w: tx.update(g, state, weight=w)[0]  # noqa: E731
+
+    def step(g, w):
+        return tx.update(extend.weighted_gradients(g, w, (AXIS, "fast")), state)[0]
+
     mapped = jax.jit(jax.vmap(jax.vmap(step, axis_name="fast"), axis_name=AXIS))
-    # The pair (0, 2) has one that counts; a pair without any sits out together.
-    for weights in (WEIGHTS, np.array([0, 0, 0, 2], np.float32)[[0, 1, 2, 3]]):
+    for weights in (WEIGHTS, np.array([0, 0, 0, 2], np.float32)):
         outputs = mapped(pairs, weights.reshape(2, 2))
         kept = np.delete(np.arange(4), 2)
         exact = weighted_means({k: x[kept] for k, x in gradients().items()}, weights[kept])
@@ -276,32 +241,40 @@ def test_weights_that_are_no_number_of_this_replica_are_refused():
             jax.vmap(lambda g: step(g, wrong), axis_name=AXIS)(gradients())  # noqa: B023
 
 
-def test_a_weight_that_nobody_would_look_at_is_refused():
+def test_a_weight_without_an_axis_is_refused():
+    plain = jaxcomp.error_feedback(optax.identity())
+    with pytest.raises(ValueError, match="does not say along which axis"):
+        mapped_update(plain, 1.0)
+
+
+def test_a_reducer_of_ones_own_is_weighed_at_the_door():
     def reduce(updates, state, params=None, **extra_args):
-        raise AssertionError("never reached")
-
-    mine = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, AXIS)
-    for tx in (mine, jaxcomp.error_feedback(mine), jaxcomp.switch_at(1, mine, mine)):
-        with pytest.raises(ValueError, match="takes no `weight`"):
-            mapped_update(tx, 1.0)
-    with pytest.raises(ValueError, match="says along which axis"):
-        mapped_update(jaxcomp.error_feedback(optax.identity()), 1.0)
-    with pytest.raises(ValueError, match="takes no `weight`"):
-        mapped_update(jaxcomp.accumulate(ALL["allreduce"], 2), 1.0)
-
-
-def test_a_reducer_of_ones_own_takes_weights():
-    def reduce(updates, state, params=None, *, weight=None, **extra_args):
-        step = extend.open_step(updates, AXIS, weight=weight)
-        mean = functools.partial(extend.reduce_mean, axis_name=AXIS, wire_dtype=jnp.float32)
-        reduced, _ = extend.weighted_mean(mean, step.arrays, step.weight, AXIS)
-        return step.close(reduced.means, state, reduced.finite, sent=reduced.sent, old=state)
+        assert "weight" not in extra_args
+        reduced = extend.reduce_mean(extend.floating_leaves(updates), AXIS, jnp.float32)
+        means, sent = (extend.with_leaves(updates, x) for x in reduced[:2])
+        return jaxcomp.Reduction(means, state, sent, reduced.finite)
 
     tx = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, AXIS)
     grads = gradients()
     step = lambda g, w: tx.update(g, tx.init(g), weight=w)[0]  # noqa: E731
     means = jax.vmap(step, axis_name=AXIS, out_axes=None)(grads, WEIGHTS)
     np.testing.assert_allclose(means["w"], weighted_means(grads)["w"], atol=1e-6)
+
+
+def test_a_bfloat16_gradient_loses_nothing_to_its_weight():
+    """It reaches a reducer with a residual in float32, and the outputs are bfloat16."""
+    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
+    grads = {k: x.astype(jnp.bfloat16) for k, x in gradients().items()}
+    axes = jaxcomp.state_axes(tx.init(zeros(SHAPES)))
+    update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
+    step = jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS)
+    state = jaxcomp.stack_replicas(tx.init(zeros(SHAPES)), 4)
+    outputs, _ = step(grads, WEIGHTS, state)
+    exact = weighted_means({k: np.asarray(x, np.float64) for k, x in grads.items()})
+    for leaf, mean in exact.items():
+        assert outputs[leaf].dtype == jnp.bfloat16
+        found = np.asarray(outputs[leaf], np.float64)
+        np.testing.assert_allclose(found, np.broadcast_to(mean, found.shape), rtol=2**-8)
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])

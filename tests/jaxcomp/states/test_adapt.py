@@ -98,7 +98,7 @@ def test_inside_other_reducers():
     np.testing.assert_array_equal(new.before.residual["bias"], old.before.residual["bias"])
     assert new.after.residual["dense"].dtype == jnp.bfloat16
     assert int(new.count) == 3
-    assert int(new.before.inner.count) == 1
+    assert int(new.before.count) == 1
 
 
 def feedback(**arguments):
@@ -110,7 +110,7 @@ def test_another_kind_of_reducer_takes_the_residual_over(saved):
     tx = optax.chain(feedback(), optax.adam(1e-3))
     state = jaxcomp.adapt_state(saved, PARAMS, tx)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
-    assert int(state[0].inner.count) == 0
+    assert int(state[0].count) == 0
     jax.tree.map(np.testing.assert_array_equal, state[1:], saved[1:])
     np.testing.assert_array_equal(state[0].residual["bias"], 0)  # powersgd had sent all of it
     before = {name: saved[0].residual[name] for name in ("dense", "stack")}
@@ -166,11 +166,20 @@ def test_parameters_that_are_one_array():
     adapted = jaxcomp.adapt_state(state, leaf, feedback())
     np.testing.assert_array_equal(adapted.residual, state.residual)
 
-    one_sided = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, alternating=True).init(leaf)
-    narrow = jaxcomp.adapt_state(
-        one_sided, leaf, jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, alternating=True)
-    )
+    one_sided = jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0).init(leaf)
+    narrow = jaxcomp.acp_sgd(1, axis_name=AXIS, start_step=0)
+    narrow = jaxcomp.adapt_state(one_sided, leaf, narrow)
     np.testing.assert_array_equal(narrow.p, one_sided.p[:, :1])
+
+
+def test_acp_sgd_and_powersgd_hand_over_residual_and_right_factors(saved):
+    one_sided = jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0, matrix_dims=stacked)
+    there = jaxcomp.adapt_state(saved[0], PARAMS, one_sided)
+    assert jax.tree.structure(there) == jax.tree.structure(one_sided.init(PARAMS))
+    back = jaxcomp.adapt_state(there, PARAMS, powersgd(saved[0].q["dense"].shape[-1]))
+    for state in (there, back):
+        jax.tree.map(np.testing.assert_array_equal, state.residual, saved[0].residual)
+    np.testing.assert_array_equal(back.q["dense"][:, :1], saved[0].q["dense"][:, :1])
 
 
 def test_what_does_not_fit_is_named(saved):

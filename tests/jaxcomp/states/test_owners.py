@@ -1,5 +1,7 @@
 """Whose a residual is: one replica's in the place of all is refused, wherever it comes from."""
 
+from typing import NamedTuple
+
 import flax.jax_utils
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ N, STEPS = 4, 5
 GRADS = random_grads({"w": (16, 12)}, N, STEPS + 1)
 REDUCERS = {
     "powersgd": lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=1),
-    "now and then": lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, feedback_every=2),
+    "now and then": lambda: jaxcomp.error_feedback(
+        jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_feedback=False), every=2
+    ),
     "error_feedback": lambda: jaxcomp.error_feedback(
         jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=None)
     ),
@@ -122,7 +126,14 @@ def test_what_cannot_be_consolidated_outside_is_refused():
     odd = state._replace(residual={**state.residual, "v": jnp.zeros((3, 2))})
     with pytest.raises(ValueError, match="one leading axis of replicas"):
         jaxcomp.consolidate(odd)
-    differing = (state, {"momentum": jnp.arange(8.0).reshape(N, 2)})
+
+    class Bare(NamedTuple):  # without a scalar, which would say that nothing else is stacked
+        residual: jax.Array
+        owner: jax.Array
+        per_replica = ("residual", "owner")
+
+    bare = Bare(state.residual["w"], state.owner)
+    differing = (bare, {"momentum": jnp.arange(8.0).reshape(N, 2)})
     with pytest.raises(ValueError, match=r"leaf .*momentum.* differs between them"):
         jaxcomp.consolidate(differing)
 

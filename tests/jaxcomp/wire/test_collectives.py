@@ -124,7 +124,7 @@ def test_every_collective_with_its_axes():
 REDUCERS = {
     "now": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=0),
     "later": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=5),
-    "alternating": lambda: jaxcomp.powersgd(1, axis_name="data", start_step=0, alternating=True),
+    "acp_sgd": lambda: jaxcomp.acp_sgd(1, axis_name="data", start_step=0),
     "int8": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype=jnp.int8),
     "int6 later": lambda: jaxcomp.powersgd(4, axis_name="data", start_step=5, comm_dtype="int6"),
     "quantized": lambda: jaxcomp.quantized_allreduce(axis_name="data"),

@@ -1,4 +1,6 @@
-"""`powersgd(alternating=True)`: one factor and one all-reduce a step."""
+"""`acp_sgd`: one factor and one all-reduce a step."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +9,17 @@ import optax
 import pytest
 from hlo import collectives
 from leaves import SHAPES, as_matrix, random_grads, with_value, zeros
-from reducers import shared_powersgd
 from reference import Alternating
 from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
 
 import jaxcomp
 
+# Always the same one for the same arguments, so that tests share what is compiled for it.
+shared = functools.cache(jaxcomp.acp_sgd)
+
 
 def reducer(rank=2, start_step=0, **kwargs):
-    return shared_powersgd(rank, axis_name=AXIS, start_step=start_step, alternating=True, **kwargs)
+    return shared(rank, axis_name=AXIS, start_step=start_step, **kwargs)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -122,33 +126,22 @@ def test_a_constant_low_rank_gradient_is_found():
     np.testing.assert_allclose(outputs["w"][-1], grads["w"][0, 0], atol=1e-4)
 
 
-def test_adapt_state_takes_over_both_factors_and_turns_one_sided_steps_on_and_off():
-    grads = random_grads(SHAPES, 2, 3)
-    one_sided, two_sided = reducer(2), shared_powersgd(2, axis_name=AXIS, start_step=0)
-    _, state = simulate("vmap", one_sided, grads, one_sided.init(zeros()))
-    state = consolidated(state)
-
-    narrow = jaxcomp.adapt_state(state, zeros(), reducer(1))
-    np.testing.assert_array_equal(narrow.p["dense"], state.p["dense"][:, :1])
-    np.testing.assert_array_equal(narrow.q["dense"], state.q["dense"][:, :1])
-    off = jaxcomp.adapt_state(state, zeros(), two_sided)
-    assert off.p == ()
-    np.testing.assert_array_equal(off.residual["conv"], state.residual["conv"])
-    on = jaxcomp.adapt_state(off, zeros(), one_sided)
-    np.testing.assert_array_equal(on.q["dense"], state.q["dense"])
-    for tx, adapted in ((two_sided, off), (one_sided, on)):
-        outputs, _ = simulate("vmap", tx, grads, adapted)
-        assert np.isfinite(outputs["dense"]).all()
+@pytest.mark.parametrize("bits", [8, 6])
+def test_integers_on_the_wire_lose_nothing(bits):
+    grads = random_grads(SHAPES, 3, 4)
+    tx = reducer(comm_dtype=f"int{bits}", min_compression_rate=1.0)
+    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros()))
+    for name in ("conv", "dense", "embedding"):
+        total = outputs[name].sum(0) + state.residual[name].mean(0)
+        np.testing.assert_allclose(total, grads[name].mean(0).sum(0), atol=2e-5)
 
 
 def test_wrong_use_says_what_to_do():
-    with pytest.raises(ValueError, match="needs warm_start=True"):
-        reducer(warm_start=False)
-    with pytest.raises(ValueError, match="`alternating` must be"):
-        shared_powersgd(axis_name=AXIS, alternating="yes")
-    two_sided = shared_powersgd(2, axis_name=AXIS, start_step=0)
+    two_sided = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     grads = random_grads(SHAPES, 2, 1)
-    with pytest.raises(ValueError, match=r"not made with alternating=True.*adapt_state"):
+    with pytest.raises(ValueError, match=r"its own ACPSGDState, got PowerSGDState.*adapt_state"):
         simulate("vmap", reducer(), grads, two_sided.init(zeros()))
-    with pytest.raises(ValueError, match=r"not made with alternating=False.*adapt_state"):
+    with pytest.raises(ValueError, match=r"its own PowerSGDState, got ACPSGDState.*adapt_state"):
         simulate("vmap", two_sided, grads, reducer().init(zeros()))
+    with pytest.raises(TypeError, match=r"acp_sgd has no argument warm_start"):
+        reducer(warm_start=False)

@@ -1,7 +1,9 @@
-"""From leaves to matrices: which axes are rows and columns, and which leaves are compressed.
+"""What happens to each leaf: which are compressed, as which matrices, and which together.
 
-A leaf is never transposed when a reshape will do: `MatrixView` remembers whether rows or columns
-come first in memory, and the products in `leafwise` contract the right axis.
+Each leaf costs some dozens of operations, which XLA compiles one by one and a GPU launches one by
+one: 300 layers of width 64 compile for half a minute. So small leaves that are alike become one,
+with an axis in front that counts them; such a stack costs what one leaf does, but for a copy into
+it and one out of it.
 """
 
 from __future__ import annotations
@@ -17,78 +19,20 @@ import numpy as np
 
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank.matrices import MatrixView
 
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
 _ANONYMOUS = frozenset({"value", "raw_value"})
+# A leaf of at most so many values is copied faster than the operations that it saves are launched.
+_SMALL = 1 << 16
+# Of all stacks together: their copies of gradients, residuals and outputs are 16 MB each.
+_MOST_VALUES = 1 << 22
+# XLA takes 32 leaves at once out of a stack. From a longer one each is a kernel of its own on a
+# GPU, and temporary memory is twice as much (200 layers, rank 4, jaxlib 0.10.2).
+_MOST_LEAVES = 32
 
-
-@dataclasses.dataclass(frozen=True)
-class MatrixView:
-    """One leaf seen as a batch of ``(n_rows, n_cols)`` matrices.
-
-    The array that `matricize` returns has shape ``(*batch, n_cols, n_rows)`` if `cols_first`, else
-    ``(*batch, n_rows, n_cols)``: whichever is a plain reshape of the leaf.
-    """
-
-    shape: tuple[int, ...]
-    dims: MatrixDims
-
-    def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in axes)
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """Sizes of the batch axes."""
-        return self._sizes(self.dims.batch)
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of one matrix."""
-        return math.prod(self._sizes(self.dims.rows))
-
-    @property
-    def n_cols(self) -> int:
-        """Columns of one matrix."""
-        return math.prod(self._sizes(self.dims.cols))
-
-    @property
-    def cols_first(self) -> bool:
-        """Whether the matricized array is ``(*batch, n_cols, n_rows)``."""
-        batch, rows, cols = self.dims
-        return batch + rows + cols != tuple(range(len(self.shape)))
-
-    @property
-    def is_reshape(self) -> bool:
-        """Whether `matricize` moves nothing in memory; a function of the user may ask for it."""
-        return self._order == tuple(range(len(self.shape)))
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        batch, rows, cols = self.dims
-        return batch + cols + rows if self.cols_first else batch + rows + cols
-
-    def matricize(self, leaf: Array) -> Array:
-        """The leaf as a batch of matrices, in the memory order that `cols_first` tells."""
-        pair = (self.n_cols, self.n_rows) if self.cols_first else (self.n_rows, self.n_cols)
-        return _transpose(leaf, self._order).reshape(*self.batch, *pair)
-
-    def unmatricize(self, matrix: Array) -> Array:
-        """The inverse of `matricize`."""
-        inverse = tuple(int(axis) for axis in np.argsort(self._order))
-        return _transpose(matrix.reshape(self._sizes(self._order)), inverse)
-
-    def along_rows(self, column: Array) -> Array:
-        """``(*batch, n_rows)`` along the batch and row axes of the leaf, 1 along the others."""
-        return self._along(self.dims.batch + self.dims.rows, column)
-
-    def along_cols(self, row: Array) -> Array:
-        """``(*batch, n_cols)`` along the batch and column axes of the leaf."""
-        return self._along(self.dims.batch + self.dims.cols, row)
-
-    def _along(self, axes: tuple[int, ...], values: Array) -> Array:
-        ordered = tuple(int(i) for i in np.argsort(axes))
-        values = _transpose(values.reshape(self._sizes(axes)), ordered)
-        return values.reshape([n if i in axes else 1 for i, n in enumerate(self.shape)])
+# Positions of leaves that are treated as one; most groups have a single one.
+Group = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +99,7 @@ def plan_leaves(
       (True, (64, 4), (288, 4))
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    _check_names(matrix_dims, [path for path, _ in leaves])
     return [_plan(path, leaf, rank, min_compression_rate, matrix_dims) for path, leaf in leaves]
 
 
@@ -233,18 +178,35 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     return MatrixDims(rows=tuple(range(cut, ndim)), cols=tuple(range(cut)))
 
 
-def stacked_matrix_dims(stacked: Sequence[str], matrix_dims: MatrixDimsFn | None) -> MatrixDimsFn:
-    """`matrix_dims` for trees with stacked layers: their leading axis counts the matrices.
+def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
+    """A ``matrix_dims=`` function for scanned layers, whose leaves have an axis that counts them.
 
     Args:
-      stacked: Names of the parts of the tree that hold stacked layers.
+      *names: Parts of the tree that hold stacked layers, as ``nn.scan`` and `jax.lax.scan` over
+        blocks make them: ``stacked("blocks")``. The leading axis of every leaf in them counts
+        layers, which are compressed one by one.
       matrix_dims: The rule for one layer, and for leaves elsewhere; None for the default one.
+
+    Returns:
+      A function of (key path, leaf) for `powersgd`.
+
+    Raises:
+      ValueError: If no name is given; when it is used, if a name is none of the tree's.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.powersgd(4, axis_name="data", matrix_dims=jaxcomp.stacked("blocks"))
+      >>> tx.init({"blocks": {"kernel": jnp.zeros((12, 64, 256))}}).q["blocks"]["kernel"].shape
+      (12, 64, 4)
     """
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"`stacked` takes names of parts of the tree, got {names!r}, as in stacked('blocks')."
+        )
     rule = default_matrix_dims if matrix_dims is None else matrix_dims
 
     def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
-        names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
-        if not names & set(stacked):
+        if not _names_of(path) & set(names):
             return rule(path, leaf)
         layer = rule(path, jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf)))
         if layer is None:
@@ -252,7 +214,28 @@ def stacked_matrix_dims(stacked: Sequence[str], matrix_dims: MatrixDimsFn | None
         batch, rows, cols = (tuple(axis + 1 if axis >= 0 else axis for axis in x) for x in layer)
         return MatrixDims((0, *batch), rows, cols)
 
+    # A misspelt name would be silent: `plan_leaves` looks for each of them in the tree.
+    dims.wanted_names = frozenset(names)  # pyright: ignore[reportFunctionMemberAccess]
     return dims
+
+
+def _names_of(path: KeyPath) -> set[Any]:
+    return {getattr(key, "key", getattr(key, "name", None)) for key in path}
+
+
+def _check_names(matrix_dims: MatrixDimsFn | None, paths: Sequence[KeyPath]) -> None:
+    """Refuses names of `stacked` that the tree has not.
+
+    Raises:
+      ValueError: With the names that there are.
+    """
+    wanted = getattr(matrix_dims, "wanted_names", frozenset())
+    found = set().union(*map(_names_of, paths)) - {None} if wanted else set()
+    if missing := sorted(wanted - found):
+        raise ValueError(
+            f"stacked{tuple(missing)} names no part of this tree, whose parts are named "
+            f"{', '.join(sorted(map(str, found)))}."
+        )
 
 
 def _asked_rank(path: KeyPath, leaf: Any, rank: int | RankFn) -> int | None:
@@ -293,5 +276,44 @@ def _last_name(path: KeyPath) -> str:
     return ""
 
 
-def _transpose(x: Array, order: tuple[int, ...]) -> Array:
-    return x if order == tuple(range(x.ndim)) else x.transpose(order)
+def groups_of(plans: Sequence[LeafPlan]) -> list[Group]:
+    """The compressed leaves, those stacked that are small and alike; the smallest first if many."""
+    chosen = [i for i, plan in enumerate(plans) if plan.view is not None]
+    kinds: dict[Any, list[int]] = {}
+    for i in chosen:
+        alone = i if plans[i].size > _SMALL else None
+        kinds.setdefault((dataclasses.replace(plans[i], path=""), alone), []).append(i)
+    groups, values = [], 0
+    for kind in sorted(kinds.values(), key=lambda kind: plans[kind[0]].size):
+        values += len(kind) * plans[kind[0]].size
+        most = _MOST_LEAVES if values <= _MOST_VALUES else 1
+        groups += [tuple(kind[k : k + most]) for k in range(0, len(kind), most)]
+    return sorted(groups)
+
+
+def plan_of(plans: Sequence[LeafPlan], group: Group) -> LeafPlan:
+    """The plan of the leaves of a group together."""
+    plan = plans[group[0]]
+    if len(group) == 1:
+        return plan
+    assert plan.view is not None  # only compressed leaves are in groups
+    batch, rows, cols = (tuple(axis + 1 for axis in part) for part in plan.view.dims)
+    shape = (len(group), *plan.shape)
+    view = MatrixView(shape, MatrixDims((0, *batch), rows, cols), is_stack=True)
+    return dataclasses.replace(plan, shape=shape, view=view)
+
+
+def stack(groups: Sequence[Group], values: Sequence[Array]) -> list[Array]:
+    """One array for each group, from those of all leaves."""
+    return [
+        values[group[0]] if len(group) == 1 else jnp.stack([values[i] for i in group])
+        for group in groups
+    ]
+
+
+def unstack(groups: Sequence[Group], arrays: Sequence[Array]) -> dict[int, Array]:
+    """The inverse of `stack`: arrays by the positions of their leaves."""
+    found: dict[int, Array] = {}
+    for group, x in zip(groups, arrays, strict=True):
+        found |= zip(group, [x] if len(group) == 1 else x, strict=True)
+    return found

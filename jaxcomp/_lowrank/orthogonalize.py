@@ -1,0 +1,372 @@
+"""Orthonormal bases of the columns of many factors at once.
+
+Whatever goes in (zeros, repeated columns, values near either end of the float range), the columns
+that come out are orthonormal. A column without a direction of its own is replaced by a fixed dense
+one: were it left at zero, the power iteration could never pick that direction up again.
+
+On CPU: Gram-Schmidt for few columns, Householder QR for more. On GPU both are many small kernels,
+one matrix after the other. There all matrices of one rank are cut into blocks of rows that lie
+behind each other, and rounds of Cholesky QR take all of them together: Gram matrices of the blocks,
+their sums over the blocks of a matrix, the inverse Cholesky factors, and the blocks times these.
+
+One such round in float32 resolves directions down to some thousandth of a column's length, since a
+Gram matrix holds squares. So correlations are taken for a little smaller than they are ("shifted
+CholeskyQR", Fukaya et al. 2020): what lies below is only made larger by that factor, and the next
+round resolves it. A column that is close to the span of others even after two rounds had no
+direction of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomp._base.typing import Array
+from jaxcomp._mesh.axes import alike
+
+# torch's hook uses Gram-Schmidt up to rank 2 and QR above.
+_GRAM_SCHMIDT_RANK = 2
+# A column of which less than this share is left after projection has no direction of its own.
+_COLLINEAR = 1e-6
+# Rounds until columns of float32 are orthonormal to rounding whatever they were; and until they are
+# no longer close to each other, which is enough for what spans a space and is no factor itself.
+ROUNDS = 6
+ROUNDS_TO_SPAN = 2
+# By so much correlations are shrunk, up to this rank and in proportion above it: some ten times the
+# rounding of a Gram matrix, and the least pivot that there can be.
+_SHIFT, _SHIFT_RANK = 1e-5, 64
+_LARGE_SHIFT = 1e-2
+# The round that looks for columns without a direction of their own, and the least pivot of those
+# that have one. Each round before makes what tells a column from the others some two hundred times
+# larger; those after it orthogonalise what takes the place of the rest.
+_LOOKS, _LEAST_PIVOT = 2, 1e-2
+# Columns come in with entries up to 1; nothing but zeros gets a squared length of this.
+_ZERO = 1e-30
+# Rows in a block, of which the largest is taken whose padding costs less than an eighth.
+_BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
+_PADDING = 1.125
+
+
+def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
+    """An orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
+
+    Args:
+      matrix: ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
+      eps: Added to the norm of each column that Gram-Schmidt divides by, as torch's
+        ``orthogonalization_epsilon``; like torch, it has no part in QR.
+
+    Returns:
+      ``(*batch, n, r)`` with ``P^T P = I`` to rounding (for ``eps=0``).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> columns = jnp.array([[3.0, 3.0, 0.0], [4.0, 4.0, 0.0], [0.0, 5.0, 0.0]])  # one is zero
+      >>> basis = extend.orthogonalize(columns)
+      >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(3), atol=1e-5))
+      True
+    """
+    return orthonormal_bases([matrix], eps)[0]
+
+
+def orthonormal_bases(
+    factors: Sequence[Array], eps: float | Array = 0.0, rounds: int = ROUNDS
+) -> list[Array]:
+    """`orthogonalize` of every factor: those of one shape together on CPU, of one rank elsewhere.
+
+    Args:
+      factors: Arrays ``(*batch, n, r)``.
+      eps: As in `orthogonalize`.
+      rounds: Of Cholesky QR, where that is what runs: `ROUNDS`, or `ROUNDS_TO_SPAN`.
+    """
+    factors = list(factors)
+    # torch's eps is defined by columns that are taken one after the other.
+    by_column = [not _is_zero(eps) and x.shape[-1] <= _GRAM_SCHMIDT_RANK for x in factors]
+
+    def one_by_one(factors: Sequence[Array]) -> list[Array]:
+        return map_by_shape(lambda x: _column_by_column(x, eps), factors)
+
+    def together(factors: Sequence[Array]) -> list[Array]:
+        pairs = list(zip(factors, by_column, strict=True))
+        # Without the barrier jaxlib 0.10's compiler for GPUs fails: docs/gpu.md has the fault.
+        columns = one_by_one([lax.optimization_barrier(x) for x, flag in pairs if flag])
+        found = iter(bases_by_rank([x for x, flag in pairs if not flag], rounds)), iter(columns)
+        return [next(found[flag]) for flag in by_column]
+
+    if not factors:
+        return []
+    return lax.platform_dependent(factors, cpu=one_by_one, default=together)
+
+
+def _is_zero(eps: float | Array) -> bool:
+    return isinstance(eps, (int, float)) and eps == 0
+
+
+def _column_by_column(matrix: Array, eps: float | Array) -> Array:
+    """A basis of the columns of each matrix of a batch, by Gram-Schmidt or Householder QR."""
+    n, rank = matrix.shape[-2:]
+    scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
+    zero = scale == 0
+    # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
+    # squares lies between 1 and n.
+    scaled = matrix / jnp.where(zero, 1, scale)
+    spare = jnp.broadcast_to(spare_directions(jnp.arange(n), rank, matrix.dtype), matrix.shape)
+    if rank <= _GRAM_SCHMIDT_RANK:
+        scaled_eps = (
+            None if _is_zero(eps) else jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
+        )
+        return _gram_schmidt(scaled, spare, scaled_eps)
+    return _qr_one_by_one(jnp.where(zero, spare, scaled))
+
+
+def _qr_one_by_one(matrix: Array) -> Array:
+    """The Q of each matrix of a batch in turn.
+
+    jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
+    with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2). A
+    single matrix it does on the spot, and one after the other takes no longer.
+    """
+    flat = matrix.reshape(-1, *matrix.shape[-2:])
+    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
+
+
+def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
+    """Applies `function`, which treats leading axes as a batch, once for every shape present.
+
+    A model of 200 equal layers so costs one orthogonalisation to compile and to launch, and only
+    the thin factors are copied to form the batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> def total(stack):  # called for the two of shape (2,), then for the one of shape (3,)
+      ...     return stack.sum(-1)
+      >>> [int(x) for x in extend.map_by_shape(total, [jnp.ones(2), jnp.ones(3), 5 * jnp.ones(2)])]
+      [2, 3, 10]
+    """
+    results: dict[int, Array] = {}
+    for kind in dict.fromkeys((array.shape, array.dtype) for array in arrays):
+        chosen = [i for i, array in enumerate(arrays) if (array.shape, array.dtype) == kind]
+        mapped = function(jnp.stack([arrays[i] for i in chosen]))
+        results.update(zip(chosen, mapped, strict=True))
+    return [results[i] for i in range(len(arrays))]
+
+
+def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
+    """Columns one after the other, each projected twice ("twice is enough", Giraud et al. 2005).
+
+    With `eps`, ``(*batch, 1, r)``, it is torch's: one projection, onto columns that are a little
+    shorter than 1, except for a column that takes a spare direction.
+    """
+    columns: list[Array] = []
+    for j in range(matrix.shape[-1]):
+        given = matrix[..., j]
+        column = _project_out(given, columns)
+        length = _norm(column)
+        lost = length <= _COLLINEAR * _norm(given)
+        column = jnp.where(lost, spare[..., j], column)
+        if eps is None:
+            column = _project_out(column, columns)
+            columns.append(column / _norm(column))
+        else:
+            fresh = _project_out(column, columns)
+            shrunk = column / (length + jnp.where(lost, 1, eps[..., 0, j, None]))
+            columns.append(jnp.where(lost, fresh / _norm(fresh), shrunk))
+    return jnp.stack(columns, axis=-1)
+
+
+def _project_out(column: Array, basis: Sequence[Array]) -> Array:
+    for other in basis:
+        column = column - jnp.sum(other * column, axis=-1, keepdims=True) * other
+    return column
+
+
+def _norm(column: Array) -> Array:
+    return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
+
+
+def bases_by_rank(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
+    """An orthonormal basis of the columns of every factor, as `orthogonalize` gives.
+
+    Args:
+      factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
+      rounds: `ROUNDS` or `ROUNDS_TO_SPAN`.
+
+    Returns:
+      Arrays of the same shapes and dtypes.
+    """
+    results: dict[int, Array] = {}
+    for kind in dict.fromkeys((x.shape[-1], x.dtype) for x in factors):
+        chosen = [i for i, x in enumerate(factors) if (x.shape[-1], x.dtype) == kind]
+        # Matrices of as many rows follow each other: all of them have as many blocks.
+        chosen.sort(key=lambda i: factors[i].shape[-2])
+        bases = _bases([factors[i] for i in chosen], rounds)
+        results.update(zip(chosen, bases, strict=True))
+    return [results[i] for i in range(len(factors))]
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def _bases(factors: list[Array], rounds: int) -> list[Array]:
+    """`bases_by_rank` for one rank and dtype, by rows; in jit, so as to be traced once."""
+    rank, dtype = factors[0].shape[-1], factors[0].dtype
+    rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
+    size = _block_rows(rows)
+    runs = _runs([-(-n // size) for n in rows])
+    blocks = _cut(factors, size)
+    row, inside = _row_numbers(rows, size)
+    dense = jnp.where(inside[..., None], spare_directions(row, rank, dtype), 0)
+    # Dividing by the largest entry keeps squares inside the float range; in two steps, because
+    # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
+    largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), runs)
+    largest = _of_blocks(largest, runs)[:, None]
+    step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
+    x = (blocks * step) / jnp.where(largest == 0, 1, largest * step)
+    x = jnp.where(largest == 0, dense, x)
+    exact = lax.Precision.HIGHEST
+    for turn in range(rounds):
+        gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
+        gram = _of_matrices(jnp.sum, gram, runs)
+        lost_below = jnp.asarray(_LEAST_PIVOT if turn == _LOOKS else -1, dtype)
+        inverse, lost = inverse_factors(gram, lost_below)
+        x = jnp.einsum("bni,bij->bnj", x, _of_blocks(inverse, runs), precision=exact)
+        if turn == _LOOKS:
+            x = jnp.where(_of_blocks(lost, runs)[:, None], dense, x)
+    return _joined(x, factors)
+
+
+@jax.jit
+def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
+    """What makes columns with these Gram matrices orthonormal, as far as that can be told.
+
+    One batched factorisation and one batched solve, whatever the rank: two library calls on a GPU.
+
+    Args:
+      gram: ``(number, r, r)``, symmetric.
+      lost_below: Columns of which at most this share of the squared length lies outside of the span
+        of those before them have no direction of their own.
+
+    Returns:
+      Upper triangular matrices ``(number, r, r)`` to multiply with from the right, zero in the
+      columns that are lost; and which those are, bool ``(number, r)``.
+    """
+    rank = gram.shape[-1]
+    unit = jnp.eye(rank, dtype=bool)
+    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
+    there = diagonal > _ZERO
+    norm = jnp.where(there, lax.rsqrt(jnp.where(there, diagonal, 1)), 0)
+    # As if of columns of length 1, and a little smaller than they were, so that a column that is a
+    # sum of others is told from them by what rounding could have hidden.
+    correlations = gram * norm[..., :, None] * norm[..., None, :]
+    shift = _SHIFT * max(1, rank / _SHIFT_RANK)
+    correlations = jnp.where(unit, 1, correlations * (1 / (1 + shift)))
+    # Where rounding is more than the shift, as between columns that are all multiples of one, the
+    # factorisation fails: a larger shift takes its place, and tells less apart.
+    shrunk = jnp.where(unit, 1, correlations * (1 / (1 + _LARGE_SHIFT)))
+    factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
+    failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
+    factor = jnp.where(failed, factors[1], factors[0])
+    identity = jnp.broadcast_to(unit.astype(gram.dtype), gram.shape)
+    identity, factor = alike([identity, factor])
+    inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
+    pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
+    lost = (pivots <= lost_below) | (norm == 0)
+    return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
+
+
+def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
+    """Dense columns without any structure that a gradient would share: hashed positions.
+
+    Args:
+      rows: Row numbers, of any shape and integer dtype.
+      rank: How many columns.
+      dtype: Of the result.
+
+    Returns:
+      ``(*rows.shape, rank)`` in [-0.5, 0.5).
+    """
+    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32).reshape(*rows.ndim * (1,), rank)
+    # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
+    bits = rows.astype(jnp.uint32)[..., None] * jnp.uint32(2654435761)
+    bits += cols * jnp.uint32(0x9E3779B9)
+    for multiplier in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
+    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
+
+
+def _block_rows(rows: Sequence[int]) -> int:
+    total = sum(rows)
+    fitting = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * total]
+    return fitting[0] if fitting else _BLOCK_ROWS[-1]
+
+
+def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """``(matrices, blocks of each)`` for every run of matrices that have as many blocks."""
+    kinds, numbers = np.unique(counts, return_counts=True)  # they are in ascending order
+    return [(int(number), int(kind)) for number, kind in zip(numbers, kinds, strict=True)]
+
+
+def _of_matrices(
+    function: Callable[..., Array], blocks: Array, runs: Sequence[tuple[int, int]]
+) -> Array:
+    """Reduces ``(blocks, ...)`` to ``(matrices, ...)``, over the blocks of each matrix.
+
+    In a fixed order, as every replica must find the same; and by runs, since a 0/1 matrix of
+    matrices times blocks would be quadratic (16.9 GiB for the 28,800 of a mixture of experts).
+    """
+    results, start = [], 0
+    for number, count in runs:
+        own = blocks[start : start + number * count]
+        results.append(function(own.reshape(number, count, *blocks.shape[1:]), axis=1))
+        start += number * count
+    return jnp.concatenate(results)
+
+
+def _of_blocks(matrices: Array, runs: Sequence[tuple[int, int]]) -> Array:
+    """From ``(matrices, ...)`` to ``(blocks, ...)``: each block has what its matrix has."""
+    results, start = [], 0
+    for number, count in runs:
+        own = matrices[start : start + number, None]
+        shape = (number, count, *matrices.shape[1:])
+        results.append(jnp.broadcast_to(own, shape).reshape(-1, *matrices.shape[1:]))
+        start += number
+    return jnp.concatenate(results)
+
+
+def _row_numbers(rows: Sequence[int], size: int) -> tuple[Array, Array]:
+    """Which row of its matrix each row of a block is, and whether there is one; both (b, size)."""
+    numbers, inside = [], []
+    for number, n in _runs(rows):
+        row = jnp.arange(-(-n // size) * size).reshape(1, -1, size)
+        row = jnp.broadcast_to(row, (number, *row.shape[1:])).reshape(-1, size)
+        numbers.append(row)
+        inside.append(row < n)
+    return jnp.concatenate(numbers), jnp.concatenate(inside)
+
+
+def _cut(factors: Sequence[Array], size: int) -> Array:
+    """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
+    rank, parts = factors[0].shape[-1], []
+    for x in factors:
+        flat = x.reshape(-1, *x.shape[-2:])
+        parts.append(jnp.pad(flat, ((0, 0), (0, -x.shape[-2] % size), (0, 0))).reshape(-1))
+    return jnp.concatenate(parts).reshape(-1, size, rank)
+
+
+def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
+    """The inverse of `_cut`."""
+    size, results, start = blocks.shape[1], [], 0
+    for x in like:
+        n, number = x.shape[-2], math.prod(x.shape[:-2])
+        count = number * -(-n // size)
+        part = blocks[start : start + count].reshape(number, -1, x.shape[-1])[:, :n]
+        results.append(part.reshape(x.shape))
+        start += count
+    return results

@@ -1,0 +1,134 @@
+"""ACP-SGD: half a power iteration a step, which the next one completes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp._base.checks import check_names
+from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
+from jaxcomp._lowrank.matrices import times_q, transposed_times_p
+from jaxcomp._lowrank.orthogonalize import orthonormal_bases
+from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.per_replica import everybodys
+from jaxcomp._reducers.factor_bytes import count_bytes
+from jaxcomp._reducers.low_rank import (
+    Factors,
+    FactorShape,
+    Leaves,
+    LowRank,
+    Wire,
+    committed,
+    fitted_state,
+    in_range,
+    low_rank_step,
+)
+from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
+
+
+class ACPSGDState(NamedTuple):
+    """State of `acp_sgd`."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    p: PyTree  # compressed leaf: (*batch, rows, r) mean left factor, float32; replicated
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    owner: Any = np.zeros((), np.float32)
+
+    per_replica = ("residual", "owner")
+
+
+def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> Reducer:
+    r"""`powersgd` in one all-reduce a step: left and right factors take turns.
+
+    With :math:`\hat P, \hat Q` for the orthogonalised factors of the updates before, one of these
+    two takes its turn, the left factors in the first compressed update:
+
+    .. math::
+        P_w &= M_w \hat Q, & P &= \tfrac{1}{W} \sum_w P_w, &
+            \text{output} &= P \hat Q^\top, & E_w &= M_w - P_w \hat Q^\top \\
+        Q_w &= M_w^\top \hat P, & Q &= \tfrac{1}{W} \sum_w Q_w, &
+            \text{output} &= \hat P Q^\top, & E_w &= M_w - \hat P Q_w^\top
+
+    That halves the bytes and the latency of an update. But its basis is the one found in the update
+    before, for other gradients: docs/convergence.md has what that costs. It pays where the latency
+    of a second all-reduce is what hurts.
+
+    Args:
+      rank: Columns of the factors, or a function of (key path, leaf) that returns them.
+      axis_name: The mapped axis (or axes) along which the replicas lie.
+      **options: Of `powersgd`, but for ``warm_start``.
+
+    Returns:
+      A transformation as `powersgd`'s. Its state is an `ACPSGDState`.
+
+    Raises:
+      ValueError: As `powersgd`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxcomp
+      >>> tx = jaxcomp.acp_sgd(4, axis_name="data", start_step=0)
+      >>> params = {"w": jnp.zeros((512, 256))}
+      >>> [tx.bytes(params, step=step).bytes_after for step in (0, 1)]
+      [4096, 8192]
+
+    References:
+      Zhang, Li, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed
+      Deep Learning. ICDCS 2023.
+    """
+    given = {"rank": rank, "axis_name": axis_name, **options}
+    check_names("acp_sgd", given, inspect.signature(LowRank.checked).parameters)
+    low_rank = LowRank.checked(**given)
+    shapes: dict[str, FactorShape] = {"p": lambda x: x.p_shape, "q": lambda x: x.q_shape}
+
+    def init(params: PyTree) -> ACPSGDState:
+        p = low_rank.random_factors(params, shapes["p"], 0, 1)
+        q = low_rank.random_factors(params, shapes["q"], 0)
+        owner = everybodys(axis_name) if low_rank.error_feedback else ()
+        residual = low_rank.zero_residual(params)
+        return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
+
+    def reduce(
+        updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
+    ) -> Reduction:
+        del params, extra_args
+        leaves = Leaves.of(updates, low_rank.plan(updates))
+        residual, p, q = fitted_state(ACPSGDState, low_rank, leaves, updates, state, **shapes)
+        lefts, rights = leaves.taken(p), leaves.taken(q)
+        is_left = (state.count - low_rank.start_step) % 2 == 0
+
+        def half(left: bool, totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
+            one = times_q if left else transposed_times_p
+            bases = orthonormal_bases(rights if left else lefts, low_rank.eps)
+            own = [one(*each) for each in zip(leaves.views, totals, bases, strict=True)]
+            reduced = wire([*in_range(leaves.views, own, axis_name), *dense], len(own))
+            n = len(own)
+            p, q = (reduced.means[:n], bases) if left else (bases, reduced.means[:n])
+            own_p, own_q = (reduced.sent[:n], bases) if left else (bases, reduced.sent[:n])
+            # One type for both turns, also for a factor that is the same on every replica.
+            own_p, own_q, rest = as_local((own_p, own_q, reduced.sent[n:]), axis_name)
+            return Factors(p, q, own_p, own_q, reduced.means[n:], rest, reduced.finite)
+
+        def average(totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
+            turn = functools.partial(half, totals=totals, dense=dense, wire=wire)
+            return jax.lax.cond(is_left, lambda: turn(True), lambda: turn(False))
+
+        step = low_rank_step(low_rank, leaves, residual, state.count, average)
+        found, commit = step.factors, step.commit
+        p = leaves.replaced(p, committed(commit & is_left, found.p, lefts))
+        q = leaves.replaced(q, committed(commit & ~is_left, found.q, rights))
+        return step.reduction(state, p=leaves.tree(p), q=leaves.tree(q))
+
+    def of_turn(p: int, q: int, step: int | None) -> int:
+        return (p + q) // 2 if step is None else q if step % 2 else p
+
+    counted = functools.partial(count_bytes, low_rank, of_factors=of_turn)
+    made_by = call_text("acp_sgd", given)
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=counted)
