@@ -20,10 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, axes_known_equal, axis_tuple, is_bound
+from jaxcomp._mesh.axes import axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.gradients import check_loss
+from jaxcomp._training.inside import Inside
 from jaxcomp._training.on_mesh import (
     batch_spec,
     check_batch_specs,
@@ -33,8 +33,10 @@ from jaxcomp._training.on_mesh import (
     check_same_rows,
     check_something_is_split,
     errors_explained,
-    is_array,
+    half,
     is_shared,
+    local_axis,
+    named_axis,
     split_axis,
     the_mesh,
     weight_spec,
@@ -127,7 +129,7 @@ class DataParallel:
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_batch_specs(self.batch_specs, mesh)
         check_replica_axis(state, replicas)
-        check_params(self._params(args), mesh, axes)
+        check_params(self.params_of(args), mesh, axes)
         return self._on_mesh(mesh, replicas, state, args, kwargs, weight)
 
     def check_mean(self, params: PyTree, *batch: Any, **kwargs: Any) -> None:
@@ -147,12 +149,12 @@ class DataParallel:
         """
         given = self._for_each((params, *batch), self.batch_specs)
         axes = [
-            jax.tree.map(lambda x, spec=spec: _local_axis(x, spec), arg)
+            jax.tree.map(lambda x, spec=spec: local_axis(x, spec), arg)
             for arg, spec in zip(batch, given[1:], strict=True)
         ]
 
         def value(part: int | None) -> float:
-            cut = jax.tree.map(lambda x, axis: _half(x, axis, part), list(batch), axes)
+            cut = jax.tree.map(lambda x, axis: half(x, axis, part), list(batch), axes)
             # An axis of one replica, for what asks for its index.
             run = jax.vmap(
                 lambda _: self._value(self.grad_fn(params, *cut, **kwargs)),
@@ -178,13 +180,13 @@ class DataParallel:
     ) -> Any:
         """The step inside a mapped function."""
         given = self._for_each(args, self.batch_specs)
-        chosen = self._chosen(args)
+        chosen = self.chosen(args)
         axes = [
-            None if i in chosen else _local_axis(x, spec)
+            None if i in chosen else local_axis(x, spec)
             for i, (arg, spec) in enumerate(zip(args, given, strict=True))
             for x in jax.tree.leaves(arg)
         ]
-        inside = _Inside(self, args, kwargs, [*axes, *[None] * len(jax.tree.leaves(kwargs))])
+        inside = Inside(self, args, kwargs, [*axes, *[None] * len(jax.tree.leaves(kwargs))])
         reported = Reported(self.aux, self.axis_name, inside.rows(inside.arrays))
         outputs, grads, state = inside.step(reported, state, inside.arrays, weight)
         return (reported.together(outputs), grads), state
@@ -202,7 +204,7 @@ class DataParallel:
         axes = axis_tuple(self.axis_name)
         specs = jax.tree.leaves(self._arg_specs(args, kwargs, mesh, replicas))
         check_something_is_split(specs, self.axis_name)
-        inside = _Inside(self, args, kwargs, [split_axis(spec) for spec in specs])
+        inside = Inside(self, args, kwargs, [split_axis(spec) for spec in specs])
         rows = {axis: x.shape[axis] for axis, x in inside.split(inside.arrays)}
         along = weight_spec(weight, rows, self.axis_name, replicas)
         arrays = {i: resharded(x, mesh, specs[i], axes) for i, x in inside.arrays.items()}
@@ -224,7 +226,7 @@ class DataParallel:
             axis_names=set(axes),
             check_vma=self.check_vma,
         )
-        like = reported.specs(), typed_specs(self._params(args)), typed_specs(state)
+        like = reported.specs(), typed_specs(self.params_of(args)), typed_specs(state)
         with errors_explained(axes):
             outputs, grads, state = boundary.automatic(mapped, like)(state, arrays, weights)
         return (reported.together(outputs), grads), state
@@ -252,14 +254,14 @@ class DataParallel:
                 "where `batch_specs` says how it is split between the replicas."
             )
 
-    def _chosen(self, args: tuple[Any, ...]) -> list[int]:
+    def chosen(self, args: tuple[Any, ...]) -> list[int]:
         """The places of the parameters among the arguments."""
         several = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         return [index % len(args) for index in several]
 
-    def _params(self, args: tuple[Any, ...]) -> PyTree:
+    def params_of(self, args: tuple[Any, ...]) -> PyTree:
         """What gradients are taken of, in the form that they have."""
-        several = tuple(args[i] for i in self._chosen(args))
+        several = tuple(args[i] for i in self.chosen(args))
         return several if isinstance(self.argnums, tuple) else several[0]
 
     def _for_each(self, args: tuple[Any, ...], given: Any) -> list[Any]:
@@ -268,7 +270,7 @@ class DataParallel:
         Raises:
           ValueError: If there are more or fewer.
         """
-        chosen = self._chosen(args)
+        chosen = self.chosen(args)
         others = [i for i in range(len(args)) if i not in chosen]
         if not isinstance(given, (tuple, list)) or isinstance(given, PartitionSpec):
             given = [given] * len(others)
@@ -285,7 +287,7 @@ class DataParallel:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, replicas: int
     ) -> PyTree:
         """A PartitionSpec for each leaf of the arguments, over the replicas' axes only."""
-        chosen, given = self._chosen(args), self._for_each(args, self.batch_specs)
+        chosen, given = self.chosen(args), self._for_each(args, self.batch_specs)
         specs = [
             batch_spec(spec, arg, i, mesh, self.axis_name, replicas)
             if i not in chosen
@@ -295,100 +297,6 @@ class DataParallel:
         unasked = [i for i, spec in enumerate(given) if spec is None and i not in chosen]
         check_same_rows({i: args[i] for i in unasked}, {i: specs[i] for i in unasked})
         return tuple(specs), jax.tree.map(lambda _: PartitionSpec(), kwargs)
-
-
-class _Inside:
-    """One call, seen from a replica: its arrays by their places among all arguments."""
-
-    def __init__(
-        self,
-        run: DataParallel,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        axes: list[int | None],
-    ):
-        """`axes` has, for each leaf, the axis of the examples, or None."""
-        self._run, self._axes = run, axes
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs))
-        # What is no array stays as it is: a flag that the function branches on, a ConfigDict.
-        self.arrays = {i: x for i, x in enumerate(self._leaves) if is_array(x)}
-        self._twice: PyTree | None = None  # value and auxiliary output for twice the batch, shapes
-
-    def split(self, arrays: dict[int, Any]) -> list[tuple[int, Any]]:
-        """The axis of the examples, and the array, for each that has one."""
-        return [(axis, arrays[i]) for i, axis in enumerate(self._axes) if axis is not None]
-
-    def rows(self, arrays: dict[int, Any]) -> set[int]:
-        """How many examples there are."""
-        return {x.shape[axis] for axis, x in self.split(arrays)}
-
-    def step(
-        self,
-        reported: Reported,
-        state: PyTree,
-        arrays: dict[int, Any],
-        weight: Any,
-        explicit: Callable[..., Any] = lambda function: function,
-    ) -> tuple[Any, PyTree, PyTree]:
-        """Outputs, averaged gradients and the new state of one replica.
-
-        Args:
-          reported: What becomes of value and auxiliary output.
-          state: The reducer's, with the row that shard_map leaves or without.
-          arrays: This replica's.
-          weight: How much it counts, or its examples do; None if all count the same.
-          explicit: Gives the user's function the types that its arguments had outside.
-        """
-        run = self._run
-        own = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
-        given = {} if own is None else {"weight": own}
-        value, grads = explicit(functools.partial(self._gradients, reported))(arrays)
-        params = run._params(self._arguments(arrays)[0])
-        update = optax.with_extra_args_support(run.reducer).update
-        means, state = update(grads, state, params, **given)
-        _check_averaged(means, run.axis_name)
-        return reported.apart(value, self._twice, own), means, state
-
-    def _arguments(self, arrays: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self._leaves)])
-
-    def _gradients(self, reported: Reported, arrays: dict[int, Any]) -> tuple[Any, PyTree]:
-        value, grads = self._call(arrays)
-        check_loss(value[0] if isinstance(value, tuple) else value, self._run.axis_name)
-        if reported.asks(value):
-            self._twice = self._shapes_of_twice(arrays)
-        return value, grads
-
-    def _call(self, arrays: dict[int, Any]) -> tuple[Any, PyTree]:
-        """The user's function, for parameters that are this replica's own in their types.
-
-        Raises:
-          ValueError: If it returns anything else than value and gradients.
-        """
-        run = self._run
-        args, kwargs = self._arguments(arrays)
-        chosen = run._chosen(args)
-        args = [as_local_arrays(x, run.axis_name) if i in chosen else x for i, x in enumerate(args)]
-        result = run.grad_fn(*args, **kwargs)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise ValueError(
-                "The gradient function must return (value, gradients) or ((value, auxiliary), "
-                f"gradients), got {jax.tree.structure(result)}."
-            )
-        return result
-
-    def _shapes_of_twice(self, arrays: dict[int, Any]) -> PyTree | None:
-        """Shapes of value and auxiliary output for a batch of twice the size; None if unknown."""
-
-        def doubled() -> Any:
-            double = {i: axis for i, axis in enumerate(self._axes) if axis is not None}
-            larger = {i: _twice(x, double[i]) if i in double else x for i, x in arrays.items()}
-            return self._call(larger)[0]
-
-        try:
-            return jax.eval_shape(doubled)
-        except Exception:  # whatever a function does that wants the one size of its batch
-            return None
 
 
 def data_parallel(
@@ -470,25 +378,6 @@ def data_parallel(
     )
 
 
-def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
-    """The axis of the replicas.
-
-    Raises:
-      ValueError: If `reducer` is none, or does not say along which axis it reduces.
-    """
-    if not (hasattr(reducer, "init") and hasattr(reducer, "update")):
-        made = getattr(reducer, "__name__", None)
-        hint = f": call it, {made}(axis_name=...)" if callable(reducer) and made else ""
-        raise ValueError(f"`reducer` must be a jaxcomp reducer, got {reducer!r}{hint}.")
-    axis_name = getattr(reducer, "axis_name", None) if axis_name is None else axis_name
-    if axis_name is None:
-        raise ValueError(
-            f"A {type(reducer).__name__} does not say along which axis it reduces. Pass a jaxcomp "
-            "reducer; or, for a chain that begins with one, axis_name=."
-        )
-    return axis_name
-
-
 def checked(run: DataParallel) -> DataParallel:
     """`run`, if its arguments are usable.
 
@@ -501,54 +390,3 @@ def checked(run: DataParallel) -> DataParallel:
     if run.mesh is not None:
         check_mesh_axes(run.mesh, run.axis_name)
     return run
-
-
-def as_local_arrays(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """`as_local` of the arrays in a tree that may hold other things too."""
-    return jax.tree.map(lambda x: as_local(x, axis_name) if is_array(x) else x, tree)
-
-
-def _check_averaged(means: PyTree, axis_name: AxisName) -> None:
-    """Refuses gradients that the transformation has left different on every replica.
-
-    Raises:
-      ValueError: Naming a leaf. Known under ``check_vma=True`` only.
-    """
-    checked_axes = axes_known_equal(jnp.zeros([]), axis_name)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(means)[0]:
-        if leaf.dtype == jax.dtypes.float0:
-            continue
-        if len(axes_known_equal(leaf, axis_name)) < len(checked_axes):
-            raise ValueError(
-                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica: it "
-                "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "
-                "optax.chain that begins with one; the optimizer comes behind this call."
-            )
-
-
-def _local_axis(x: Any, spec: Any) -> int | None:
-    """The axis of a replica's examples in a mapped function, where no sharding tells."""
-    if is_shared(x):
-        return None
-    return split_axis(spec) if isinstance(spec, PartitionSpec) else 0
-
-
-def _half(x: Any, axis: int | None, part: int | None) -> Any:
-    """One half of the examples, or all."""
-    if axis is None or part is None:
-        return x
-    size = x.shape[axis] // 2
-    return jax.lax.slice_in_dim(jnp.asarray(x), part * size, (part + 1) * size, axis=axis)
-
-
-def _twice(x: Array, axis: int) -> Array:
-    """The examples, and once more the same; to be traced only."""
-    spec = jax.typeof(x).sharding.spec
-    if axis < len(spec) and spec[axis]:  # no concatenation along an Explicit axis
-        free = PartitionSpec(*(None if i == axis else part for i, part in enumerate(spec)))
-        x = jax.sharding.reshard(x, free)
-    return (
-        jax.sharding.reshard(jnp.concatenate([x, x], axis), spec)
-        if any(spec)
-        else (jnp.concatenate([x, x], axis))
-    )

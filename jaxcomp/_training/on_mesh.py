@@ -292,3 +292,37 @@ def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas
     raise ValueError(
         f"`weight` must have shape ({replicas},), a number for each replica{wanted}, got {shape}."
     )
+
+
+def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
+    """The axis of the replicas.
+
+    Raises:
+      ValueError: If `reducer` is none, or does not say along which axis it reduces.
+    """
+    if not (hasattr(reducer, "init") and hasattr(reducer, "update")):
+        made = getattr(reducer, "__name__", None)
+        hint = f": call it, {made}(axis_name=...)" if callable(reducer) and made else ""
+        raise ValueError(f"`reducer` must be a jaxcomp reducer, got {reducer!r}{hint}.")
+    axis_name = getattr(reducer, "axis_name", None) if axis_name is None else axis_name
+    if axis_name is None:
+        raise ValueError(
+            f"A {type(reducer).__name__} does not say along which axis it reduces. Pass a jaxcomp "
+            "reducer; or, for a chain that begins with one, axis_name=."
+        )
+    return axis_name
+
+
+def local_axis(x: Any, spec: Any) -> int | None:
+    """The axis of a replica's examples in a mapped function, where no sharding tells."""
+    if is_shared(x):
+        return None
+    return split_axis(spec) if isinstance(spec, PartitionSpec) else 0
+
+
+def half(x: Any, axis: int | None, part: int | None) -> Any:
+    """One half of the examples, or all."""
+    if axis is None or part is None:
+        return x
+    size = x.shape[axis] // 2
+    return jax.lax.slice_in_dim(jnp.asarray(x), part * size, (part + 1) * size, axis=axis)
