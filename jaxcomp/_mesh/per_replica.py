@@ -10,9 +10,9 @@ a consolidated one has none. Inside, the axis is mapped away by `jax.pmap` and `
 `jax.shard_map` leaves a row of it, ``(1, *leaf)`` and ``(1,)``, which `takes_rows` takes off.
 
 The owner is 0 for what is everybody's, as in a consolidated state; else the replica's index less
-the mean index, so that the owners of all replicas have the mean 0. A step writes it with what it
-keeps. It is read where a state is consolidated or placed: `flax.jax_utils.unreplicate` and ``x[0]``
-give one replica's residual, which on every replica would be a gradient that nobody computed.
+the number of replicas, which is never 0. A step writes it with what it keeps. It is read where a
+state is consolidated or placed: `flax.jax_utils.unreplicate` and ``x[0]`` give one replica's
+residual, which on every replica would be a gradient that nobody computed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def everybodys(axis_name: AxisName | None) -> Array:
 
 def this_replica(axis_name: AxisName) -> Array:
     """The owner of what this replica keeps: float32 scalar."""
-    return replica_index(axis_name).astype(jnp.float32) - (axis_size(axis_name) - 1) / 2
+    return replica_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 
 def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:

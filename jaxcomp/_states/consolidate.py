@@ -176,7 +176,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 def _owner_of_all(owners: Array) -> Array:
     """0 for the owners of all replicas, in any order, or of everybody; NaN for any other set."""
     replicas = owners.shape[0]
-    wanted = jnp.arange(replicas, dtype=jnp.float32) - (replicas - 1) / 2
+    wanted = jnp.arange(replicas, dtype=jnp.float32) - replicas
     # Not sorted: on an Explicit mesh nothing is, along an axis of it.
     each = (owners[:, None] == wanted[None, :]).any(axis=0).all()
     whole = each | (owners == 0).all()

@@ -99,6 +99,22 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
     assert np.isnan(jax.jit(jaxcomp.consolidate)(again).owner)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_one_replicas_row_is_never_taken_for_everybodys(replicas):
+    """Nor that of the middle one of an odd number."""
+    tx = REDUCERS["powersgd"]()
+    axes = jaxcomp.state_axes(tx.init({"w": jnp.zeros((16, 12))}))
+    state = jaxcomp.stack_replicas(tx.init({"w": jnp.zeros((16, 12))}), replicas)
+    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    for _ in range(STEPS):
+        _, state = step({"w": jnp.ones((replicas, 16, 12))}, state)
+    for i in range(replicas):
+        row = jax.tree.map(lambda x, axis: x if axis is None else x[i], state, axes)  # noqa: B023
+        with pytest.raises(ValueError, match="residual of one replica only"):
+            jaxcomp.stack_replicas(row, 2)
+    assert float(jaxcomp.consolidate(state).owner) == 0
+
+
 def test_state_axes_map_what_is_shared_once():
     tx = REDUCERS["powersgd"]()
     params = jax.tree.map(lambda g: g[0, 0], GRADS)
@@ -173,7 +189,7 @@ def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
         out_specs=(P(), specs),
     )
     output, new = jax.jit(step)(mean, placed[0])
-    assert new.owner.tolist() == [i - (after - 1) / 2 for i in range(after)]
+    assert new.owner.tolist() == [i - after for i in range(after)]
     accounted = output["w"] + new.residual["w"].mean(0)
     np.testing.assert_allclose(accounted, mean["w"][0] + one.residual["w"], atol=1e-5)
 
