@@ -1,16 +1,12 @@
 """Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
 
-from jaxcomp import extend
-from jaxcomp._adviser.advice import Advice, Prediction
+from jaxcomp import extend, types
 from jaxcomp._adviser.advise import advise
-from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._adviser.measure import measure
-from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
-from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._local.sync import average
 from jaxcomp._lowrank.plans import stacked
 from jaxcomp._mesh.axes import as_local
@@ -20,42 +16,30 @@ from jaxcomp._reducers.batched import batched_powersgd
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState, error_feedback
 from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
-from jaxcomp._reducers.reducer import Reducer, Reduction, Transformation
-from jaxcomp._reducers.switch_at import SwitchState, switch_at
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.switch_at import switch_at
 from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.consolidate import consolidate
 from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
 from jaxcomp._training.accumulate import accumulate
-from jaxcomp._training.check_replicas import ReplicaCheck, ReplicaMismatch, check_replicas
-from jaxcomp._training.data_parallel import DataParallel, data_parallel
+from jaxcomp._training.check_replicas import ReplicaMismatch, check_replicas
+from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
-from jaxcomp._training.sampling import sharded_indices
 from jaxcomp._training.value_and_grad import value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
-from jaxcomp._wire.collectives import Collective, collectives
+from jaxcomp._wire.collectives import collectives
 
 __all__ = [
     "ACPSGDState",
-    "Advice",
-    "Calibration",
-    "Collective",
-    "CompressionStats",
-    "DataParallel",
     "ErrorFeedbackState",
-    "LeafStats",
-    "LocalSGDRound",
     "LocalSGDState",
     "MatrixDims",
     "PowerSGDState",
-    "Prediction",
     "Ranks",
     "Reducer",
     "Reduction",
-    "ReplicaCheck",
     "ReplicaMismatch",
-    "SwitchState",
-    "Transformation",
     "accumulate",
     "acp_sgd",
     "adapt_state",
@@ -80,11 +64,11 @@ __all__ = [
     "ranks_by_spectrum",
     "set_to_zero",
     "shard_state",
-    "sharded_indices",
     "stack_replicas",
     "stacked",
     "state_axes",
     "state_specs",
     "switch_at",
+    "types",
     "value_and_grad",
 ]

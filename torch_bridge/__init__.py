@@ -12,6 +12,7 @@ from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
 from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
 from torch_bridge._convert.powersgd_to_torch import powersgd_to_torch
+from torch_bridge._convert.sampling import sharded_indices
 from torch_bridge._convert.to_flax import FlaxRun, to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
@@ -50,6 +51,7 @@ __all__ = [
     "reducer_from_torch",
     "resume_powersgd",
     "save_checkpoint",
+    "sharded_indices",
     "state_from_record",
     "to_flax",
     "to_torch",

@@ -76,7 +76,7 @@ def flag(name: str) -> str:
 COMM_DTYPES = ("float32", "bfloat16", "float16", "int8", "int6")
 
 # (the run, a rank or a function of path and leaf that gives one) -> what averages the gradients
-STRATEGIES: dict[str, Callable[[RunConfig, Any], jaxcomp.Transformation]] = {
+STRATEGIES: dict[str, Callable[[RunConfig, Any], jaxcomp.types.Transformation]] = {
     "allreduce": lambda run, rank: jaxcomp.allreduce(axis_name=AXIS),
     "allreduce-bf16": lambda run, rank: jaxcomp.allreduce(axis_name=AXIS, comm_dtype="bfloat16"),
     "powersgd": lambda run, rank: jaxcomp.powersgd(

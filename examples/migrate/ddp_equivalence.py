@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+import torch_bridge
 
 AXIS = "data"
 SAMPLES, FEATURES, HIDDEN, CLASSES = 500, 20, 32, 5
@@ -66,7 +67,9 @@ def loss_fn(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 def batches(n: int) -> Iterator[list[np.ndarray]]:
     """For every step, the indices of the batch of each of n devices."""
     for epoch in range(EPOCHS):
-        shards = [jaxcomp.sharded_indices(SAMPLES, n, k, seed=SEED, epoch=epoch) for k in range(n)]
+        shards = [
+            torch_bridge.sharded_indices(SAMPLES, n, k, seed=SEED, epoch=epoch) for k in range(n)
+        ]
         for start in range(0, len(shards[0]), BATCH):
             yield [shard[start : start + BATCH] for shard in shards]
 

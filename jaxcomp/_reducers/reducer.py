@@ -97,7 +97,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         if self.count_bytes is None:
             raise ValueError(
                 f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
-                "(params, replicas, step) that returns jaxcomp.CompressionStats."
+                "(params, replicas, step) that returns jaxcomp.types.CompressionStats."
             )
         return self.count_bytes(params, replicas, step)
 

@@ -65,9 +65,9 @@ def test_every_public_name_has_its_place_in_the_reference():
     listed = re.findall(r":: ([\w.]+)$", (ROOT / "docs/site/api.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"
-        for module in (jaxcomp, jaxcomp.extend, torch_bridge)
+        for module in (jaxcomp, jaxcomp.extend, jaxcomp.types, torch_bridge)
         for name in module.__all__
-        if name != "extend"
+        if name not in ("extend", "types")
     ]
     assert sorted(listed) == sorted(public)
 

@@ -40,7 +40,7 @@ STATES = {
     "jaxcomp.quantized_allreduce": optax.EmptyState,
     "jaxcomp.powersgd": jaxcomp.PowerSGDState,
     "jaxcomp.batched_powersgd": jaxcomp.PowerSGDState,
-    "jaxcomp.switch_at": jaxcomp.SwitchState,
+    "jaxcomp.switch_at": jaxcomp.types.SwitchState,
     "jaxcomp.error_feedback": jaxcomp.ErrorFeedbackState,
     "jaxcomp.local_sgd": jaxcomp.LocalSGDState,
     "optax.identity": optax.EmptyState,
@@ -107,7 +107,7 @@ def test_from_its_first_step_on_it_has_the_rank_that_the_call_says(name):
     # A projection of the mean, not anything of that rank; exact but for the wire and the padding.
     np.testing.assert_allclose(np.sum(output * mean), np.sum(output * output), rtol=0.05)
     assert isinstance(state, STATES[FUNCTIONS[name]])
-    inner = state.after if isinstance(state, jaxcomp.SwitchState) else state
+    inner = state.after if isinstance(state, jaxcomp.types.SwitchState) else state
     assert isinstance(inner, jaxcomp.PowerSGDState)
     np.testing.assert_array_equal(inner.count, 1)
     if FUNCTIONS[name] == "jaxcomp.batched_powersgd":

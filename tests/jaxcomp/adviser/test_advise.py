@@ -342,7 +342,7 @@ def test_measured_constants_are_positive_and_finite(calibration):
     figures += [calibration.int8, calibration.powersgd]
     figures += [*calibration.allreduce, *calibration.allreduce_16, *calibration.exchange]
     assert all(0 < figure < math.inf for figure in figures)
-    assert jaxcomp.Calibration.from_json(calibration.to_json()) == calibration
+    assert jaxcomp.types.Calibration.from_json(calibration.to_json()) == calibration
 
 
 def test_advice_from_measured_constants_says_so(calibration):
@@ -381,6 +381,6 @@ def test_nothing_to_measure():
 def test_what_is_no_calibration_is_refused(change, message):
     fields = json.loads(ASSUMED["gpu"].to_json()) | change
     with pytest.raises(ValueError, match=message):
-        jaxcomp.Calibration.from_json(json.dumps(fields))
+        jaxcomp.types.Calibration.from_json(json.dumps(fields))
     with pytest.raises(ValueError, match="This is no calibration"):
-        jaxcomp.Calibration.from_json("[]")
+        jaxcomp.types.Calibration.from_json("[]")

@@ -14,6 +14,7 @@ import torch
 from paths import SUPPORT
 
 import jaxcomp
+import torch_bridge
 
 pytestmark = pytest.mark.torch
 
@@ -137,7 +138,7 @@ def test_sharded_indices_are_those_of_distributed_sampler(n, replicas, drop_last
                 range(n), replicas, replica, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
             sampler.set_epoch(epoch)
-            got = jaxcomp.sharded_indices(
+            got = torch_bridge.sharded_indices(
                 n, replicas, replica, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last
             )
             assert got.tolist() == list(sampler)
@@ -147,5 +148,5 @@ def test_the_permutation_of_a_large_data_set_is_torch_s():
     generator = torch.Generator()
     generator.manual_seed(2**32 + 7)
     expected = torch.randperm(50_000, generator=generator).numpy()
-    got = jaxcomp.sharded_indices(50_000, 1, 0, seed=2**32, epoch=7)
+    got = torch_bridge.sharded_indices(50_000, 1, 0, seed=2**32, epoch=7)
     np.testing.assert_array_equal(got, expected)

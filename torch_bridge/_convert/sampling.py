@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxcomp._base.checks import check_flag, check_int
-
 
 def sharded_indices(
     n: int,
@@ -39,21 +37,27 @@ def sharded_indices(
       ValueError: If a number is out of range.
 
     Example:
-      >>> import jaxcomp
-      >>> [jaxcomp.sharded_indices(5, 2, replica, shuffle=False).tolist() for replica in range(2)]
+      >>> from torch_bridge import sharded_indices
+      >>> [sharded_indices(5, 2, replica, shuffle=False).tolist() for replica in range(2)]
       [[0, 2, 4], [1, 3, 0]]
     """
-    n = check_int("n", n, 1)
-    num_replicas = check_int("num_replicas", num_replicas, 1)
-    replica = check_int("replica", replica, 0)
+    least = {"n": 1, "num_replicas": 1, "replica": 0, "seed": 0, "epoch": 0}
+    for (name, minimum), value in zip(
+        least.items(), (n, num_replicas, replica, seed, epoch), strict=True
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+            raise ValueError(
+                f"`{name}` must be an integer, at least {minimum}, got {name}={value!r}."
+            )
+    for name, flag in {"shuffle": shuffle, "drop_last": drop_last}.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"`{name}` must be True or False, got {flag!r}.")
     if replica >= num_replicas:
         raise ValueError(
             f"`replica` must be below num_replicas={num_replicas}, got replica={replica}. Replicas "
             "count from 0."
         )
-    check_flag("shuffle", shuffle)
-    seed, epoch = check_int("seed", seed, 0), check_int("epoch", epoch, 0)
-    samples = n // num_replicas if check_flag("drop_last", drop_last) else -(-n // num_replicas)
+    samples = n // num_replicas if drop_last else -(-n // num_replicas)
     order = _torch_permutation(n, seed + epoch) if shuffle else np.arange(n, dtype=np.int64)
     # Padding repeats the epoch's order, more than once where there are more replicas than samples.
     return order[np.arange(replica, samples * num_replicas, num_replicas) % n]

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxcomp
+import torch_bridge
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_an_epoch_covers_the_data(n, replicas, shuffle, drop_last, epoch):
     shards = [
-        jaxcomp.sharded_indices(
+        torch_bridge.sharded_indices(
             n, replicas, k, shuffle=shuffle, seed=3, epoch=epoch, drop_last=drop_last
         )
         for k in range(replicas)
@@ -29,11 +29,11 @@ def test_an_epoch_covers_the_data(n, replicas, shuffle, drop_last, epoch):
 
 
 def test_order():
-    plain = [jaxcomp.sharded_indices(5, 2, k, shuffle=False).tolist() for k in (0, 1)]
+    plain = [torch_bridge.sharded_indices(5, 2, k, shuffle=False).tolist() for k in (0, 1)]
     assert plain == [[0, 2, 4], [1, 3, 0]]
-    first, second = (jaxcomp.sharded_indices(50, 1, 0, epoch=e).tolist() for e in (0, 1))
+    first, second = (torch_bridge.sharded_indices(50, 1, 0, epoch=e).tolist() for e in (0, 1))
     assert first != second
-    assert first == jaxcomp.sharded_indices(50, 1, 0).tolist()
+    assert first == torch_bridge.sharded_indices(50, 1, 0).tolist()
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_order():
 )
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        jaxcomp.sharded_indices(*arguments)
+        torch_bridge.sharded_indices(*arguments)

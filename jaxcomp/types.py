@@ -1,0 +1,25 @@
+"""What functions of this package return, to annotate with; users make none of these themselves."""
+
+from jaxcomp._adviser.advice import Advice, Prediction
+from jaxcomp._adviser.calibration import Calibration
+from jaxcomp._base.stats import CompressionStats, LeafStats
+from jaxcomp._local.round import LocalSGDRound
+from jaxcomp._reducers.reducer import Transformation
+from jaxcomp._reducers.switch_at import SwitchState
+from jaxcomp._training.check_replicas import ReplicaCheck
+from jaxcomp._training.data_parallel import DataParallel
+from jaxcomp._wire.collectives import Collective
+
+__all__ = [
+    "Advice",
+    "Calibration",
+    "Collective",
+    "CompressionStats",
+    "DataParallel",
+    "LeafStats",
+    "LocalSGDRound",
+    "Prediction",
+    "ReplicaCheck",
+    "SwitchState",
+    "Transformation",
+]
