@@ -51,7 +51,7 @@ DO_NOT = {
     *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "gradient_order", "infer_layout"),
     *("load", "matrix_dims_of", "optimizer_from_torch", "pair"),
     *("params_from_torch", "params_to_torch", "powersgd_from_torch"),
-    *("powersgd_kwargs_from_torch", "reducer_from_torch", "to_flax"),
+    *("powersgd_kwargs_from_torch", "reducer_from_torch", "sharded_indices", "to_flax"),
     "torch_matrix_dims",
 }
 
