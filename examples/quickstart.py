@@ -56,6 +56,7 @@ def train(reducer):
 
 
 exact, _ = train(jaxcomp.allreduce(axis_name="data"))
-loss, sent = train(jaxcomp.powersgd(rank=17, axis_name="data", start_step=10, comm_dtype="int6"))
+reducer = jaxcomp.powersgd(16, axis_name="data", start_step=STEPS // 10, comm_dtype="int6")
+loss, sent = train(reducer)
 print(f"held-out loss {exact:.4f} exact, {loss:.4f} compressed: {loss / exact - 1:+.1%}")
 print(f"{sent.bytes_after:,} bytes a step, {sent.ratio:.1f} times fewer bytes")

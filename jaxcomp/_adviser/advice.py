@@ -82,14 +82,14 @@ class Advice:
     compute_time: float  # seconds
     loss_budget: float  # a share
     predictions: tuple[Prediction, ...]
-    baseline: Prediction  # the faster exact average
+    baseline: Prediction  # the faster all-reduce
     recommended: Prediction  # the baseline itself where compression does not pay
     reason: str
     notes: tuple[str, ...]  # what was assumed, and how far it holds
 
     @property
     def compress(self) -> bool:
-        """Whether anything but an exact average is recommended."""
+        """Whether anything but an all-reduce is recommended."""
         return self.recommended.compressed
 
     def reducer(self, axis_name: AxisName) -> Transformation:

@@ -56,7 +56,7 @@ class Traffic:
     collectives: int  # ring all-reduces, or pairs of an all-to-all and an all-gather
     software: Software
     compression: float = 0.0  # seconds
-    overlaps: bool = False  # whether it hides behind the backward pass
+    overlaps: bool = False  # whether it overlaps with the backward pass
 
 
 def communication_time(traffic: Traffic, link: Link) -> float:
@@ -76,7 +76,7 @@ def step_time(traffic: Traffic, link: Link, compute: float, overlap: float) -> f
       traffic: What is sent, and what compressing it takes.
       link: The network.
       compute: Seconds of a step without communication.
-      overlap: The share of the backward pass behind which communication can hide.
+      overlap: The share of the backward pass with which communication can overlap.
     """
     hidden = overlap * BACKWARD_SHARE * compute if traffic.overlaps else 0.0
     return compute + traffic.compression + max(0.0, communication_time(traffic, link) - hidden)

@@ -1,4 +1,4 @@
-"""The plain average, narrowed on the wire if asked."""
+"""The all-reduce, narrowed on the wire if asked."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def low_rank_step(
     count: Array,
     average: Callable[[list[Array], list[Array], Wire], Factors],
 ) -> Step:
-    """One update: an exact average before `start_step`, one of factors from then on.
+    """One update: an all-reduce before `start_step`, one of factors from then on.
 
     Only two things depend on the count through a conditional: the factors and, built from them, the
     outputs. Whatever passes through a conditional is copied, so that the sums of gradient and

@@ -101,6 +101,16 @@ def test_a_checkpoint_of_four_devices_goes_on_on_any_number(tmp_path, monkeypatc
     assert names["reducer_state"].q["hidden"].shape == (32, 12)
 
 
+def test_the_program_of_the_readme_trains(capsys):
+    (program,) = blocks("README.md")
+    # The devices of this process are there already.
+    program = re.sub(r"^jax.config.update.*$", "", program, flags=re.M)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(program, "README.md", "exec"), {})
+    loss = float(re.search(r"loss ([\d.]+)", capsys.readouterr().out)[1])
+    assert loss < 0.1  # of 0.4 at the start
+
+
 def test_the_programs_about_mixed_precision_skip_an_overflow():
     def loss_fn(params, batch):
         """Of a model that computes in float16."""
