@@ -345,16 +345,6 @@ def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
     return reduce
 
 
-def check_not_weighed(tx: Any, extra_args: Mapping[str, Any]) -> None:
-    """Refuses a weight that nobody would look at.
-
-    Raises:
-      ValueError: With what to do instead.
-    """
-    if extra_args.get("weight") is not None:
-        raise ValueError(f"{shown(tx)} takes no `weight`. The reducers of jaxcomp do.")
-
-
 def reducer_if_mapped(
     init: Any, reduce: Any, axis_name: AxisName | None, made_by: str, count_bytes: CountBytes
 ) -> Transformation:

@@ -18,7 +18,6 @@ from jaxcomp._reducers.reducer import (
     Transformation,
     bytes_of,
     call_text,
-    check_not_weighed,
 )
 
 
@@ -108,7 +107,11 @@ def accumulate(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, AccumulateState]:
-        check_not_weighed(made_by, extra_args)
+        if extra_args.get("weight") is not None:
+            raise ValueError(
+                f"{made_by} takes no `weight`: its micro-batches count the same. Weigh the gradients "
+                "of each before, or accumulate in the function that data_parallel is given."
+            )
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         seen = state.mini_step + 1
 
