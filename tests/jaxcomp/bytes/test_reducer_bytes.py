@@ -25,7 +25,7 @@ CASES = {
     "powersgd": (POWERSGD, PARAMS, [None]),
     "powersgd of halves": (POWERSGD, HALF, [None]),
     "late": (jaxcomp.powersgd(2, axis_name=AXIS, start_step=3), PARAMS, [2, 3]),
-    "one-sided": (
+    "ACP-SGD": (
         jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0), PARAMS, [0, 1]
     ),
     "int8 factors": (

@@ -16,7 +16,7 @@ import jaxcomp
 from jaxcomp import extend
 
 WEIGHTS = np.array([3, 1, 0, 2], np.float32)
-# Square, so that one side of rank 8 says all: also the first of two one-sided steps is exact.
+# Square, so that one side of rank 8 says all: also the first of two steps of ACP-SGD is exact.
 SHAPES = {"w": (8, 8), "bias": (5,)}
 FULL = {"rank": 8, "axis_name": AXIS, "start_step": 0, "min_compression_rate": 0.0}
 EXACT = {
