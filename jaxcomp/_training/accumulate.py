@@ -110,7 +110,8 @@ def accumulate(
         if extra_args.get("weight") is not None:
             raise ValueError(
                 f"{made_by} takes no `weight`: its micro-batches count the same. Weigh the "
-                "gradients of each before, or accumulate in the function that data_parallel is given."
+                "gradients of each before, or accumulate in the function that data_parallel is "
+                "given."
             )
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         seen = state.mini_step + 1
