@@ -1,8 +1,9 @@
 """Orthonormal bases of the columns of many factors at once.
 
 Whatever goes in (zeros, repeated columns, values near either end of the float range), the columns
-that come out are orthonormal. A column without a direction of its own is replaced by a fixed dense
-one: were it left at zero, the power iteration could never pick that direction up again.
+that come out are orthonormal, with ``eps=0`` and all `ROUNDS`. A column without a direction of its
+own is replaced by a fixed dense one: were it left at zero, the power iteration could never pick
+that direction up again.
 
 On CPU: Gram-Schmidt for few columns, Householder QR for more. On GPU both are many small kernels,
 one matrix after the other. There all matrices of one rank are cut into blocks of rows that lie

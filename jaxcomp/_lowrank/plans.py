@@ -277,7 +277,7 @@ def _last_name(path: KeyPath) -> str:
 
 
 def groups_of(plans: Sequence[LeafPlan]) -> list[Group]:
-    """The compressed leaves, those stacked that are small and alike; the smallest first if many."""
+    """The compressed leaves; small equal ones together, the smallest until `_MOST_VALUES`."""
     chosen = [i for i, plan in enumerate(plans) if plan.view is not None]
     kinds: dict[Any, list[int]] = {}
     for i in chosen:
@@ -285,7 +285,7 @@ def groups_of(plans: Sequence[LeafPlan]) -> list[Group]:
         kinds.setdefault((dataclasses.replace(plans[i], path=""), alone), []).append(i)
     groups, values = [], 0
     for kind in sorted(kinds.values(), key=lambda kind: plans[kind[0]].size):
-        values += len(kind) * plans[kind[0]].size
+        values += len(kind) * plans[kind[0]].size if len(kind) > 1 else 0
         most = _MOST_LEAVES if values <= _MOST_VALUES else 1
         groups += [tuple(kind[k : k + most]) for k in range(0, len(kind), most)]
     return sorted(groups)

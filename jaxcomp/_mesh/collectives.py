@@ -1,9 +1,9 @@
-"""Everything that talks to other replicas, and every shim for a JAX version.
+"""Everything that talks to other replicas: the only file that names `lax.psum` and its relatives.
 
-The only file that names `lax.psum` and its relatives. Values that belong together are packed into
-one flat vector by hand: XLA merges separate all-reduces in the HLO, but on CPU over gloo each
-operand still travels on its own, one after the other. Only large arrays on CPU, and all beside mesh
-axes that are left to the compiler, are operands of their own of that one all-reduce.
+Values that belong together are packed into one flat vector by hand: XLA merges separate all-reduces
+in the HLO, but on CPU over gloo each operand still travels on its own, one after the other. Only
+large arrays, and all beside mesh axes that are left to the compiler, are operands of their own of
+that one all-reduce.
 """
 
 from __future__ import annotations

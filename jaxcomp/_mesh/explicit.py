@@ -29,11 +29,13 @@ def context_mesh() -> Any:
 
 
 def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
-    """Refuses a mesh without the axes of the replicas.
+    """Refuses what is no mesh, and one without the axes of the replicas.
 
     Raises:
       ValueError: With the axes that there are.
     """
+    if not hasattr(mesh, "axis_types"):
+        raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got {mesh!r}.")
     missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
     if missing:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_int, check_number
+from jaxcomp._base.checks import check_int, check_number, names_checked
 from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dtype
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
@@ -45,6 +45,7 @@ class ErrorFeedbackState(NamedTuple):
     per_replica = ("residual", "owner")
 
 
+@names_checked
 def error_feedback(
     reducer: optax.GradientTransformation,
     *,

@@ -223,8 +223,8 @@ def fitted_state(
         for name, shape in {"residual": residual, **factors}.items()
     ]
     hint = (
-        "Otherwise use the rank, matrix_dims and switches that the state was made with, or "
-        "jaxcomp.adapt_state."
+        "Otherwise use the rank, matrix_dims, error_feedback and warm_start that it was made with, "
+        "or jaxcomp.adapt_state."
     )
     residuals, *found = fitted(kind.__name__, updates, fields, hint)
     return as_local(residuals, options.axis_name), *found
@@ -233,8 +233,8 @@ def fitted_state(
 class Factors(NamedTuple):
     """What the replicas averaged; no array of it is as large as a leaf, but for `dense`."""
 
-    p: list[Array]  # of each group: left factors, and
-    q: list[Array]  # right ones, whose products are the outputs
+    p: list[Array]  # of each group: left factors
+    q: list[Array]  # right factors; their products are the outputs
     own_p: list[Array]  # factors whose products are what this replica sent
     own_q: list[Array]
     dense: list[Array]  # means of the leaves that are not compressed
@@ -272,8 +272,8 @@ def low_rank_step(
     """One update: an all-reduce before `start_step`, one of factors from then on.
 
     Only two things depend on the count through a conditional: the factors and, built from them, the
-    outputs. Whatever passes through a conditional is copied, so that the sums of gradient and
-    residual only go in, and the residual stays outside and is updated in place.
+    outputs. Whatever comes out of a conditional is copied, so that the sums of gradient and
+    residual are only inputs of it, and the residual stays outside and is updated in place.
 
     Args:
       options: The reducer's arguments.

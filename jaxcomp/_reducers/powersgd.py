@@ -71,10 +71,11 @@ def powersgd(
         Q_w &= M_w^\top P, \qquad Q = \tfrac{1}{W} \sum_w Q_w && \text{(second all-reduce)} \\
         \text{output} &= P Q^\top, \qquad E_w = M_w - P Q_w^\top
 
-    These are Algorithms 1 and 2 of Vogels et al. (2019), with one change: the residual subtracts
-    the replica's *own* factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean.
-    Outputs depend on the residuals through their mean only, so they equal torch's; but torch's
-    residual grows like the square root of the step count, and this one stays bounded.
+    These are Algorithms 1 and 2 of Vogels et al. (2019) as torch's hook runs them, with an
+    orthonormal :math:`Q` first, and with one change: the residual subtracts the replica's *own*
+    factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean. Outputs depend on the
+    residuals through their mean only, so they equal torch's; but torch's residual grows like the
+    square root of the step count, and this one stays bounded.
 
     Leaves that are not compressed ride along in the first all-reduce, so a step takes two
     all-reduces, whatever the number of leaves. With integers on the wire each of the two becomes an
@@ -186,11 +187,11 @@ def power_iteration(
       starts: Right factors to begin with.
       totals: Gradients plus residuals.
       dense: Leaves that are averaged as they are, in the first of the two all-reduces.
-      wire: Averages.
+      wire: Averages arrays, of which the first are factors.
     """
     views, n = leaves.views, len(totals)
     starts = [q.astype(x.dtype) for q, x in zip(starts, totals, strict=True)]
-    # They only have to span the space: another basis of it gives the same left factors.
+    # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
     left = [times_q(*each) for each in zip(views, totals, bases, strict=True)]
     first = wire([*in_range(views, left, options.axis_name), *dense], n)

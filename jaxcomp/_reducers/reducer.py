@@ -166,8 +166,8 @@ class Reducer(Transformation):
     ) -> Self:
         """`reduce` behind the door, and an ``update`` made of it."""
         check_axis_name(axis_name)
-        plain_init = lambda params: init(unboxed(params))  # noqa: E731
-        entered = takes_rows(_behind_door(reduce, axis_name), plain_init)
+        unboxed_init = lambda params: init(unboxed(params))  # noqa: E731
+        entered = takes_rows(_behind_door(reduce, axis_name), unboxed_init)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -177,7 +177,7 @@ class Reducer(Transformation):
 
         self = super().__new__(
             cls,
-            plain_init,
+            unboxed_init,
             update,
             made_by=made_by or f"{cls.__name__}(axis_name={axis_name!r})",
             count_bytes=count_bytes,
@@ -192,7 +192,7 @@ class Reducer(Transformation):
 
 
 def _behind_door(reduce: Callable[..., Reduction], axis_name: AxisName) -> Callable[..., Reduction]:
-    """`reduce` for gradients in boxes, beside Explicit axes, with weights, of states in rows."""
+    """`reduce` for gradients in boxes, beside Explicit axes, and with weights."""
     weighs = "weight" in inspect.signature(reduce).parameters
 
     def run(updates: PyTree, state: PyTree, params: PyTree, extra_args: Any) -> Reduction:
@@ -323,8 +323,9 @@ def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
     if isinstance(tx, Reducer):
         return tx.reduce
     if not isinstance(tx, optax.GradientTransformation):
+        fix = "Call it first" if callable(tx) else "Pass one"
         raise ValueError(
-            f"A reducer is wanted, got {shown(tx)}. Call it first, as in "
+            f"A reducer is wanted, got {shown(tx)}. {fix}, as in "
             "jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
         )
     plain = optax.with_extra_args_support(tx)

@@ -43,14 +43,16 @@ def fitted(kind: str, updates: PyTree, fields: list[Field], hint: str) -> list[l
     """
     paths = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
     treedef = jax.tree.structure(updates)
-    try:
-        found = [treedef.flatten_up_to(field.tree) for field in fields]
-    except ValueError as error:
-        difference = "; ".join(_difference(paths, field.tree) for field in fields[:1])
-        raise ValueError(
-            f"The gradients and the {kind} have different tree structures: {difference}. Make the "
-            "state with init() of a tree like the gradients."
-        ) from error
+    found = []
+    for field in fields:
+        try:
+            found.append(treedef.flatten_up_to(field.tree))
+        except ValueError as error:
+            raise ValueError(
+                f"The gradients and the {kind}'s {field.name} have different tree structures: "
+                f"{_difference(paths, field.tree)}. Make the state with init() of a tree like the "
+                "gradients."
+            ) from error
     wrong = []
     for field, values in zip(fields, found, strict=True):
         for path, value, expected in zip(paths, values, field.shapes, strict=True):
@@ -59,11 +61,14 @@ def fitted(kind: str, updates: PyTree, fields: list[Field], hint: str) -> list[l
                 shapes = f"expected {expected or 'none'}, got {shape or 'none'}"
                 wrong.append(f"{field.name}{path}: {shapes}")
     if wrong:
+        listed = "\n  ".join(wrong)
+        if any(line.startswith("residual") for line in wrong):
+            hint = (
+                "A residual that has an axis of replicas too many or lacks one was not placed with "
+                f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. {hint}"
+            )
         raise ValueError(
-            f"The {kind} does not fit these gradients and arguments:\n  "
-            + "\n  ".join(wrong)
-            + "\nA residual that has an axis of replicas too many or lacks one was not placed with "
-            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. {hint}"
+            f"The {kind} does not fit these gradients and arguments:\n  {listed}\n{hint}"
         )
     return found
 

@@ -122,6 +122,11 @@ class DataParallel:
             split between the replicas, parameters are sharded over `axis_name`, the state is of
             another number of replicas, or it is not clear what an auxiliary output is.
         """
+        if isinstance(state, dict):
+            raise ValueError(
+                "The first argument must be the reducer's state, as init(params) gives it, and the "
+                f"second the parameters; got a dict of {', '.join(map(repr, state))} first."
+            )
         self._check_call(args, kwargs)
         if is_bound(self.axis_name):
             return self._on_replica(state, args, kwargs, weight)

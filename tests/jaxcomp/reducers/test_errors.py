@@ -98,7 +98,7 @@ def test_a_residual_that_was_not_sharded_says_how():
         (lambda: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS), decay=1.5), "`decay`"),
         (lambda: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS), every=0), "`every`"),
         (lambda: jaxcomp.error_feedback(jaxcomp.allreduce), "got allreduce. Call it first"),
-        (lambda: jaxcomp.switch_at(3, "allreduce", optax.identity()), "got 'allreduce'"),
+        (lambda: jaxcomp.switch_at(3, "allreduce", optax.identity()), "got 'allreduce'. Pass one"),
         (lambda: jaxcomp.stacked(), "`stacked` takes names"),
     ],
 )
@@ -125,3 +125,16 @@ def test_inject_hyperparams_says_which_argument_must_be_static():
     injected = optax.inject_hyperparams(jaxcomp.powersgd)(rank=2, axis_name=AXIS)
     with pytest.raises(ValueError, match=r"static_args=\('rank', ...\)"):
         injected.init({"w": jnp.zeros((8, 8))})
+
+
+def test_a_state_that_lacks_a_factor_is_told_by_it():
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((20, 20))}
+    state = tx.init(params)
+    grads = jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params)
+    update = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"'s q have different.*only among the gradients \['b'\]"):
+        update(grads, state._replace(q={"a": state.q["a"]}))
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        update(grads, state._replace(q=state.q | {"b": state.q["b"][:, :1]}))
+    assert "axis of replicas" not in str(caught.value)
