@@ -18,6 +18,9 @@ from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local
 from jaxcomp._mesh.collectives import reduce_mean
 
+# Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
+_LEAST = 1e-30
+
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     """This replica's weight over the mean of all replicas' weights, and that mean.
@@ -27,8 +30,8 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
       axis_name: The mapped axis or axes.
 
     Returns:
-      Float32 scalars. The share is NaN if a weight is negative or not finite, or all are 0: what is
-      multiplied by it is then not finite.
+      Float32 scalars. The share is NaN if a weight is negative or not finite, or the mean is 0 or
+      beyond 1e-30 and 1e30: what is multiplied by it is then not finite.
 
     Raises:
       ValueError: If `weight` is not one real number.
@@ -45,7 +48,8 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     own = as_local(jnp.asarray(weight).astype(jnp.float32).reshape(()), axis_name)
     own = jnp.where(own >= 0, own, jnp.nan)
     mean = reduce_mean([own], axis_name, jnp.float32).means[0]
-    return own / mean, mean
+    usual = (mean >= _LEAST) & (mean <= 1 / _LEAST)
+    return jnp.where(usual, own / mean, jnp.nan), mean
 
 
 def weighted(tree: PyTree, share: Array) -> PyTree:

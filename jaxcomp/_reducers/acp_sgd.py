@@ -91,7 +91,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
     def init(params: PyTree) -> ACPSGDState:
         p = low_rank.random_factors(params, shapes["p"], 0, 1)
         q = low_rank.random_factors(params, shapes["q"], 0)
-        owner = everybodys(axis_name) if low_rank.error_feedback else ()
+        owner = everybodys(axis_name)
         residual = low_rank.zero_residual(params)
         return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
 

@@ -120,6 +120,6 @@ def _to_square(leaves: list[Array]) -> Array:
 def _from_square(matrix: Array, like: list[Array]) -> list[Array]:
     flat, parts, start = matrix.reshape(-1), [], 0
     for leaf in like:
-        parts.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+        parts.append(flat[start : start + leaf.size].reshape(leaf.shape))
         start += leaf.size
     return parts

@@ -248,7 +248,7 @@ class Step(NamedTuple):
     updates: PyTree
     sent: PyTree
     residual: PyTree
-    owner: Array | None  # of the residual that was written; None if there is no residual
+    owner: Array  # of the residual that was written
     factors: Factors
     finite: Array  # bool scalar, equal on every replica
     commit: Array  # bool scalar: whether the state takes what is new
@@ -256,9 +256,8 @@ class Step(NamedTuple):
     def reduction(self, state: Any, **factors: PyTree) -> Reduction:
         """With a new state: these factors, the residual, and a step more if it is finite."""
         count = jnp.where(self.finite, optax.safe_increment(state.count), state.count)
-        new = state._replace(count=count, residual=self.residual, **factors)
-        if self.owner is not None:
-            new = new._replace(owner=jnp.where(self.commit, self.owner, state.owner))
+        owner = jnp.where(self.commit, self.owner, state.owner)
+        new = state._replace(count=count, residual=self.residual, owner=owner, **factors)
         return Reduction(self.updates, new, self.sent, self.finite)
 
 
@@ -349,8 +348,8 @@ def low_rank_step(
         residual = leaves.replaced(residual, kept)
     n = len(gradients)
     means, own_part = (leaves.joined(x[:n], x[n:]) for x in (outputs, sent))
-    owner = this_replica(axis_name) if options.error_feedback else None
-    return Step(means, own_part, leaves.tree(residual), owner, found, finite, commit)
+    residual, owner = leaves.tree(residual), this_replica(axis_name)
+    return Step(means, own_part, residual, owner, found, finite, commit)
 
 
 def committed(commit: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:

@@ -151,8 +151,8 @@ def powersgd(
 
     def init(params: PyTree) -> PowerSGDState:
         q = options.random_factors(params, q_shape, 0)
-        owner = everybodys(axis_name) if options.error_feedback else ()
-        return PowerSGDState(jnp.zeros([], jnp.int32), options.zero_residual(params), q, owner)
+        residual, owner = options.zero_residual(params), everybodys(axis_name)
+        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, owner)
 
     def reduce(
         updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any

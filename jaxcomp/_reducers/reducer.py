@@ -77,7 +77,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
           ``axis_name``. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as
           much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
           sends bfloat16 as float32; the figure is of backends that have it on the wire. A weight
-          adds an all-reduce of four bytes, which is not counted.
+          adds an all-reduce of four bytes, which is not counted, and leaves of 16 bits that are not
+          compressed then go as float32, but for `allreduce`'s.
 
         Raises:
           ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
@@ -105,7 +106,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return self.made_by or f"{type(self).__name__}(...)"
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `copy` and `pickle` build the copy from."""
+        """What `copy` builds the copy from."""
         arguments = {"made_by": self.made_by, "count_bytes": self.count_bytes}
         return (self.init, self.update), arguments
 
@@ -186,7 +187,7 @@ class Reducer(Transformation):
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `copy` and `pickle` build the copy from."""
+        """What `copy` builds the copy from."""
         _, arguments = super().__getnewargs_ex__()
         return (self.init, self.reduce, self.axis_name), arguments
 
@@ -202,6 +203,12 @@ def _behind_door(reduce: Callable[..., Reduction], axis_name: AxisName) -> Calla
             gradients = weighted_gradients(updates, weight, axis_name)
         result = reduce(gradients, state, params, **extra_args)
         means, sent = (_cast_as(x, updates) for x in (result.updates, result.sent))
+        if _narrowed(result.updates, means):
+            # What was finite may not fit: then it is as if it had not been.
+            finite = result.finite & all_finite(jax.tree.leaves(means))
+            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
+            whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
+            return Reduction(whole, kept, sent, finite)
         return result._replace(updates=means, sent=sent)
 
     def enter(
@@ -227,6 +234,12 @@ def _behind_door(reduce: Callable[..., Reduction], axis_name: AxisName) -> Calla
 def _cast_as(tree: PyTree, like: PyTree) -> PyTree:
     """The same tree in the dtypes of the gradients."""
     return jax.tree.map(lambda x, g: x if x.dtype == g.dtype else x.astype(g.dtype), tree, like)
+
+
+def _narrowed(tree: PyTree, cast: PyTree) -> bool:
+    """Whether a leaf has become float16 that was wider."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(cast), strict=True)
+    return any(new.dtype == jnp.float16 != old.dtype for old, new in pairs)
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
@@ -360,7 +373,7 @@ def reducer_if_mapped(
         result = reduce(updates, state, params, **extra_args)
         return _cast_as(result.updates, updates), result.state
 
-    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)
+    return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)
 
 
 def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:

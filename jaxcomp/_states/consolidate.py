@@ -141,8 +141,8 @@ def _over_rows(state: PyTree, replicas: int) -> PyTree:
 
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
-    replicas, own = axis_size(axis_name), this_replica(axis_name)
     local = _leaves(state, local=True)
+    replicas, own = axis_size(axis_name), this_replica(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
     rows = all(np.shape(leaf)[:1] == (1,) for leaf in local.values())
     owners = owners_of(state)

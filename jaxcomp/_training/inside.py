@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, axes_known_equal
+from jaxcomp._mesh.weights import weighted_gradients
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._training.gradients import check_loss
 from jaxcomp._training.on_mesh import is_array
 from jaxcomp._training.outputs import Reported
@@ -63,11 +65,19 @@ class Inside:
         """
         run = self._run
         own = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
-        given = {} if own is None else {"weight": own}
+        given = {}
         value, grads = explicit(functools.partial(self._gradients, reported))(arrays)
+        dtypes = jax.tree.map(lambda x: x.dtype, grads)
+        if own is not None and isinstance(run.reducer, Reducer):
+            given["weight"] = own
+        elif own is not None:
+            # Each link of a chain would weigh along its own axis, and a plain one not at all.
+            grads = weighted_gradients(grads, own, run.axis_name)
         params = run.params_of(self._arguments(arrays)[0])
         update = optax.with_extra_args_support(run.reducer).update
         means, state = update(grads, state, params, **given)
+        if own is not None and not given:
+            means = jax.tree.map(lambda x, dtype: x.astype(dtype), means, dtypes)
         _check_averaged(means, run.axis_name)
         return reported.apart(value, self._twice, own), means, state
 

@@ -267,7 +267,7 @@ def test_nnx_optimizer_under_shard_map_as_a_module():
         model, optimizer, value = compiled(model, optimizer, TOKENS)
         losses.append(float(value))
     assert losses[-1] < 0.7 * losses[0]
-    assert optimizer.opt_state[0].residual["hidden"]["kernel"][...].shape == (4 * 16, 32)
+    assert optimizer.opt_state[0].residual["hidden"]["kernel"][...].shape == (4, 16, 32)
 
 
 @pytest.mark.parametrize("function", [jaxcomp.state_specs, jaxcomp.consolidate])

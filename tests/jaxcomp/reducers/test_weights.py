@@ -304,3 +304,58 @@ def test_value_and_grad_equals_one_process_with_the_examples_that_there_are(kind
     assert aux["largest"].shape == (4,)
     with pytest.raises(ValueError, match=r"`weight` must have shape \(4,\)"):
         value_and_grad(state, params, x, here, weight=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=0),
+        lambda: jaxcomp.batched_powersgd(1, axis_name=AXIS, start_step=0),
+        lambda: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)),
+    ],
+    ids=["powersgd", "batched", "feedback"],
+)
+def test_a_float16_mean_that_overflows_is_a_bad_step_with_a_weight_too(make):
+    tx = make()
+    params = {"w": jnp.zeros((16, 16), jnp.float16), "b": jnp.zeros(3, jnp.float16)}
+    state = tx.init(params)
+    large = jax.tree.map(lambda x: jnp.full(x.shape, 4e4, x.dtype), state.residual)
+    state = jaxcomp.stack_replicas(state._replace(residual=large), 2)
+    axes = jaxcomp.state_axes(state)
+    grads = {"w": jnp.full((2, 16, 16), 4e4, jnp.float16), "b": jnp.ones((2, 3), jnp.float16)}
+    update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
+    step = jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS)
+    outputs, after = step(grads, np.ones(2, np.float32), state)
+    assert all(np.isnan(np.asarray(x, np.float32)).all() for x in outputs.values())
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+@pytest.mark.parametrize("weights", [(2e38, 2e38), (3e38, 1.0), (1e-38, 1e-38)])
+def test_weights_whose_quotients_would_be_rounded_away_are_refused(weights):
+    grads = {name: x[:2] for name, x in gradients().items()}
+    step = lambda g, w: ALL["allreduce"].update(g, optax.EmptyState(), weight=w)[0]  # noqa: E731
+    outputs = jax.vmap(step, axis_name=AXIS)(grads, np.array(weights, np.float32))
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(outputs)))
+
+
+def test_data_parallel_weighs_a_chain_along_all_axes():
+    kinds = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), (AXIS, "fast"), **kinds)
+    plain = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda g, s, params=None: (jax.tree.map(lambda x: jax.lax.pmean(x, (AXIS, "fast")), g), s),
+    )
+    chain = optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(**FULL))
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    params = {"w": jnp.ones((8, 8))}
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    parts = [jax.grad(loss)(params, rows)["w"] for rows in x.reshape(4, 2, 8)]
+    exact = np.average(parts, axis=0, weights=WEIGHTS)
+    for reducer in (chain, plain):
+        axes = {"axis_name": (AXIS, "fast"), "check_vma": False}
+        dp = jaxcomp.data_parallel(jax.value_and_grad(loss), reducer, mesh=mesh, **axes)
+        (_, grads), _ = jax.jit(dp)(dp.init(params), params, x, weight=WEIGHTS)
+        np.testing.assert_allclose(grads["w"], exact, rtol=1e-4, atol=1e-5)

@@ -328,7 +328,7 @@ def test_what_is_wrong_is_said_before_anything_runs():
     for wrong in (None, reducer):  # swapped
         with pytest.raises(ValueError, match="must be a function, and the second the reducer"):
             jaxcomp.value_and_grad(wrong, loss)
-    with pytest.raises(ValueError, match="first argument must be the reducer's state.*'down'"):
+    with pytest.raises(ValueError, match=r"first argument must be the reducer's state.*'down'"):
         value_and_grad(params, state, x)
     with pytest.raises(ValueError, match=r"`mesh` must be a mesh, as jax.make_mesh.*\(8,\)"):
         jaxcomp.value_and_grad(loss, reducer, mesh=(8,))
