@@ -57,9 +57,8 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
         Q_w &= M_w^\top \hat P, & Q &= \tfrac{1}{W} \sum_w Q_w, &
             \text{output} &= \hat P Q^\top, & E_w &= M_w - \hat P Q_w^\top
 
-    That halves the bytes and the latency of an update. But its basis is the one found in the update
-    before, for other gradients: docs/convergence.md has what that costs. It pays where the latency
-    of a second all-reduce is what hurts.
+    That halves the bytes and the latency of an update, but its basis is that of the update before,
+    found for other gradients: docs/convergence.md says what that costs.
 
     Args:
       rank: Columns of the factors, or a function of (key path, leaf) that returns them.
@@ -91,14 +90,12 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
     def init(params: PyTree) -> ACPSGDState:
         p = low_rank.random_factors(params, shapes["p"], 0, 1)
         q = low_rank.random_factors(params, shapes["q"], 0)
-        owner = everybodys(axis_name)
-        residual = low_rank.zero_residual(params)
+        residual, owner = low_rank.zero_residual(params), everybodys(axis_name)
         return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
 
     def reduce(
         updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
-        del params, extra_args
         leaves = Leaves.of(updates, low_rank.plan(updates))
         residual, p, q = fitted_state(ACPSGDState, low_rank, leaves, updates, state, **shapes)
         lefts, rights = leaves.taken(p), leaves.taken(q)
@@ -108,8 +105,8 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
             one = times_q if left else transposed_times_p
             bases = orthonormal_bases(rights if left else lefts, low_rank.eps)
             own = [one(*each) for each in zip(leaves.views, totals, bases, strict=True)]
-            reduced = wire([*in_range(leaves.views, own, axis_name), *dense], len(own))
             n = len(own)
+            reduced = wire([*in_range(leaves.views, own, axis_name), *dense], n)
             p, q = (reduced.means[:n], bases) if left else (bases, reduced.means[:n])
             own_p, own_q = (reduced.sent[:n], bases) if left else (bases, reduced.sent[:n])
             # One type for both turns, also for a factor that is the same on every replica.
@@ -117,18 +114,17 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
             return Factors(p, q, own_p, own_q, reduced.means[n:], rest, reduced.finite)
 
         def average(totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
-            turn = functools.partial(half, totals=totals, dense=dense, wire=wire)
-            return jax.lax.cond(is_left, lambda: turn(True), lambda: turn(False))
+            turns = (functools.partial(half, x, totals, dense, wire) for x in (True, False))
+            return jax.lax.cond(is_left, *turns)
 
         step = low_rank_step(low_rank, leaves, residual, state.count, average)
-        found, commit = step.factors, step.commit
-        p = leaves.replaced(p, committed(commit & is_left, found.p, lefts))
-        q = leaves.replaced(q, committed(commit & ~is_left, found.q, rights))
+        p = leaves.replaced(p, committed(step.commit & is_left, step.factors.p, lefts))
+        q = leaves.replaced(q, committed(step.commit & ~is_left, step.factors.q, rights))
         return step.reduction(state, p=leaves.tree(p), q=leaves.tree(q))
 
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p
 
     counted = functools.partial(count_bytes, low_rank, of_factors=of_turn)
-    made_by = call_text("acp_sgd", given)
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=counted)
+    named = call_text("acp_sgd", given)
+    return Reducer(init, reduce, axis_name, made_by=named, count_bytes=counted)
