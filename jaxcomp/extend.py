@@ -5,7 +5,7 @@ matrices, orthonormal bases, means of several arrays in one collective, and weig
 public, as those of `jaxcomp` itself are.
 """
 
-from jaxcomp._base.leaves import round_to, unboxed
+from jaxcomp._base.leaves import floating_leaves, round_to, unboxed, with_leaves
 from jaxcomp._lowrank.matrices import MatrixView
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
 from jaxcomp._lowrank.plans import LeafPlan, default_matrix_dims, is_compressed, plan_leaves
@@ -14,7 +14,7 @@ from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
 from jaxcomp._mesh.per_replica import takes_rows
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import floating_leaves, reduction_of, with_leaves
+from jaxcomp._reducers.reducer import reduction_of
 
 __all__ = [
     "BlockLayout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -135,6 +135,48 @@ def _dtype_name(dtype: Any) -> str | None:
         return None if dtype is None else jnp.dtype(dtype).name
     except TypeError:
         return None
+
+
+def floating_leaves(tree: PyTree) -> list[Array]:
+    """The leaves that a reducer averages, in flattening order.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> [x.shape for x in extend.floating_leaves({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})]
+      [(3,), (2, 3)]
+    """
+    return [x for x in jax.tree.leaves(tree) if is_floating(x)]
+
+
+def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
+    """The tree with these arrays in the place of its `floating_leaves`; others as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> extend.with_leaves({"w": jnp.ones(2)}, [jnp.zeros(2)])["w"].tolist()
+      [0.0, 0.0]
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    new = iter(arrays)
+    return treedef.unflatten([next(new) if is_floating(x) else x for x in leaves])
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf is one that a reducer averages."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def all_finite(leaves: Sequence[Array]) -> Array:
+    """Bool scalar: whether every floating value is finite."""
+    flags = [jnp.isfinite(x).all() for x in leaves if is_floating(x)]
+    return jnp.stack(flags).all() if flags else jnp.array(True)
+
+
+def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
+    """The arrays, or NaN throughout."""
+    return [jnp.where(finite, x, jnp.nan) for x in values]
 
 
 def unboxed(tree: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_flag
-from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import all_finite, compute_dtype, leaf_dtype, leaf_name
 from jaxcomp._base.stats import LeafStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.sent import exact_leaves
@@ -20,7 +20,7 @@ from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._mesh.weights import share_of_mean, weighted
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import all_finite, bytes_of
+from jaxcomp._reducers.reducer import bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]

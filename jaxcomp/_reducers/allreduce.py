@@ -7,20 +7,13 @@ from typing import Any
 import optax
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import checked_dtype
+from jaxcomp._base.leaves import all_finite, checked_dtype, floating_leaves, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import (
-    Reducer,
-    Reduction,
-    all_finite,
-    call_text,
-    floating_leaves,
-    with_leaves,
-)
+from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
 from jaxcomp._reducers.states import other_state
 
 

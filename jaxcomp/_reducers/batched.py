@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.checks import check_int, check_names
-from jaxcomp._base.leaves import checked_dtype, leaf_dtype, widest
+from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, widest, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text, floating_leaves, with_leaves
+from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
 
 _ALL = "(all leaves)"
 _OPTIONS = (

@@ -10,7 +10,16 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int, check_number, names_checked
-from jaxcomp._base.leaves import checked_residual_dtype, compute_dtype, leaf_dtype
+from jaxcomp._base.leaves import (
+    all_finite,
+    checked_residual_dtype,
+    compute_dtype,
+    floating_leaves,
+    is_floating,
+    leaf_dtype,
+    nan_unless,
+    with_leaves,
+)
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, is_bound
@@ -18,16 +27,11 @@ from jaxcomp._mesh.per_replica import everybodys, of_reducer, this_replica
 from jaxcomp._reducers.reducer import (
     Reduction,
     Transformation,
-    all_finite,
     bytes_of,
     call_text,
-    floating_leaves,
-    is_floating,
-    nan_unless,
     reducer_if_mapped,
     reduction_of,
     shown,
-    with_leaves,
 )
 from jaxcomp._reducers.states import Field, fitted, other_state
 

@@ -27,9 +27,12 @@ from jaxcomp._base.checks import (
 )
 from jaxcomp._base.leaves import (
     Integers,
+    all_finite,
     checked_factor_dtype,
     checked_residual_dtype,
     compute_dtype,
+    is_floating,
+    nan_unless,
     widest,
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
@@ -39,7 +42,7 @@ from jaxcomp._mesh.axes import as_local, axis_size, from_step, is_bound, other_a
 from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.per_replica import this_replica
 from jaxcomp._reducers.integer_factors import reduce_integers
-from jaxcomp._reducers.reducer import Reduction, all_finite, is_floating, nan_unless
+from jaxcomp._reducers.reducer import Reduction
 from jaxcomp._reducers.states import Field, fitted, other_state
 
 # (arrays, how many of them, at the front, are factors) -> their means, and what was sent

@@ -13,19 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
-from jaxcomp._reducers.reducer import (
-    Reducer,
-    Reduction,
-    call_text,
-    floating_leaves,
-    nan_unless,
-    with_leaves,
-)
+from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
 from jaxcomp._reducers.states import other_state
 
 

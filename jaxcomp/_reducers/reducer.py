@@ -7,7 +7,7 @@ is seen as one replica's; behind it a reducer is arithmetic on plain trees.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -16,7 +16,15 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_axis_name, check_int
-from jaxcomp._base.leaves import boxed_as, leaf_name, unboxed
+from jaxcomp._base.leaves import (
+    all_finite,
+    boxed_as,
+    floating_leaves,
+    leaf_name,
+    nan_unless,
+    unboxed,
+    with_leaves,
+)
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import check_local, explicit_axes
@@ -267,48 +275,6 @@ def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
         )
     if axis_name is not None:
         check_local(updates, axis_name)
-
-
-def floating_leaves(tree: PyTree) -> list[Array]:
-    """The leaves that a reducer averages, in flattening order.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> [x.shape for x in extend.floating_leaves({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})]
-      [(3,), (2, 3)]
-    """
-    return [x for x in jax.tree.leaves(tree) if is_floating(x)]
-
-
-def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
-    """The tree with these arrays in the place of its `floating_leaves`; others as they are.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> extend.with_leaves({"w": jnp.ones(2)}, [jnp.zeros(2)])["w"].tolist()
-      [0.0, 0.0]
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    new = iter(arrays)
-    return treedef.unflatten([next(new) if is_floating(x) else x for x in leaves])
-
-
-def is_floating(leaf: Any) -> bool:
-    """Whether a leaf is one that a reducer averages."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def all_finite(leaves: Sequence[Array]) -> Array:
-    """Bool scalar: whether every floating value is finite."""
-    flags = [jnp.isfinite(x).all() for x in leaves if is_floating(x)]
-    return jnp.stack(flags).all() if flags else jnp.array(True)
-
-
-def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
-    """The arrays, or NaN throughout."""
-    return [jnp.where(finite, x, jnp.nan) for x in values]
 
 
 def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.axes import as_local, from_step
@@ -19,11 +20,8 @@ from jaxcomp._reducers.reducer import (
     Transformation,
     bytes_of,
     call_text,
-    floating_leaves,
-    nan_unless,
     reducer_if_mapped,
     reduction_of,
-    with_leaves,
 )
 from jaxcomp._reducers.states import other_state
 
