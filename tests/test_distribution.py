@@ -126,9 +126,14 @@ def test_the_wheel_holds_both_packages_and_both_commands(distribution):
     assert "torch-bridge = torch_bridge.__main__:main" in scripts
 
 
+def page_of(shown):
+    """The description, which has no charset of its own: UTF-8, as the index reads it."""
+    return shown.get_payload(decode=True).decode()
+
+
 def test_without_a_tag_the_readme_is_shown_as_it_is(distribution):
     shown = metadata(distribution)
-    assert shown.get_payload() == (ROOT / "README.md").read_text()
+    assert page_of(shown) == (ROOT / "README.md").read_text()
     assert not shown.get_all("Project-URL")
 
 
@@ -144,7 +149,7 @@ def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist
         "Issues": f"{REPOSITORY}/issues",
         "Source": f"{REPOSITORY}/tree/v7.0.0",
     }
-    text = shown.get_payload()
+    text = page_of(shown)
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert targets
     assert not [target for target in targets if not target.startswith("https://")]
@@ -159,7 +164,7 @@ def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist
         tar.extractall(tmp_path, filter="data")
     build(tmp_path / f"jaxcomp-{jaxcomp.__version__}", again, "-t", "wheel")
     assert metadata(again).items() == shown.items()
-    assert metadata(again).get_payload() == text
+    assert page_of(metadata(again)) == text
 
 
 def test_code_is_no_link_and_a_link_to_nothing_is_refused(tmp_path):

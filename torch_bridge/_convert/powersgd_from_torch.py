@@ -115,7 +115,7 @@ def powersgd_from_torch(
         jnp.asarray(record.iter, jnp.int32),
         treedef.unflatten(residuals),
         treedef.unflatten(factors),
-        owner=jnp.zeros([], jnp.float32) if record.use_error_feedback else (),
+        owner=jnp.zeros([], jnp.float32),
     )
 
 
