@@ -63,11 +63,15 @@ def owners_of(state: PyTree) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def collect(path: KeyPath, leaf: Any, local: bool) -> None:
-        if local and getattr(path[-1] if path else None, "name", None) == "owner":
+        if local and _is_owner(path):
             found[leaf_name(path)] = leaf
 
     map_leaves(collect, state)
     return found
+
+
+def _is_owner(path: KeyPath) -> bool:
+    return getattr(path[-1] if path else None, "name", None) == "owner"
 
 
 def everybodys(axis_name: AxisName | None) -> Array:
@@ -137,7 +141,7 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
       fresh: Makes a state without rows, to compare with where there is no owner.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    owners = [x for path, x in leaves if getattr((path or (None,))[-1], "name", None) == "owner"]
+    owners = [x for path, x in leaves if _is_owner(path)]
     if owners or not leaves:
         return any(np.ndim(owner) for owner in owners)
     local: list[int] = []
