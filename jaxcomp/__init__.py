@@ -8,7 +8,7 @@ from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.sync import average
-from jaxcomp._lowrank.plans import stacked
+from jaxcomp._lowrank.stacked import stacked
 from jaxcomp._mesh.axes import as_local
 from jaxcomp._reducers.acp_sgd import ACPSGDState, acp_sgd
 from jaxcomp._reducers.allreduce import allreduce

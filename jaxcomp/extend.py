@@ -6,15 +6,20 @@ public, as those of `jaxcomp` itself are.
 """
 
 from jaxcomp._base.leaves import floating_leaves, round_to, unboxed, with_leaves
-from jaxcomp._lowrank.matrices import MatrixView
+from jaxcomp._lowrank.matrices import (
+    LeafPlan,
+    MatrixView,
+    default_matrix_dims,
+    is_compressed,
+    plan_leaves,
+)
 from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
-from jaxcomp._lowrank.plans import LeafPlan, default_matrix_dims, is_compressed, plan_leaves
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
-from jaxcomp._mesh.per_replica import takes_rows
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import reduction_of
+from jaxcomp._reducers.plain import reduction_of
+from jaxcomp._reducers.reducer import takes_rows
 
 __all__ = [
     "BlockLayout",

@@ -4,8 +4,8 @@ from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.calibration import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._local.round import LocalSGDRound
-from jaxcomp._reducers.reducer import Transformation
 from jaxcomp._reducers.switch_at import SwitchState
+from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._training.check_replicas import ReplicaCheck
 from jaxcomp._training.data_parallel import DataParallel
 from jaxcomp._wire.collectives import Collective

@@ -13,7 +13,7 @@ from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
-from jaxcomp._reducers.reducer import Transformation
+from jaxcomp._reducers.transformation import Transformation
 
 _WIDTH = 96
 _HEADER = ("strategy", "step", "communication", "compression", "bytes a step", "fewer", "speedup",

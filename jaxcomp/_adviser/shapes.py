@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
-from jaxcomp._lowrank.plans import plan_leaves
+from jaxcomp._lowrank.matrices import plan_leaves
 
 _HEAD_WIDTH = 64
 _VOCABULARY = 50_257

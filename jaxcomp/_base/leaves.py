@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,23 +49,24 @@ def leaf_dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def wider(first: Any, second: Any) -> Any:
-    """The floating dtype with more bits; `first` where both have as many.
+def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
+    """The floating dtype with the most bits among `least` and those given, the first of equals.
 
     Written out because promotion of mixed dtypes is an error under
     ``jax_numpy_dtype_promotion='strict'``.
     """
-    return second if jnp.finfo(second).bits > jnp.finfo(first).bits else jnp.dtype(first)
+    return max((jnp.dtype(least), *dtypes), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def widest(dtypes: Iterable[Any]) -> Any:
-    """The floating dtype with the most bits among float32 and those given."""
-    return functools.reduce(wider, dtypes, jnp.dtype(jnp.float32))
+def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
+    """What an all-reduce of gradients of these dtypes has on the wire, which is no integers."""
+    exact = comm_dtype is None or isinstance(comm_dtype, Integers)
+    return widest(dtypes) if exact else comm_dtype
 
 
 def compute_dtype(dtype: Any) -> Any:
     """The dtype in which a leaf is compressed: float32, or the leaf's own where that is wider."""
-    return wider(jnp.float32, dtype)
+    return widest([dtype])
 
 
 def round_to(x: Array, dtype: Any) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
 from jaxcomp._base.leaves import checked_factor_dtype, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._lowrank.plans import LeafPlan, is_compressed, plan_leaves
+from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.factor_bytes import leaf_bytes
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.

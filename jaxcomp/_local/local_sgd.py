@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.leaves import wider
+from jaxcomp._base.leaves import widest
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, make_fragments
@@ -21,9 +21,10 @@ from jaxcomp._local.sent import combined, exact_leaves
 from jaxcomp._local.state import LocalSGDState, init_state
 from jaxcomp._local.sync import AverageInnerState, Part, Sync, average, check_sync
 from jaxcomp._mesh.axes import as_local, switch
-from jaxcomp._mesh.per_replica import takes_rows, this_replica
+from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import Transformation, bytes_of, call_text, check_gradients
+from jaxcomp._reducers.reducer import check_gradients, takes_rows
+from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 
 
 def local_sgd(
@@ -293,7 +294,7 @@ def _widen(step: Array, param: Array) -> Array:
     """An update in the wider of its and its parameter's dtype, as an average gives it."""
     if not jnp.issubdtype(step.dtype, jnp.floating):
         return step
-    return step.astype(wider(step.dtype, jnp.asarray(param).dtype))
+    return step.astype(widest([jnp.asarray(param).dtype], step.dtype))
 
 
 def _difference(step: Array, here: Array, there: Array) -> Array:

@@ -13,7 +13,7 @@ from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
 from jaxcomp._local.sync import AverageInnerState, InnerInit, Outer, Sync, check_sync
 from jaxcomp._mesh.explicit import check_mesh_axes
-from jaxcomp._reducers.reducer import call_text
+from jaxcomp._reducers.transformation import call_text
 
 
 def local_sgd_round(

@@ -22,8 +22,10 @@ from jaxcomp._local.sent import combined
 from jaxcomp._local.state import LocalSGDState, init_state
 from jaxcomp._local.sync import InnerInit, Part, Sync
 from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
+from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._mesh.explicit import resharded
-from jaxcomp._mesh.per_replica import has_rows, this_replica, with_row, without_row
+from jaxcomp._mesh.per_replica import with_row, without_row
+from jaxcomp._reducers.reducer import has_rows
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.on_mesh import (
     batch_spec,

@@ -20,7 +20,7 @@ from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._mesh.weights import share_of_mean, weighted
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import bytes_of
+from jaxcomp._reducers.transformation import bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]

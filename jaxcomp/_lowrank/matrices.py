@@ -1,4 +1,4 @@
-"""Leaves as matrices, and their products with thin factors.
+"""Leaves as matrices: which are compressed, how, and their products with thin factors.
 
 A leaf is never transposed when a reshape will do: `MatrixView` remembers whether rows or columns
 come first in memory, and the products contract the right axis. ``M`` is ``(rows, cols)``, ``P`` is
@@ -8,14 +8,18 @@ come first in memory, and the products contract the right axis. ``M`` is ``(rows
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.typing import Array, MatrixDims
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.axes import other_axes, typed_as
 
 # A residual that is exact in float32 needs products that are: no TensorFloat-32 on GPU. With so few
@@ -27,6 +31,8 @@ _EXACT = lax.Precision.HIGHEST
 _FUSED_OUTER_RANK = 8
 # Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
 _BLOCK_BYTES = 1 << 20
+# Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
+_ANONYMOUS = frozenset({"value", "raw_value"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,28 +51,27 @@ class MatrixView:
     n_rows: int = dataclasses.field(init=False)  # of one matrix
     n_cols: int = dataclasses.field(init=False)
     cols_first: bool = dataclasses.field(init=False)
-    # The axes as `matricize` has them; in ascending order where it moves nothing in memory.
-    order: tuple[int, ...] = dataclasses.field(init=False)
+    order: tuple[int, ...] = dataclasses.field(init=False)  # the axes as `matricize` has them
+    # Whether `matricize` moves nothing in memory; a function of the user may ask for it.
+    is_reshape: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """What follows from the two."""
+        """What follows from shape and dims."""
         batch, rows, cols = self.dims
+        in_order = tuple(range(len(self.shape)))
+        cols_first = batch + rows + cols != in_order
+        order = batch + cols + rows if cols_first else batch + rows + cols
         sizes = [tuple(self.shape[axis] for axis in axes) for axes in self.dims]
-        cols_first = batch + rows + cols != tuple(range(len(self.shape)))
         follows = {
             "batch": sizes[0],
             "n_rows": math.prod(sizes[1]),
             "n_cols": math.prod(sizes[2]),
             "cols_first": cols_first,
-            "order": batch + cols + rows if cols_first else batch + rows + cols,
+            "order": order,
+            "is_reshape": order == in_order,
         }
         for name, value in follows.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def is_reshape(self) -> bool:
-        """Whether `matricize` moves nothing in memory; a function of the user may ask for it."""
-        return self.order == tuple(range(len(self.shape)))
 
     def matricize(self, leaf: Array) -> Array:
         """The leaf as a batch of matrices, in the memory order that `cols_first` tells."""
@@ -86,16 +91,15 @@ class MatrixView:
         return values.reshape([n if i in axes else 1 for i, n in enumerate(self.shape)])
 
 
-def times_q(view: MatrixView, leaf: Array, q: Array) -> Array:
-    """``M Q``, shape ``(*batch, rows, r)``."""
+def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = False) -> Array:
+    """``M Q``, shape ``(*batch, rows, r)``; transposed ``M^T P``, shape ``(*batch, cols, r)``."""
     matrix = view.matricize(leaf)
-    return _contract_first(matrix, q) if view.cols_first else _contract_last(matrix, q)
-
-
-def transposed_times_p(view: MatrixView, leaf: Array, p: Array) -> Array:
-    """``M^T P``, shape ``(*batch, cols, r)``."""
-    matrix = view.matricize(leaf)
-    return _contract_last(matrix, p) if view.cols_first else _contract_first(matrix, p)
+    if view.cols_first == transposed:
+        return jnp.einsum("...ij,...jr->...ir", matrix, factor, precision=_EXACT)
+    flipped = jnp.einsum("...ir,...ij->...rj", factor, matrix, precision=_EXACT)
+    # XLA would fold the transpose into the product, and its CPU backend is 10 to 50 times slower at
+    # the form that this gives (contraction over the first axis of both).
+    return lax.optimization_barrier(flipped).mT
 
 
 def outer(view: MatrixView, p: Array, q: Array) -> Array:
@@ -103,8 +107,7 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     rank = p.shape[-1]
     # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
     if rank > _FUSED_OUTER_RANK or view.is_stack:
-        first, second = (q, p) if view.cols_first else (p, q)
-        return view.unmatricize(_product(first, second))
+        return view.unmatricize(_dense(*((q, p) if view.cols_first else (p, q))))
     batch, rows, cols = view.dims
     products = [
         view.along(batch + rows, p[..., k]) * view.along(batch + cols, q[..., k])
@@ -113,15 +116,8 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     return sum(products[1:], start=products[0])
 
 
-def replace_by_product(
-    view: MatrixView,
-    p: Array,
-    q: Array,
-    total: Array,
-    old: Array,
-    function: Callable[[Array, Array, Array], Array],
-) -> Array:
-    """``function(P Q^T, total, old)``, with `old` updated in place where it is donated.
+def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commit: Array) -> Array:
+    """The new residual: `total` less ``P Q^T``, or `old` where not `commit`, updated in place.
 
     A product that XLA does not fuse is not written out as a whole: on CPU the blocks of a leaf
     follow each other, and take the place of `old` one by one. On GPU, where each block would be
@@ -132,27 +128,42 @@ def replace_by_product(
       view: How the leaf is a matrix.
       p: Left factor.
       q: Right factor.
-      total: An array of the leaf's shape.
-      old: Another one, of the dtype of the result.
-      function: Elementwise.
+      total: Gradient plus residual, of the leaf's shape.
+      old: The residual before, of the dtype of the result.
+      commit: Bool scalar.
 
     Returns:
       An array of the shape and dtype of `old`.
     """
 
+    def less(product: Array, total: Array, old: Array) -> Array:
+        return jnp.where(commit, (total - product).astype(old.dtype), old)
+
     def whole() -> Array:
         # As the row of a state that `jax.shard_map` hands over, whose reshape to the leaf would
         # otherwise be part of the loop, and keep XLA from writing it in the place of the old one.
         rows = [x.reshape(1, *x.shape) for x in (outer(view, p, q), total, old)]
-        return function(*rows).reshape(old.shape)
+        return less(*rows).reshape(old.shape)
 
-    if p.shape[-1] <= _FUSED_OUTER_RANK or not view.is_reshape or other_axes():
+    small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
+    if p.shape[-1] <= _FUSED_OUTER_RANK or small or not view.is_reshape or other_axes():
         return whole()
+    blocks = functools.partial(_in_blocks, view, p, q, total, typed_as(old, whole), less)
+    return lax.platform_dependent(cpu=blocks, default=whole)
+
+
+def _in_blocks(
+    view: MatrixView,
+    p: Array,
+    q: Array,
+    total: Array,
+    old: Array,
+    function: Callable[[Array, Array, Array], Array],
+) -> Array:
+    """``function(P Q^T, total, old)``, elementwise, in blocks of the first axis of the matrix."""
     first, second = (q, p) if view.cols_first else (p, q)
-    matrix = view.matricize(total)
+    matrix, new = view.matricize(total), view.matricize(old)
     number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
-    if number <= 1:
-        return whole()
     size, rest = divmod(matrix.shape[0], number)
 
     def block(start: Array | int, size: int, new: Array) -> Array:
@@ -160,31 +171,178 @@ def replace_by_product(
             return lax.dynamic_slice_in_dim(x, start, size)
 
         # Only batch axes are common to both factors; the second has all the columns otherwise.
-        product = _product(cut(first), cut(second) if view.batch else second)
+        product = _dense(cut(first), cut(second) if view.batch else second)
         value = function(product, cut(matrix), cut(new))
         return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
 
-    def blocks() -> Array:
-        new = view.matricize(typed_as(old, whole))
-        # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
-        # hold all that it needs till then.
-        new = block(number * size, rest, new) if rest else new
-        new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
-        return view.unmatricize(new)
-
-    return lax.platform_dependent(cpu=blocks, default=whole)
+    # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
+    # hold all that it needs till then.
+    new = block(number * size, rest, new) if rest else new
+    new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
+    return view.unmatricize(new)
 
 
-def _product(first: Array, second: Array) -> Array:
+def _dense(first: Array, second: Array) -> Array:
     return jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
 
 
-def _contract_last(x: Array, factor: Array) -> Array:
-    return jnp.einsum("...ij,...jr->...ir", x, factor, precision=_EXACT)
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """What happens to one leaf. `view` is None and `rank` 0 for a leaf that is not compressed."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    view: MatrixView | None = None
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of values in the leaf."""
+        return math.prod(self.shape)
+
+    @property
+    def p_shape(self) -> tuple[int, ...]:
+        """Shape ``(*batch, n_rows, r)`` of the left factor."""
+        assert self.view is not None
+        return (*self.view.batch, self.view.n_rows, self.rank)
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape ``(*batch, n_cols, r)`` of the right factor."""
+        assert self.view is not None
+        return (*self.view.batch, self.view.n_cols, self.rank)
+
+    @property
+    def wire_size(self) -> int:
+        """Values that this leaf puts on the wire in one step."""
+        return self.size if self.view is None else math.prod(self.p_shape) + math.prod(self.q_shape)
 
 
-def _contract_first(x: Array, factor: Array) -> Array:
-    product = jnp.einsum("...ir,...ij->...rj", factor, x, precision=_EXACT)
-    # XLA would fold the transpose into the product, and its CPU backend is 10 to 50 times slower at
-    # the form that this gives (contraction over the first axis of both).
-    return lax.optimization_barrier(product).mT
+def plan_leaves(
+    tree: PyTree,
+    rank: int | RankFn,
+    min_compression_rate: float,
+    matrix_dims: MatrixDimsFn | None = None,
+) -> list[LeafPlan]:
+    """Decides for every leaf of `tree`, in flattening order, whether and how it is compressed.
+
+    Args:
+      tree: Arrays, or anything else with ``shape`` and ``dtype``.
+      rank: The rank, or a function of (key path, leaf) that gives it; None leaves the leaf alone.
+      min_compression_rate: A leaf is compressed iff
+        ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
+      matrix_dims: A function of (key path, leaf); where it is None, `default_matrix_dims` decides.
+        A leaf for which the function returns None is not compressed.
+
+    Returns:
+      One plan per leaf.
+
+    Raises:
+      ValueError: If `rank` or `matrix_dims` returns something unusable; the message names the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import extend
+      >>> params = {"bias": jnp.zeros(64), "kernel": jnp.zeros((3, 3, 32, 64))}
+      >>> bias, kernel = extend.plan_leaves(params, rank=4, min_compression_rate=2.0)
+      >>> bias.view is None, kernel.p_shape, kernel.q_shape
+      (True, (64, 4), (288, 4))
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    # `jaxcomp.stacked` knows names that the tree must have: a misspelt one would be silent.
+    if check := getattr(matrix_dims, "check_paths", None):
+        check([path for path, _ in leaves])
+    dims = matrix_dims or default_matrix_dims
+    return [_plan(path, leaf, rank, min_compression_rate, dims) for path, leaf in leaves]
+
+
+def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
+    """Whether two factors of a ``(rows, cols)`` matrix are small enough beside it, as in torch.
+
+    Example:
+      >>> from jaxcomp import extend
+      >>> extend.is_compressed(64, 64, 16, 2.0), extend.is_compressed(64, 64, 15, 2.0)
+      (False, True)
+    """
+    return (rows + cols) * rank * min_compression_rate < rows * cols
+
+
+def _plan(
+    path: KeyPath, leaf: Any, rank: int | RankFn, rate: float, matrix_dims: MatrixDimsFn
+) -> LeafPlan:
+    name = leaf_name(path)
+    try:
+        plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
+    except TypeError as error:
+        raise ValueError(
+            f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
+            "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
+        ) from error
+    if not jnp.issubdtype(plain.dtype, jnp.floating):
+        return plain
+    asked = rank(path, leaf) if callable(rank) else rank
+    if asked is None:
+        return plain
+    if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)) or asked < 1:
+        raise ValueError(
+            f"`rank` must return a positive integer or None, got {asked!r} for the leaf {name}. "
+            "Return None for a leaf that shall not be compressed."
+        )
+    if (dims := matrix_dims(path, leaf)) is None:
+        return plain
+    view = MatrixView(plain.shape, _checked_dims(dims, plain.shape, name))
+    r = min(view.n_rows, view.n_cols, int(asked))
+    if not is_compressed(view.n_rows, view.n_cols, r, rate) or 0 in view.batch:
+        return plain
+    return dataclasses.replace(plain, view=view, rank=r)
+
+
+def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
+    ndim = len(shape)
+    try:
+        axes = [tuple(axis + ndim if axis < 0 else axis for axis in part) for part in dims]
+        batch, rows, cols = axes
+    except (TypeError, ValueError):
+        batch, rows, cols = (), (), ()
+    if not rows or not cols or sorted(batch + rows + cols) != list(range(ndim)):
+        raise ValueError(
+            f"`matrix_dims` must put each of the {ndim} axes of the leaf {name} with shape {shape} "
+            f"into exactly one of batch, rows and cols, with at least one row and one column axis, "
+            f"got {dims!r}. Return None for a leaf that shall not be compressed."
+        )
+    return MatrixDims(batch, rows, cols)
+
+
+def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
+    """The split of the axes into a leading and a trailing block with the fewest rows + columns.
+
+    Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)``
+    and ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is
+    ``(vocab, features)`` with the vocabulary as rows, as in torch. None for fewer than two axes.
+
+    Args:
+      path: The key path of the leaf.
+      leaf: The leaf, or anything else with a shape.
+
+    Returns:
+      Which axes are rows and which are columns; what a `matrix_dims` function returns for a leaf
+      without a wish of its own.
+
+    Example:
+      >>> import jax
+      >>> from jaxcomp import extend
+      >>> extend.default_matrix_dims((), jax.ShapeDtypeStruct((3, 3, 16, 32), "float32"))
+      MatrixDims(batch=(), rows=(3,), cols=(0, 1, 2))
+    """
+    shape = tuple(np.shape(leaf))
+    ndim = len(shape)
+    if ndim < 2:
+        return None
+    names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+    named = [name for name in names if isinstance(name, str) and name not in _ANONYMOUS]
+    if ndim == 2 and named[-1:] == ["embedding"]:
+        return MatrixDims(rows=(0,), cols=(1,))
+    cuts = range(ndim - 1, 0, -1)  # later cuts first: min() keeps the first of equals
+    cut = min(cuts, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
+    return MatrixDims(rows=tuple(range(cut, ndim)), cols=tuple(range(cut)))

@@ -83,59 +83,27 @@ def orthonormal_bases(
     """`orthogonalize` of every factor: those of one shape together on CPU, of one rank elsewhere.
 
     Args:
-      factors: Arrays ``(*batch, n, r)``.
+      factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
       eps: As in `orthogonalize`.
       rounds: Of Cholesky QR, where that is what runs: `ROUNDS`, or `ROUNDS_TO_SPAN`.
     """
-    factors = list(factors)
-    # torch's eps is defined by columns that are taken one after the other.
-    by_column = [not _is_zero(eps) and x.shape[-1] <= _GRAM_SCHMIDT_RANK for x in factors]
+    exact = isinstance(eps, (int, float)) and eps == 0
 
     def one_by_one(factors: Sequence[Array]) -> list[Array]:
-        return map_by_shape(lambda x: _column_by_column(x, eps), factors)
+        one = lambda xs: _column_by_column(jnp.stack(xs), None if exact else eps)  # noqa: E731
+        return _map_by(lambda x: (x.shape, x.dtype), one, factors)
 
-    def together(factors: Sequence[Array]) -> list[Array]:
-        pairs = list(zip(factors, by_column, strict=True))
-        # Without the barrier jaxlib 0.10's compiler for GPUs fails: docs/gpu.md has the fault.
-        columns = one_by_one([lax.optimization_barrier(x) for x, flag in pairs if flag])
-        found = iter(bases_by_rank([x for x, flag in pairs if not flag], rounds)), iter(columns)
-        return [next(found[flag]) for flag in by_column]
+    def of_rank(factors: Sequence[Array]) -> list[Array]:
+        if exact or factors[0].shape[-1] > _GRAM_SCHMIDT_RANK:
+            return cholesky_bases(list(factors), rounds)
+        # torch's eps is defined by columns that are taken one after the other. Without the barrier
+        # jaxlib 0.10's compiler for GPUs fails: docs/gpu.md has the fault.
+        return one_by_one([lax.optimization_barrier(x) for x in factors])
 
     if not factors:
         return []
-    return lax.platform_dependent(factors, cpu=one_by_one, default=together)
-
-
-def _is_zero(eps: float | Array) -> bool:
-    return isinstance(eps, (int, float)) and eps == 0
-
-
-def _column_by_column(matrix: Array, eps: float | Array) -> Array:
-    """A basis of the columns of each matrix of a batch, by Gram-Schmidt or Householder QR."""
-    n, rank = matrix.shape[-2:]
-    scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
-    zero = scale == 0
-    # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
-    # squares lies between 1 and n.
-    scaled = matrix / jnp.where(zero, 1, scale)
-    spare = jnp.broadcast_to(spare_directions(jnp.arange(n), rank, matrix.dtype), matrix.shape)
-    if rank <= _GRAM_SCHMIDT_RANK:
-        scaled_eps = (
-            None if _is_zero(eps) else jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
-        )
-        return _gram_schmidt(scaled, spare, scaled_eps)
-    return _qr_one_by_one(jnp.where(zero, spare, scaled))
-
-
-def _qr_one_by_one(matrix: Array) -> Array:
-    """The Q of each matrix of a batch in turn.
-
-    jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
-    with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2). A
-    single matrix it does on the spot, and one after the other takes no longer.
-    """
-    flat = matrix.reshape(-1, *matrix.shape[-2:])
-    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
+    by_rank = functools.partial(_map_by, lambda x: (x.shape[-1], x.dtype), of_rank)
+    return lax.platform_dependent(list(factors), cpu=one_by_one, default=by_rank)
 
 
 def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
@@ -152,12 +120,42 @@ def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) ->
       >>> [int(x) for x in extend.map_by_shape(total, [jnp.ones(2), jnp.ones(3), 5 * jnp.ones(2)])]
       [2, 3, 10]
     """
-    results: dict[int, Array] = {}
-    for kind in dict.fromkeys((array.shape, array.dtype) for array in arrays):
-        chosen = [i for i, array in enumerate(arrays) if (array.shape, array.dtype) == kind]
-        mapped = function(jnp.stack([arrays[i] for i in chosen]))
-        results.update(zip(chosen, mapped, strict=True))
+    return _map_by(lambda x: (x.shape, x.dtype), lambda xs: function(jnp.stack(xs)), arrays)
+
+
+def _map_by(
+    kind_of: Callable[[Array], Any],
+    function: Callable[[list[Array]], Sequence[Array] | Array],
+    arrays: Sequence[Array],
+) -> list[Array]:
+    """Applies `function` to the arrays of each kind; results in the order of all of them."""
+    kinds: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        kinds.setdefault(kind_of(x), []).append(i)
+    results = {}
+    for chosen in kinds.values():
+        results |= zip(chosen, function([arrays[i] for i in chosen]), strict=True)
     return [results[i] for i in range(len(arrays))]
+
+
+def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
+    """A basis of the columns of each matrix of a batch, by Gram-Schmidt or Householder QR."""
+    n, rank = matrix.shape[-2:]
+    scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
+    zero = scale == 0
+    # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
+    # squares lies between 1 and n.
+    scaled = matrix / jnp.where(zero, 1, scale)
+    spare = jnp.broadcast_to(spare_directions(jnp.arange(n), rank, matrix.dtype), matrix.shape)
+    if rank <= _GRAM_SCHMIDT_RANK:
+        if eps is not None:
+            eps = jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
+        return _gram_schmidt(scaled, spare, eps)
+    # jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
+    # with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2).
+    # A single matrix it does on the spot, and one after the other takes no longer.
+    flat = jnp.where(zero, spare, scaled).reshape(-1, n, rank)
+    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
 
 
 def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
@@ -193,32 +191,16 @@ def _norm(column: Array) -> Array:
     return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
 
 
-def bases_by_rank(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
-    """An orthonormal basis of the columns of every factor, as `orthogonalize` gives.
-
-    Args:
-      factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
-      rounds: `ROUNDS` or `ROUNDS_TO_SPAN`.
-
-    Returns:
-      Arrays of the same shapes and dtypes.
-    """
-    results: dict[int, Array] = {}
-    for kind in dict.fromkeys((x.shape[-1], x.dtype) for x in factors):
-        chosen = [i for i, x in enumerate(factors) if (x.shape[-1], x.dtype) == kind]
-        # Matrices of as many rows follow each other: all of them have as many blocks.
-        chosen.sort(key=lambda i: factors[i].shape[-2])
-        bases = _bases([factors[i] for i in chosen], rounds)
-        results.update(zip(chosen, bases, strict=True))
-    return [results[i] for i in range(len(factors))]
-
-
 @functools.partial(jax.jit, static_argnames="rounds")
-def _bases(factors: list[Array], rounds: int) -> list[Array]:
-    """`bases_by_rank` for one rank and dtype, by rows; in jit, so as to be traced once."""
+def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
+    """`orthonormal_bases` of factors of one rank and dtype, all together; traced once for each."""
+    # Matrices of as many rows follow each other: all of them have as many blocks.
+    order = sorted(range(len(factors)), key=lambda i: factors[i].shape[-2])
+    factors = [factors[i] for i in order]
     rank, dtype = factors[0].shape[-1], factors[0].dtype
     rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
-    size = _block_rows(rows)
+    fits = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * sum(rows)]
+    size = fits[0] if fits else _BLOCK_ROWS[-1]
     runs = _runs([-(-n // size) for n in rows])
     blocks = _cut(factors, size)
     row, inside = _row_numbers(rows, size)
@@ -239,7 +221,8 @@ def _bases(factors: list[Array], rounds: int) -> list[Array]:
         x = jnp.einsum("bni,bij->bnj", x, _of_blocks(inverse, runs), precision=exact)
         if turn == _LOOKS:
             x = jnp.where(_of_blocks(lost, runs)[:, None], dense, x)
-    return _joined(x, factors)
+    found = dict(zip(order, _joined(x, factors), strict=True))
+    return [found[i] for i in range(len(factors))]
 
 
 @jax.jit
@@ -300,12 +283,6 @@ def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
     return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
-
-
-def _block_rows(rows: Sequence[int]) -> int:
-    total = sum(rows)
-    fitting = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * total]
-    return fitting[0] if fitting else _BLOCK_ROWS[-1]
 
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 T = TypeVar("T")
@@ -80,13 +79,13 @@ def gathered(xs: list[Array], factors: int) -> list[Array]:
 def known_equal(x: Any, axis_name: AxisName) -> bool:
     """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
     known = axes_known_equal(x, axis_name)
-    return bool(known) and known == _checked_axes(axis_name)
+    return bool(known) and known == checked_axes(axis_name)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
     """Those of the axes over which JAX knows `x` to be the same."""
-    varying = _varying(x)
-    return tuple(name for name in _checked_axes(axis_name) if name not in varying)
+    known = varying(x)
+    return tuple(name for name in checked_axes(axis_name) if name not in known)
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -125,17 +124,17 @@ def is_bound(axis_name: AxisName) -> bool:
     return True
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
     """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
     axis_size(axis_name)
-    return tuple(name for name in axis_tuple(axis_name) if name in _varying(lax.axis_index(name)))
+    return tuple(name for name in axis_tuple(axis_name) if name in varying(lax.axis_index(name)))
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -164,13 +163,13 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
       >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
       [0.0, 1.0]
     """
-    axes = frozenset(_checked_axes(axis_name))
+    axes = frozenset(checked_axes(axis_name))
     return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
 
 
 def _marked(x: Any, axes: frozenset[str]) -> Any:
     """`x`, typed as varying over these axes too."""
-    missing = tuple(sorted(axes - _varying(x)))
+    missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -185,12 +184,12 @@ def typed_as(x: Array, function: Callable[[], Array]) -> Array:
 
 def typed_like(x: Array, tree: PyTree) -> Array:
     """`x`, typed as varying over all axes over which any array, or shape, of the tree does."""
-    return _marked(x, frozenset().union(*map(_varying, jax.tree.leaves(tree))))
+    return _marked(x, frozenset().union(*map(varying, jax.tree.leaves(tree))))
 
 
 def alike(xs: Sequence[Array]) -> list[Array]:
     """The arrays, typed as varying over all axes over which any of them does."""
-    axes = frozenset().union(*map(_varying, xs))
+    axes = frozenset().union(*map(varying, xs))
     return [_marked(x, axes) for x in xs]
 
 
@@ -203,7 +202,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     if len(branches) == 1:
         return branches[0]()
     shapes = [jax.eval_shape(branch) for branch in branches]
-    axes = jax.tree.map(lambda *xs: frozenset().union(*map(_varying, xs)), *shapes)
+    axes = jax.tree.map(lambda *xs: frozenset().union(*map(varying, xs)), *shapes)
 
     def marked(branch: Callable[[], T]) -> T:
         return jax.tree.map(_marked, branch(), axes)
@@ -216,27 +215,3 @@ def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[
     if step == 0:
         return after()
     return lax.cond(count < step, before, after)
-
-
-def check_local(gradients: PyTree, axis_name: AxisName) -> None:
-    """Refuses a gradient that was already reduced over the axis.
-
-    Under ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives
-    summed over the axis. Reducing it again would put nothing new on the wire and save nothing.
-
-    Raises:
-      ValueError: Naming the first such leaf, with the fix.
-    """
-    axes = _checked_axes(axis_name)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        if leaf.dtype == jax.dtypes.float0:
-            continue
-        reduced = [name for name in axes if name not in _varying(leaf)]
-        if reduced:
-            raise ValueError(
-                f"The gradient {leaf_name(path)} is the same on every replica along "
-                f"{reduced[0]!r}: it was already summed by jax.grad inside "
-                "shard_map(check_vma=True), so there is nothing left to reduce. Take it with "
-                f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
-                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
-            )

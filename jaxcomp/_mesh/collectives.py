@@ -9,6 +9,7 @@ that one all-reduce.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxcomp._base.leaves import round_to, wider
+from jaxcomp._base.leaves import round_to, widest
 from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.axes import (
-    _checked_axes,
     as_local,
     axis_size,
     axis_tuple,
+    checked_axes,
     gathered,
     mapped_mesh_axes,
     other_axes,
@@ -133,16 +134,19 @@ def _reduce_groups(
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
     size = axis_size(axis_name)
-    dtype = functools.reduce(wider, (part.dtype for part in parts), wire_dtype)
+    dtype = widest((part.dtype for part in parts), wire_dtype)
     if dtype == jnp.float16:
         dtype = jnp.dtype(jnp.float32)
-    values = [_pack([parts[i].astype(dtype) for i in group]) for group in groups]
+    values = [[parts[i].astype(dtype) for i in group] for group in groups]
+    # A single one keeps its shape.
+    values = [
+        xs[0] if len(xs) == 1 else jnp.concatenate([x.reshape(-1) for x in xs]) for xs in values
+    ]
     exact = dtype == wire_dtype
     if not exact:
         values = [round_to(value / size, wire_dtype) for value in values]
-    summed = _psum if exact else functools.partial(_psum_narrow, wire_dtype=wire_dtype)
     automatic = other_axes(AxisType.Auto)
-    totals = summed(spread(values, factors) if automatic else values, axis_name)
+    totals = _psum(spread(values, factors) if automatic else values, axis_name, wire_dtype)
     if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
         totals, values = (
@@ -153,12 +157,14 @@ def _reduce_groups(
     finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
 
     def unpacked(values: list[Array]) -> list[Array]:
-        each = {
-            i: x
-            for group, value in zip(groups, values, strict=True)
-            for i, x in zip(group, _unpack(value, [parts[i] for i in group]), strict=True)
-        }
-        return [each[i] for i in range(len(parts))]
+        each = list(parts)
+        for group, value in zip(groups, values, strict=True):
+            ends = itertools.accumulate(parts[i].size for i in group)
+            for i, end in zip(group, ends, strict=True):
+                alone = len(group) == 1
+                own = value if alone else lax.slice_in_dim(value, end - parts[i].size, end)
+                each[i] = own.reshape(parts[i].shape)
+        return each
 
     means, sent = unpacked(totals), parts
     if exact:
@@ -197,6 +203,11 @@ def replica_index(axis_name: AxisName) -> Array:
     return lax.axis_index(axis_name)
 
 
+def this_replica(axis_name: AxisName) -> Array:
+    """The owner of what this replica keeps, its number less that of all: float32 scalar, not 0."""
+    return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
+
+
 def _one_call(axis_name: AxisName) -> bool:
     """Whether one collective takes all the axes. `jax.vmap` has rules for one axis at a time."""
     axes = axis_tuple(axis_name)
@@ -219,7 +230,7 @@ def gather(x: Array, axis_name: AxisName) -> Array:
     if not _one_call(axis_name):
         rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
         return rows.reshape(-1, *x.shape)
-    if _checked_axes(axis_name):
+    if checked_axes(axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
     return lax.all_gather(x, axis_name)
 
@@ -245,53 +256,22 @@ def total(x: Array, axis_name: AxisName) -> Array:
     return lax.psum(as_local(x, axis_name), axis_name)
 
 
-def _pack(parts: Sequence[Array]) -> Array:
-    """One flat vector of several arrays; a single one stays as it is."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate([part.reshape(-1) for part in parts])
-
-
-def _psum(xs: list[Array], axis_name: AxisName) -> list[Array]:
-    """The sums in the dtype of the first; bfloat16 as in `_psum_narrow`."""
-    dtype = xs[0].dtype
-    if dtype != jnp.bfloat16:
-        return lax.psum(xs, axis_name)
-
-    def wide(xs: list[Array]) -> list[Array]:
-        with jax.named_scope(WIDENED):
-            totals = lax.psum([x.astype(jnp.float32) for x in xs], axis_name)
-        return [total.astype(dtype) for total in totals]
-
-    return lax.platform_dependent(xs, cpu=wide, default=lambda xs: lax.psum(xs, axis_name))
-
-
-def _psum_narrow(rounded: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
+def _psum(xs: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
     """Sums values that are exact in `wire_dtype`, with that dtype on the wire where there is one.
 
     XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
     process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
     """
-    dtype = rounded[0].dtype
 
-    def narrow(xs: list[Array]) -> list[Array]:
-        totals = lax.psum([x.astype(wire_dtype) for x in xs], axis_name)
-        return [total.astype(dtype) for total in totals]
+    def summed(xs: list[Array], on_wire: Any) -> list[Array]:
+        totals = lax.psum([x.astype(on_wire) for x in xs], axis_name)
+        return [total.astype(x.dtype) for total, x in zip(totals, xs, strict=True)]
 
     def wide(xs: list[Array]) -> list[Array]:
         with jax.named_scope(WIDENED):
-            return lax.psum(xs, axis_name)
+            return summed(xs, jnp.float32)
 
+    narrow = functools.partial(summed, on_wire=wire_dtype)
     if jnp.dtype(wire_dtype) != jnp.bfloat16:
-        return narrow(rounded)
-    return lax.platform_dependent(rounded, cpu=wide, default=narrow)
-
-
-def _unpack(packed: Array, like: Sequence[Array]) -> list[Array]:
-    """The inverse of `_pack`, for arrays of these shapes."""
-    if len(like) == 1:
-        return [packed]
-    parts, start = [], 0
-    for part in like:
-        block = lax.slice_in_dim(packed, start, start + part.size)
-        parts.append(block.reshape(part.shape))
-        start += part.size
-    return parts
+        return narrow(xs)
+    return lax.platform_dependent(xs, cpu=wide, default=narrow)

@@ -22,13 +22,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, axis_size, is_bound
-from jaxcomp._mesh.collectives import replica_index
+from jaxcomp._mesh.axes import as_local, is_bound
 
 # States of other libraries that hold something of each replica's own. MultiSteps accumulates local
 # gradients, of which, as of a residual, only the mean matters.
@@ -63,95 +61,17 @@ def owners_of(state: PyTree) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def collect(path: KeyPath, leaf: Any, local: bool) -> None:
-        if local and _is_owner(path):
+        if local and leaf_name(path).endswith(".owner"):
             found[leaf_name(path)] = leaf
 
     map_leaves(collect, state)
     return found
 
 
-def _is_owner(path: KeyPath) -> bool:
-    return getattr(path[-1] if path else None, "name", None) == "owner"
-
-
 def everybodys(axis_name: AxisName | None) -> Array:
     """The owner of a residual before the first step: float32 scalar 0."""
     owner = jnp.zeros([], jnp.float32)
     return as_local(owner, axis_name) if axis_name and is_bound(axis_name) else owner
-
-
-def this_replica(axis_name: AxisName) -> Array:
-    """The owner of what this replica keeps: float32 scalar."""
-    return replica_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
-
-
-def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """An update that takes a state as `jax.shard_map` with `state_specs` hands it over, or without.
-
-    The door of every reducer. For a transformation of your own whose state is mapped so, without
-    being a `Reducer`.
-
-    Args:
-      update: An Optax update: of updates, state, params or None, and extra arguments by name, for
-        per-replica leaves of the shapes that `init` gives them. It returns updates and state, or a
-        `Reduction`.
-      init: From parameters to a state, to tell rows by where no class in the state has an owner.
-
-    Returns:
-      The same function, also of a state whose per-replica leaves are rows ``(1, *leaf)``; what it
-      returns has rows then too.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxcomp
-      >>> from typing import NamedTuple
-      >>> from jaxcomp import extend
-      >>> class Sum(NamedTuple):
-      ...     total: jax.Array
-      ...     per_replica = ("total",)
-      >>> def add(updates, state, params=None):
-      ...     return updates, Sum(state.total + updates)
-      >>> update = extend.takes_rows(add, lambda params: Sum(jnp.zeros_like(params)))
-      >>> mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,),
-      ...                      devices=jax.devices()[:2])
-      >>> state = jaxcomp.shard_state(Sum(jnp.zeros(3)), mesh, "data")
-      >>> specs = jaxcomp.state_specs(state, "data")
-      >>> step = jax.shard_map(lambda g, s: update(g[0], s)[1], mesh=mesh,
-      ...                      in_specs=(jax.P("data"), specs), out_specs=specs)
-      >>> step(jnp.ones((2, 3)), state).total.shape
-      (2, 3)
-    """
-
-    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
-        if not has_rows(state, lambda: init(updates if params is None else params)):
-            return update(updates, state, params, **extra)
-        result = update(updates, without_row(state), params, **extra)
-        if hasattr(result, "_replace"):
-            return result._replace(state=with_row(result.state))
-        outputs, new = result
-        return outputs, with_row(new)
-
-    return run
-
-
-def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
-    """Whether per-replica leaves have a leading axis: a row in a mapped function, outside all rows.
-
-    Args:
-      state: Any tree that holds states.
-      fresh: Makes a state without rows, to compare with where there is no owner.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    owners = [x for path, x in leaves if _is_owner(path)]
-    if owners or not leaves:
-        return any(np.ndim(owner) for owner in owners)
-    local: list[int] = []
-    map_leaves(lambda path, leaf, own: local.append(np.ndim(leaf)) if own else None, state)
-    if not local or fresh is None:
-        return False
-    expected: list[int] = []
-    shapes = jax.eval_shape(fresh)
-    map_leaves(lambda path, leaf, own: expected.append(np.ndim(leaf)) if own else None, shapes)
-    return local == [ndim + 1 for ndim in expected]
 
 
 def without_row(state: PyTree) -> PyTree:

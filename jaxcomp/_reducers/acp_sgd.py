@@ -12,23 +12,23 @@ import numpy as np
 
 from jaxcomp._base.checks import check_names
 from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
-from jaxcomp._lowrank.matrices import times_q, transposed_times_p
+from jaxcomp._lowrank.matrices import product
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 from jaxcomp._mesh.axes import as_local
 from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import (
     Factors,
-    FactorShape,
     Leaves,
-    LowRank,
     Wire,
     committed,
     fitted_state,
     in_range,
     low_rank_step,
 )
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
+from jaxcomp._reducers.options import LowRank
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.transformation import call_text
 
 
 class ACPSGDState(NamedTuple):
@@ -83,28 +83,27 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
       Deep Learning. ICDCS 2023.
     """
     given = {"rank": rank, "axis_name": axis_name, **options}
-    check_names("acp_sgd", given, inspect.signature(LowRank.checked).parameters)
-    low_rank = LowRank.checked(**given)
-    shapes: dict[str, FactorShape] = {"p": lambda x: x.p_shape, "q": lambda x: x.q_shape}
+    check_names("acp_sgd", given, inspect.signature(LowRank).parameters)
+    low_rank = LowRank(**given)
 
     def init(params: PyTree) -> ACPSGDState:
-        p = low_rank.random_factors(params, shapes["p"], 0, 1)
-        q = low_rank.random_factors(params, shapes["q"], 0)
+        p, q = low_rank.random_factors(params, "p", 0, 1), low_rank.random_factors(params, "q", 0)
         residual, owner = low_rank.zero_residual(params), everybodys(axis_name)
         return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
 
     def reduce(
         updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
-        leaves = Leaves.of(updates, low_rank.plan(updates))
-        residual, p, q = fitted_state(ACPSGDState, low_rank, leaves, updates, state, **shapes)
-        lefts, rights = leaves.taken(p), leaves.taken(q)
+        leaves = Leaves.of(low_rank, updates)
+        found = fitted_state(ACPSGDState, low_rank, leaves, updates, state, p=True, q=True)
+        residual, p, q = found
+        lefts, rights = leaves.stack(p), leaves.stack(q)
         is_left = (state.count - low_rank.start_step) % 2 == 0
 
         def half(left: bool, totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
-            one = times_q if left else transposed_times_p
             bases = orthonormal_bases(rights if left else lefts, low_rank.eps)
-            own = [one(*each) for each in zip(leaves.views, totals, bases, strict=True)]
+            each = zip(leaves.views, totals, bases, strict=True)
+            own = [product(*x, transposed=not left) for x in each]
             n = len(own)
             reduced = wire([*in_range(leaves.views, own, axis_name), *dense], n)
             p, q = (reduced.means[:n], bases) if left else (bases, reduced.means[:n])
@@ -117,10 +116,10 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
             turns = (functools.partial(half, x, totals, dense, wire) for x in (True, False))
             return jax.lax.cond(is_left, *turns)
 
-        step = low_rank_step(low_rank, leaves, residual, state.count, average)
-        p = leaves.replaced(p, committed(step.commit & is_left, step.factors.p, lefts))
-        q = leaves.replaced(q, committed(step.commit & ~is_left, step.factors.q, rights))
-        return step.reduction(state, p=leaves.tree(p), q=leaves.tree(q))
+        result, factors, commit = low_rank_step(low_rank, leaves, state, residual, average)
+        p = leaves.unstack(p, committed(commit & is_left, factors.p, lefts))
+        q = leaves.unstack(q, committed(commit & ~is_left, factors.q, rights))
+        return result._replace(state=result.state._replace(p=p, q=q))
 
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p

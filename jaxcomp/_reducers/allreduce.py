@@ -13,8 +13,8 @@ from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
-from jaxcomp._reducers.states import other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.transformation import call_text
 
 
 def allreduce(

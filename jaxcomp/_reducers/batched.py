@@ -14,7 +14,8 @@ from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, wid
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.transformation import call_text
 
 _ALL = "(all leaves)"
 _OPTIONS = (

@@ -23,17 +23,11 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, is_bound
-from jaxcomp._mesh.per_replica import everybodys, of_reducer, this_replica
-from jaxcomp._reducers.reducer import (
-    Reduction,
-    Transformation,
-    bytes_of,
-    call_text,
-    reducer_if_mapped,
-    reduction_of,
-    shown,
-)
-from jaxcomp._reducers.states import Field, fitted, other_state
+from jaxcomp._mesh.collectives import this_replica
+from jaxcomp._mesh.per_replica import everybodys, of_reducer
+from jaxcomp._reducers.plain import reducer_if_mapped, reduction_of
+from jaxcomp._reducers.reducer import Reduction, fitted
+from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text, shown
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -135,9 +129,7 @@ def error_feedback(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> Reduction:
-        if not isinstance(state, ErrorFeedbackState):
-            raise other_state("error_feedback", "ErrorFeedbackState", state)
-        residual = _fitted_residual(updates, state.residual)
+        residual = _fitted_residual(updates, state)
         residual = as_local(residual, axis_name) if axis_name else residual
         due = (state.count + 1) % every == 0
         scale: Any = decay(state.count) if callable(decay) else decay
@@ -208,17 +200,15 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
     return gradient.astype(dtype) + residual.astype(dtype)
 
 
-def _fitted_residual(updates: PyTree, residual: PyTree) -> list[Array]:
+def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
     """The residuals of the floating leaves.
 
     Raises:
       ValueError: Listing every leaf that does not fit, with the fix.
     """
-    shapes: list[tuple[int, ...] | None] = [
-        np.shape(leaf) if is_floating(leaf) else None for leaf in jax.tree.leaves(updates)
-    ]
-    field = Field("residual", residual, shapes)
-    found = fitted("ErrorFeedbackState", updates, [field], "Otherwise make a new state.")[0]
+    shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
+    fields = {"residual": shapes}
+    found = fitted(ErrorFeedbackState, state, updates, fields, "Otherwise make a new state.")[0]
     return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]
 
 

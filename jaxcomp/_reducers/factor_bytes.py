@@ -9,13 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcomp._base.leaves import Integers
+from jaxcomp._base.leaves import Integers, wire_dtype
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import PyTree
-from jaxcomp._lowrank.plans import LeafPlan
+from jaxcomp._lowrank.matrices import LeafPlan
 from jaxcomp._mesh.shares import ExactLayout
 from jaxcomp._reducers.integer_factors import factor_layout
-from jaxcomp._reducers.low_rank import LowRank
+from jaxcomp._reducers.options import LowRank
 
 
 def count_bytes(
@@ -37,11 +37,11 @@ def count_bytes(
         leaf sends.
     """
     plans = [plan for plan in options.plan(params) if jnp.issubdtype(plan.dtype, jnp.floating)]
-    wire = options.wire_dtype(plan.dtype for plan in plans)
+    wire = wire_dtype(options.comm_dtype, (plan.dtype for plan in plans))
     if step is not None and step < options.start_step:
         return CompressionStats.of(dense_leaves(params, wire))
-    if options.integers is not None:
-        wire, replicas = options.integers, needed_replicas(replicas)
+    if isinstance(options.comm_dtype, Integers) and any(plan.view for plan in plans):
+        wire, replicas = options.comm_dtype, needed_replicas(replicas)
     at = None if step is None else step - options.start_step
     leaves = []
     for plan, leaf in zip(plans, dense_leaves(params), strict=True):

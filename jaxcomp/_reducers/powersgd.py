@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
 from jaxcomp._base.checks import check_flag, names_checked
-from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._lowrank.matrices import times_q, transposed_times_p
-from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
-from jaxcomp._mesh.axes import axis_size
+from jaxcomp._base.typing import AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.factor_bytes import count_bytes
-from jaxcomp._reducers.low_rank import (
-    Factors,
-    FactorShape,
-    Leaves,
-    LowRank,
-    Wire,
-    committed,
-    fitted_state,
-    in_range,
-    low_rank_step,
-)
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
-
-
-class PowerSGDState(NamedTuple):
-    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
-
-    # int32 scalar: finite updates seen; replicated
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
-    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
-    # float32 scalar: whose the residual is, 0 for everybody's; per replica
-    owner: Any = np.zeros((), np.float32)
-
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("residual", "owner")
+from jaxcomp._reducers.low_rank import PowerSGDState, powersgd_step
+from jaxcomp._reducers.options import LowRank
+from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.transformation import call_text
 
 
 @names_checked
@@ -135,85 +109,25 @@ def powersgd(
     """
     made_by = call_text("powersgd", locals())
     warm_start = check_flag("warm_start", warm_start)
-    options = LowRank.checked(
-        rank=rank,
-        axis_name=axis_name,
-        start_step=start_step,
-        min_compression_rate=min_compression_rate,
-        error_feedback=error_feedback,
-        eps=eps,
-        seed=seed,
-        comm_dtype=comm_dtype,
-        residual_dtype=residual_dtype,
-        matrix_dims=matrix_dims,
+    options = LowRank(
+        rank,
+        axis_name,
+        start_step,
+        min_compression_rate,
+        error_feedback,
+        eps,
+        seed,
+        comm_dtype,
+        residual_dtype,
+        matrix_dims,
     )
-    q_shape: FactorShape = (lambda plan: plan.q_shape) if warm_start else None
 
     def init(params: PyTree) -> PowerSGDState:
-        q = options.random_factors(params, q_shape, 0)
+        blank = jax.tree.map(lambda _: optax.MaskedNode(), params)
+        q = options.random_factors(params, "q", 0) if warm_start else blank
         residual, owner = options.zero_residual(params), everybodys(axis_name)
         return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, owner)
 
-    def reduce(
-        updates: PyTree, state: PowerSGDState, params: PyTree | None = None, **extra_args: Any
-    ) -> Reduction:
-        del params, extra_args
-        leaves = Leaves.of(updates, options.plan(updates))
-        residual, q = fitted_state(PowerSGDState, options, leaves, updates, state, q=q_shape)
-        factors = leaves.taken(q) if warm_start else _drawn(options, leaves, state.count)
-        average = functools.partial(power_iteration, options, leaves, factors)
-        step = low_rank_step(options, leaves, residual, state.count, average)
-        if warm_start:
-            q = leaves.replaced(q, committed(step.commit, step.factors.q, factors))
-        return step.reduction(state, q=leaves.tree(q))
-
+    reduce = functools.partial(powersgd_step, options, warm_start)
     counted = functools.partial(count_bytes, options)
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=counted)
-
-
-def power_iteration(
-    options: LowRank,
-    leaves: Leaves,
-    starts: list[Array],
-    totals: list[Array],
-    dense: list[Array],
-    wire: Wire,
-) -> Factors:
-    """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
-
-    Args:
-      options: `eps` and the axis of the replicas.
-      leaves: How each of the arrays is a batch of matrices.
-      starts: Right factors to begin with.
-      totals: Gradients plus residuals.
-      dense: Leaves that are averaged as they are, in the first of the two all-reduces.
-      wire: Averages arrays, of which the first are factors.
-    """
-    views, n = leaves.views, len(totals)
-    starts = [q.astype(x.dtype) for q, x in zip(starts, totals, strict=True)]
-    # They only have to span the space: the output depends on it, and not on its basis.
-    bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
-    left = [times_q(*each) for each in zip(views, totals, bases, strict=True)]
-    first = wire([*in_range(views, left, options.axis_name), *dense], n)
-    # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
-    # for torch's sum; dividing eps too leaves the quotient unchanged.
-    left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
-    p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
-    right = [transposed_times_p(*each) for each in zip(views, totals, p, strict=True)]
-    second = wire(right, n)
-    finite = first.finite & second.finite
-    return Factors(p, second.means, p, second.sent, first.means[n:], first.sent[n:], finite)
-
-
-def _drawn(options: LowRank, leaves: Leaves, count: Array) -> list[Array]:
-    """Fresh right factors of each group, another for every leaf and count."""
-
-    def of_leaf(index: Array | int) -> Array:
-        plan = leaves.all_plans[group[0]]
-        return options.random_factor(plan.q_shape, plan.dtype, index, count)
-
-    factors = []
-    for group in leaves.groups:
-        alone = len(group) == 1
-        factors.append(of_leaf(group[0]) if alone else jax.vmap(of_leaf)(jnp.array(group)))
-    return factors

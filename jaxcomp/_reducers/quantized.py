@@ -19,8 +19,8 @@ from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
-from jaxcomp._reducers.reducer import Reducer, Reduction, call_text
-from jaxcomp._reducers.states import other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.transformation import call_text
 
 
 def quantized_allreduce(

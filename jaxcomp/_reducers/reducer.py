@@ -1,4 +1,4 @@
-"""What a reducer is, and the door through which all gradients enter one.
+"""What a reducer is, and the door through which all gradients and states enter one.
 
 At the door gradients are checked and taken out of their boxes, weights multiplied in, and a state
 is seen as one replica's; behind it a reducer is arithmetic on plain trees.
@@ -6,8 +6,9 @@ is seen as one replica's; behind it a reducer is arithmetic on plain trees.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import (
     all_finite,
     boxed_as,
@@ -25,15 +26,12 @@ from jaxcomp._base.leaves import (
     unboxed,
     with_leaves,
 )
-from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import check_local, explicit_axes
+from jaxcomp._mesh.axes import checked_axes, explicit_axes, varying
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
-from jaxcomp._mesh.per_replica import takes_rows
+from jaxcomp._mesh.per_replica import map_leaves, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
-
-# (parameters, replicas or None, step or None) -> what one replica hands to the collectives
-CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
+from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
 class Reduction(NamedTuple):
@@ -43,80 +41,6 @@ class Reduction(NamedTuple):
     state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
     sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
     finite: Array  # bool scalar, equal on every replica: whether all updates are finite
-
-
-class Transformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that shows how it was made and says what it sends.
-
-    To `optax.chain` and the like it is an ordinary one, a pair of ``init`` and ``update``.
-    """
-
-    made_by: str
-    count_bytes: CountBytes | None
-
-    def __new__(
-        cls,
-        init: Callable[..., PyTree],
-        update: Callable[..., Any],
-        *,
-        made_by: str = "",
-        count_bytes: CountBytes | None = None,
-    ) -> Self:
-        """A pair of functions, as Optax wants it, with two attributes."""
-        self = super().__new__(cls, init, update)
-        self.made_by, self.count_bytes = made_by, count_bytes
-        return self
-
-    def bytes(
-        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
-    ) -> CompressionStats:
-        """Counts what each replica sends in one step; exact, no device needed.
-
-        Args:
-          params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
-          replicas: Number of replicas. Needed where arrays are cut into as many shares: with int8
-            on the wire.
-          step: Which update, counted from 0: before ``start_step`` gradients go as they are,
-            ACP-SGD's factors take turns, local steps send nothing. None for the mean over the steps
-            after all exact ones, rounded to a byte.
-
-        Returns:
-          The payload per replica in bytes, per leaf and in total, of the collectives over
-          ``axis_name``. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as
-          much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
-          sends bfloat16 as float32; the figure is of backends that have it on the wire. A weight
-          adds an all-reduce of four bytes, which is not counted, and leaves of 16 bits that are not
-          compressed then go as float32, but for `allreduce`'s.
-
-        Raises:
-          ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
-            transformation does not know what it sends.
-
-        Example:
-          >>> import jax.numpy as jnp, jaxcomp
-          >>> params = {"w": jnp.zeros((512, 256)), "b": jnp.zeros(256)}
-          >>> tx = jaxcomp.powersgd(rank=4, axis_name="data", start_step=100)
-          >>> [tx.bytes(params, step=step).bytes_after for step in (0, 100)]
-          [525312, 13312]
-        """
-        if replicas is not None:
-            replicas = check_int("replicas", replicas, 1)
-        if step is not None:
-            step = check_int("step", step, 0)
-        if self.count_bytes is None:
-            raise ValueError(
-                f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
-                "(params, replicas, step) that returns jaxcomp.types.CompressionStats."
-            )
-        return self.count_bytes(params, replicas, step)
-
-    def __repr__(self) -> str:
-        return self.made_by or f"{type(self).__name__}(...)"
-
-    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `copy` builds the copy from."""
-        arguments = {"made_by": self.made_by, "count_bytes": self.count_bytes}
-        return (self.init, self.update), arguments
 
 
 class Reducer(Transformation):
@@ -176,7 +100,7 @@ class Reducer(Transformation):
         """`reduce` behind the door, and an ``update`` made of it."""
         check_axis_name(axis_name)
         unboxed_init = lambda params: init(unboxed(params))  # noqa: E731
-        entered = takes_rows(_behind_door(reduce, axis_name), unboxed_init)
+        entered = functools.partial(_enter, reduce, unboxed_init, axis_name)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -200,71 +124,86 @@ class Reducer(Transformation):
         return (self.init, self.reduce, self.axis_name), arguments
 
 
-def _behind_door(reduce: Callable[..., Reduction], axis_name: AxisName) -> Callable[..., Reduction]:
-    """`reduce` for gradients in boxes, beside Explicit axes, and with weights."""
-    weighs = "weight" in inspect.signature(reduce).parameters
+def _enter(
+    reduce: Callable[..., Reduction],
+    init: Callable[[PyTree], PyTree],
+    axis_name: AxisName,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree | None = None,
+    **extra_args: Any,
+) -> Reduction:
+    """`reduce` for gradients in boxes, a state in rows, and beside Explicit axes."""
+    gradients, params = unboxed(updates), unboxed(params)
+    rows = has_rows(state, lambda: init(gradients if params is None else params))
+    own = without_row(state) if rows else state
+    run = functools.partial(_reduce_checked, reduce, axis_name)
+    if explicit_axes():
+        # Beside these every operation must say how its result is sharded, which the arithmetic of a
+        # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
+        # what they replace.
+        like, of_state = typed_specs(gradients), typed_specs(own)
+        everywhere: Any = jax.sharding.PartitionSpec()
+        typed = Reduction(like, of_state, like, everywhere)
+        result = call_on_automatic_axes(run, typed, gradients, own, params, extra_args)
+    else:
+        result = run(gradients, own, params, extra_args)
+    means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
+    kept = with_row(result.state) if rows else result.state
+    return Reduction(means, kept, sent, result.finite)
 
-    def run(updates: PyTree, state: PyTree, params: PyTree, extra_args: Any) -> Reduction:
-        check_gradients(updates, axis_name)
-        gradients = updates
-        if not weighs and (weight := extra_args.pop("weight", None)) is not None:
-            gradients = weighted_gradients(updates, weight, axis_name)
-        result = reduce(gradients, state, params, **extra_args)
-        means, sent = (_cast_as(x, updates) for x in (result.updates, result.sent))
-        if _narrowed(result.updates, means):
-            # What was finite may not fit: then it is as if it had not been.
-            finite = result.finite & all_finite(jax.tree.leaves(means))
-            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
-            whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
-            return Reduction(whole, kept, sent, finite)
+
+def _reduce_checked(
+    reduce: Callable[..., Reduction],
+    axis_name: AxisName,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+) -> Reduction:
+    """`reduce` of gradients that it can take, weighted, in the dtypes of the gradients."""
+    check_gradients(updates, axis_name)
+    gradients, weighs = updates, "weight" in inspect.signature(reduce).parameters
+    if not weighs and (weight := extra_args.pop("weight", None)) is not None:
+        gradients = weighted_gradients(updates, weight, axis_name)
+    result = reduce(gradients, state, params, **extra_args)
+    means, sent = (cast_as(x, updates) for x in (result.updates, result.sent))
+    pairs = zip(jax.tree.leaves(result.updates), jax.tree.leaves(means), strict=True)
+    if not any(new.dtype == jnp.float16 != old.dtype for old, new in pairs):
         return result._replace(updates=means, sent=sent)
-
-    def enter(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> Reduction:
-        arguments = unboxed(updates), state, unboxed(params), extra_args
-        if explicit_axes():
-            # Beside these every operation must say how its result is sharded, which the arithmetic
-            # of a reducer cannot know. There the compiler decides meanwhile, and the results are
-            # typed as what they replace.
-            like, of_state = map(typed_specs, arguments[:2])
-            everywhere: Any = jax.sharding.PartitionSpec()
-            typed = Reduction(like, of_state, like, everywhere)
-            result = call_on_automatic_axes(run, typed, *arguments)
-        else:
-            result = run(*arguments)
-        means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
-        return result._replace(updates=means, sent=sent)
-
-    return enter
+    # What was finite may not fit: then it is as if it had not been.
+    finite = result.finite & all_finite(jax.tree.leaves(means))
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
+    whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
+    return Reduction(whole, kept, sent, finite)
 
 
-def _cast_as(tree: PyTree, like: PyTree) -> PyTree:
+def cast_as(tree: PyTree, like: PyTree) -> PyTree:
     """The same tree in the dtypes of the gradients."""
     return jax.tree.map(lambda x, g: x if x.dtype == g.dtype else x.astype(g.dtype), tree, like)
-
-
-def _narrowed(tree: PyTree, cast: PyTree) -> bool:
-    """Whether a leaf has become float16 that was wider."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(cast), strict=True)
-    return any(new.dtype == jnp.float16 != old.dtype for old, new in pairs)
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
     """Refuses what no reducer can average.
 
-    ``float0`` leaves, the gradients of integer parameters, carry nothing and pass.
+    ``float0`` leaves, the gradients of integer parameters, carry nothing and pass. Under
+    ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives summed
+    over the axis: reducing it again would put nothing new on the wire and save nothing.
 
     Raises:
       ValueError: If a leaf is neither floating nor ``float0``, or was already reduced over the
         axis, or the axis is not bound. The message names the leaves.
     """
-    wrong = []
+    axes = checked_axes(axis_name) if axis_name is not None else ()
+    wrong, summed = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None:
             wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
-        elif not jnp.issubdtype(dtype, jnp.floating) and dtype != jax.dtypes.float0:
+        elif jnp.issubdtype(dtype, jnp.floating):
+            known = varying(leaf) if axes else ()
+            summed += [(leaf_name(path), name) for name in axes if name not in known]
+        elif dtype != jax.dtypes.float0:
             wrong.append(f"{leaf_name(path)} has dtype {dtype}")
     if wrong:
         raise ValueError(
@@ -273,102 +212,157 @@ def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
             "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
             "optax.contrib.split_real_and_imaginary for complex ones."
         )
-    if axis_name is not None:
-        check_local(updates, axis_name)
+    if summed:
+        leaf, name = summed[0]
+        raise ValueError(
+            f"The gradient {leaf} is the same on every replica along {name!r}: it was already "
+            "summed by jax.grad inside shard_map(check_vma=True), so there is nothing left to "
+            f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the "
+            f"parameters with jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
+        )
 
 
-def reduction_of(tx: optax.GradientTransformation) -> Callable[..., Reduction]:
-    """The `reduce` of a reducer, or a stand-in for it made from a plain transformation.
+def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+    """An update that takes a state as `jax.shard_map` with `state_specs` hands it over, or without.
 
-    Nothing is known of what a plain transformation sends. The stand-in takes the average for every
-    replica's contribution, as torch's hooks do: residuals then have the right mean.
+    The door of every reducer. For a transformation of your own whose state is mapped so, without
+    being a `Reducer`.
 
     Args:
-      tx: A `Reducer`, or any Optax transformation from local gradients to averages.
+      update: An Optax update: of updates, state, params or None, and extra arguments by name, for
+        per-replica leaves of the shapes that `init` gives them. It returns updates and state, or a
+        `Reduction`.
+      init: From parameters to a state, to tell rows by where no class in the state has an owner.
 
     Returns:
-      A function of updates, state, params and extra arguments by name that returns a `Reduction`.
-
-    Raises:
-      ValueError: If `tx` is none, as a reducer that was not called.
+      The same function, also of a state whose per-replica leaves are rows ``(1, *leaf)``; what it
+      returns has rows then too.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> from typing import NamedTuple
       >>> from jaxcomp import extend
-      >>> result = extend.reduction_of(optax.identity())(jnp.ones(2), optax.EmptyState())
-      >>> result.sent.tolist(), bool(result.finite)
-      ([1.0, 1.0], True)
+      >>> class Sum(NamedTuple):
+      ...     total: jax.Array
+      ...     per_replica = ("total",)
+      >>> def add(updates, state, params=None):
+      ...     return updates, Sum(state.total + updates)
+      >>> update = extend.takes_rows(add, lambda params: Sum(jnp.zeros_like(params)))
+      >>> mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,),
+      ...                      devices=jax.devices()[:2])
+      >>> state = jaxcomp.shard_state(Sum(jnp.zeros(3)), mesh, "data")
+      >>> specs = jaxcomp.state_specs(state, "data")
+      >>> step = jax.shard_map(lambda g, s: update(g[0], s)[1], mesh=mesh,
+      ...                      in_specs=(jax.P("data"), specs), out_specs=specs)
+      >>> step(jnp.ones((2, 3)), state).total.shape
+      (2, 3)
     """
-    if isinstance(tx, Reducer):
-        return tx.reduce
-    if not isinstance(tx, optax.GradientTransformation):
-        fix = "Call it first" if callable(tx) else "Pass one"
-        raise ValueError(
-            f"A reducer is wanted, got {shown(tx)}. {fix}, as in "
-            "jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
-        )
-    plain = optax.with_extra_args_support(tx)
 
-    def reduce(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> Reduction:
-        if extra_args.get("weight") is not None:
-            raise ValueError(
-                f"{shown(tx)} takes no `weight`: it does not say along which axis the replicas "
-                "lie. The reducers of jaxcomp do, and a jaxcomp.Reducer of your own."
-            )
-        means, new_state = plain.update(updates, state, params, **extra_args)
-        finite = all_finite(jax.tree.leaves(means))
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
-        return Reduction(means, kept, means, finite)
+    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
+        if not has_rows(state, lambda: init(updates if params is None else params)):
+            return update(updates, state, params, **extra)
+        result = update(updates, without_row(state), params, **extra)
+        if hasattr(result, "_replace"):
+            return result._replace(state=with_row(result.state))
+        outputs, new = result
+        return outputs, with_row(new)
 
-    return reduce
+    return run
 
 
-def reducer_if_mapped(
-    init: Any, reduce: Any, axis_name: AxisName | None, made_by: str, count_bytes: CountBytes
-) -> Transformation:
-    """A `Reducer`, or a plain transformation where nothing but plain ones went in."""
-    if axis_name:
-        return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
+    """Whether per-replica leaves have a leading axis: a row in a mapped function, outside all rows.
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        check_gradients(updates, None)
-        result = reduce(updates, state, params, **extra_args)
-        return _cast_as(result.updates, updates), result.state
+    Args:
+      state: Any tree that holds states.
+      fresh: Makes a state without rows, to compare with where there is no owner.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    owners = [x for path, x in leaves if leaf_name(path).endswith(".owner")]
+    if owners or not leaves or fresh is None:
+        return any(np.ndim(owner) for owner in owners)
 
-    return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)
+    def axes(tree: PyTree) -> list[int]:
+        found: list[int] = []
+        map_leaves(lambda path, leaf, own: found.append(np.ndim(leaf)) if own else None, tree)
+        return found
+
+    local = axes(state)
+    return bool(local) and local == [ndim + 1 for ndim in axes(jax.eval_shape(fresh))]
 
 
-def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-    """What a transformation inside of another one sends.
+def fitted(
+    kind: type,
+    state: Any,
+    updates: PyTree,
+    shapes: Mapping[str, Sequence[tuple[int, ...] | None]],
+    hint: str,
+) -> list[list[Any]]:
+    """The leaves of each field of a state in the order of the gradients.
+
+    Args:
+      kind: The state's class.
+      state: What the user passed.
+      updates: The gradients.
+      shapes: For each field that shall be as the gradients the shapes of its leaves, in flattening
+        order; None where a leaf has nothing and the field an `optax.MaskedNode`.
+      hint: What to do about a shape that is off, one sentence.
 
     Raises:
-      ValueError: If it is none that knows.
+      ValueError: If it is another class; listing every leaf that only one of the trees has, or
+        whose shape is off.
     """
-    if not isinstance(tx, Transformation):
-        raise ValueError(
-            f"What {shown(tx)} sends is not known: it is no reducer. Ask the reducer that is in it."
+    if not isinstance(state, kind):
+        raise other_state("The reducer", kind.__name__, state)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
+    found, wrong = [], []
+    for field, expected in shapes.items():
+        tree = getattr(state, field)
+        try:
+            found.append(treedef.flatten_up_to(tree))
+        except ValueError as error:
+            raise _other_leaves(f"{kind.__name__}'s {field}", updates, tree) from error
+        for (path, _), value, want in zip(paths, found[-1], expected, strict=True):
+            shape = None if isinstance(value, optax.MaskedNode) else tuple(np.shape(value))
+            if shape != want:
+                name = f"{field}{leaf_name(path)}"
+                wrong.append(f"{name}: expected {want or 'none'}, got {shape or 'none'}")
+    if wrong:
+        raise _other_shapes(kind.__name__, wrong, hint)
+    return found
+
+
+def _other_shapes(kind: str, wrong: list[str], hint: str) -> ValueError:
+    if any(line.startswith("residual") for line in wrong):
+        hint = (
+            "A residual that has an axis of replicas too many or lacks one was not placed with "
+            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. {hint}"
         )
-    return tx.bytes(params, replicas=replicas, step=step)
+    listed = "\n  ".join(wrong)
+    return ValueError(f"The {kind} does not fit these gradients and arguments:\n  {listed}\n{hint}")
 
 
-def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as one would write it: ``powersgd(rank=4, axis_name='data', ...)``."""
-    return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
+def _other_leaves(field: str, updates: PyTree, tree: PyTree) -> ValueError:
+    """The refusal of a tree that has not the gradients' leaves, which it names."""
+
+    def names(tree: PyTree) -> list[str]:
+        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, masked)]
+
+    want, have = names(updates), names(tree)
+    only = [f"only among the gradients {name}" for name in want if name not in have]
+    only += [f"only in the state {name}" for name in have if name not in want]
+    return ValueError(
+        f"The gradients and the {field} have different tree structures: "
+        f"{', '.join(only) or 'the same leaves in other containers'}. Make the state with init() "
+        "of a tree like the gradients."
+    )
 
 
-def shown(value: Any) -> str:
-    """An argument as one would write it; functions and dtypes by their names."""
-    if isinstance(value, optax.GradientTransformation) and not isinstance(value, Transformation):
-        return "optax.GradientTransformation(...)"
-    if isinstance(value, np.dtype):
-        return repr(value.name)
-    if type(value) in (list, tuple):
-        parts = ", ".join(map(shown, value))
-        return f"[{parts}]" if type(value) is list else f"({parts}{',' * (len(value) == 1)})"
-    if callable(value) and not isinstance(value, Transformation):
-        return getattr(value, "__qualname__", type(value).__name__)
-    return repr(value)
+def other_state(reducer: str, kind: str, state: PyTree) -> ValueError:
+    """The refusal of a state that is not this reducer's own."""
+    return ValueError(
+        f"{reducer}'s update needs its own {kind}, got {type(state).__name__}. Inside an "
+        "optax.chain the chain's update takes the chain's state; jaxcomp.adapt_state turns another "
+        "reducer's into this one's."
+    )

@@ -14,16 +14,9 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.axes import as_local, from_step
 from jaxcomp._mesh.per_replica import mark_local
-from jaxcomp._reducers.reducer import (
-    Reducer,
-    Reduction,
-    Transformation,
-    bytes_of,
-    call_text,
-    reducer_if_mapped,
-    reduction_of,
-)
-from jaxcomp._reducers.states import other_state
+from jaxcomp._reducers.plain import reducer_if_mapped, reduction_of
+from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 
 
 class SwitchState(NamedTuple):

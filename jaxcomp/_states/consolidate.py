@@ -13,8 +13,9 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, mapped_mesh_axes
-from jaxcomp._mesh.collectives import largest, mean_each
-from jaxcomp._mesh.per_replica import has_rows, map_leaves, owners_of, this_replica, without_row
+from jaxcomp._mesh.collectives import largest, mean_each, this_replica
+from jaxcomp._mesh.per_replica import map_leaves, owners_of, without_row
+from jaxcomp._reducers.reducer import has_rows
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:

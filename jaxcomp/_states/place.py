@@ -22,7 +22,8 @@ from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes
-from jaxcomp._mesh.per_replica import has_foreign, has_rows, map_leaves
+from jaxcomp._mesh.per_replica import has_foreign, map_leaves
+from jaxcomp._reducers.reducer import has_rows
 from jaxcomp._states.consolidate import consolidate, replicas_of, shared_has_rows
 
 

@@ -13,12 +13,8 @@ from jaxcomp._base.checks import check_flag, check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
-from jaxcomp._mesh.per_replica import takes_rows
-from jaxcomp._reducers.reducer import (
-    Transformation,
-    bytes_of,
-    call_text,
-)
+from jaxcomp._reducers.reducer import takes_rows
+from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 
 
 class AccumulateState(NamedTuple):

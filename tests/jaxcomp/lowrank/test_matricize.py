@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcomp import MatrixDims
-from jaxcomp._lowrank.matrices import MatrixView, outer, times_q, transposed_times_p
-from jaxcomp._lowrank.plans import default_matrix_dims, plan_leaves
+from jaxcomp._lowrank.matrices import (
+    MatrixView,
+    default_matrix_dims,
+    outer,
+    plan_leaves,
+    product,
+)
 
 
 def dims_of(shape, name="kernel"):
@@ -69,14 +74,15 @@ def test_products_do_not_depend_on_the_memory_order(view, rank):
     def jitted(function, *args):
         return np.asarray(jax.jit(functools.partial(function, view))(*args))
 
-    left, right = jitted(times_q, x, q32), jitted(transposed_times_p, x, p32)
+    transposed = functools.partial(product, transposed=True)
+    left, right = jitted(product, x, q32), jitted(transposed, x, p32)
     np.testing.assert_allclose(left, m @ q, atol=1e-4)
     np.testing.assert_allclose(right, m.swapaxes(-1, -2) @ p, atol=1e-4)
-    product = jitted(outer, p32, q32)
-    assert product.shape == view.shape
+    whole = jitted(outer, p32, q32)
+    assert whole.shape == view.shape
     order = view.dims.batch + view.dims.rows + view.dims.cols
-    product = product.transpose(order).reshape(m.shape)
-    np.testing.assert_allclose(product, p @ q.swapaxes(-1, -2), atol=1e-4)
+    whole = whole.transpose(order).reshape(m.shape)
+    np.testing.assert_allclose(whole, p @ q.swapaxes(-1, -2), atol=1e-4)
 
 
 def test_a_common_leaf_is_not_transposed():

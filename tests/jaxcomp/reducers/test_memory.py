@@ -14,7 +14,7 @@ from xla import users_program
 
 import jaxcomp
 from jaxcomp._lowrank import matrices
-from jaxcomp._lowrank.plans import default_matrix_dims
+from jaxcomp._lowrank.matrices import default_matrix_dims
 from jaxcomp._mesh import collectives
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
