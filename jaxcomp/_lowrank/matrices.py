@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._mesh.axes import other_axes, typed_as
+from jaxcomp._mesh.axes import other_axes, typed_like
 
 # A residual that is exact in float32 needs products that are: no TensorFloat-32 on GPU. With so few
 # columns the products are bound by memory, so the precision costs nothing.
@@ -148,7 +148,9 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
     if p.shape[-1] <= _FUSED_OUTER_RANK or small or not view.is_reshape or other_axes():
         return whole()
-    blocks = functools.partial(_in_blocks, view, p, q, total, typed_as(old, whole), less)
+    blocks = functools.partial(
+        _in_blocks, view, p, q, total, typed_like(old, jax.eval_shape(whole)), less
+    )
     return lax.platform_dependent(cpu=blocks, default=whole)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.typing import Array
-from jaxcomp._mesh.axes import alike
+from jaxcomp._mesh.axes import typed_like
 
 # torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
@@ -257,7 +257,7 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
     factor = jnp.where(failed, factors[1], factors[0])
     identity = jnp.broadcast_to(unit.astype(gram.dtype), gram.shape)
-    identity, factor = alike([identity, factor])
+    identity = typed_like(identity, factor)
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)

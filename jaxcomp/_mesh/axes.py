@@ -16,32 +16,22 @@ from jaxcomp._base.typing import Array, AxisName, PyTree
 T = TypeVar("T")
 
 
-def mapped_mesh_axes() -> tuple[str, ...]:
-    """Mesh axes over which shard_map maps here; those of vmap are no mesh axes."""
+def mesh_axes(kind: AxisType) -> tuple[str, ...]:
+    """Axes of one kind: `jax.shard_map` maps over Manual ones; those of vmap are no mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
+    return tuple(name for name, found in kinds if found == kind)
 
 
-def explicit_axes() -> tuple[str, ...]:
-    """Mesh axes beside which every operation must say how its result is sharded."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-
-
-def other_axes(kind: AxisType | None = None) -> tuple[str, ...]:
-    """Mesh axes of more than one device that are not mapped here; all, or those of one kind.
+def other_axes(*kinds: AxisType) -> tuple[str, ...]:
+    """Mesh axes of more than one device that are not mapped here; all, or those of some kinds.
 
     An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
     flat vector of them all could not keep their shardings: the compiler would gather each first.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(
-        name
-        for name, size, found in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if size > 1 and found != AxisType.Manual and kind in (None, found)
-    )
+    shape = jax.sharding.get_abstract_mesh().shape
+    found = map(mesh_axes, kinds or (AxisType.Auto, AxisType.Explicit))
+    return tuple(name for names in found for name in names if shape[name] > 1)
 
 
 def spread(xs: list[Array], factors: int) -> list[Array]:
@@ -173,24 +163,13 @@ def _marked(x: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def typed_as(x: Array, function: Callable[[], Array]) -> Array:
-    """`x`, typed as varying over all axes over which the result of `function` does.
+def typed_like(x: Array, tree: PyTree) -> Array:
+    """`x`, typed as varying over all axes over which any array, or shape, of the tree does.
 
     What a loop carries must have one type before and after, and an argument of the loop's body may
-    vary over axes over which the carried array did not. `function` is traced, and not run.
+    vary over axes over which the carried array did not.
     """
-    return typed_like(x, jax.eval_shape(function))
-
-
-def typed_like(x: Array, tree: PyTree) -> Array:
-    """`x`, typed as varying over all axes over which any array, or shape, of the tree does."""
     return _marked(x, frozenset().union(*map(varying, jax.tree.leaves(tree))))
-
-
-def alike(xs: Sequence[Array]) -> list[Array]:
-    """The arrays, typed as varying over all axes over which any of them does."""
-    axes = frozenset().union(*map(varying, xs))
-    return [_marked(x, axes) for x in xs]
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:

@@ -26,7 +26,7 @@ from jaxcomp._mesh.axes import (
     axis_tuple,
     checked_axes,
     gathered,
-    mapped_mesh_axes,
+    mesh_axes,
     other_axes,
     spread,
 )
@@ -211,7 +211,7 @@ def this_replica(axis_name: AxisName) -> Array:
 def _one_call(axis_name: AxisName) -> bool:
     """Whether one collective takes all the axes. `jax.vmap` has rules for one axis at a time."""
     axes = axis_tuple(axis_name)
-    return len(axes) == 1 or set(axes) <= set(mapped_mesh_axes())
+    return len(axes) == 1 or set(axes) <= set(mesh_axes(AxisType.Manual))
 
 
 def exchange(x: Array, axis_name: AxisName) -> Array:

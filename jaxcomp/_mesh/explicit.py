@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple, explicit_axes
+from jaxcomp._mesh.axes import axis_tuple, mesh_axes
 
 
 def context_mesh() -> Any:
@@ -88,7 +88,9 @@ def call_on_automatic_axes(
         args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         return function(*args, **kwargs)
 
-    typed = jax.sharding.auto_axes(inside, axes=explicit_axes(), out_sharding=shardings)
+    typed = jax.sharding.auto_axes(
+        inside, axes=mesh_axes(AxisType.Explicit), out_sharding=shardings
+    )
     return typed(arrays)
 
 

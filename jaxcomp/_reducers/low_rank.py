@@ -107,8 +107,8 @@ class Leaves(NamedTuple):
 
     def stack(self, leaves: Sequence[Any]) -> list[Array]:
         """One array for each group, from those of all leaves."""
-        groups = ([leaves[i] for i in group] for group in self.groups)
-        return [jnp.stack(xs) if len(xs) > 1 else xs[0] for xs in groups]
+        taken = ([leaves[i] for i in group] for group in self.groups)
+        return [jnp.stack(xs) if len(xs) > 1 else xs[0] for xs in taken]
 
     def unstack(
         self, leaves: Sequence[Any], arrays: Sequence[Array], dense: Sequence[Array] = ()
@@ -273,7 +273,7 @@ def low_rank_step(
     axis_name, start, count = options.axis_name, options.start_step, state.count
     gradients, dense = leaves.stack(leaves.values), [leaves.values[i] for i in leaves.dense]
     wire = functools.partial(mean_of_parts, options, leaves)
-    started, n = count >= start, len(gradients)
+    started, dtypes, n = count >= start, [x.dtype for x in gradients], len(gradients)
 
     totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
     olds = leaves.stack(residual) if options.error_feedback else []
@@ -289,19 +289,19 @@ def low_rank_step(
         return Factors(p, q, own_p, own_q, zeros, blank, jnp.array(True))
 
     def products(p: list[Array], q: list[Array]) -> list[Array]:
-        each = zip(leaves.views, p, q, gradients, strict=True)
-        return [outer(view, a, b).astype(gradient.dtype) for view, a, b, gradient in each]
+        each = zip(leaves.views, p, q, dtypes, strict=True)
+        return [outer(view, a, b).astype(dtype) for view, a, b, dtype in each]
 
     def exact() -> tuple[list[Array], list[Array], Array]:
         # Before the start the sums are the gradients.
-        whole = [x.astype(y.dtype) for x, y in zip(totals, gradients, strict=True)]
+        whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
         reduced = wire([*whole, *dense], 0)
         sent = as_local(reduced.sent, axis_name)
         return nan_unless(reduced.finite, reduced.means), sent, reduced.finite
 
     def rebuilt() -> tuple[list[Array], list[Array], Array]:
         finite = found.finite
-        if any(x.dtype == jnp.float16 for x in gradients):  # may overflow where no factor did
+        if jnp.dtype(jnp.float16) in dtypes:  # may overflow where its factors did not
             outputs = products(found.p, found.q)
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
@@ -315,13 +315,13 @@ def low_rank_step(
     found = from_step(count, start, nothing, lambda: average(totals, dense, wire))
     outputs, sent, finite = from_step(count, start, exact, rebuilt)
     commit = finite & started if start else finite
-    own = leaves.views, found.own_p, found.own_q, totals, olds
     new = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
         owner=jnp.where(commit, this_replica(axis_name), state.owner),
     )
     if olds:
-        kept = [unsent(*each, commit) for each in zip(*own, strict=True)]
+        own = zip(leaves.views, found.own_p, found.own_q, totals, olds, strict=True)
+        kept = [unsent(*each, commit) for each in own]
         new = new._replace(residual=leaves.unstack(residual, kept))
     updates, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))
     return Reduction(updates, new, own_part, finite), found, commit

@@ -27,7 +27,7 @@ from jaxcomp._base.leaves import (
     with_leaves,
 )
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import checked_axes, explicit_axes, varying
+from jaxcomp._mesh.axes import checked_axes, mesh_axes, varying
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import map_leaves, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
@@ -138,7 +138,7 @@ def _enter(
     rows = has_rows(state, lambda: init(gradients if params is None else params))
     own = without_row(state) if rows else state
     run = functools.partial(_reduce_checked, reduce, axis_name)
-    if explicit_axes():
+    if mesh_axes(jax.sharding.AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
         # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
         # what they replace.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, axis_size, mapped_mesh_axes
+from jaxcomp._mesh.axes import as_local, axis_size, mesh_axes
 from jaxcomp._mesh.collectives import largest, mean_each, this_replica
 from jaxcomp._mesh.per_replica import map_leaves, owners_of, without_row
 from jaxcomp._reducers.reducer import has_rows
@@ -190,7 +190,7 @@ def _check_not_mapped(state: PyTree) -> None:
     Raises:
       ValueError: With what to pass.
     """
-    inside = bool(mapped_mesh_axes())
+    inside = bool(mesh_axes(jax.sharding.AxisType.Manual))
     for owner in owners_of(state).values():
         if isinstance(owner, jax.core.Tracer) and (inside or not owner.ndim):
             raise ValueError(
