@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +19,17 @@ from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import Fragments, make_fragments
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
-from jaxcomp._local.sent import combined, exact_leaves
-from jaxcomp._local.state import LocalSGDState, init_state
-from jaxcomp._local.sync import AverageInnerState, Part, Sync, average, check_sync
+from jaxcomp._local.state import LocalSGDState
+from jaxcomp._local.sync import (
+    AverageInnerState,
+    Part,
+    Sync,
+    average,
+    check_sync,
+    is_transformation,
+    total,
+    wide_leaves,
+)
 from jaxcomp._mesh.axes import as_local, switch
 from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._reducers.allreduce import allreduce
@@ -117,7 +127,7 @@ def local_sgd(
     sync = check_sync(axis_name, reducer, outer, average_inner_state)
     if local_axis_name is not None:
         check_known("local_axis_name", local_axis_name, axis_name)
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    if not is_transformation(inner):
         raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, sync, local_axis_name)
     update = takes_rows(run.update, run.init)
@@ -136,8 +146,11 @@ class _LocalSGD:
     def init(self, params: PyTree) -> LocalSGDState:
         # A copy, because a training step that donates its state must not see one buffer twice.
         anchor = () if self.sync.plain else jax.tree.map(jnp.copy, params)
-        outer, reducer = self.sync.init(make_fragments(params, 1).take(params))
-        return init_state(self.sync.axis_name, self.inner.init(params), anchor, outer, reducer)
+        outer, reducer = self.sync.init(make_fragments(params).take(params))
+        inner = self.inner.init(params)
+        return LocalSGDState.first(
+            self.sync.axis_name, inner, anchor=anchor, outer=outer, reducer=reducer
+        )
 
     def update(
         self,
@@ -155,30 +168,27 @@ class _LocalSGD:
             )
         axis_name, start = self.sync.axis_name, self.periods.start_step
         check_gradients(updates, axis_name)
-        floating = make_fragments(params, 1)
-        given = {} if weight is None else {"weight": weight}
-        gradients, reducer = self._gradients(updates, state, floating, given)
-        before = as_local(state.inner, axis_name)
-        step, inner = self.inner.update(gradients, before, params, **extra)
+        floating = make_fragments(params)
+        gradients, reducer = self._gradients(updates, state, floating, weight)
+        inner = as_local(state.inner, axis_name)
+        step, inner = self.inner.update(gradients, inner, params, **extra)
         step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
+        state = state._replace(reducer=reducer, inner=inner, owner=this_replica(axis_name))
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
         last_sync = jnp.where((due > 0) | (count <= start), count, state.last_sync)
-        state = state._replace(reducer=reducer, inner=inner, owner=this_replica(axis_name))
-        after = _AfterStep(self, floating, params, step, inner, state, weight)
-        narrow = [lambda axes=level.axes: after.level(axes) for level in self.periods.levels[:-1]]
-        branches = [after.alone, *narrow, after.everywhere]
+        branches = self._branches(floating, params, step, state, weight)
         if start and not self.sync.plain:
-            branches.append(after.start)
             due = jnp.where(count == start, len(branches) - 1, due)
         step, state = switch(due, branches)
         return step, state._replace(count=count, last_sync=last_sync)
 
     def _gradients(
-        self, updates: PyTree, state: LocalSGDState, floating: Fragments, given: dict[str, Any]
+        self, updates: PyTree, state: LocalSGDState, floating: Fragments, weight: Any
     ) -> tuple[PyTree, PyTree]:
         """The gradients that the inner optimizer sees, and the reducer's state."""
+        given = {} if weight is None else {"weight": weight}
 
         def local() -> tuple[PyTree, PyTree]:
             if self.local_axis_name is None:
@@ -196,6 +206,52 @@ class _LocalSGD:
         started = state.count >= self.periods.start_step
         return switch(started.astype(jnp.int32), [everywhere, local])
 
+    def _branches(
+        self, floating: Fragments, params: PyTree, step: PyTree, state: LocalSGDState, weight: Any
+    ) -> list[Callable[[], tuple[PyTree, LocalSGDState]]]:
+        """What may follow the inner optimizer's step: nothing, each level, the rounds' beginning.
+
+        Args:
+          floating: The parameters that are averaged.
+          params: All, before the step.
+          step: The inner optimizer's.
+          state: After it.
+          weight: Of this replica; None if all count the same.
+        """
+        sync, here, moved = self.sync, floating.take(params), floating.take(step)
+
+        def towards(new: PyTree) -> PyTree:
+            """The update that leads to `new`; the inner optimizer's for what is not averaged."""
+            return floating.put(step, jax.tree.map(_difference, moved, here, new))
+
+        def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
+            narrow = sync.plain or axes is not None
+            anchor = () if narrow else floating.take(state.anchor)
+            own = optax.apply_updates(here, moved)
+            new = sync.step(
+                anchor,
+                Part(own, state.inner, state.outer, state.reducer),
+                lambda part: self.inner.init(floating.put(params, part)),
+                weight,
+                axes=axes,
+            )
+            after = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
+            if not narrow:
+                after = after._replace(anchor=floating.put(state.anchor, new.params))
+            return towards(new.params), after
+
+        def rounds_begin() -> tuple[PyTree, LocalSGDState]:
+            # Replicas are equal here, in all but what the type checker knows: the average proves
+            # it. Their result is the anchor, and the reducer begins anew.
+            anchor = average(optax.apply_updates(params, step), sync.axis_name)
+            part = floating.take(anchor)
+            return towards(part), state._replace(anchor=anchor, reducer=sync.init(part)[1])
+
+        narrow = [functools.partial(synchronised, x.axes) for x in self.periods.levels[:-1]]
+        branches = [lambda: (step, state), *narrow, lambda: synchronised(None)]
+        begins = self.periods.start_step and not sync.plain
+        return [*branches, rounds_begin] if begins else branches
+
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
@@ -210,17 +266,17 @@ class _LocalSGD:
             begin, cycle = max(start, periods.offset), periods.levels[-1].period
             due = periods.between(begin, begin + cycle)
             parts = [self._level_bytes(params, int(level), replicas, None) for level in due]
-            return combined(params, parts).scaled(1 / cycle)
+            return total(params, parts).scaled(1 / cycle)
         if step >= start:
             due = periods.between(start, step + 1)
             nth = int((due[:-1] == due[-1]).sum())
-            return combined(params, [self._level_bytes(params, int(due[-1]), replicas, nth)])
+            return total(params, [self._level_bytes(params, int(due[-1]), replicas, nth)])
         parts = [dense_leaves(params)]
         if not self.sync.exact:
             parts = [list(bytes_of(self.sync.reducer, params, replicas, step).leaves)]
         if step == start - 1 and not self.sync.plain:
-            parts.append(exact_leaves(params))  # the anchor, in _AfterStep.start
-        return combined(params, parts)
+            parts.append(wide_leaves(params))  # the anchor, of the rounds' beginning
+        return total(params, parts)
 
     def _level_bytes(
         self, params: PyTree, level: int, replicas: int | None, nth: int | None
@@ -228,66 +284,14 @@ class _LocalSGD:
         """What the average of a level sends; nothing for 0."""
         if not level:
             return []
-        sync, averaged = self.sync, self.sync.average_inner is True
+        averaged = self.sync.average_inner is True
         inner = jax.eval_shape(self.inner.init, params) if averaged else ()
-        if level < len(self.periods.levels):  # a narrow one: a plain average
-            sync = dataclasses.replace(sync, exact=True)
-        return sync.bytes(make_fragments(params, 1).take(params), inner, replicas, nth)
+        part, narrow = make_fragments(params).take(params), level < len(self.periods.levels)
+        return self.sync.bytes(part, inner, replicas, nth, plain=narrow)
 
 
-@dataclasses.dataclass(frozen=True)
-class _AfterStep:
-    """A replica after its local step, alone or synchronised with others."""
-
-    run: _LocalSGD
-    floating: Fragments
-    params: PyTree  # before the step
-    step: PyTree
-    inner: PyTree  # inner state after the step
-    state: LocalSGDState  # with it
-    weight: Any  # of this replica; None if all count the same
-
-    def alone(self) -> tuple[PyTree, LocalSGDState]:
-        """The inner optimizer's step, exactly."""
-        return self.step, self.state
-
-    def level(self, axes: tuple[str, ...]) -> tuple[PyTree, LocalSGDState]:
-        """The average along some of the axes."""
-        mean = self.run.sync.mean(self._part(), axes, self._begin, self.weight)
-        return self._towards(mean.params), self.state._replace(inner=mean.inner)
-
-    def everywhere(self) -> tuple[PyTree, LocalSGDState]:
-        """The average, or the outer step, of all replicas."""
-        state, sync = self.state, self.run.sync
-        anchor = () if sync.plain else self.floating.take(state.anchor)
-        new = sync.step(anchor, self._part(), self._begin, self.weight)
-        state = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
-        if not sync.plain:
-            state = state._replace(anchor=self.floating.put(state.anchor, new.params))
-        return self._towards(new.params), state
-
-    def start(self) -> tuple[PyTree, LocalSGDState]:
-        """The end of the shared steps: their result is the anchor, the reducer begins anew.
-
-        Replicas are equal here, in all but what the type checker knows: the average proves it.
-        """
-        anchor = average(optax.apply_updates(self.params, self.step), self.run.sync.axis_name)
-        part = self.floating.take(anchor)
-        _, reducer = self.run.sync.init(part)
-        return self._towards(part), self.state._replace(anchor=anchor, reducer=reducer)
-
-    def _part(self) -> Part:
-        here, step = self.floating.take(self.params), self.floating.take(self.step)
-        params = optax.apply_updates(here, step)
-        return Part(params, self.inner, self.state.outer, self.state.reducer)
-
-    def _begin(self, part: PyTree) -> PyTree:
-        return self.run.inner.init(self.floating.put(self.params, part))
-
-    def _towards(self, new: PyTree) -> PyTree:
-        """The update that leads to `new`; the inner optimizer's for what is not averaged."""
-        here, step = self.floating.take(self.params), self.floating.take(self.step)
-        return self.floating.put(self.step, jax.tree.map(_difference, step, here, new))
+def _difference(step: Array, here: Array, there: Array) -> Array:
+    return there.astype(step.dtype) - here.astype(step.dtype)
 
 
 def _widen(step: Array, param: Array) -> Array:
@@ -295,7 +299,3 @@ def _widen(step: Array, param: Array) -> Array:
     if not jnp.issubdtype(step.dtype, jnp.floating):
         return step
     return step.astype(widest([jnp.asarray(param).dtype], step.dtype))
-
-
-def _difference(step: Array, here: Array, there: Array) -> Array:
-    return there.astype(step.dtype) - here.astype(step.dtype)

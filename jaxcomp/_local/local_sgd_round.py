@@ -127,9 +127,9 @@ def local_sgd_round(
     length = check_int("sync_every", sync_every, 1)
     streaming = check_streaming(fragments, fragment_sync_delay, fragment_update_alpha, length)
     sync = check_sync(
-        axis_name, reducer, outer, average_inner_state, drop_non_finite, streaming.fragments
+        axis_name, reducer, outer, average_inner_state, drop_non_finite, len(streaming.ends)
     )
-    if streaming.fragments > 1 or streaming.delay:
+    if len(streaming.ends) > 1 or streaming.delay:
         _check_whole(sync)
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +17,14 @@ from jaxcomp._mesh.axes import axis_tuple
 SyncEvery: TypeAlias = int | Schedule | Mapping[AxisName, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """One level of a hierarchy: the axes that are averaged over, and how often."""
 
     axes: tuple[str, ...]
     period: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Periods:
+class Periods(NamedTuple):
     """Which level is averaged after an update: levels are numbered from 1, 0 is none."""
 
     levels: tuple[Level, ...]  # the widest last; with a schedule, one level whose period is unused
@@ -35,16 +32,15 @@ class Periods:
     start_step: int
     offset: int
 
-    def due(self, count: Array, last_sync: Array) -> Array:
+    def due(self, count: Any, last_sync: Any) -> Array:
         """The widest level due after update number `count` (from 1); int32 scalar."""
         level = jnp.zeros([], jnp.int32)
         if self.schedule is not None:
             # The round's length is fixed when it begins. Schedules give floats: 7.9999 means 8.
             length = jnp.maximum(jnp.round(jnp.asarray(self.schedule(last_sync))), 1)
             level = (count - last_sync >= length.astype(jnp.int32)).astype(jnp.int32)
-        else:
-            for number, found in enumerate(self.levels, start=1):
-                level = jnp.where((count - self.offset) % found.period == 0, number, level)
+        for number, found in enumerate(() if self.schedule else self.levels, start=1):
+            level = jnp.where((count - self.offset) % found.period == 0, number, level)
         return jnp.where(count > self.start_step, level, 0)
 
     def between(self, begin: int, end: int) -> np.ndarray:
@@ -68,27 +64,27 @@ def check_periods(
     """
     check_axis_name(axis_name)
     start_step = check_int("start_step", start_step, 0)
-    schedule = sync_every if callable(sync_every) else None
-    if schedule is not None:
-        levels = (Level(axis_tuple(axis_name), 1),)
+    schedule, period = None, sync_every
+    if callable(sync_every):
+        schedule, period = sync_every, 1
         if offset is not None:
             raise ValueError(
                 "`offset` needs a fixed period, and sync_every is a schedule, whose first round "
                 "begins at start_step. Leave offset out."
             )
-    elif isinstance(sync_every, Mapping):
-        levels = _check_hierarchy(sync_every, axis_name)
+    if isinstance(period, Mapping):
+        levels = _check_hierarchy(period, axis_name)
     else:
-        levels = (Level(axis_tuple(axis_name), check_int("sync_every", sync_every, 1)),)
+        levels = (Level(axis_tuple(axis_name), check_int("sync_every", period, 1)),)
     offset = start_step if offset is None else check_int("offset", offset, 0)
     return Periods(levels, schedule, start_step, offset)
 
 
-def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> None:
-    """Refuses `axes` that are not all in `axis_name`.
+def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str, ...]:
+    """`axes` as a tuple, if they are all in `axis_name`.
 
     Raises:
-      ValueError: Naming the argument and the first such axis.
+      ValueError: Naming the argument and the first that is not.
     """
     check_axis_name(axes)
     unknown = [name for name in axis_tuple(axes) if name not in axis_tuple(axis_name)]
@@ -97,14 +93,16 @@ def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> None:
             f"`{argument}` names the axis {unknown[0]!r}, which is not in "
             f"axis_name={axis_name!r}. Name it there, or correct it."
         )
+    return axis_tuple(axes)
 
 
 def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) -> tuple[Level, ...]:
-    known = axis_tuple(axis_name)
-    levels = []
-    for key, period in sync_every.items():
-        check_known("sync_every", key, axis_name)
-        levels.append(Level(axis_tuple(key), check_int(f"sync_every[{key!r}]", period, 1)))
+    levels = [
+        Level(
+            check_known("sync_every", key, axis_name), check_int(f"sync_every[{key!r}]", period, 1)
+        )
+        for key, period in sync_every.items()
+    ]
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))
     for narrow, wide in itertools.pairwise(levels):
@@ -119,8 +117,8 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
                 f"not contain {narrow.axes}, averaged every {narrow.period}. Let a level contain "
                 f"the axes of the one before: {tuple(dict.fromkeys(narrow.axes + wide.axes))!r}."
             )
-    if not levels or set(levels[-1].axes) != set(known):
-        widest = levels[-1].axes if levels else ()
+    widest = levels[-1].axes if levels else ()
+    if set(widest) != set(axis_tuple(axis_name)):
         raise ValueError(
             f"`sync_every` averages over {widest} at most, so replicas along the other axes of "
             f"axis_name={axis_name!r} would never synchronise. Give a period for all of them."

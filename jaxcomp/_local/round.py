@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
-from jaxcomp._local.sent import combined
-from jaxcomp._local.state import LocalSGDState, init_state
-from jaxcomp._local.sync import InnerInit, Part, Sync
+from jaxcomp._base.typing import PyTree
+from jaxcomp._local.fragments import Streaming, make_fragments
+from jaxcomp._local.state import LocalSGDState
+from jaxcomp._local.sync import InnerInit, Part, Sync, total
 from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._mesh.explicit import resharded
@@ -36,14 +35,6 @@ from jaxcomp._training.on_mesh import (
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
-
-
-class _Local(NamedTuple):
-    """A replica in a round."""
-
-    params: PyTree
-    inner: PyTree
-    auxiliary: list[Any]  # of each scan so far
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,18 +72,21 @@ class LocalSGDRound:
                     "inner_init=optimizer.init."
                 )
             inner_state = self.inner_init(params)
-        fragments = make_fragments(params, self.streaming.split)
-        states = [self.sync.init(fragments.take(params, k), k) for k in range(fragments.count)]
-        outer = tuple(outer for outer, _ in states) if self.sync.outers else ()
-        reducer = tuple(reducer for _, reducer in states)
-        local = fragments.take(params) if self.streaming.keeps_local else ()
-        axis_name = self.sync.axis_name
-        # Between rounds the parameters are the anchor.
-        state = init_state(axis_name, inner_state, (), outer, reducer, local)
-        if self.mesh is None or is_bound(axis_name):
+        fragments, sync = make_fragments(params, self.streaming.split), self.sync
+        numbers = range(len(self.streaming.ends))
+        states = [sync.init(fragments.take(params, k), k) for k in numbers]
+        state = LocalSGDState.first(
+            sync.axis_name,
+            inner_state,
+            fragments.take(params) if self.streaming.keeps_local else (),
+            anchor=(),  # between rounds the parameters are the anchor
+            outer=tuple(outer for outer, _ in states) if sync.outers else (),
+            reducer=tuple(reducer for _, reducer in states),
+        )
+        if self.mesh is None or is_bound(sync.axis_name):
             return state
-        check_params(params, self.mesh, axis_tuple(axis_name))
-        return shard_state(state, self.mesh, axis_name)
+        check_params(params, self.mesh, axis_tuple(sync.axis_name))
+        return shard_state(state, self.mesh, sync.axis_name)
 
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
@@ -166,65 +160,70 @@ class LocalSGDRound:
             params, state, auxiliary = self._on_replica(params, without_row(state), batches, weight)
             return params, with_row(state), auxiliary
         streaming, fragments = self.streaming, make_fragments(params, self.streaming.split)
-        local = fragments.put(params, state.local) if streaming.keeps_local else params
-        run = _Local(local, state.inner, [])
-        averages: list[Part] = []
-        done = 0
-        for k, end in enumerate(streaming.ends(self.sync_every)):
-            run = self._steps(run, batches, done, end - streaming.delay)
-            averages.append(self._average(k, params, run, state, fragments, weight))
-            run = run._replace(inner=averages[k].inner)
+        here = fragments.put(params, state.local) if streaming.keeps_local else params
+        inner, seen, averages = state.inner, list[Any](), list[Part]()
+
+        def average(k: int, here: PyTree, inner: PyTree) -> Part:
+            outer = state.outer[k] if state.outer else ()
+            part = Part(fragments.take(here, k), inner, outer, state.reducer[k])
+            init = self.inner_init or (lambda params: inner)
+            begin = lambda new: init(fragments.put(here, new, k))  # noqa: E731
+            return self.sync.step(fragments.take(params, k), part, begin, weight, k=k)
+
+        for k, end in enumerate(streaming.ends):
+            begin, sent = (0, *streaming.ends)[k], end - streaming.delay
+            here, inner = self._steps(here, inner, batches, begin, sent, seen)
+            new = average(k, here, inner)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
-            run = self._steps(run, batches, end - streaming.delay, end, unroll=True)
-            new = streaming.mix(averages[k].params, fragments.take(run.params, k))
-            run = run._replace(params=fragments.put(run.params, new, k))
-            done = end
-        shared = run.params
-        for k, averaged in enumerate(averages):
-            shared = fragments.put(shared, averaged.params, k)
+            here, inner = self._steps(here, new.inner, batches, sent, end, seen, unroll=True)
+            own = streaming.mix(new.params, fragments.take(here, k))
+            here = fragments.put(here, own, k)
+            averages.append(new)
+        shared = here
+        for k, new in enumerate(averages):
+            shared = fragments.put(shared, new.params, k)
         count = state.count + self.sync_every
-        local = fragments.take(run.params) if streaming.keeps_local else ()
-        inner, local = as_local((run.inner, local), self.sync.axis_name)
+        local = fragments.take(here) if streaming.keeps_local else ()
+        inner, local = as_local((inner, local), self.sync.axis_name)
         state = LocalSGDState(
             count=count,
             last_sync=count,
             inner=inner,
             anchor=state.anchor,
-            outer=tuple(averaged.outer for averaged in averages) if state.outer else (),
-            reducer=tuple(averaged.reducer for averaged in averages),
+            outer=tuple(new.outer for new in averages) if state.outer else (),
+            reducer=tuple(new.reducer for new in averages),
             local=local,
             owner=this_replica(self.sync.axis_name),
         )
-        return shared, state, _joined(run.auxiliary)
-
-    def _average(
-        self,
-        k: int,
-        params: PyTree,
-        run: _Local,
-        state: LocalSGDState,
-        fragments: Fragments,
-        weight: Any,
-    ) -> Part:
-        """Fragment `k` averaged."""
-        outer = state.outer[k] if state.outer else ()
-        part = Part(fragments.take(run.params, k), run.inner, outer, state.reducer[k])
-
-        def begin(part: PyTree) -> PyTree:
-            if self.inner_init is None:
-                return run.inner
-            return self.inner_init(fragments.put(run.params, part, k))
-
-        return self.sync.step(fragments.take(params, k), part, begin, weight, k)
+        joined = seen[0]
+        if len(seen) > 1:
+            joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
+        return shared, state, joined
 
     def _steps(
-        self, run: _Local, batches: Any, begin: int, end: int, unroll: bool = False
-    ) -> _Local:
-        """The local steps from number `begin` up to `end` of the round."""
+        self,
+        params: PyTree,
+        inner: PyTree,
+        batches: Any,
+        begin: int,
+        end: int,
+        seen: list[Any],
+        *,
+        unroll: bool = False,
+    ) -> tuple[PyTree, PyTree]:
+        """Local steps `begin` up to `end` of the round; what they return besides joins `seen`."""
         if begin == end:
-            return run
+            return params, inner
         axis_name = self.sync.axis_name
+
+        def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
+            # Floating ones only: others are not averaged, so they stay replicated.
+            floats = jax.tree.map(
+                lambda x: as_local(x, axis_name) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                params,
+            )
+            return floats, as_local(inner, axis_name)
 
         def step(carry: Any, batch: Any) -> Any:
             params, inner = carry
@@ -236,15 +235,15 @@ class LocalSGDRound:
                 )
             params, inner, auxiliary = result
             # What a step sets anew, a constant say, would change the type of the carry.
-            return (_local_floats(params, axis_name), as_local(inner, axis_name)), auxiliary
+            return local(params, inner), auxiliary
 
         if end - begin < self.sync_every:
             batches = jax.tree.map(lambda x: x[begin:end], batches)
-        start = (_local_floats(run.params, axis_name), as_local(run.inner, axis_name))
-        (params, inner), auxiliary = lax.scan(
-            step, start, batches, length=end - begin, unroll=unroll
+        carry, auxiliary = lax.scan(
+            step, local(params, inner), batches, length=end - begin, unroll=unroll
         )
-        return _Local(params, inner, [*run.auxiliary, auxiliary])
+        seen.append(auxiliary)
+        return carry
 
     def bytes(
         self,
@@ -277,15 +276,14 @@ class LocalSGDRound:
                 )
             inner_state = jax.eval_shape(self.inner_init, params)
         fragments = make_fragments(params, self.streaming.split)
-        sent_after = [end - self.streaming.delay for end in self.streaming.ends(self.sync_every)]
         nth, place = (None, None) if step is None else divmod(step, self.sync_every)
         parts = [
             self.sync.bytes(fragments.take(params, k), inner_state, replicas, nth)
-            for k, after in enumerate(sent_after)
-            if place is None or after == place + 1
+            for k, end in enumerate(self.streaming.ends)
+            if place is None or end - self.streaming.delay == place + 1
         ]
-        stats = combined(params, parts)
-        return stats.scaled(1 / self.sync_every) if step is None else stats
+        sent = total(params, parts)
+        return sent.scaled(1 / self.sync_every) if step is None else sent
 
     def _check_batches(self, batches: Any) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(batches)[0]:
@@ -295,17 +293,3 @@ class LocalSGDRound:
                     f"sync_every={self.sync_every} steps needs a leading axis of that length, one "
                     "batch for each step."
                 )
-
-
-def _joined(auxiliary: list[Any]) -> Any:
-    """What the steps returned besides, stacked over all of them."""
-    if len(auxiliary) == 1:
-        return auxiliary[0]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *auxiliary)
-
-
-def _local_floats(params: PyTree, axis_name: AxisName) -> PyTree:
-    """Floating leaves marked as local. Others are not averaged, so they stay replicated."""
-    return jax.tree.map(
-        lambda x: as_local(x, axis_name) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
-    )

@@ -39,21 +39,14 @@ class LocalSGDState(NamedTuple):
         """Whether the last step set parameters to an average; bool scalar, equal on replicas."""
         return (self.count == self.last_sync) & (self.count > 0)
 
-
-def init_state(
-    axis_name: AxisName,
-    inner: PyTree,
-    anchor: PyTree,
-    outer: PyTree,
-    reducer: PyTree,
-    local: PyTree = (),
-) -> LocalSGDState:
-    """The state before the first step."""
-    # Two arrays: a training step that donates its state must not see one buffer twice.
-    count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    inner, local = jax.tree.map(jnp.asarray, (inner, local))
-    if is_bound(axis_name):
-        # init() called inside the mapped function: under check_vma a scan can then carry the state.
-        inner, local = as_local((inner, local), axis_name)
-    owner = everybodys(axis_name)
-    return LocalSGDState(count, last_sync, inner, anchor, outer, reducer, local, owner)
+    @classmethod
+    def first(cls, axis_name: AxisName, inner: PyTree, local: PyTree = (), **shared: PyTree):
+        """The state before the first step; `shared` are the fields anchor, outer and reducer."""
+        # Two arrays: a training step that donates its state must not see one buffer twice.
+        count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        inner, local = jax.tree.map(jnp.asarray, (inner, local))
+        if is_bound(axis_name):
+            # Made inside the mapped function: under check_vma a scan can then carry the state.
+            inner, local = as_local((inner, local), axis_name)
+        owner = everybodys(axis_name)
+        return cls(count, last_sync, inner, local=local, owner=owner, **shared)

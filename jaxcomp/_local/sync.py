@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_flag
 from jaxcomp._base.leaves import all_finite, compute_dtype, leaf_dtype, leaf_name
-from jaxcomp._base.stats import LeafStats
+from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.sent import exact_leaves
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._mesh.weights import share_of_mean, weighted
@@ -76,12 +76,13 @@ def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, A
     leaves, treedef = jax.tree.flatten(tree)
     positions = []
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(tree)[0]):
-        if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
+        dtype = leaf_dtype(leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating "
-                "leaves are averaged. Average its real and imaginary parts."
+                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
+                "averaged. Average its real and imaginary parts."
             )
-        if jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
+        if jnp.issubdtype(dtype, jnp.floating):
             positions.append(i)
     stored = [jnp.asarray(leaves[i]) for i in positions]
     wide = as_local([x.astype(compute_dtype(x.dtype)) for x in stored], axis_name)
@@ -94,11 +95,11 @@ def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, A
     return treedef.unflatten(leaves), counted
 
 
-def _unless_nobody(counted: Array | None, averaged: PyTree, before: PyTree) -> PyTree:
+def _unless_nobody(counted: Array | None, new: PyTree, before: PyTree) -> PyTree:
     """What was averaged, or what was there before if the weights of all are 0."""
     if counted is None:
-        return averaged
-    return jax.tree.map(functools.partial(jnp.where, counted), averaged, before)
+        return new
+    return jax.tree.map(functools.partial(jnp.where, counted), new, before)
 
 
 class Part(NamedTuple):
@@ -131,25 +132,15 @@ class Sync:
         outer = self.outers[k].init(params) if self.outers else ()
         return outer, self.reducer.init(params)
 
-    def bytes(
-        self, params: PyTree, inner: PyTree, replicas: int | None, nth: int | None
-    ) -> list[LeafStats]:
-        """What one average of these parameters sends.
-
-        Args:
-          params: Those that are averaged.
-          inner: The inner state, of which something is sent only if it is averaged.
-          replicas: How many there are, where the reducer needs it.
-          nth: How many averages came before; None for one after all exact ones.
-        """
-        if self.exact:
-            leaves = exact_leaves(params)
-        else:
-            leaves = list(bytes_of(self.reducer, params, replicas, nth).leaves)
-        return leaves + (exact_leaves(inner, "inner state ") if self.average_inner is True else [])
-
     def step(
-        self, anchor: PyTree, part: Part, begin: InnerInit, weight: Any = None, k: int = 0
+        self,
+        anchor: PyTree,
+        part: Part,
+        begin: InnerInit,
+        weight: Any = None,
+        *,
+        k: int = 0,
+        axes: AxisName | None = None,
     ) -> Part:
         """The average over all replicas, or the outer step with the mean pseudo-gradient.
 
@@ -160,67 +151,97 @@ class Sync:
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
           weight: How much this replica counts; None if all count the same.
           k: Which fragment the parameters are.
+          axes: Take the plain average over these instead.
         """
-        if self.plain:
-            return self.mean(part, self.axis_name, begin, weight, anchor)
-        weight, dropped = self._counting(part, weight)
-        pseudo = jax.tree.map(lambda a, p: a - p, anchor, part.params)
-        counted, reducer = None, part.reducer
-        if self.exact:
-            reduced, counted = _averaged(pseudo, self.axis_name, weight)
+        plain, averages_inner = self.plain or axes is not None, self.average_inner is True
+        inner = part.inner if averages_inner else ()
+        dropped = None
+        if self.drop_non_finite:
+            finite = all_finite(jax.tree.leaves((part.params, inner)))
+            weight = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
+            weight, dropped = jnp.where(finite, weight, 0), ~finite
+
+        given = part.params if plain else jax.tree.map(lambda a, p: a - p, anchor, part.params)
+        outer, reducer = part.outer, part.reducer
+        if plain or self.exact:
+            (mean, inner), counted = _averaged((given, inner), axes or self.axis_name, weight)
         else:
-            given = {} if weight is None else {"weight": weight}
-            reduced, reducer = self.reducer.update(pseudo, part.reducer, anchor, **given)
-        updates, outer = jax.tree.map(jnp.negative, reduced), part.outer
-        if self.outers:
-            updates, outer = self.outers[k].update(reduced, part.outer, anchor)
-        params = _unless_nobody(counted, optax.apply_updates(anchor, updates), anchor)
-        outer = _unless_nobody(counted, outer, part.outer)
-        inner = part.inner
-        if self.average_inner is True:
-            inner, counted = _averaged(inner, self.axis_name, weight)
-            inner = _unless_nobody(counted, inner, part.inner)
-        return self._reset(Part(params, inner, outer, reducer), begin, dropped)
+            extra = {} if weight is None else {"weight": weight}
+            mean, reducer = self.reducer.update(given, reducer, anchor, **extra)
+            kept = weight if averages_inner else None  # with nothing to average, no all-reduce
+            inner, counted = _averaged(inner, self.axis_name, kept)
+        inner = _unless_nobody(counted, inner, part.inner) if averages_inner else part.inner
 
-    def mean(
-        self,
-        part: Part,
-        axes: AxisName,
-        begin: InnerInit,
-        weight: Any = None,
-        anchor: PyTree = (),
-    ) -> Part:
-        """The plain average over `axes` in one all-reduce, with the inner state if asked for."""
-        weight, dropped = self._counting(part, weight)
-        inner = part.inner
-        if self.average_inner is True:
-            (params, inner), counted = _averaged((part.params, inner), axes, weight)
-            inner = _unless_nobody(counted, inner, part.inner)
+        if plain:
+            before = anchor if jax.tree.leaves(anchor) else part.params
+            params = _unless_nobody(counted, mean, before)
         else:
-            params, counted = _averaged(part.params, axes, weight)
-        kept = anchor if jax.tree.leaves(anchor) else part.params
-        params = _unless_nobody(counted, params, kept)
-        return self._reset(part._replace(params=params, inner=inner), begin, dropped)
+            updates = jax.tree.map(jnp.negative, mean)
+            if self.outers:
+                updates, outer = self.outers[k].update(mean, outer, anchor)
+            params = optax.apply_updates(anchor, updates)
+            if self.exact:
+                before = anchor, part.outer
+                params, outer = _unless_nobody(counted, (params, outer), before)
 
-    def _counting(self, part: Part, weight: Any) -> tuple[Any, Array | None]:
-        """This replica's weight, and whether it was dropped; None if nobody is."""
-        if not self.drop_non_finite:
-            return weight, None
-        given = (part.params, part.inner) if self.average_inner is True else part.params
-        finite = all_finite(jax.tree.leaves(given))
-        weight = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
-        return jnp.where(finite, weight, 0), ~finite
-
-    def _reset(self, averaged: Part, begin: InnerInit, dropped: Array | None) -> Part:
-        everybody = self.average_inner == "reset"
-        if not everybody and dropped is None:
-            return averaged
-        state = as_local(_reset(averaged.inner, begin(averaged.params)), self.axis_name)
-        if dropped is not None and not everybody:
+        if self.average_inner == "reset":
+            inner = self._fresh(inner, begin(params))
+        elif dropped is not None:
             # Its momenta are no more finite than what they led to.
-            pick = functools.partial(jnp.where, dropped)
-            state = jax.tree.map(pick, state, averaged.inner)
-        return averaged._replace(inner=state)
+            fresh = self._fresh(inner, begin(params))
+            inner = jax.tree.map(functools.partial(jnp.where, dropped), fresh, inner)
+        return Part(params, inner, outer, reducer)
+
+    def _fresh(self, state: PyTree, initial: PyTree) -> PyTree:
+        return as_local(_reset(state, initial), self.axis_name)
+
+    def bytes(
+        self,
+        params: PyTree,
+        inner: PyTree,
+        replicas: int | None,
+        nth: int | None,
+        *,
+        plain: bool = False,
+    ) -> list[LeafStats]:
+        """What one average of these parameters sends.
+
+        Args:
+          params: Those that are averaged.
+          inner: The inner state, of which something is sent only if it is averaged.
+          replicas: How many there are, where the reducer needs it.
+          nth: How many averages came before; None for one after all exact ones.
+          plain: Whether it goes without the reducer, as at a narrow level of a hierarchy.
+        """
+        if plain or self.exact:
+            leaves = wide_leaves(params)
+        else:
+            leaves = list(bytes_of(self.reducer, params, replicas, nth).leaves)
+        return leaves + (wide_leaves(inner, "inner state ") if self.average_inner is True else [])
+
+
+def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
+    """What `average` sends: float32, or the leaf's own dtype where that is wider."""
+
+    def wide(x: Any) -> Any:
+        dtype = leaf_dtype(x)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(np.shape(x), compute_dtype(dtype)) if floating else x
+
+    leaves = dense_leaves(jax.tree.map(wide, tree))
+    return [dataclasses.replace(leaf, path=prefix + leaf.path) for leaf in leaves]
+
+
+def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
+    """The sum of several payloads, beside an all-reduce of the gradients."""
+    found = {leaf.path: dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)}
+    for leaf in (leaf for part in parts for leaf in part):
+        known = found.get(leaf.path, dataclasses.replace(leaf, bytes_before=0, bytes_after=0))
+        after = known.bytes_after + leaf.bytes_after
+        found[leaf.path] = dataclasses.replace(
+            leaf, bytes_before=known.bytes_before, bytes_after=after
+        )
+    return CompressionStats.of(found.values())
 
 
 def check_sync(
@@ -236,7 +257,7 @@ def check_sync(
     Raises:
       ValueError: If one is unusable.
     """
-    if not (reducer is None or _is_transformation(reducer)):
+    if not (reducer is None or is_transformation(reducer)):
         raise ValueError(
             f"`reducer` must be an Optax gradient transformation or None, got {reducer!r}."
         )
@@ -264,23 +285,24 @@ def _check_outer(outer: Any, fragments: int) -> tuple[Any, ...]:
     """An optimizer for each fragment, or none."""
     if outer is None:
         return ()
-    each = isinstance(outer, (list, tuple)) and not _is_transformation(outer)
+    each = isinstance(outer, (list, tuple)) and not is_transformation(outer)
     outers: tuple[Any, ...] = tuple(outer) if each else (outer,) * fragments
-    wrong = [optimizer for optimizer in outers if not _is_transformation(optimizer)]
-    if wrong:
-        raise ValueError(
-            "`outer` must be an Optax gradient transformation, one for each fragment or None, got "
-            f"{wrong[0]!r}."
-        )
+    for optimizer in outers:
+        if not is_transformation(optimizer):
+            raise ValueError(
+                "`outer` must be an Optax gradient transformation, one for each fragment or None, "
+                f"got {optimizer!r}."
+            )
     if len(outers) != fragments:
         raise ValueError(
             f"`outer` has {len(outers)} optimizers, and there are {fragments} fragments. Pass "
             "one for each, or a single one for all."
         )
-    return tuple(optax.with_extra_args_support(optimizer) for optimizer in outers)
+    return tuple(map(optax.with_extra_args_support, outers))
 
 
-def _is_transformation(value: Any) -> bool:
+def is_transformation(value: Any) -> bool:
+    """Whether it looks like one of Optax's."""
     return hasattr(value, "init") and hasattr(value, "update")
 
 

@@ -166,10 +166,8 @@ def test_a_schedule_gives_the_length_of_each_round():
 @settings(max_examples=25, deadline=None)
 @given(period=st.integers(1, 6), start=st.integers(0, 5), offset=st.integers(0, 9))
 def test_averages_fall_where_the_docstring_says(period, start, offset):
-    from jaxcomp._local.periods import check_periods
-
-    periods = check_periods(period, AXIS, start, offset)
-    due = [c for c in range(1, 20) if int(periods.due(jnp.int32(c), jnp.int32(0)))]
+    tx = local_sgd(optax.sgd(0.1), sync_every=period, start_step=start, offset=offset)
+    due = [c for c in range(start + 1, 20) if tx.bytes(PARAMS, step=c - 1).bytes_after]
     assert due == [c for c in range(start + 1, 20) if (c - offset) % period == 0]
 
 
