@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import jax
@@ -146,28 +146,35 @@ _TORCH_NAMES = {
 }
 
 
-def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses names of arguments that a function has not, and says what torch's are called here.
+def names_checked(
+    function: F, options: Callable[..., Any] | None = None, but: Collection[str] = ()
+) -> F:
+    """`function`, which answers misspelt arguments and torch's names with what they are here.
 
-    Raises:
-      TypeError: Naming the first.
+    Args:
+      function: What is called.
+      options: Whose arguments its ``**options`` are, for `function` hands them on. They stand in
+        its signature then, where `help` and `optax.inject_hyperparams` look for them.
+      but: Those of them that it does not take.
     """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it has {', '.join(known)}"
-            hint = _TORCH_NAMES.get(name, hint)
-            raise TypeError(f"{function} has no argument {name}: {hint}.".replace("?.", "?"))
-
-
-def names_checked(function: F) -> F:
-    """`function`, which answers misspelt arguments and torch's names as `check_names` does."""
-    known = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    if options is not None:
+        own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+        others = inspect.signature(options).parameters.values()
+        left = [p for p in others if p.name not in {*signature.parameters, *but}]
+        named = [p.replace(kind=p.KEYWORD_ONLY) for p in left]
+        signature = signature.replace(parameters=[*own, *named])
+    known = list(signature.parameters)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_names(function.__name__, kwargs, known)
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean `{close[0]}`?" if close else f"it has {', '.join(known)}."
+                hint = f"{_TORCH_NAMES[name]}." if name in _TORCH_NAMES else hint
+                raise TypeError(f"{function.__name__} has no argument {name}: {hint}")
         return function(*args, **kwargs)
 
+    checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return cast(F, checked)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.checks import check_names
+from jaxcomp._base.checks import names_checked
 from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
 from jaxcomp._lowrank.matrices import product
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
@@ -45,6 +44,7 @@ class ACPSGDState(NamedTuple):
     per_replica = ("residual", "owner")
 
 
+@functools.partial(names_checked, options=LowRank)
 def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> Reducer:
     r"""`powersgd` in one all-reduce a step: left and right factors take turns.
 
@@ -83,7 +83,6 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
       Deep Learning. ICDCS 2023.
     """
     given = {"rank": rank, "axis_name": axis_name, **options}
-    check_names("acp_sgd", given, inspect.signature(LowRank).parameters)
     low_rank = LowRank(**given)
 
     def init(params: PyTree) -> ACPSGDState:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.checks import check_int, check_names
+from jaxcomp._base.checks import check_int, names_checked
 from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, widest, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDims, PyTree
@@ -18,12 +19,9 @@ from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import call_text
 
 _ALL = "(all leaves)"
-_OPTIONS = (
-    *("rank", "axis_name", "start_step", "error_feedback", "warm_start", "eps", "seed"),
-    *("comm_dtype", "residual_dtype"),
-)
 
 
+@functools.partial(names_checked, options=powersgd, but=("min_compression_rate", "matrix_dims"))
 def batched_powersgd(
     rank: int = 1, *, axis_name: AxisName, comm_dtype: DType | None = None, **options: Any
 ) -> Reducer:
@@ -64,7 +62,6 @@ def batched_powersgd(
     """
     given = {"rank": rank, "axis_name": axis_name, "comm_dtype": comm_dtype, **options}
     made_by = call_text("batched_powersgd", given)
-    check_names("batched_powersgd", given, _OPTIONS)
     square = powersgd(
         check_int("rank", rank, 1),
         axis_name=axis_name,

@@ -110,16 +110,16 @@ def powersgd(
     made_by = call_text("powersgd", locals())
     warm_start = check_flag("warm_start", warm_start)
     options = LowRank(
-        rank,
-        axis_name,
-        start_step,
-        min_compression_rate,
-        error_feedback,
-        eps,
-        seed,
-        comm_dtype,
-        residual_dtype,
-        matrix_dims,
+        rank=rank,
+        axis_name=axis_name,
+        start_step=start_step,
+        min_compression_rate=min_compression_rate,
+        error_feedback=error_feedback,
+        eps=eps,
+        seed=seed,
+        comm_dtype=comm_dtype,
+        residual_dtype=residual_dtype,
+        matrix_dims=matrix_dims,
     )
 
     def init(params: PyTree) -> PowerSGDState:

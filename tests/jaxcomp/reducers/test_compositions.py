@@ -1,5 +1,7 @@
 """Beside what people already use: Optax wrappers, Flax train states, serialisation, orbax."""
 
+import inspect
+
 import flax.linen as nn
 import flax.serialization
 import hlo
@@ -25,15 +27,18 @@ def standard_promotion():
         yield
 
 
-def test_inject_hyperparams_around_powersgd_itself():
+@pytest.mark.parametrize("name", ["powersgd", "acp_sgd", "batched_powersgd"])
+def test_inject_hyperparams_around_a_reducer_itself(name):
+    function = getattr(jaxcomp, name)
     static = ("rank", "axis_name", "start_step", "min_compression_rate", "error_feedback")
     static += ("warm_start",)
-    make = optax.inject_hyperparams(jaxcomp.powersgd, static_args=static)
+    static = inspect.signature(function).parameters.keys() & set(static)
+    make = optax.inject_hyperparams(function, static_args=static)
     grads = random_grads(SMALL, 2, 3)
     tx = make(rank=2, axis_name=AXIS, start_step=0, eps=0.5)
     outputs, state = simulate("vmap", tx, grads, tx.init(zeros(SMALL)))
     assert float(state.hyperparams["eps"]) == 0.5
-    plain = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, eps=0.5)
+    plain = function(2, axis_name=AXIS, start_step=0, eps=0.5)
     expected, _ = simulate("vmap", plain, grads, plain.init(zeros(SMALL)))
     np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
 
