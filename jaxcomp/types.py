@@ -1,7 +1,8 @@
 """What functions of this package return, to annotate with; users make none of these themselves."""
 
-from jaxcomp._adviser.advice import Advice, Prediction
-from jaxcomp._adviser.calibration import Calibration
+from jaxcomp._adviser.advise import Advice, Prediction
+from jaxcomp._adviser.law import Law
+from jaxcomp._adviser.model import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.switch_at import SwitchState
@@ -16,6 +17,7 @@ __all__ = [
     "Collective",
     "CompressionStats",
     "DataParallel",
+    "Law",
     "LeafStats",
     "LocalSGDRound",
     "Prediction",

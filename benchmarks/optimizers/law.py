@@ -9,16 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import jaxcomp
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import markdown, with_interval
-from benchmarks.optimizers.settings import Setting
+from benchmarks.optimizers.settings import MAIN, Setting
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
-from jaxcomp._adviser.law import LAWS, WIDTHS, Law
+from jaxcomp.types import Law
 
 COMMAND = "python -m benchmarks.optimizers --law"
+WIDTHS = (128, 512)  # of the runs
 _EXPONENTS = np.arange(-1.0, 1.501, 0.01)
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
+
+
+def law_of_adviser(optimizer: str) -> Law:
+    """What `jaxcomp.advise` says of an optimizer."""
+    given = {"workers": 2, "bandwidth": "1Gbit", "step_time": "1s"}
+    return jaxcomp.advise(10_000, optimizer=optimizer, **given).law
 
 
 class Gap(NamedTuple):
@@ -106,7 +114,7 @@ def _over_links(links: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[fl
 
 def compared(links: Sequence[dict[str, Any]]) -> str:
     """A table of runs that were not fitted, and what the law says of them."""
-    law, rows = LAWS["adamw"], list[list[str]]()
+    law, rows = law_of_adviser("adamw"), list[list[str]]()
     for name, rank, percents in sorted(_over_links(links)):
         every = name.rpartition("-every-")[2] if "-every-" in name else ""
         if name.startswith("torch") or every in ("3", "4"):
@@ -127,5 +135,5 @@ def compared(links: Sequence[dict[str, Any]]) -> str:
 
 def report(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
     """The coefficients as fitted now, and the comparison."""
-    laws = [f"{name}: {fitted(fitted_runs(name, runs, links))}" for name in LAWS]
+    laws = [f"{name}: {fitted(fitted_runs(name, runs, links))}" for name in MAIN]
     return "\n".join([*laws, "", compared(links)])

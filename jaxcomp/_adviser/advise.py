@@ -4,27 +4,136 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jaxcomp._adviser.advice import Advice, Prediction
-from jaxcomp._adviser.calibration import Calibration, assumed_constants
 from jaxcomp._adviser.law import LAWS, WIDTHS, Law
-from jaxcomp._adviser.model import Link, Traffic, break_even, communication_time
-from jaxcomp._adviser.model import step_time as modelled_step_time
+from jaxcomp._adviser.model import (
+    ASSUMED,
+    Calibration,
+    Link,
+    Traffic,
+    break_even,
+    communication_time,
+    time_of_step,
+)
 from jaxcomp._adviser.shapes import assumed_params, count_values, typical_width
-from jaxcomp._adviser.units import format_time, parse_bandwidth, parse_share, parse_time
-from jaxcomp._base.checks import ParameterError, check_int, check_number
-from jaxcomp._base.typing import MatrixDimsFn, PyTree
+from jaxcomp._adviser.units import RATES, SHARES, TIMES, parse, with_unit
+from jaxcomp._base.checks import check_int
+from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
+from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.error_feedback import error_feedback
+from jaxcomp._reducers.powersgd import powersgd
+from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._reducers.transformation import Transformation
 
 # A gain below this is within the error of the model, and not worth what compression costs in loss.
 _WORTHWHILE = 1.1
-# Among strategies whose steps are that close the one that sends most is to be preferred.
+# Among reducers whose steps are that close the one that sends most is to be preferred.
 _AS_FAST = 1.1
 _RANKS = 3  # that are predicted: the law's, and its doubles
+_HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
+_WIDTH = 96
+_Make: TypeAlias = Callable[..., Transformation]  # takes ``axis_name=``
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is expected of one reducer. Times in seconds, gaps as shares: 0.01 is 1%."""
+
+    name: str
+    make: _Make = dataclasses.field(repr=False)
+    rank: int = 0  # of PowerSGD
+    compressed: bool = False  # False for the exact averages, which are the baselines
+    gap: float = 0.0  # how far above the exact run the loss is expected to end
+    half_width: float = 0.0  # of its 95% interval
+    step_time: float = 0.0
+    communication: float = 0.0  # per step, before any overlap
+    compression: float = 0.0  # per step
+    bytes_per_step: float = 0.0  # handed to the collectives by each replica
+    ratio: float = 1.0  # how many times fewer than gradients as they are
+    speedup: float = 1.0  # over the faster baseline
+    break_even: float | None = None  # bytes per second below which it is faster; inf always
+
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes it, for the replicas along `axis_name`."""
+        return self.make(axis_name=axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What to use, why, and what was expected of every candidate; `str` gives the table."""
+
+    values: int  # floating-point values in the parameters
+    link: Link  # its bandwidth is infinite where what was measured holds it
+    compute_time: float  # seconds
+    device: Calibration
+    law: Law  # of what a rank costs in loss
+    predictions: tuple[Prediction, ...]
+    baseline: Prediction  # the faster all-reduce
+    recommended: Prediction  # the baseline itself where compression does not pay
+    reason: str
+    notes: tuple[str, ...]  # what was assumed, and how far it holds
+
+    @property
+    def compress(self) -> bool:
+        """Whether anything but an all-reduce is recommended."""
+        return self.recommended.compressed
+
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes what is recommended, for the replicas along `axis_name`.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxcomp
+          >>> params = {"w": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}
+          >>> advice = jaxcomp.advise(params, workers=4, bandwidth="100Mbit", step_time="20ms")
+          >>> tx = advice.reducer("data")
+          >>> advice.recommended.name, tx.init(params).q["w"].shape
+          ('powersgd rank 32 int6', (512, 32))
+        """
+        return self.recommended.reducer(axis_name)
+
+    def __str__(self) -> str:
+        rate, latency = with_unit(8 * self.link.bandwidth, "bit/s"), self.link.latency
+        link = f"{rate}, latency {with_unit(latency, 's')}"
+        if math.isinf(self.link.bandwidth):
+            link = "the measured link"
+        rows = [_HEADER, *map(_row, self.predictions)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
+        lines = [
+            f"{self.values:,} parameters, {self.link.workers} workers, {link}, "
+            f"{with_unit(self.compute_time, 's')} of computation a step",
+            "",
+        ]
+        for name, *cells in rows:
+            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        lines += ["", *textwrap.wrap(f"{verdict} {self.reason}", _WIDTH)]
+        for note in self.notes:
+            lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)
+
+
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    limit = prediction.break_even
+    named = {None: "-", 0: "never", math.inf: "always"}
+    pays = named[limit] if limit in named else with_unit(8 * (limit or 0), "bit/s")
+    loss = f"+{prediction.gap:.1%} ± {100 * prediction.half_width:.1f}"
+    return (
+        prediction.name,
+        with_unit(prediction.step_time, "s"),
+        with_unit(prediction.bytes_per_step, "B"),
+        f"{prediction.speedup:.2f}x",
+        pays,
+        loss if prediction.compressed else "-",
+    )
 
 
 def advise(
@@ -33,36 +142,28 @@ def advise(
     workers: int,
     step_time: str | float,
     bandwidth: str | float | None = None,
-    latency: str | float | None = None,
+    latency: str | float = "50us",
     loss_budget: str | float = "0.5%",
     optimizer: str = "adamw",
     matrix_dims: MatrixDimsFn | None = None,
-    backward_overlap: float | None = None,
-    device: str = "gpu",
-    calibration: Calibration | None = None,
+    device: str | Calibration = "gpu",
 ) -> Advice:
     r"""Says whether to compress on a network, and which reducer keeps the loss within a budget.
 
-    The time of a step comes from a ring all-reduce of :math:`b` bytes among :math:`W` workers,
-
-    .. math::
-        T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W} \cdot \frac{b}{\min(B, S)}
-
-    with the latency :math:`\alpha` and the bandwidth :math:`B` of the link, and :math:`o` and
-    :math:`S` of the software. Exact averages overlap with `backward_overlap` of the backward pass,
-    for which two thirds of `step_time` are taken. Compressed gradients are sent after it. The
-    baseline is the faster of a 32-bit and a 16-bit all-reduce.
+    The time of a step comes from that of a ring all-reduce, which docs/performance.md has. Exact
+    averages overlap with the backward pass, for which two thirds of `step_time` are taken;
+    compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
+    all-reduce.
 
     The rank comes from a law for PowerSGD with ``comm_dtype="int6"`` from the first step on:
 
     .. math::
         \mathrm{gap} = \max\bigl(0,\; a\, (w / 128)^{b} / r - c\bigr) \%
 
-    with rank :math:`r` and width :math:`w`, and :math:`a = 41.1, b = -0.15, c = 0.77` behind AdamW,
-    :math:`106, 0.28, 1.32` behind Muon. It was fitted to 25 and 19 runs of small language models of
-    widths 128 and 512: ranks 5 to 84, 480 to 1,920 steps, 2 and 4 replicas. The answer has the
-    interval that 95% of single runs are expected in. It is wide: behind AdamW 0.7 points to both
-    sides at width 128 and 1.9 at width 512, behind Muon 2.4, more at widths that no run had.
+    with rank :math:`r`, width :math:`w` and three coefficients for each optimizer, fitted to some
+    twenty runs of small language models. The answer has the interval that 95% of single runs are
+    expected in. It is wide: behind AdamW 0.7 points to both sides at width 128 and 1.9 at width
+    512, behind Muon 2.4, more at widths that no run had.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
@@ -70,17 +171,15 @@ def advise(
       workers: Number of replicas.
       step_time: A step without any communication: ``"120ms"``, or seconds.
       bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, or bytes per second. None
-        for what `calibration` measured.
-      latency: From one replica to the next, one way: ``"50us"``, or seconds. None for 50 us, or
-        with no `bandwidth` for what `calibration` measured.
+        for what `measure` found among the devices.
+      latency: From one replica to the next, one way: ``"50us"``, or seconds. It is in what was
+        measured, and does not count where `bandwidth` is None.
       loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,
         or 0.005.
       optimizer: ``"adamw"`` or ``"muon"``.
-      matrix_dims: As for `powersgd`; needed where layers are stacked along a leading axis.
-      backward_overlap: The share of the backward pass with which an exact average can overlap; None
-        for 0.7, or 0 on CPU, where nothing overlaps.
-      device: ``"gpu"`` or ``"cpu"``: whose constants to assume without a `calibration`.
-      calibration: The present device's constants, from `measure`.
+      matrix_dims: As for `powersgd`: ``jaxcomp.stacked("blocks")`` where layers are stacked along
+        a leading axis.
+      device: What `measure` returned; or ``"gpu"`` or ``"cpu"``, whose constants are assumed.
 
     Returns:
       One recommendation with its interval, its reason, what it rests on, and the predictions
@@ -98,46 +197,56 @@ def advise(
       False
     """
     workers = check_int("workers", workers, 1)
-    compute = parse_time("step_time", step_time, positive=True)
-    budget = parse_share("loss_budget", loss_budget)
+    compute = parse("step_time", step_time, TIMES, "120ms", positive=True)
+    budget = parse("loss_budget", loss_budget, SHARES, "0.5%", below=1)
     if optimizer not in LAWS:
-        raise ParameterError(
-            "optimizer",
-            f"must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, Lion and "
-            "Adafactor lost less than adamw in every run of the study; pass adamw for them.",
+        raise ValueError(
+            f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
+            "Lion and Adafactor lost less than adamw in every run of the study; pass adamw."
         )
-    law = LAWS[optimizer]
-    constants = assumed_constants(device, calibration)
-    if backward_overlap is None:
-        backward_overlap = 0.0 if constants.platform == "cpu" else 0.7
-    overlap = check_number("backward_overlap", backward_overlap, 0, 1)
+    constants = device if isinstance(device, Calibration) else ASSUMED.get(device)
+    if constants is None:
+        raise ValueError(
+            f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
+            f"{device!r}."
+        )
     link = _link(workers, bandwidth, latency, constants)
     notes = [f"device: {constants.device}"]
     if isinstance(params, (int, np.integer)):
         params, sentence = assumed_params(int(params))
         notes.insert(0, sentence)
-
     deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
     if deep and matrix_dims is None:
         notes.append(
             f"{deep} leaves have three axes or more and count as one matrix each: pass matrix_dims "
             "where the first axis counts layers"
         )
+    law, width = LAWS[optimizer], typical_width(params, matrix_dims)
+    low, high = WIDTHS
+    notes.append(
+        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {low} "
+        f"and {high} with 2 or 4 replicas"
+    )
+    if not low <= width <= high:
+        notes.append(
+            f"width: yours is {width:,}, which no run had; compare with an exact run of your own"
+        )
 
-    width = typical_width(params, matrix_dims)
-    strategies = _strategies(params, workers, constants, law, budget, width, matrix_dims)
-    predictions = _predict(strategies, link, compute, overlap)
+    predictions = _predictions(params, link, compute, constants, law, budget, width, matrix_dims)
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
-    recommended = _recommended(predictions, baseline, budget)
-    if recommended.rank:
-        notes += _range(law, optimizer, recommended, width)
+    # The one that sends most among those that pay and are about as fast as the fastest.
+    paying = [
+        p for p in predictions if p.compressed and p.gap <= budget and p.speedup >= _WORTHWHILE
+    ]
+    fastest = min((p.step_time for p in paying), default=0.0)
+    near = [p for p in paying if p.step_time <= _AS_FAST * fastest]
+    recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
     return Advice(
         values=count_values(params),
-        workers=workers,
-        bandwidth=link.bandwidth,
-        latency=link.latency,
+        link=link,
         compute_time=compute,
-        loss_budget=budget,
+        device=constants,
+        law=law,
         predictions=predictions,
         baseline=baseline,
         recommended=recommended,
@@ -148,143 +257,108 @@ def advise(
 
 def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) -> Link:
     if bandwidth is not None:
-        speed = parse_bandwidth("bandwidth", bandwidth)
-        return Link(workers, speed, parse_time("latency", 50e-6 if latency is None else latency))
+        speed = parse("bandwidth", bandwidth, RATES, "10Gbit or 12.5GB/s", positive=True)
+        return Link(workers, speed, parse("latency", latency, TIMES, "50us"))
     if constants.devices == 1:
-        raise ParameterError(
-            "bandwidth",
-            "is missing, and no all-reduce was measured. Give it (10Gbit), or measure where JAX "
-            "sees several devices.",
+        raise ValueError(
+            "`bandwidth` is missing, and no all-reduce was measured. Give it (10Gbit), or measure "
+            "where JAX sees several devices."
         )
-    if latency is not None:
-        return Link(workers, math.inf, parse_time("latency", latency))
     # What was measured holds the link. More workers than were measured take more of a ring's steps.
     hop = constants.allreduce.overhead / (2 * (constants.devices - 1))
     more = max(0, workers - constants.devices)
     return Link(workers, math.inf, hop * more / (workers - 1) if more else 0.0)
 
 
-def _strategies(
+def _predictions(
     params: PyTree,
-    workers: int,
+    link: Link,
+    compute: float,
     constants: Calibration,
     law: Law,
     budget: float,
-    width: float,
+    width: int,
     matrix_dims: MatrixDimsFn | None,
-) -> list[tuple[Prediction, Traffic]]:
-    """The exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
+) -> tuple[Prediction, ...]:
+    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
     # XLA's CPU backend sends bfloat16 as float32.
     narrow = "float16" if constants.platform == "cpu" else "bfloat16"
-    values = count_values(params)
-    named = [
-        Prediction("all-reduce float32", compressed=False),
-        Prediction(f"all-reduce {narrow}", compressed=False, comm_dtype=narrow),
-        Prediction("int8 all-reduce", compressed=True, half_width=law.half_width(0, width)),
+    exact = {
+        "all-reduce float32": (constants.allreduce, partial(allreduce, comm_dtype=None)),
+        f"all-reduce {narrow}": (constants.allreduce_16, partial(allreduce, comm_dtype=narrow)),
+    }
+    ranks = [law.rank(budget, width) << k for k in range(_RANKS)]
+    options = {"start_step": 0, "comm_dtype": "int6", "matrix_dims": matrix_dims}
+    compressed = {"int8 all-reduce": (0, _int8)} | {
+        f"powersgd rank {rank} int6": (rank, partial(powersgd, rank, **options)) for rank in ranks
+    }
+
+    def sent(make: _Make) -> CompressionStats:
+        return make(axis_name="replicas").bytes(params, replicas=link.workers)
+
+    baselines = [
+        Traffic(sent(make).bytes_after, 1, software, overlap=constants.overlap)
+        for software, make in exact.values()
     ]
-    least = law.rank(budget, width)
-    for rank in (least << k for k in range(_RANKS)):
-        gap, half = law.gap(rank, width), law.half_width(rank, width)
-        name = f"powersgd rank {rank} int6"
-        named.append(Prediction(name, True, rank, "int6", gap, half, matrix_dims))
-    found = list[tuple[Prediction, Traffic]]()
-    for prediction in named:
-        sent = prediction.reducer("replicas").bytes(params, replicas=workers)
-        payload, software = sent.bytes_after, constants.exchange
-        if not prediction.compressed:
-            software = constants.allreduce_16 if prediction.comm_dtype else constants.allreduce
-            found.append((prediction, Traffic(payload, 1, software, overlaps=True)))
-        elif not prediction.rank:
-            found.append((prediction, Traffic(payload, 1, software, constants.int8_time(values))))
-        elif any(leaf.compressed for leaf in sent.leaves) and payload < 2 * values:
-            seconds = constants.powersgd_time(sent)
-            found.append((prediction, Traffic(payload, 2, software, seconds)))
-    return found
+    best = min(time_of_step(traffic, link, compute) for traffic in baselines)
 
-
-def _predict(
-    strategies: Sequence[tuple[Prediction, Traffic]], link: Link, compute: float, overlap: float
-) -> tuple[Prediction, ...]:
-    exact = [traffic for prediction, traffic in strategies if not prediction.compressed]
-    best = min(modelled_step_time(traffic, link, compute, overlap) for traffic in exact)
-    plain = exact[0].payload
-    found = list[Prediction]()
-    for prediction, traffic in strategies:
-        seconds = modelled_step_time(traffic, link, compute, overlap)
-        limit = None
-        if prediction.compressed:
-            limit = break_even(traffic, exact, link, compute, overlap) if link.workers > 1 else 0.0
-        found.append(
-            dataclasses.replace(
-                prediction,
-                step_time=seconds,
-                communication=communication_time(traffic, link),
-                compression=traffic.compression,
-                bytes_per_step=traffic.payload,
-                ratio=plain / traffic.payload if traffic.payload else 1.0,
-                speedup=best / seconds,
-                break_even=limit,
-            )
+    def predict(name: str, make: _Make, traffic: Traffic, **fields: Any) -> Prediction:
+        seconds = time_of_step(traffic, link, compute)
+        return Prediction(
+            name,
+            make,
+            step_time=seconds,
+            communication=communication_time(traffic, link),
+            compression=traffic.compression,
+            bytes_per_step=traffic.payload,
+            ratio=baselines[0].payload / traffic.payload if traffic.payload else 1.0,
+            speedup=best / seconds,
+            **fields,
         )
+
+    found = [
+        predict(name, make, traffic)
+        for (name, (_, make)), traffic in zip(exact.items(), baselines, strict=True)
+    ]
+    for name, (rank, make) in compressed.items():
+        stats = sent(make)
+        # Where no leaf is compressed, or hardly any, there is nothing to say of a rank.
+        helps = any(leaf.rank for leaf in stats.leaves) and stats.bytes_after < baselines[1].payload
+        if rank and not helps:
+            continue
+        seconds, collectives = constants.compression_time(stats), 2 if rank else 1
+        traffic = Traffic(stats.bytes_after, collectives, constants.exchange, seconds)
+        pays = break_even(traffic, baselines, link, compute) if link.workers > 1 else 0.0
+        gap, half_width = law.gap(rank, width), law.half_width(rank, width)
+        fields = {"rank": rank, "gap": gap, "half_width": half_width, "break_even": pays}
+        found.append(predict(name, make, traffic, compressed=True, **fields))
     return tuple(found)
 
 
-def _recommended(
-    predictions: Sequence[Prediction], baseline: Prediction, budget: float
-) -> Prediction:
-    """The one that sends most among those that pay and are about as fast as the fastest."""
-    paying = [
-        p for p in predictions if p.compressed and p.gap <= budget and p.speedup >= _WORTHWHILE
-    ]
-    fastest = min((p.step_time for p in paying), default=0.0)
-    near = [p for p in paying if p.step_time <= _AS_FAST * fastest]
-    return max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
+def _int8(axis_name: AxisName) -> Transformation:
+    return error_feedback(quantized_allreduce(axis_name=axis_name))
 
 
 def _reason(
-    predictions: Sequence[Prediction],
+    predictions: tuple[Prediction, ...],
     baseline: Prediction,
     recommended: Prediction,
     workers: int,
     compute: float,
 ) -> str:
     if recommended.compressed:
+        low, high = (recommended.gap + sign * recommended.half_width for sign in (-1, 1))
         return (
             f"The step is {recommended.speedup:.2f} times faster than with the {baseline.name}, "
             f"with {recommended.ratio:.1f} times fewer bytes than float32 and "
             f"{recommended.ratio / 2:.1f} than bfloat16. The loss is expected to end "
-            f"{recommended.gap_text()} above the exact run."
+            f"{recommended.gap:.1%} above the exact run (95% of runs: {low:.1%} to {high:.1%})."
         )
     if workers == 1:
         return "There is one worker, so nothing is sent."
-    exposed = baseline.step_time - compute
-    if exposed == 0:
-        return (
-            f"The {baseline.name} takes {format_time(baseline.communication)} and overlaps with "
-            "the backward pass, so there is nothing to win."
-        )
-    if baseline.step_time < _WORTHWHILE * compute:
-        return (
-            f"The {baseline.name} adds {format_time(exposed)} to {format_time(compute)} of "
-            f"computation, so nothing can win more than {exposed / baseline.step_time:.1%}."
-        )
     best = min((p for p in predictions if p.compressed), key=lambda p: p.step_time)
+    own, other = (with_unit(p.step_time - compute, "s") for p in (baseline, best))
     return (
-        f"The {baseline.name} adds {format_time(exposed)} to the step and the best alternative, "
-        f"{best.name}, {format_time(best.step_time - compute)}: too little to win."
+        f"The {baseline.name} adds {own} to {with_unit(compute, 's')} of computation, and the best "
+        f"alternative, {best.name}, {other}: too little to win."
     )
-
-
-def _range(law: Law, optimizer: str, chosen: Prediction, width: float) -> list[str]:
-    """What the expected loss rests on, and where that ends."""
-    low, high = WIDTHS
-    said = (
-        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {low} "
-        f"and {high} with 2 or 4 replicas"
-    )
-    notes = [said]
-    if not low <= width <= high:
-        notes.append(
-            f"width: yours is {width:,.0f}, which no run had; compare with an exact run of your own"
-        )
-    return notes

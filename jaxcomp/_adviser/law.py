@@ -21,7 +21,7 @@ class Law:
         \mathrm{gap} = \max\bigl(0,\; a\, (w / 128)^{b} / r - c\bigr)
 
     in per cent of the held-out loss, with the rank :math:`r` and the model's width :math:`w`. The
-    coefficients come from `RUNS` of small language models of widths 128 and 512, which differ in
+    coefficients come from runs of small language models of widths 128 and 512, which differ in
     replicas (4 and 2) and blocks (2 and 4) too. ``python -m benchmarks.optimizers --law`` fits
     them again and compares the law with runs that it has not seen.
     """
@@ -34,14 +34,16 @@ class Law:
     error: float  # standard error of b
 
     def gap(self, rank: int, width: float) -> float:
-        """The expected gap, as a share: 0.01 is 1% above the exact run."""
-        return max(0.0, self._slope(width) / rank - self.c) / 100
+        """The expected gap, as a share: 0.01 is 1% above the exact run.
+
+        Args:
+          rank: Of PowerSGD; 0 for an int8 all-reduce, of which nothing is expected to be lost.
+          width: Of the model.
+        """
+        return max(0.0, self._slope(width) / rank - self.c) / 100 if rank else 0.0
 
     def half_width(self, rank: int, width: float) -> float:
-        """Of the 95% interval of one run, as a share; wider where no run had such a width.
-
-        With ``rank=0``, of an int8 all-reduce, whose runs spread as the others do.
-        """
+        """Of the 95% interval of one run, as a share; wider where no run had such a width."""
         inside = min(max(width, WIDTHS[0]), WIDTHS[1])
         off = self.error * abs(math.log(inside / _MIDDLE))
         off += _BEYOND * abs(math.log(width / inside))

@@ -26,10 +26,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxcomp._base.stats import CompressionStats
+
 # Of a training step's time the backward pass takes two thirds: it has two matrix products where the
 # forward pass has one.
-BACKWARD_SHARE = 2 / 3
+_BACKWARD_SHARE = 2 / 3
 _SLOWEST, _FASTEST = 1.0, 1e15  # bytes per second
+# Reads and writes of the gradient in one step, ideally fused. PowerSGD: the sum of gradient and
+# residual (3), the second product (1), output and new residual (3). int8 inside error_feedback: the
+# sum (3), scales and integers (2.25), the mean's decoding (1.5), the residual (2.25).
+_PASSES, _PASSES_INT8 = 7, 9
+_PRODUCTS = 4  # M Q, M^T P, the output, the residual
+_WORD = 4  # compression works in float32 whatever goes on the wire
 
 
 class Software(NamedTuple):
@@ -40,7 +48,76 @@ class Software(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Calibration:
+    """The model's constants for one kind of device, measured by `measure` or assumed.
+
+    A factor is the time that something takes, divided by that of a device which reaches
+    `memory_bandwidth` and `flops`, as assumed, and does nothing in vain.
+    """
+
+    device: str  # what was measured or assumed, in words
+    platform: str  # JAX's name of it: "cpu", "gpu", "tpu"
+    memory_bandwidth: float  # bytes read and written per second
+    flops: float  # float32 operations per second
+    powersgd: float  # factor
+    int8: float  # factor
+    allreduce: Software  # of float32
+    allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
+    exchange: Software  # of integers: an all-to-all and an all-gather
+    overlap: float  # the share of the backward pass with which an exact average overlaps
+    devices: int = 1  # among so many the collectives were measured; 1: they are assumed
+
+    def compression_time(self, sent: CompressionStats) -> float:
+        """Seconds to compress, and to keep the residual.
+
+        PowerSGD takes 7 passes over the compressed values and 8 operations a column for each, an
+        all-reduce in int8 9 passes over all values.
+        """
+        operations = 2 * _PRODUCTS * sum(leaf.size * leaf.rank for leaf in sent.leaves)
+        if not operations:
+            words = _PASSES_INT8 * _WORD * sum(leaf.size for leaf in sent.leaves)
+            return self.int8 * words / self.memory_bandwidth
+        words = _PASSES * _WORD * sum(leaf.size for leaf in sent.leaves if leaf.compressed)
+        return self.powersgd * (words / self.memory_bandwidth + operations / self.flops)
+
+
+# What to expect of a device that nobody has measured. The adviser prints the words along.
+ASSUMED = {
+    "gpu": Calibration(
+        device=(
+            "assumed, never timed: memory at 4.8 TB/s and 67 Tflop/s (data sheet of an H200), "
+            "compression at a quarter of that speed, 20 us per collective, exact averages beside "
+            "70% of the backward pass"
+        ),
+        platform="gpu",
+        memory_bandwidth=4.8e12,
+        flops=67e12,
+        powersgd=4.0,
+        int8=3.0,
+        allreduce=Software(20e-6),
+        allreduce_16=Software(20e-6),
+        exchange=Software(40e-6),
+        overlap=0.7,
+    ),
+    "cpu": Calibration(
+        device=(
+            "assumed, as a core of an AMD EPYC was measured: memory at 20 GB/s and 80 Gflop/s, "
+            "500 us per collective, which reaches 1 GB/s (100 MB/s in float16)"
+        ),
+        platform="cpu",
+        memory_bandwidth=20e9,
+        flops=80e9,
+        powersgd=1.25,
+        int8=4.0,
+        allreduce=Software(500e-6, 1e9),
+        allreduce_16=Software(500e-6, 100e6),
+        exchange=Software(1e-3, 500e6),
+        overlap=0.0,
+    ),
+}
+
+
+class Link(NamedTuple):
     """What connects the replicas."""
 
     workers: int
@@ -48,15 +125,14 @@ class Link:
     latency: float  # seconds from one replica to the next, one way
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What one replica does in one training step."""
+class Traffic(NamedTuple):
+    """What one replica does in one training step beside its computation."""
 
     payload: float  # bytes handed to the collectives
     collectives: int  # ring all-reduces, or pairs of an all-to-all and an all-gather
     software: Software
     compression: float = 0.0  # seconds
-    overlaps: bool = False  # whether it overlaps with the backward pass
+    overlap: float = 0.0  # the share of the backward pass that it overlaps with
 
 
 def communication_time(traffic: Traffic, link: Link) -> float:
@@ -69,22 +145,13 @@ def communication_time(traffic: Traffic, link: Link) -> float:
     return fixed + sent / min(link.bandwidth, traffic.software.bandwidth)
 
 
-def step_time(traffic: Traffic, link: Link, compute: float, overlap: float) -> float:
-    """Seconds per step.
-
-    Args:
-      traffic: What is sent, and what compressing it takes.
-      link: The network.
-      compute: Seconds of a step without communication.
-      overlap: The share of the backward pass with which communication can overlap.
-    """
-    hidden = overlap * BACKWARD_SHARE * compute if traffic.overlaps else 0.0
+def time_of_step(traffic: Traffic, link: Link, compute: float) -> float:
+    """Seconds per step, of which `compute` are without communication."""
+    hidden = traffic.overlap * _BACKWARD_SHARE * compute
     return compute + traffic.compression + max(0.0, communication_time(traffic, link) - hidden)
 
 
-def break_even(
-    traffic: Traffic, baselines: Sequence[Traffic], link: Link, compute: float, overlap: float
-) -> float:
+def break_even(traffic: Traffic, baselines: Sequence[Traffic], link: Link, compute: float) -> float:
     """The bandwidth below which `traffic` makes the faster step than every one of the baselines.
 
     Returns:
@@ -93,9 +160,9 @@ def break_even(
     """
 
     def wins(bandwidth: float) -> bool:
-        at = dataclasses.replace(link, bandwidth=bandwidth)
-        own = step_time(traffic, at, compute, overlap)
-        return all(own < step_time(other, at, compute, overlap) for other in baselines)
+        at = link._replace(bandwidth=bandwidth)
+        own = time_of_step(traffic, at, compute)
+        return all(own < time_of_step(other, at, compute) for other in baselines)
 
     low, high = _SLOWEST, _FASTEST
     if not wins(low):

@@ -11,7 +11,7 @@ from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
-from benchmarks.optimizers.law import Gap, fitted, fitted_runs
+from benchmarks.optimizers.law import Gap, fitted, fitted_runs, law_of_adviser
 from benchmarks.optimizers.settings import (
     GRID,
     MAIN,
@@ -22,7 +22,7 @@ from benchmarks.optimizers.settings import (
     longer,
     wider,
 )
-from jaxcomp._adviser.law import LAWS, Law
+from jaxcomp.types import Law
 
 TINY = Config(
     steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
@@ -132,14 +132,14 @@ def test_wrong_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", MAIN)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
     links = read_runs(RESULTS / "time_to_loss.jsonl")
-    found = fitted(fitted_runs(name, read_runs(command.OUT), links))
+    law, found = law_of_adviser(name), fitted(fitted_runs(name, read_runs(command.OUT), links))
     for field, digits in (("a", 1), ("b", 2), ("c", 2), ("spread", 2), ("error", 2)):
-        written, now = getattr(LAWS[name], field), getattr(found, field)
+        written, now = getattr(law, field), getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
-    assert LAWS[name].runs == found.runs
+    assert law.runs == found.runs
 
 
 def test_a_law_is_found_again():
