@@ -320,8 +320,8 @@ def _tricks(system: bytes, command: str) -> dict[str, tuple[bytes, str | None]]:
             "builtins.__import__.__call__",
         ),
         "INST opcode": (archive(whole(b"(" + text(command) + b"ios\nsystem\n")), "os.system"),
-        "EXT1 opcode": (archive(whole(b"\x82\x01)R")), "extension code 1"),
-        "EXT4 opcode": (archive(whole(b"\x84\x01\x00\x00\x00)R")), "extension code 1"),
+        "EXT1 opcode": (archive(whole(b"\x82\x01)R")), "extension code"),
+        "EXT4 opcode": (archive(whole(b"\x84\x01\x00\x00\x00)R")), "extension code"),
         "OBJ opcode": (
             archive(whole(b"(" + glob("os", "system") + text(command) + b"o")),
             "os.system",

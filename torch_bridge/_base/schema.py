@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-_MT_WORDS = 624
+from torch_bridge._base.errors import CheckpointMismatch
+
+_WORDS = 624
 _MAX_NUMBER = 2**62
 _MAX_STEPS = 2**31  # jaxcomp counts in int32
 _RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")
-
-
-class SchemaError(ValueError):
-    """An entry of the hook state is missing or of the wrong kind; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +43,13 @@ class RandomStateRecord:
 
     def __post_init__(self) -> None:
         key = self.key
-        if not isinstance(key, np.ndarray):
-            raise SchemaError(f"`rng` must hold an array of words, got a {type(key).__name__}")
-        if key.shape != (_MT_WORDS,) or key.dtype.kind not in "ui":
-            raise SchemaError(
-                f"`rng` must hold {_MT_WORDS} integer words, got {key.dtype} of shape {key.shape}"
-            )
-        if not 0 <= int(self.pos) <= _MT_WORDS:
-            raise SchemaError(f"`rng` position must lie in 0 to {_MT_WORDS}, got {self.pos}")
+        if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
+            raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
+        if not 0 <= int(self.pos) <= _WORDS:
+            raise CheckpointMismatch(f"`rng` position must lie in 0 to {_WORDS}, got {self.pos}")
         object.__setattr__(self, "key", key.astype(np.uint32))
-        object.__setattr__(self, "pos", int(self.pos))
-        object.__setattr__(self, "has_gauss", int(self.has_gauss))
-        object.__setattr__(self, "cached_gaussian", float(self.cached_gaussian))
+        for name, kind in (("pos", int), ("has_gauss", int), ("cached_gaussian", float)):
+            object.__setattr__(self, name, kind(getattr(self, name)))
 
     @classmethod
     def of(cls, generator: np.random.RandomState) -> RandomStateRecord:
@@ -69,14 +62,12 @@ class RandomStateRecord:
         """The inverse of `plain`.
 
         Raises:
-          SchemaError: `value` is no such dictionary.
+          CheckpointMismatch: `value` is no such dictionary.
         """
         try:
             return cls(*(value[name] for name in _RNG_FIELDS))
-        except SchemaError:
-            raise
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise SchemaError(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
+            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
 
     def plain(self) -> dict[str, Any]:
         """The same as an array and numbers, for a file."""
@@ -181,36 +172,32 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
       The record; slots that older torch releases lack take torch's defaults.
 
     Raises:
-      SchemaError: A required slot is missing, or a slot has the wrong kind of value.
+      CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
     """
-    missing = [name for name in REQUIRED if name not in slots]
-    if missing:
-        raise SchemaError(f"the hook state lacks {', '.join(missing)}")
-    values: dict[str, Any] = {}
-    for name in (*HYPERPARAMETERS, *COUNTERS):
-        if name in slots:
-            values[name] = _number(name, slots[name])
-    for name in BUFFERS:
-        values[name] = bucket_arrays(name, slots[name])
+    if missing := [name for name in REQUIRED if name not in slots]:
+        raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
+    values: dict[str, Any] = {
+        name: _number(name, slots[name]) for name in (*HYPERPARAMETERS, *COUNTERS) if name in slots
+    }
+    values |= {name: bucket_arrays(name, slots[name]) for name in BUFFERS}
     rng = slots.get("rng")
     if rng is not None and not isinstance(rng, RandomStateRecord):
-        raise SchemaError(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
+        raise CheckpointMismatch(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
     if values["matrix_approximation_rank"] < 1 or not 0 <= values["iter"] < _MAX_STEPS:
-        raise SchemaError("`matrix_approximation_rank` must be >= 1, `iter` in 0 to 2**31 - 1")
+        raise CheckpointMismatch(
+            "`matrix_approximation_rank` must be >= 1, `iter` in 0 to 2**31 - 1"
+        )
     return PowerSGDRecord(rng=rng, **values)
 
 
 def _number(name: str, value: Any) -> int | float | bool:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if name in _FLAGS and isinstance(value, bool | int):
-        return bool(value)
+    value = value.item() if isinstance(value, np.generic) else value
+    kind = float if name in _FLOATS else bool if name in _FLAGS else int
     if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
-        if name in _FLOATS:
-            return float(value)
-        if name not in _FLAGS and not isinstance(value, bool) and value == int(value):
-            return int(value)
-    raise SchemaError(
+        exact = kind(value) == value and (kind is bool or not isinstance(value, bool))
+        if kind is float or exact:
+            return kind(value)
+    raise CheckpointMismatch(
         f"`{name}` must be a number of its kind below 2**62, got {type(value).__name__}"
     )
 
@@ -218,15 +205,11 @@ def _number(name: str, value: Any) -> int | float | bool:
 def bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
     """The entry `name` of the hook state, bucket index -> flat array, checked."""
     if not isinstance(value, Mapping):
-        raise SchemaError(f"`{name}` must map bucket index to tensor, got {type(value).__name__}")
-    arrays = {}
+        raise CheckpointMismatch(f"`{name}` must be a dictionary, got {type(value).__name__}")
     for key, array in value.items():
         if not isinstance(key, int) or not isinstance(array, np.ndarray):
-            raise SchemaError(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
-        if not array.flags.c_contiguous:
-            # torch's are; a view with strides of 0 would grow when it is made flat.
-            raise SchemaError(f"`{name}` must hold flat tensors, at {key}")
-        if array.dtype.kind in "iubc":
-            raise SchemaError(f"`{name}` must hold floating-point numbers, at {key}")
-        arrays[key] = array.reshape(-1)
-    return arrays
+            raise CheckpointMismatch(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
+        # torch's are; a view with strides of 0 would grow when it is made flat.
+        if not array.flags.c_contiguous or array.dtype.kind in "iubc":
+            raise CheckpointMismatch(f"`{name}` must hold flat tensors, floating-point, at {key}")
+    return {key: array.reshape(-1) for key, array in value.items()}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._read.values import Budget, Malformed, default_limit
+from torch_bridge._read.values import Budget, Malformed
 
 _DESCRIPTION = """\
 Move a PowerSGD training run between PyTorch DDP and JAX. Files are read without executing anything
@@ -197,7 +197,7 @@ def _parsed(
         raise CheckpointMismatch(f"{path} is no file. {option} must be a file of JSON.")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        budget = Budget(default_limit(size) if max_bytes is None else max_bytes)
+        budget = Budget.of_file(size, max_bytes)
         try:
             budget.claim(PARSED_BYTES * size)
             return parse(file.read(size).decode())

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import unwrapped
+from torch_bridge._base.tensors import shape_of, unwrapped
 from torch_bridge._hook.entries import (
     BucketEntry,
     FactorSlot,
@@ -31,8 +31,7 @@ from torch_bridge._hook.entries import (
     matrix_shape,
 )
 
-_FORMAT = "torch_bridge.BucketLayout"
-_VERSION = 1
+_FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
 PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
@@ -57,17 +56,14 @@ class BucketLayout:
     buckets: tuple[tuple[BucketEntry, ...], ...]
 
     def __post_init__(self) -> None:
-        names = unwrapped(self.names)
-        if names and names[0] != self.names[0]:
-            fresh = iter(names)
-            buckets = tuple(
-                tuple(dataclasses.replace(entry, name=next(fresh)) for entry in bucket)
-                for bucket in self.buckets
-            )
-            object.__setattr__(self, "buckets", buckets)
+        names = iter(unwrapped(self.names))
+        buckets = tuple(
+            tuple(dataclasses.replace(entry, name=next(names)) for entry in bucket)
+            for bucket in self.buckets
+        )
+        object.__setattr__(self, "buckets", buckets)
         counts = collections.Counter(self.names)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
+        if twice := sorted(name for name, count in counts.items() if count > 1):
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
                 f"parameter goes by its first name only."
@@ -106,24 +102,17 @@ class BucketLayout:
         Raises:
           CheckpointMismatch: A name is not in `model`; all such names are listed.
         """
-        missing = [name for bucket in order for name in bucket if name not in model]
-        if missing:
+        if missing := [name for bucket in order for name in bucket if name not in model]:
             raise CheckpointMismatch(
                 "The order names parameters that the model does not have. Use the names of "
                 "model.named_parameters().",
                 missing=missing,
             )
-        return cls(
-            tuple(
-                tuple(
-                    BucketEntry(
-                        name, tuple(map(int, model[name].shape)), dense_strides(model[name])
-                    )
-                    for name in bucket
-                )
-                for bucket in order
-            )
-        )
+
+        def entry(name: str) -> BucketEntry:
+            return BucketEntry(name, shape_of(model[name]), dense_strides(model[name]))
+
+        return cls(tuple(tuple(map(entry, bucket)) for bucket in order))
 
     @classmethod
     def from_manifest(cls, manifest: Sequence[Sequence[Any]]) -> BucketLayout:
@@ -136,16 +125,14 @@ class BucketLayout:
         Raises:
           CheckpointMismatch: An entry has another form.
         """
-        if not isinstance(manifest, list | tuple) or not all(
-            isinstance(bucket, list | tuple) for bucket in manifest
-        ):
+        if not all(isinstance(part, list | tuple) for part in (manifest, *(manifest or ()))):
             raise CheckpointMismatch("A layout manifest must be a list of buckets, each a list.")
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in manifest))
 
     def to_json(self) -> str:
         """The layout as JSON text."""
         buckets = [[dataclasses.asdict(entry) for entry in bucket] for bucket in self.buckets]
-        return json.dumps({"format": _FORMAT, "version": _VERSION, "buckets": buckets})
+        return json.dumps({**_FORMAT, "buckets": buckets})
 
     @classmethod
     def from_json(cls, text: str) -> BucketLayout:
@@ -154,34 +141,32 @@ class BucketLayout:
         Raises:
           CheckpointMismatch: The text is no layout, or of a later version.
         """
+        # Brackets cost 30 times their size as lists: count them first.
+        brackets = text.count("[") + text.count("{")
         try:
-            # Brackets cost 30 times their size as lists: count them first.
-            named = text.count('"name"')
-            if len(text) > _MAX_TEXT or text.count("[") + text.count("{") > 4 * named + 10_000:
+            if len(text) > _MAX_TEXT or brackets > 4 * text.count('"name"') + 10_000:
                 raise ValueError("more brackets than names")
             document = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            if document.get("format") != _FORMAT["format"]:
+                raise ValueError("another format")
+        except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointMismatch(
                 "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
             ) from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise CheckpointMismatch(
-                f'A bucket layout must be a JSON object with "format": "{_FORMAT}".'
-            )
-        if document.get("version") != _VERSION:
+        if document.get("version") != _FORMAT["version"]:
             raise CheckpointMismatch(
                 f"This bucket layout has version {document.get('version')!r:.20}; this release "
-                f"reads version {_VERSION}. Upgrade it."
+                f"reads version {_FORMAT['version']}. Upgrade it."
             )
         return cls.from_manifest(document.get("buckets", ()))
 
     def split(self, bucket: int, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Cut a bucket's error buffer into named parameters (views of `flat`)."""
-        pieces, start = {}, 0
-        for entry in self.buckets[bucket]:
-            pieces[entry.name] = entry.unflatten(flat[start : start + entry.size])
-            start += entry.size
-        return pieces
+        ends = np.cumsum([entry.size for entry in self.buckets[bucket]])
+        return {
+            entry.name: entry.unflatten(flat[end - entry.size : end])
+            for entry, end in zip(self.buckets[bucket], ends, strict=True)
+        }
 
     def factor_slots(self, rank: int, min_compression_rate: float) -> Iterator[FactorSlot]:
         """Where the factors of the compressed parameters lie, bucket after bucket.
@@ -194,18 +179,17 @@ class BucketLayout:
           min_compression_rate: Torch's argument of this name.
         """
         for index, bucket in enumerate(self.buckets):
-            groups: dict[tuple[int, int], list[tuple[BucketEntry, int]]] = {}
+            groups: dict[tuple[int, int], list[BucketEntry]] = {}
             for entry in bucket:
-                shape = matrix_shape(entry.shape)
-                used = min(*shape, rank)
-                if is_compressed(*shape, used, min_compression_rate):
-                    groups.setdefault(shape, []).append((entry, used))
+                groups.setdefault(matrix_shape(entry.shape), []).append(entry)
             p_start = q_start = 0
             for (rows, cols), members in groups.items():
-                for entry, used in members:
-                    yield FactorSlot(entry, index, rows, cols, used, p_start, q_start)
-                    p_start += rows * used
-                    q_start += cols * used
+                used = min(rows, cols, rank)
+                if is_compressed(rows, cols, used, min_compression_rate):
+                    for entry in members:
+                        yield FactorSlot(entry, index, rows, cols, used, p_start, q_start)
+                        p_start += rows * used
+                        q_start += cols * used
 
 
 def pack(
@@ -227,39 +211,34 @@ def pack(
     Returns:
       The three dictionaries, bucket index -> flat array.
     """
-    flats: dict[int, np.ndarray] = {}
-    for bucket, entries in enumerate(layout.buckets):
-        if entries and all(entry.name in errors for entry in entries):
-            flats[bucket] = np.concatenate([e.flatten(errors[e.name]) for e in entries])
+    flats: dict[int, list[np.ndarray]] = {}
     ps: dict[int, list[np.ndarray]] = {}
     qs: dict[int, list[np.ndarray]] = {}
+    for bucket, entries in enumerate(layout.buckets):
+        if entries and all(entry.name in errors for entry in entries):
+            flats[bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
     for slot in layout.factor_slots(rank, min_compression_rate):
         if slot.entry.name in factors:
-            p, q = factors[slot.entry.name]
-            ps.setdefault(slot.bucket, []).append(p.reshape(-1))
-            qs.setdefault(slot.bucket, []).append(q.reshape(-1))
-    return (
-        flats,
-        {bucket: np.concatenate(parts) for bucket, parts in ps.items()},
-        {bucket: np.concatenate(parts) for bucket, parts in qs.items()},
-    )
+            for parts, factor in zip((ps, qs), factors[slot.entry.name], strict=True):
+                parts.setdefault(slot.bucket, []).append(factor.reshape(-1))
+    e, p, q = ({bucket: np.concatenate(x) for bucket, x in d.items()} for d in (flats, ps, qs))
+    return e, p, q
 
 
 def _entry(item: Any) -> BucketEntry:
-    if isinstance(item, BucketEntry):
-        return item
+    """An entry of a manifest, checked; torch has no more than 64 axes."""
     try:
+        if isinstance(item, BucketEntry):
+            item = dataclasses.asdict(item)
         if isinstance(item, Mapping):
-            name, shape, strides = item["name"], item["shape"], item.get("strides")
-        else:
-            name, shape, *rest = item
-            strides = rest[0] if rest else None
-        if len(shape) > _MAX_AXES:
+            item = (item["name"], item["shape"], item.get("strides"))
+        name, shape, strides, *_ = (*item, None)
+        if len(shape) > _MAX_AXES or not isinstance(name, str):
             raise ValueError
         shape = tuple(shape)
         strides = contiguous_strides(shape) if strides is None else tuple(strides)
         counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))
-        if isinstance(name, str) and counts and len(shape) == len(strides):
+        if counts and len(shape) == len(strides):
             return BucketEntry(name, shape, strides)
     except (TypeError, ValueError, KeyError):
         pass

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import (
     COUNTERS,
     HYPERPARAMETERS,
     PowerSGDRecord,
     RandomStateRecord,
-    SchemaError,
     bucket_arrays,
     record_from_slots,
 )
@@ -71,35 +71,32 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
     return slots
 
 
-def read_document(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[PowerSGDRecord]]:
-    """The entries of such a file, checked as far as it says what they are, and the records.
+def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
+    """The records of such a file, one per rank, after checking what it says of itself.
 
     Raises:
-      SchemaError: An entry is missing, or of another kind.
+      CheckpointMismatch: An entry is missing, or of another kind.
     """
     if value.get("version") != _VERSION:
-        raise SchemaError(
+        raise CheckpointMismatch(
             f"format version {brief(value.get('version'))}, this release reads {_VERSION}"
         )
-    hook, errors = value.get("powersgd"), value.get("errors")
-    for name, kinds in (("powersgd", dict), ("optimizer", dict), ("layout", str), ("hook", str)):
-        if not isinstance(value.get(name), kinds | None):
-            raise SchemaError(f"`{name}` must be a {kinds.__name__}")
-    if not isinstance(errors, list | tuple):
-        raise SchemaError("`errors` must be a list with a dictionary for each rank")
-    return dict(value), [] if hook is None else _records(hook, errors)
-
-
-def _records(hook: dict[str, Any], errors: Sequence[Any]) -> list[PowerSGDRecord]:
-    """One record per rank: what all ranks share, and each one's error."""
-    if not 1 <= len(errors) <= MAX_RANKS or not all(isinstance(e, dict) for e in errors):
-        raise SchemaError(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS} ranks")
+    hook: Any = value.get("powersgd")
+    errors: Any = value.get("errors")
+    for name, kind in (("powersgd", dict), ("optimizer", dict), ("layout", str), ("hook", str)):
+        if not isinstance(value.get(name), kind | None):
+            raise CheckpointMismatch(f"`{name}` must be a {kind.__name__}")
+    if hook is None:
+        return []
+    ranks = len(errors) if isinstance(errors, list | tuple) else 0
+    if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
+        raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     # `to_torch` writes one dictionary for all ranks.
     distinct = {id(error): error for error in errors}
     if any(error.keys() != errors[0].keys() for error in distinct.values()):
-        raise SchemaError("`errors` of the ranks have different buckets")
-    if len(errors) * len(errors[0]) > _MAX_BUFFERS:
-        raise SchemaError(f"`errors` hold more than {_MAX_BUFFERS} tensors")
+        raise CheckpointMismatch("`errors` of the ranks have different buckets")
+    if ranks * len(errors[0]) > _MAX_BUFFERS:
+        raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     rng = hook.get("rng")
     rng = None if rng is None else RandomStateRecord.from_plain(rng)
     first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
@@ -108,5 +105,5 @@ def _records(hook: dict[str, Any], errors: Sequence[Any]) -> list[PowerSGDRecord
         for key, error in distinct.items()
     }
     if any(record.error_sizes != first.error_sizes for record in records.values()):
-        raise SchemaError("`errors` of the ranks have different sizes")
+        raise CheckpointMismatch("`errors` of the ranks have different sizes")
     return [records[id(error)] for error in errors]

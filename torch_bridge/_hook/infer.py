@@ -20,6 +20,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.entries import BucketEntry
 
 # torch keeps running statistics in buffers, which have no gradient; nothing else marks them.
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
@@ -64,26 +65,32 @@ def infer_layout(
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     record = checkpoint.powersgd[0]
-    fitting: dict[Hashable, tuple[BucketLayout, str]] = {}
+    fitting: dict[Hashable, tuple[str, BucketLayout]] = {}
     reasons = []
-    for label, order in candidates(checkpoint, record, orders or {}, frozen):
+    for label, order in _candidates(checkpoint, orders or {}, frozen):
         layout = BucketLayout.from_order(order, checkpoint.model)
-        reason = _misfit(layout, checkpoint)
-        if reason is None:
-            fitting.setdefault(_meaning(layout, record), (layout, label))
-        else:
+        if reason := _misfit(layout, checkpoint):
             reasons.append(f"{label}: {reason}")
+        else:
+            fitting.setdefault(_meaning(layout, record), (label, layout))
     if len(fitting) == 1:
-        return next(iter(fitting.values()))[0]
+        return next(iter(fitting.values()))[1]
     if fitting:
         raise CheckpointMismatch(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
-            ambiguous=[f"{label}: {_brief(layout)}" for layout, label in fitting.values()],
+            ambiguous=[f"{label}: {_brief(layout)}" for label, layout in fitting.values()],
         )
+    have = sum(checkpoint.model[name].size for name in trainable(checkpoint))
+    held = dict(sorted(record.error_sizes.items()))
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
         f"{_HOW_TO}",
-        mis_shaped=reasons or [_length_problem(checkpoint, record)],
+        mis_shaped=reasons
+        or [
+            f"the model's parameters have {have} values, the error buffers {held}; frozen "
+            f"parameters and buffers of the model, which the file does not mark, have none (name "
+            f"them in infer_layout(..., frozen=[...]))"
+        ],
     )
 
 
@@ -105,40 +112,34 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
     return tuple((slot.entry.name, slot.bucket, slot.p_start, slot.q_start) for slot in slots)
 
 
-def candidates(
-    checkpoint: Checkpoint,
-    record: PowerSGDRecord,
-    orders: Mapping[str, Sequence[str]],
-    frozen: Collection[str] = (),
+def _candidates(
+    checkpoint: Checkpoint, orders: Mapping[str, Sequence[str]], frozen: Collection[str]
 ) -> Iterator[tuple[str, list[list[str]]]]:
     """Label and parameter names per bucket of every order that can be cut at the right lengths."""
-    names = [name for name in trainable(checkpoint) if name not in frozen]
+    model, names = checkpoint.model, [n for n in trainable(checkpoint) if n not in frozen]
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    backwards = list(reversed(modules.values()))
+    reversed_modules = list(modules.values())[::-1]
 
     def ready(members: list[str]) -> list[str]:
         # autograd hands over a Linear's bias before its weight, but a convolution's or a
         # normalisation's weight first.
-        linear = any(
-            name.endswith("weight") and checkpoint.model[name].ndim == 2 for name in members
-        )
+        linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
         return members[::-1] if linear else members
 
-    lengths = [record.error_dict[bucket].size for bucket in sorted(record.error_dict)]
+    sizes = checkpoint.powersgd[0].error_sizes
+    lengths = [sizes[bucket] for bucket in sorted(sizes)]
     flat = {
-        "gradient-ready order": [name for members in backwards for name in ready(members)],
+        "gradient-ready order": [name for part in reversed_modules for name in ready(part)],
         "reversed definition order": names[::-1],
-        "reversed modules": [name for members in backwards for name in members],
+        "reversed modules": [name for part in reversed_modules for name in part],
         **orders,
     }
     for label, order in flat.items():
-        buckets = _cut(order, lengths, checkpoint)
-        if buckets is not None:
+        if buckets := _cut(order, lengths, model):
             yield label, buckets
-    buckets = _cut(names, lengths[::-1], checkpoint)
-    if buckets is not None:
+    if buckets := _cut(names, lengths[::-1], model):
         yield "definition order", buckets[::-1]
 
 
@@ -155,102 +156,82 @@ def trainable(checkpoint: Checkpoint) -> list[str]:
 
 
 def _cut(
-    order: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint
+    order: Sequence[str], lengths: Sequence[int], model: Mapping[str, np.ndarray]
 ) -> list[list[str]] | None:
     """`order` in pieces of exactly `lengths` elements; one piece if no length is known."""
     if not lengths:
         return [list(order)]
     pieces: list[list[str]] = [[]]
-    left, rest = lengths[0], list(lengths[1:])
+    remaining = list(lengths)
     for name in order:
-        if name not in checkpoint.model:
-            return None
-        while left == 0 and rest:
+        while remaining[0] == 0 and len(remaining) > 1:
             pieces.append([])
-            left = rest.pop(0)
-        left -= checkpoint.model[name].size
-        if left < 0:
+            del remaining[0]
+        if name not in model or model[name].size > remaining[0]:
             return None
+        remaining[0] -= model[name].size
         pieces[-1].append(name)
-    return pieces if left == 0 and not rest else None
+    return pieces if remaining == [0] else None
 
 
 def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     """Why `layout` contradicts the hook state; None if it does not."""
-    record = checkpoint.powersgd[0]
-    reason = length_misfit(layout, record)
-    if reason is not None:
+    record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
+    if reason := length_misfit(layout, record):
         return reason
-    mean = None if checkpoint.missing_ranks else checkpoint.mean_errors(layout) or None
-    compressed = set()
-    for slot in layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate):
-        compressed.add(slot.entry.name)
-        if slot.bucket not in record.p_memory_dict:
-            continue
-        # Some columns show it; all of a full rank would take gigabytes and minutes.
-        p = slot.p(record.p_memory_dict[slot.bucket])[:, :_COLUMNS].astype(np.float64)
-        if not np.isfinite(p).all():
-            continue
-        tolerance = 64 * np.sqrt(slot.rows) * _eps(record.p_memory_dict[slot.bucket])
-        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > max(tolerance, 1e-3):
-            return f"the factors of {slot.entry.name} would not be orthonormal"
-        if mean is not None:
-            error = slot.entry.flatten(mean[slot.entry.name]).reshape(slot.rows, slot.cols)
-            if np.linalg.norm(p.T @ error) > 1e-2 * np.linalg.norm(error) + 1e-12:
-                return f"the error of {slot.entry.name} would not be what its factors left over"
-    if mean is not None and len(checkpoint.powersgd) > 1:
-        return _uncancelled(layout, checkpoint.powersgd, mean, compressed)
+    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+    by_name = {slot.entry.name: slot for slot in slots}
+    for bucket, entries in enumerate(layout.buckets):
+        mean, own = {}, {}
+        if bucket in record.error_dict and not checkpoint.missing_ranks:
+            mean = layout.split(bucket, checkpoint.mean_error(bucket))
+            own = layout.split(bucket, record.error_dict[bucket])
+        for entry in entries:
+            error, slot = mean.get(entry.name), by_name.get(entry.name)
+            if slot is not None and bucket in record.p_memory_dict:
+                # Some columns show it; all of a full rank would take gigabytes and minutes.
+                p = slot.p(record.p_memory_dict[bucket])[:, :_COLUMNS]
+                if reason := _unlike_the_hook(entry, p, error):
+                    return reason
+            elif slot is None and several and error is not None:
+                size = np.linalg.norm(own[entry.name].astype(np.float64))
+                if np.linalg.norm(error) > 1e-2 * size:
+                    return f"the errors of {entry.name} would not cancel over the ranks"
+    return None
+
+
+def _unlike_the_hook(entry: BucketEntry, p: np.ndarray, error: np.ndarray | None) -> str | None:
+    """Whether P is not orthonormal, or the mean error not orthogonal to it."""
+    eps = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}.get(p.dtype.name, 2.0**-7)
+    tolerance = max(64 * np.sqrt(len(p)) * eps, 1e-3)
+    p = p.astype(np.float64)
+    if not np.isfinite(p).all():
+        return None
+    if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+        return f"the factors of {entry.name} would not be orthonormal"
+    if error is not None:
+        matrix = entry.flatten(error).reshape(len(p), -1)
+        if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
+            return f"the error of {entry.name} would not be what its factors left over"
     return None
 
 
 def length_misfit(layout: BucketLayout, record: PowerSGDRecord) -> str | None:
     """The first buffer whose length is not the one that `layout` gives it; None if all fit."""
-    p_size, q_size = dict.fromkeys(range(len(layout.buckets)), 0), {}
-    q_size |= p_size
+    wanted = {("error", bucket): size for bucket, size in enumerate(layout.sizes)}
+    wanted |= {(kind, bucket): 0 for kind in "PQ" for bucket in range(len(layout.buckets))}
     for slot in layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate):
-        p_size[slot.bucket] += slot.rows * slot.rank
-        q_size[slot.bucket] += slot.cols * slot.rank
-    for kind, buffers, sizes in (
-        ("error", record.error_dict, dict(enumerate(layout.sizes))),
-        ("P", record.p_memory_dict, p_size),
-        ("Q", record.q_memory_dict, q_size),
-    ):
-        for bucket, buffer in buffers.items():
-            if sizes.get(bucket) != buffer.size:
+        wanted["P", slot.bucket] += slot.rows * slot.rank
+        wanted["Q", slot.bucket] += slot.cols * slot.rank
+    buffers = {"error": record.error_dict, "P": record.p_memory_dict, "Q": record.q_memory_dict}
+    for kind, arrays in buffers.items():
+        for bucket, array in arrays.items():
+            if wanted.get((kind, bucket)) != array.size:
                 return (
-                    f"{kind} of bucket {bucket} has {buffer.size} values, the layout gives it "
-                    f"{sizes.get(bucket, 'no such bucket')}"
+                    f"{kind} of bucket {bucket} has {array.size} values, the layout gives it "
+                    f"{wanted.get((kind, bucket), 'no such bucket')}"
                 )
     return None
-
-
-def _uncancelled(
-    layout: BucketLayout,
-    records: Sequence[PowerSGDRecord],
-    mean: Mapping[str, np.ndarray],
-    compressed: set[str],
-) -> str | None:
-    for bucket, flat in records[0].error_dict.items():
-        for name, own in layout.split(bucket, flat.astype(np.float64)).items():
-            if name not in compressed and np.linalg.norm(mean[name]) > 1e-2 * np.linalg.norm(own):
-                return f"the errors of {name} would not cancel over the ranks"
-    return None
-
-
-def _eps(array: np.ndarray) -> float:
-    return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}.get(
-        array.dtype.name, 2.0**-7
-    )
-
-
-def _length_problem(checkpoint: Checkpoint, record: PowerSGDRecord) -> str:
-    have = sum(checkpoint.model[name].size for name in trainable(checkpoint))
-    held = {bucket: error.size for bucket, error in sorted(record.error_dict.items())}
-    return (
-        f"the model's parameters have {have} values, the error buffers {held}; frozen parameters "
-        f"and buffers of the model, which the file does not mark, have none (name them in "
-        f"infer_layout(..., frozen=[...]))"
-    )
 
 
 def _brief(layout: BucketLayout) -> str:

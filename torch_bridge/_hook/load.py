@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._base.schema import SchemaError, is_slots, record_from_slots
+from torch_bridge._base.schema import PowerSGDRecord, is_slots, record_from_slots
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
+from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_records
 from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed
@@ -71,8 +71,7 @@ def load(
       >>> checkpoint.model["fc.weight"].shape, checkpoint.extra
       ((3, 2), {'epoch': 7})
     """
-    single = isinstance(paths, str | os.PathLike)
-    given = [paths] if single else paths
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(given, Iterable) or not all(isinstance(f, str | os.PathLike) for f in given):
         raise TypeError(f"`paths` must be one path, or a list of one for each rank, got {paths!r}.")
     files = [pathlib.Path(path) for path in given]
@@ -86,32 +85,34 @@ def load(
             if progress is not None:
                 progress(before + done, sum(sizes))
 
-        parts.append(_interpret(file, _read(file, max_bytes, report)))
-    return parts[0] if single or len(parts) == 1 else _merge(files, parts)
+        parts.append(_read(file, max_bytes, report))
+    return parts[0] if len(parts) == 1 else _merge(files, parts)
 
 
 def _size_of(file: pathlib.Path) -> int:
     """Its size; what is no file is refused before it is opened, as a FIFO would wait for ever."""
     facts = os.stat(file)
-    if stat.S_ISDIR(facts.st_mode):
-        kind = "a directory"
-        if (file / ".metadata").exists():
-            kind = "a distributed checkpoint (torch.distributed.checkpoint); convert it first with "
-            kind += "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-    elif not stat.S_ISREG(facts.st_mode):
-        kind = "a pipe, a socket or a device"
-    else:
+    if stat.S_ISREG(facts.st_mode):
         return facts.st_size
+    kind = "a directory" if stat.S_ISDIR(facts.st_mode) else "a pipe, a socket or a device"
+    if (file / ".metadata").exists():
+        kind = (
+            "a distributed checkpoint (torch.distributed.checkpoint); convert it first with "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        )
     raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
 
 
-def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, int], None]) -> Any:
+def _read(
+    file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, int], None]
+) -> Checkpoint:
     try:
         value, budget = read_archive(file, max_bytes, progress)
-        layout = value.get("layout") if isinstance(value, dict) else None
-        if isinstance(layout, str):  # parsed later, when the budget is gone
+        if not isinstance(value, dict):
+            raise Malformed(f"a {type(value).__name__}")
+        if isinstance(layout := value.get("layout"), str):
             budget.claim(PARSED_BYTES * len(layout))
-        return value
+        return _interpreted(value)
     except Forbidden as error:
         raise UnsafeCheckpoint(
             f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
@@ -121,75 +122,64 @@ def _read(file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, in
         raise CheckpointMismatch(
             f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
         ) from error
-    except (Malformed, SchemaError, *_UNFORESEEN) as error:
+    except (Malformed, *_UNFORESEEN) as error:
         raise CheckpointMismatch(
-            f"{file} cannot be read: found {error}. Expected {_EXPECTED}, complete and undamaged.",
+            f"{file} cannot be read: found {error!s:.400}. Expected {_EXPECTED}, complete and "
+            f"undamaged.",
             parameters=getattr(error, "parameters", ()),
         ) from error
 
 
-def _interpret(file: pathlib.Path, value: Any) -> Checkpoint:
-    """Find model, hook state, optimizer and the rest in the value at the root of a file."""
-    if not isinstance(value, dict):
-        raise CheckpointMismatch(f"{file} holds a {type(value).__name__}. Expected {_EXPECTED}.")
-    try:
-        kind = value.get("format")  # a parameter may have this name
-        if isinstance(kind, str) and kind == FORMAT:
-            return _own_format(value)
-        if is_slots(value):
-            return Checkpoint({}, (record_from_slots(value),))
-        return _documented(value)
-    except CheckpointMismatch:
-        raise
-    except (SchemaError, *_UNFORESEEN) as error:
-        raise CheckpointMismatch(f"{file}: {error!s:.400}. Expected {_EXPECTED}.") from error
+def _interpreted(value: dict[Any, Any]) -> Checkpoint:
+    """Model, hook state, optimizer and the rest in the value at the root of a file."""
+    kind = value.get("format")  # a parameter may have this name
+    entries: Mapping[str, Any] = value
+    if isinstance(kind, str) and kind == FORMAT:
+        records = read_records(value)
+    elif is_slots(value):
+        entries, records = dict[str, Any](state_dict={}), [record_from_slots(value)]
+    else:
+        entries, records = _documented(value)
+    layout: Any = entries.get("layout")
+    extra, size = entries.get("extra"), entries.get("world_size")
+    return Checkpoint(
+        model=_unwrapped(entries.get("state_dict")),
+        powersgd=tuple(records),
+        optimizer=entries.get("optimizer"),
+        layout=None if layout is None else BucketLayout.from_json(layout),
+        extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
+        world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
+        hook=entries.get("hook"),
+    )
 
 
-def _documented(value: dict[Any, Any]) -> Checkpoint:
+def _documented(value: dict[Any, Any]) -> tuple[dict[str, Any], list[PowerSGDRecord]]:
+    """The entries of a file as torch's documentation writes it, by the names of our own format."""
     rest = dict(value)
     parts = [rest.get(name) for name in (*_MODEL_KEYS, *_HOOK_KEYS)]
     # A flat state_dict may have parameters of these names.
     flat = not any(isinstance(part, dict) for part in parts)
     flat &= any(isinstance(part, np.ndarray) for part in parts)
-    hook = None if flat else _take(rest, _HOOK_KEYS)
+    model, hook = (None if flat else _take(rest, keys) for keys in (_MODEL_KEYS, _HOOK_KEYS))
     if hook is not None and not is_slots(hook):
-        raise SchemaError("`comm_hook_state` is no PowerSGDState")
-    model = None if flat else _take(rest, _MODEL_KEYS)
+        raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     # A list of them is kept as it is, in `extra`.
     named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
     optimizer = rest.pop(named[0]) if named else None
     if model is None and hook is None:
         model, rest = rest, {}
-    if model is not None and not _is_state_dict(model):
-        raise SchemaError("it has no state_dict (name -> tensor) and no `comm_hook_state`")
     layout, registered = rest.pop("layout", None), rest.get("comm_hook")
     if isinstance(registered, Global):
-        del rest["comm_hook"]
-    return Checkpoint(
-        model=_unwrapped(model or {}),
-        powersgd=() if hook is None else (record_from_slots(hook),),
-        optimizer=optimizer,
-        layout=BucketLayout.from_json(layout) if isinstance(layout, str) else None,
-        extra=_text_keys(rest, "the file"),
-        world_size=_world_size(rest.get("world_size")),
-        hook=registered.name.rpartition(".")[2] if isinstance(registered, Global) else None,
-    )
-
-
-def _own_format(value: dict[str, Any]) -> Checkpoint:
-    entries, records = read_document(value)
-    if not _is_state_dict(entries.get("state_dict")):
-        raise SchemaError("`state_dict` is missing")
-    layout, extra = entries.get("layout"), entries.get("extra")
-    return Checkpoint(
-        model=_unwrapped(entries["state_dict"]),
-        powersgd=tuple(records),
-        optimizer=entries.get("optimizer"),
-        layout=None if layout is None else BucketLayout.from_json(layout),
-        extra=_text_keys(extra, "`extra`") if isinstance(extra, dict) else {},
-        world_size=_world_size(entries.get("world_size")),
-        hook=entries.get("hook"),
-    )
+        registered = rest.pop("comm_hook").name.rpartition(".")[2]
+    entries = {
+        "state_dict": {} if model is None else model,
+        "optimizer": optimizer,
+        "layout": layout if isinstance(layout, str) else None,
+        "extra": rest,
+        "world_size": rest.get("world_size"),
+        "hook": registered if "comm_hook" not in rest else None,
+    }
+    return entries, [] if hook is None else [record_from_slots(hook)]
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:
@@ -199,15 +189,14 @@ def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:
     return None
 
 
-def _is_state_dict(value: Any) -> bool:
+def _unwrapped(model: Any) -> dict[str, np.ndarray]:
+    """The tensors of a state_dict, by names without the prefixes of wrappers."""
+    arrays = {}
+    if isinstance(model, dict):
+        arrays = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
     # get_extra_state() may put anything beside the tensors, so one tensor is enough.
-    return isinstance(value, dict) and (
-        not value or any(isinstance(entry, np.ndarray) for entry in value.values())
-    )
-
-
-def _unwrapped(model: Mapping[Any, Any]) -> dict[str, np.ndarray]:
-    arrays = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
+    if model != {} and not arrays:
+        raise Malformed("no state_dict (name -> tensor) and no `comm_hook_state`")
     arrays = _text_keys(arrays, "the state_dict")
     return dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
 
@@ -216,64 +205,47 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
     """The same with numbers as text, as long as that loses nothing."""
     plain = {str(key): entry for key, entry in mapping.items() if isinstance(key, str | int)}
     if len(plain) < len(mapping):
-        raise SchemaError(f"{what} has keys that are no text, or equal as text (1 and '1')")
+        raise Malformed(f"keys of {what} that are no text, or equal as text (1 and '1')")
     return plain
-
-
-def _world_size(value: Any) -> int | None:
-    plain = isinstance(value, int) and not isinstance(value, bool)
-    return value if plain and 0 < value <= MAX_RANKS else None
 
 
 def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
     """One checkpoint out of one file per rank, after checking that they belong together."""
     first = next((part for part in parts if part.model), parts[0])
-    wrong = []
+    seen = collections.Counter(file.resolve() for file in files)
+    wrong = [f"{file}: given {count} times" for file, count in seen.items() if count > 1]
     for file, part in zip(files, parts, strict=True):
         wrong += [f"{file}: {line}" for line in _differences(parts[0], first, part)]
-    wrong += _wrong_number(files, first.world_size)
+    if first.world_size is not None and len(files) > first.world_size:
+        wrong.append(f"{len(files)} files of a run of {first.world_size} ranks")
     if wrong:
         raise CheckpointMismatch(
             "The files are not the ranks of one run at one step. Pass the files that all ranks "
             "wrote at the same iteration.",
             mis_shaped=wrong,
         )
-    layouts = [part.layout for part in parts if part.layout is not None]
     return dataclasses.replace(
         first,
         powersgd=tuple(part.powersgd[0] for part in parts),
-        layout=layouts[0] if layouts else None,
+        layout=next((part.layout for part in parts if part.layout is not None), None),
         world_size=first.world_size or len(parts),
     )
 
 
-def _wrong_number(files: Sequence[pathlib.Path], world_size: int | None) -> list[str]:
-    seen = collections.Counter(file.resolve() for file in files)
-    lines = [f"{file}: given {count} times" for file, count in seen.items() if count > 1]
-    if world_size is not None and len(files) > world_size:
-        lines.append(f"{len(files)} files of a run of {world_size} ranks")
-    return lines
-
-
 def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
-    if len(part.powersgd) != 1 or not lead.powersgd:
+    if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
         return [f"{len(part.powersgd)} hook states where one per rank was expected"]
-    lines = []
-    shapes = {name: array.shape for name, array in first.model.items()}
-    if part.model and {name: array.shape for name, array in part.model.items()} != shapes:
-        lines.append("another model")
     one, other = lead.powersgd[0], part.powersgd[0]
+    models = [{name: array.shape for name, array in p.model.items()} for p in (first, part)]
+    known, found = ({"iteration": r.iter, **r.hyperparameters} for r in (one, other))
+    lines = [f"{name} {found[name]}, not {value}" for name, value in known.items()
+             if found[name] != value]  # fmt: skip
+    if part.model and models[0] != models[1]:
+        lines.append("another model")
     if one.error_sizes != other.error_sizes:
         lines.append("errors of other buckets")
-    if one.iter != other.iter:
-        lines.append(f"iteration {other.iter}, not {one.iter}")
-    lines += [
-        f"{name} {value}, not {one.hyperparameters[name]}"
-        for name, value in other.hyperparameters.items()
-        if value != one.hyperparameters[name]
-    ]
     if one.q_memory_dict.keys() != other.q_memory_dict.keys() or any(
-        one.q_memory_dict[bucket].tobytes() != q.tobytes()
+        q.tobytes() != one.q_memory_dict[bucket].tobytes()
         for bucket, q in other.q_memory_dict.items()
     ):
         lines.append("other Q factors, which all ranks of a run share")

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._read.evaluate import Values
-from torch_bridge._read.globals import allow, is_value
-from torch_bridge._read.tensors import STORAGES, Storage, tensor_constructors
+from torch_bridge._read.globals import constructors, is_value
+from torch_bridge._read.tensors import storage_reader
 from torch_bridge._read.unpickle import STORAGE, unpickle
-from torch_bridge._read.values import Budget, Global, Malformed, default_limit
+from torch_bridge._read.values import Budget, Malformed
 
 Progress = Callable[[int, int], None]
 
@@ -58,7 +58,8 @@ def read_archive(
         head = file.read(512)
         if head[:4] not in _ZIP:
             raise Malformed(_other_kind(head))
-        budget = Budget(default_limit(size) - _UNCOUNTED if max_bytes is None else max_bytes)
+        budget = Budget.of_file(size, max_bytes)
+        budget.claim(_UNCOUNTED if max_bytes is None else 0)
         try:
             charged = _Directory(file, budget)
             archive = zipfile.ZipFile(charged)  # type: ignore[arg-type] (it reads and seeks only)
@@ -74,7 +75,13 @@ def read_archive(
                 if progress is not None:
                     progress(done, size)
 
-            value = _value(_Entries(archive, budget, report), budget)
+            entries, values = _Entries(archive, budget, report), Values(budget)
+            callables = constructors(values, budget)
+            allowed = lambda name: name in callables or is_value(name)  # noqa: E731
+            tree = unpickle(entries.read("data.pkl"), allowed, budget)
+            # No global may be the constructor of storages: its name has no module.
+            values.constructors = callables | {STORAGE: storage_reader(entries.read)}
+            value = values.of(tree)
     report(size)  # what was not needed counts as read
     return value, budget
 
@@ -118,9 +125,7 @@ class _Entries:
     def __init__(
         self, archive: zipfile.ZipFile, budget: Budget, report: Callable[[int], None]
     ) -> None:
-        self._archive = archive
-        self._budget = budget
-        self._report = report
+        self._archive, self._budget, self._report = archive, budget, report
         names = archive.namelist()
         roots = [name[: -len("data.pkl")] for name in names if name.endswith("/data.pkl")]
         roots = [root for root in roots if root.count("/") == 1]
@@ -156,30 +161,3 @@ class _Entries:
         except _ZIP_DAMAGE as error:
             raise Malformed(f"a damaged entry {name!r:.60} ({error!s:.100})") from error
         return raw
-
-
-def _value(entries: _Entries, budget: Budget) -> Any:
-    storages: dict[str, Storage] = {}
-
-    def storage(kind: Any, name: Any, _location: Any, numel: Any, *_: Any) -> Storage:
-        if not isinstance(kind, Global) or kind.name not in STORAGES:
-            raise Malformed("a storage of an unknown type")
-        if not isinstance(name, str) or type(numel) is not int or not 0 <= numel < 2**62:
-            raise Malformed("a storage whose key or size is unreadable")
-        dtype = STORAGES[kind.name]
-        if name not in storages:
-            storages[name] = Storage(entries.read(f"data/{name}", numel * dtype.itemsize), dtype)
-        found = storages[name]
-        if found.dtype != dtype or found.raw.size != numel * dtype.itemsize:
-            raise Malformed("one storage with two sizes or types")
-        return found
-
-    values = Values(budget)
-    allow(values, budget, tensor_constructors(budget))
-    pickled = entries.read("data.pkl")
-    budget.claim(2 * pickled.size)  # as bytes, and once more as what the unpickler reads
-    tree = unpickle(
-        pickled.tobytes(), lambda name: name in values.constructors or is_value(name), budget.claim
-    )
-    values.constructors = {**values.constructors, STORAGE: storage}  # which no global may be
-    return values.of(tree)

@@ -7,18 +7,17 @@ arguments too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from torch_bridge._base.schema import RandomStateRecord
 from torch_bridge._read.evaluate import Values
-from torch_bridge._read.tensors import STORAGES
-from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief
+from torch_bridge._read.tensors import STORAGES, tensor_constructors
+from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief, expect
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-_POWERSGD_STATE = f"{_HOOKS}.powerSGD_hook.PowerSGDState"
 _MAX_PATH = 4096
 _GENERATOR_BYTES = 4 * 624 + 1000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
@@ -55,8 +54,8 @@ _WAYS_OUT = {
     "torch._utils._rebuild_sparse": "Save sparse tensors as to_dense()",
     "torch._utils._rebuild_qtensor": "Save quantized tensors as dequantize()",
     "torch._utils._rebuild_nested": "Save nested tensors as their unbind()",
+    "": "Save tensors, numbers, strings and containers of them, and read that file",
 }
-_PLAIN_VALUES = "Save tensors, numbers, strings and containers of them, and read that file"
 
 
 def is_value(name: str) -> bool:
@@ -66,22 +65,20 @@ def is_value(name: str) -> bool:
 
 def way_out(name: str) -> str:
     """What to do about a file that asks for a global that is not on the list."""
-    known = (advice for start, advice in _WAYS_OUT.items() if name.startswith(start))
-    return next(known, _PLAIN_VALUES)
+    return next(advice for start, advice in _WAYS_OUT.items() if name.startswith(start))
 
 
-def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., Any]]) -> None:
-    """Give `values` the constructors of every global that may be called; copies are charged."""
+def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]]:
+    """What each global that may be called means, for `values`; copies are charged."""
+    rebuild = tensor_constructors(budget)
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A tensor with Python attributes: the inner rebuild, without the attributes.
-        if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise Malformed("a tensor without a function that makes it, or without arguments")
-        if function.name not in rebuild:
-            raise Forbidden(f"{function.name} (called)")
-        return rebuild[function.name](*args)
+        if not isinstance(function, Global) or function.name not in rebuild:
+            raise Forbidden(f"{getattr(function, 'name', brief(function))} (called)")
+        return rebuild[function.name](*expect(args, tuple, "as arguments"))
 
-    def mapping(items: Any = ()) -> dict:
+    def mapping(items: Any = (), state: Any = None) -> dict:  # whose attributes are not needed
         return values.mapping(items.items() if isinstance(items, dict) else _listed(items))
 
     def set_of(items: Any = ()) -> set:
@@ -98,30 +95,36 @@ def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., An
         return text.encode(encoding)
 
     def to_bytes(value: Any = b"", encoding: Any = None) -> bytes:
-        if encoding is None and not isinstance(value, bytes):  # bytes(10**12) would allocate
-            raise Malformed("bytes made of something else")
-        return value if encoding is None else encode(value, encoding)
+        # bytes(10**12) would allocate.
+        if encoding is None:
+            return expect(value, bytes, "where bytes belong")
+        return encode(value, encoding)
 
     def array(raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
-        if not isinstance(raw, bytes) or not isinstance(dtype, np.dtype):
-            raise Malformed("a NumPy array of Python objects, or one without data")
+        expect(raw, bytes, "as the data of a NumPy array, which may not be of Python objects")
+        expect(dtype, np.dtype, "as a NumPy dtype")
         budget.claim(len(raw) + 64)
         if not isinstance(shape, tuple | list) or len(shape) > 64:
             raise Malformed("a NumPy array whose shape is no tuple of at most 64")
         order = "F" if isinstance(order, str) and order == "F" else "C"
         return np.frombuffer(raw, dtype).reshape(shape, order=order).copy()
 
-    def built_array(_: Any, state: Any) -> np.ndarray:
+    def built_array(*_: Any, state: Any) -> np.ndarray:
         _version, shape, dtype, fortran, raw = _listed(state)
         return array(raw, dtype, shape, "F" if fortran is True else "C")
 
-    def generator(_: Any, state: Any) -> RandomStateRecord:
+    def generator(*_: Any, state: Any) -> RandomStateRecord:
         budget.claim(_GENERATOR_BYTES)  # it has words of its own
-        return _random_state(state)
+        if isinstance(state, dict):
+            words = state["state"]
+            state = (state["bit_generator"], words["key"], words["pos"], state["has_gauss"],
+                     state["gauss"])  # fmt: skip
+        kind, *fields = _listed(state)
+        if _text(kind) != "MT19937" or len(fields) > 4:
+            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
+        return RandomStateRecord(*fields)
 
-    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731 (what BUILD completes)
-    values.constructors = {
-        **rebuild,
+    return rebuild | {
         "torch._tensor._rebuild_from_type_v2": from_type,
         "torch.Size": size,
         "torch.device": _device,
@@ -129,7 +132,7 @@ def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., An
         "torch.torch_version.TorchVersion": _text,
         "collections.OrderedDict": mapping,
         "collections.Counter": mapping,
-        "collections.defaultdict": lambda factory=None, items=(): mapping(items),
+        "collections.defaultdict": lambda factory=None, items=(), state=None: mapping(items),
         "builtins.set": set_of,
         "builtins.frozenset": lambda items=(): frozenset(set_of(items)),
         "builtins.bytes": to_bytes,
@@ -138,41 +141,27 @@ def allow(values: Values, budget: Budget, rebuild: Mapping[str, Callable[..., An
         "_codecs.encode": encode,
         "pathlib.PosixPath": _path,
         "pathlib._local.PosixPath": _path,
-        "argparse.Namespace": lambda *_: {},
-        _POWERSGD_STATE: lambda *_: {},
+        "argparse.Namespace": _slots,
+        f"{_HOOKS}.powerSGD_hook.PowerSGDState": _slots,
         "numpy.dtype": _numpy_dtype,
-        "numpy._core.multiarray._reconstruct": nothing,
+        "numpy._core.multiarray._reconstruct": built_array,
         "numpy._core.multiarray.scalar": lambda dtype, raw: array(raw, dtype, ())[()],
         "numpy._core.numeric._frombuffer": array,
-        "numpy.random._pickle.__randomstate_ctor": nothing,
-        "numpy.random.__RandomState_ctor": nothing,
-        # Their states are repeated in the RandomState that wraps them.
-        "numpy.random._pickle.__bit_generator_ctor": nothing,
-        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": nothing,
-    }
-    values.builders = {
-        "argparse.Namespace": _slots,
-        _POWERSGD_STATE: _slots,
-        "numpy.dtype": _numpy_order,
-        "numpy._core.multiarray._reconstruct": built_array,
         "numpy.random._pickle.__randomstate_ctor": generator,
         "numpy.random.__RandomState_ctor": generator,
-        "numpy.random._pickle.__bit_generator_ctor": nothing,
-        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": nothing,
+        # Their states are repeated in the RandomState that wraps them.
+        "numpy.random._pickle.__bit_generator_ctor": lambda *_, state=None: None,
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": lambda *_, state=None: None,
     }
 
 
 def _listed(values: Any) -> Any:
     """`values`, which must not be an array: a few bytes can be seen as one of any size."""
-    if not isinstance(values, tuple | list | set | frozenset):
-        raise Malformed(f"a {type(values).__name__} where a list belongs")
-    return values
+    return expect(values, (tuple, list, set, frozenset), "where a list belongs")
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise Malformed(f"{brief(value)} where text belongs")
-    return value
+    return expect(value, str, "where text belongs")
 
 
 def _device(kind: Any, index: Any = None) -> str:
@@ -182,9 +171,8 @@ def _device(kind: Any, index: Any = None) -> str:
 
 
 def _complex(real: Any, imag: Any = 0.0) -> complex:
-    if not isinstance(real, int | float) or not isinstance(imag, int | float):
-        raise Malformed("a complex number made of something else")
-    return complex(real, imag)
+    kinds, where = (int, float), "in a complex number"
+    return complex(expect(real, kinds, where), expect(imag, kinds, where))
 
 
 def _path(*parts: Any) -> str:
@@ -193,41 +181,21 @@ def _path(*parts: Any) -> str:
     return "/".join(parts).replace("//", "/")
 
 
-def _slots(_: Any, state: Any) -> dict:
+def _slots(*_: Any, state: Any = None) -> dict:
     # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
     if isinstance(state, tuple) and len(state) == 2:
         own, state = state[0] or {}, state[1] or {}
         if not all(isinstance(name, str) for part in (own, state) for name in part):
             raise Malformed("an object whose attributes have no names")
         state |= own
-    if not isinstance(state, dict):
-        raise Malformed("an object without its attributes")
-    return state
+    return {} if state is None else expect(state, dict, "as the attributes of an object")
 
 
-def _numpy_dtype(code: Any, *_: Any) -> np.dtype:
+def _numpy_dtype(code: Any, *_: Any, state: Any = None) -> np.dtype:
     if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
         raise Malformed(f"the NumPy dtype {brief(code)!r}; numbers and booleans are read")
-    return np.dtype(code)
-
-
-def _numpy_order(dtype: np.dtype, state: Any) -> np.dtype:
-    if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
+    if state is None:
+        return np.dtype(code)
+    if any(part is not None for part in expect(state, tuple, "as a NumPy dtype")[2:5]):
         raise Malformed("a structured NumPy dtype")
-    if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
-        raise Malformed("a NumPy dtype without a byte order")
-    return dtype.newbyteorder(state[1])  # type: ignore[arg-type]
-
-
-def _random_state(state: Any) -> RandomStateRecord:
-    try:
-        if isinstance(state, dict):
-            kind, words = state["bit_generator"], state["state"]
-            fields = (words["key"], words["pos"], state["has_gauss"], state["gauss"])
-        else:
-            kind, *fields = _listed(state)
-        if not isinstance(kind, str) or len(fields) > 4 or kind != "MT19937":
-            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
-        return RandomStateRecord(*fields)
-    except (TypeError, ValueError, LookupError) as error:
-        raise Malformed("a numpy RandomState with an unreadable state") from error
+    return np.dtype(code).newbyteorder(_text(state[1]))  # type: ignore[arg-type]

@@ -1,8 +1,11 @@
-"""``pickle.Unpickler`` over objects of ours that do nothing: what a file says, as a tree.
+"""The unpickler of the standard library over objects of ours that do nothing.
 
-No object of torch, NumPy or Python that could do anything is ever on the unpickler's stack. Calls
-and dictionaries are written down as `Made`, which `torch_bridge._read.evaluate` turns into values,
-and nothing in the tree has attributes that BUILD could set.
+What a file says becomes a tree of `Call`, `Global`, lists, tuples, numbers, text, bytes and None,
+which `torch_bridge._read.evaluate` turns into values. No object of torch, NumPy or Python that
+could do anything is ever on the stack, and what the unpickler would do by itself is kept from it:
+hashing keys that were chosen to have one hash, a memo index of 2**31, setting attributes.
+
+It is the unpickler in Python, ``pickle._Unpickler``: only there can opcodes be left out.
 """
 
 from __future__ import annotations
@@ -12,18 +15,34 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch_bridge._read.opcodes import DICT, END, SET, harmless
-from torch_bridge._read.values import Forbidden, Malformed
+import numpy as np
 
-STORAGE = "storage"
-Allowed = Callable[[str], bool]
+from torch_bridge._read.values import Budget, Forbidden, Global, Malformed
+
+STORAGE = "storage"  # what a persistent id of torch's begins with
+_DICT, _SET = "collections.OrderedDict", "builtins.set"
+_MARKS = 1000  # at most, open at once
+# Of memory for a byte of a pickle: of it itself, and of text, which can take 4 bytes a character.
+_COPIES, _NAME = 4, 512  # and for a global that was not named before
+# Bytes of memory that an opcode takes at most, with its places on the stack and in a container;
+# what is not here only takes away from the stack.
+_CHARGES = {
+    **dict.fromkeys(b"qr\x94", 16),
+    **dict.fromkeys(b"\x80\x95(N\x88\x89)2hjc\x93ioK", 32),
+    **dict.fromkeys(b"JMG\x8a\x8bt", 64),
+    **dict.fromkeys(b"\x85\x86\x87XU\x8cT\x8dCB\x8e\x96", 96),
+    **dict.fromkeys(b"]", 112),
+    **dict.fromkeys(b"}\x8fR\x81Q", 208),
+}
+_BY_BYTE = np.array([_CHARGES.get(code, 0) for code in range(256)], np.uint8)
+_LOADS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 
 
-class Made:
+class Call:
     """A call that the file asks for, a dictionary, a set or a storage: written down, not made.
 
-    `name` is the global, or `DICT`, `SET`, `STORAGE`; `items` are keys and values in turn, or what
-    was added to a set; `state` is what BUILD gave it, `...` without one.
+    `name` is the global, or `STORAGE`; `items` are keys and values in turn; `state` is what BUILD
+    gave it, `...` without one.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -38,64 +57,97 @@ class Made:
 
     def add(self, value: Any) -> None:
         """What ADDITEMS does to a set."""
-        self.items.append(value)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class Named:
-    """A global on the allow-list. Calling it writes the call down."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: Any) -> Made:
-        return Made(self.name, args)
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise Malformed(f"the pickle sets attributes of {self.name}")
+        if self.name != _SET:
+            raise Malformed(f"{self.name} where a set belongs")
+        self.args[0].append(value)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, is_allowed: Allowed, problem: Exception) -> None:
-        # A buffered reader has peek(), without which the unpickler reads byte by byte.
-        super().__init__(io.BufferedReader(stream), encoding="latin-1")
-        self._is_allowed = is_allowed
-        self._named: dict[str, Named] = {}  # made anew for each file
-        self._problem = problem
+class _Memo(list):
+    """What the file numbered, from 0 on, as every pickler does."""
 
-    def find_class(self, module: str, name: str, /) -> Named:
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if index == len(self):
+            self.append(value)
+        else:
+            super().__setitem__(index, value)
+
+
+class _Unpickler(pickle._Unpickler):
+    append: Callable[[Any], None]
+    metastack: list[Any]
+    read: Callable[[int], bytes]
+    stack: list[Any]
+
+    def __init__(self, data: bytes, is_allowed: Callable[[str], bool], budget: Budget) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin-1")
+        self.memo: Any = _Memo()
+        self._is_allowed, self._budget = is_allowed, budget
+        self._named: dict[str, Global] = {}
+
+    def find_class(self, module: str, name: str) -> Global:
         full = _canonical(module, name)
         if full not in self._named:
             if not self._is_allowed(full):
                 raise Forbidden(full)
-            self._named[full] = Named(full)
+            self._budget.claim(_NAME)
+            self._named[full] = Global(full)
         return self._named[full]
 
-    def persistent_load(self, pid: Any, /) -> Made:
+    def persistent_load(self, pid: Any) -> Call:
         if isinstance(pid, tuple) and pid and isinstance(pid[0], str) and pid[0] == STORAGE:
-            return Made(STORAGE, pid[1:])
-        if isinstance(pid, str) and pid in (DICT, SET):
-            return Made(pid)
-        if isinstance(pid, str) and pid == END:
-            raise self._problem
+            return Call(STORAGE, pid[1:])
         raise Malformed("a reference to something that is no storage")
 
+    def _mark(self) -> None:
+        if len(self.metastack) > _MARKS:
+            raise Malformed(f"more than {_MARKS} values that are begun and not ended")
+        _LOADS[pickle.MARK[0]](self)
 
-def unpickle(data: bytes, is_allowed: Allowed, claim: Callable[[int], None]) -> Any:
-    """What a pickle says, of `Made`, `Named`, lists, tuples, numbers, text, bytes and None.
+    def _reduce(self) -> None:
+        args = self.stack.pop()
+        function = self.stack[-1]
+        if not isinstance(function, Global) or not isinstance(args, tuple):
+            raise Malformed("a call of something that is no function")
+        self.stack[-1] = Call(function.name, args)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Call):
+            raise Malformed("attributes of something that has none")
+        self.stack[-1].state = state
+
+    def _extension(self) -> NoReturn:
+        # The standard library keeps such objects, so that one may come from another file.
+        raise Forbidden("a copyreg extension code")
+
+    # What torch writes, and the older ways to name a global, so that it is named in the error.
+    dispatch = {
+        code: pickle._Unpickler.dispatch[code] for code in (*_CHARGES, *b".01asebu\x90")
+    } | {
+        pickle.MARK[0]: _mark,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _reduce,
+        pickle.BUILD[0]: _build,
+        pickle.EMPTY_DICT[0]: lambda self: self.append(Call(_DICT)),
+        pickle.EMPTY_SET[0]: lambda self: self.append(Call(_SET, ([],))),
+        pickle.BYTEARRAY8[0]: _LOADS[pickle.BINBYTES8[0]],
+        pickle.FRAME[0]: lambda self: self.read(8),
+        **dict.fromkeys(b"\x82\x83\x84", _extension),
+    }
+
+
+def unpickle(data: np.ndarray, is_allowed: Callable[[str], bool], budget: Budget) -> Any:
+    """What a pickle says, as a tree; `data` is uint8.
 
     Raises:
-      Malformed: It is damaged, is none that torch writes, or takes more bytes than can be claimed.
+      Malformed: It is damaged, is none that torch writes, or takes more than the budget.
       Forbidden: It asks for a global that is not allowed; the first one is named.
     """
-    stream, problem = harmless(data, claim)
-    unpickler = _Unpickler(stream, is_allowed, problem)
+    # An upper bound, before anything is made: every byte is taken for an opcode.
+    budget.claim(_COPIES * data.size)
+    budget.claim(int(_BY_BYTE[data].sum(dtype=np.int64)))
     try:
-        return unpickler.load()
+        return _Unpickler(data.tobytes(), is_allowed, budget).load()
     except (Malformed, Forbidden):
         raise
     except Exception as error:  # whatever the standard library says of a damaged pickle

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-_MAX_BITS = 64
-
 
 class Malformed(Exception):
     """The file is damaged, or is no checkpoint of torch's; the message says what was found.
@@ -45,6 +43,11 @@ class Budget:
     limit: int
     used: int = 0
 
+    @classmethod
+    def of_file(cls, size: int, max_bytes: int | None) -> Budget:
+        """For a file of `size` bytes, unless the user says another limit."""
+        return cls(3 * size + (64 << 20) if max_bytes is None else max_bytes)
+
     def claim(self, nbytes: int) -> None:
         """Count `nbytes` before they are allocated, or raise Malformed when that is too much."""
         self.used += nbytes
@@ -56,14 +59,16 @@ class Budget:
             )
 
 
-def default_limit(size: int) -> int:
-    """The most bytes that a file of `size` bytes may take, unless the user says another limit."""
-    return 3 * size + (64 << 20)
+def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+    """`value`, if it is of that kind; else Malformed says what was found where."""
+    if isinstance(value, kind):
+        return value
+    raise Malformed(f"a {type(value).__name__} {where}")
 
 
 def brief(value: Any) -> str:
     """`value` for a message; not that of a container, whose ``repr`` need not end."""
     if isinstance(value, str):
         return f"{value:.40}"
-    small = isinstance(value, int) and value.bit_length() <= _MAX_BITS
+    small = isinstance(value, int) and value.bit_length() <= 64
     return str(value) if small else f"a {type(value).__name__}"
