@@ -11,7 +11,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.framework import import_torch, not_installed
@@ -77,22 +76,24 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _to_flax(options: argparse.Namespace) -> None:
+    import jax
+    import numpy as np
+
     from torch_bridge._cli.convert import config_of, entries
     from torch_bridge._cli.files import write_flax
     from torch_bridge._convert.to_flax import to_flax
 
-    keywords = arguments.pairing(options) | arguments.conversion(options)
+    pairing, conversion = arguments.pairing(options), arguments.conversion(options)
     _refuse_overwriting(options)
     checkpoint = _load(options.files, options)
     _notify(options, "converting")
     config = config_of(checkpoint)
-    keywords |= {"missing_ranks": options.missing_ranks, "consume": True}
-    state = entries(to_flax(checkpoint, options.params, **keywords))
+    conversion |= {"missing_ranks": options.missing_ranks, "consume": True}
+    state = entries(to_flax(checkpoint, options.params, **conversion, **pairing))
     _notify(options, f"writing {options.out}")
     write_flax(options.out, state, config, force=options.force)
-    print(
-        f"{printable(str(options.out))}: step {int(state['step'])}, {_size(state['params'])} values"
-    )
+    size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
+    print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
 
 
 def _to_torch(options: argparse.Namespace) -> None:
@@ -117,21 +118,19 @@ def _refuse_overwriting(options: argparse.Namespace) -> None:
     """Before the work begins. A folder is looked into when its step is known."""
     out: pathlib.Path = options.out
     to_folder = options.command == "to-flax" and out.suffix != ".msgpack"
+    kind = "folder, or a file that ends in .msgpack" if to_folder else "file here"
     if out.is_dir() and not to_folder:
-        raise CheckpointMismatch(f"{out} is a folder. --out must be a file here.")
+        raise CheckpointMismatch(f"{out} is a folder. --out must be a {kind}.")
     if os.path.lexists(out) and not out.is_dir():  # a link to nowhere is there, too
         if to_folder:
-            raise CheckpointMismatch(
-                f"{out} is a file. --out must be a folder, or a file that ends in .msgpack."
-            )
+            raise CheckpointMismatch(f"{out} is a file. --out must be a {kind}.")
         if not options.force:
             raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")
 
 
 def _load(files: Sequence[pathlib.Path], options: argparse.Namespace) -> Checkpoint:
-    paths = files[0] if len(files) == 1 else files
     if options.quiet:
-        return load(paths, max_bytes=options.max_bytes)
+        return load(files, max_bytes=options.max_bytes)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -142,19 +141,12 @@ def _load(files: Sequence[pathlib.Path], options: argparse.Namespace) -> Checkpo
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return load(paths, max_bytes=options.max_bytes, progress=progress)
+        return load(files, max_bytes=options.max_bytes, progress=progress)
 
 
 def _notify(options: argparse.Namespace, stage: str) -> None:
     if not options.quiet:
         print(printable(stage), file=sys.stderr)
-
-
-def _size(tree: Any) -> str:
-    import jax
-    import numpy as np
-
-    return f"{sum(int(np.size(leaf)) for leaf in jax.tree.leaves(tree)):,}"
 
 
 if __name__ == "__main__":

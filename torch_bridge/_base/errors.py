@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch_bridge._base.terminal import printable
+
+_LISTS = ("missing", "unexpected", "mis_shaped", "ambiguous")
 
 
 class CheckpointMismatch(ValueError):
@@ -44,38 +47,20 @@ class CheckpointMismatch(ValueError):
         parameters: Sequence[str] = (),
     ) -> None:
         self.message = message
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mis_shaped = tuple(mis_shaped)
-        self.ambiguous = tuple(ambiguous)
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        self.mis_shaped, self.ambiguous = tuple(mis_shaped), tuple(ambiguous)
         self.parameters = tuple(parameters)
         lines = [printable(message, keep="\n")]
-        for title, entries in (
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("mis-shaped", self.mis_shaped),
-            ("ambiguous", self.ambiguous),
-        ):
-            if entries:
-                lines.append(f"  {title} ({len(entries)}):")
+        for name in _LISTS:
+            if entries := getattr(self, name):
+                lines.append(f"  {name.replace('_', '-')} ({len(entries)}):")
                 lines += [f"    {printable(entry)}" for entry in entries]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the parts, so that the error survives a process pool."""
-        state = {
-            "message": self.message,
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "mis_shaped": self.mis_shaped,
-            "ambiguous": self.ambiguous,
-            "parameters": self.parameters,
-        }
-        return _rebuild_mismatch, (state,)
-
-
-def _rebuild_mismatch(state: dict) -> CheckpointMismatch:
-    return CheckpointMismatch(**state)
+        parts = {name: getattr(self, name) for name in (*_LISTS, "message", "parameters")}
+        return functools.partial(CheckpointMismatch, **parts), ()
 
 
 class UnsafeCheckpoint(ValueError):

@@ -14,144 +14,103 @@ from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
+from torch_bridge._pairing.options import PairOptions
 from torch_bridge._read.values import Budget, Malformed
 
 _DESCRIPTION = """\
 Move a PowerSGD training run between PyTorch DDP and JAX. Files are read without executing anything
 from them.
 
-exit codes:
-  0  done
-  1  a file cannot be read, is damaged, or does not fit
-  2  wrong usage
-  3  a file asks to run something that is not on the allow-list; nothing was run
-"""
-_INSPECT = """\
-examples:
-  python -m torch_bridge inspect checkpoint.pt
-  python -m torch_bridge inspect rank0.pt rank1.pt rank2.pt rank3.pt
-  python -m torch_bridge inspect checkpoint.pt --json | jq .missing
-"""
-_TO_FLAX = """\
-`--params` names the Flax tree to fill, of which only the structure and the shapes are used: a
-tree, or a function without arguments that returns one. With my_model.py next to you:
-
-  def variables():
-      return jax.eval_shape(MyModel().init, jax.random.key(0), jnp.zeros((1, 784)))
-
-A model with BatchNorm needs its batch_stats, too: give all that init returns, {"params": ...,
-"batch_stats": ...}. Without any, ["params"] alone will do.
-
-examples:
-  python -m torch_bridge to-flax checkpoint.pt --params my_model:variables --out checkpoints/
-  python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables --out run.msgpack
-  python -m torch_bridge to-flax checkpoint.pt --params my_model:variables --flatten fc1=64,7,7 \\
-      --ignore 'aux\\..*' --out checkpoints/
-  python -m torch_bridge to-flax rank0.pt --missing-ranks zero --layout layout.json \\
-      --params my_model:variables --rule 'backbone\\.(\\d+)=block_\\1' --out checkpoints/
-
-The result is {step, params, batch_stats, opt_state} as a Flax TrainState has them, with the
-opt_state of optax.chain(jaxcomp.powersgd(...), optimizer): an orbax directory with SHA256SUMS, or
-msgpack if --out ends so.
-"""
-_TO_TORCH = """\
-`--like` is the torch checkpoint that the run came from: names, hyperparameters, random number
-generator and whatever else Flax has no use for come from there.
-
-example:
-  python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --params my_model:variables \\
+  python -m torch_bridge inspect rank0.pt rank1.pt
+  python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables --out checkpoints/
+  python -m torch_bridge to-torch checkpoints/ --like rank0.pt --params my_model:variables \\
       --out continued.pt
 
-In torch: torch.load("continued.pt", weights_only=True) has state_dict and optimizer;
-torch_bridge.load and torch_bridge.resume_powersgd bring the hook back without a wrong step.
+exit codes: 0 done; 1 a file cannot be read, is damaged, or does not fit; 2 wrong usage; 3 a file
+asks to run something that is not on the allow-list (nothing was run).
 """
+_EPILOGS = {
+    "inspect": "example: python -m torch_bridge inspect checkpoint.pt --json | jq .missing",
+    "to-flax": """\
+--params is a tree of arrays or shapes, or a function that returns one: all that init returns,
+{"params": ..., "batch_stats": ...}, where the model has BatchNorm. --out becomes {step, params,
+batch_stats, opt_state} as a Flax TrainState has them, an orbax directory with SHA256SUMS or a file
+*.msgpack.
+
+example: python -m torch_bridge to-flax rank0.pt --params my_model:variables --flatten fc1=64,7,7 \\
+    --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' --out checkpoints/
+""",
+    "to-torch": """\
+Names, hyperparameters and whatever else Flax has no use for come from --like.
+
+example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
+    --params my_model:variables --out continued.pt
+""",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
+    raw = argparse.RawDescriptionHelpFormatter
     main = argparse.ArgumentParser(
-        prog="python -m torch_bridge",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m torch_bridge", description=_DESCRIPTION, formatter_class=raw
     )
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inspect = _command(commands, "inspect", "show what a checkpoint holds", _INSPECT)
-    to_flax = _command(commands, "to-flax", "convert to a Flax checkpoint", _TO_FLAX)
-    to_torch = _command(commands, "to-torch", "convert a Flax checkpoint back", _TO_TORCH)
+    inspect, to_flax, to_torch = (
+        commands.add_parser(
+            name, help=summary, description=summary, epilog=_EPILOGS[name], formatter_class=raw
+        )
+        for name, summary in (
+            ("inspect", "show what a checkpoint holds"),
+            ("to-flax", "convert to a Flax checkpoint"),
+            ("to-torch", "convert a Flax checkpoint back"),
+        )
+    )
     for command in (inspect, to_flax):
         command.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE")
     inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    to_flax.add_argument(
-        "--missing-ranks",
-        choices=("error", "zero", "replicate"),
-        default="error",
-        help="what to do when not every rank's error is there (default: error)",
-    )
+    choices = ("error", "zero", "replicate")
+    to_flax.add_argument("--missing-ranks", choices=choices, default="error")
     to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
-    to_torch.add_argument(
-        "--like", type=pathlib.Path, nargs="+", required=True, metavar="FILE",
-        help="the torch checkpoint that the run came from",
-    )  # fmt: skip
+    like = {"nargs": "+", "required": True, "metavar": "FILE", "type": pathlib.Path}
+    to_torch.add_argument("--like", help="the torch checkpoint that the run came from", **like)
     for command in (to_flax, to_torch):
         add = command.add_argument
         add("--params", required=True, metavar="MODULE:NAME", type=_params)
         add("--out", required=True, type=pathlib.Path)
         add("--force", action="store_true", help="overwrite --out")
-        add(
-            "--rule", action="append", default=[], metavar="REGEX=PATH", type=_rule,
-            help="which torch names belong to which Flax path; may be repeated",
-        )  # fmt: skip
-        for name, what in (
-            ("--flatten", "the shape from which the input of this Linear was flattened, or none"),
-            ("--unflatten", "the shape that the output of this Linear becomes, or none"),
+        add("--param-names", type=pathlib.Path, metavar="JSON", help="as the optimizer got them")
+        add("--torch-dims", action="store_true", help="see kernels as torch does")
+        for name, metavar, kind, what in (
+            ("--rule", "REGEX=PATH", _rule, "the Flax path of these torch names"),
+            ("--flatten", "REGEX=C,H,W", _shape, "what this Linear's input was, or none"),
+            ("--unflatten", "REGEX=C,H,W", _shape, "what this Linear's output becomes, or none"),
         ):
-            add(name, action="append", default=[], metavar="REGEX=C,H,W", type=_shape, help=what)
+            add(name, action="append", default=[], metavar=metavar, type=kind, help=what)
         for name, what in (
             ("--conv-transpose", "ConvTranspose layers with as many inputs as outputs"),
             ("--conv1d", "layers that keep their weight (in, out)"),
             ("--ignore", "torch tensors to leave out"),
         ):
             add(name, metavar="REGEX", type=_regex, help=what)
-        add(
-            "--param-names", type=pathlib.Path, metavar="JSON",
-            help="the names in the order in which the optimizer was given them",
-        )  # fmt: skip
-        add(
-            "--torch-dims", action="store_true",
-            help="see kernels as torch does (torch_bridge.torch_matrix_dims)",
-        )  # fmt: skip
     for command in (inspect, to_flax, to_torch):
-        command.add_argument(
-            "--layout", type=pathlib.Path, metavar="JSON", help="from record_layout(...).to_json()"
-        )
-        command.add_argument(
-            "--max-bytes", type=int, metavar="N",
-            help="the most bytes that one file may unpack to (default: 3 x its size + 64 MiB)",
-        )  # fmt: skip
-        command.add_argument("--quiet", action="store_true", help="show no progress")
+        add = command.add_argument
+        add("--layout", type=pathlib.Path, metavar="JSON", help="of record_layout(...).to_json()")
+        add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
+        add("--quiet", action="store_true", help="show no progress")
     return main
 
 
-def _command(commands: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def pairing(options: argparse.Namespace) -> dict[str, Any]:
+def pairing(options: argparse.Namespace) -> PairOptions:
     """The keyword arguments of `torch_bridge.pair`."""
-    return {
-        "rules": options.rule,
-        "flatten": dict(options.flatten),
-        "unflatten": dict(options.unflatten),
-        "conv_transpose": options.conv_transpose,
-        "conv1d": options.conv1d,
-        "ignore": options.ignore,
-    }
+    return PairOptions(
+        rules=options.rule,
+        flatten=dict(options.flatten),
+        unflatten=dict(options.unflatten),
+        conv_transpose=options.conv_transpose,
+        conv1d=options.conv1d,
+        ignore=options.ignore,
+    )
 
 
 def conversion(options: argparse.Namespace) -> dict[str, Any]:
@@ -162,11 +121,10 @@ def conversion(options: argparse.Namespace) -> dict[str, Any]:
     """
     from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 
-    names: pathlib.Path | None = options.param_names
     return {
         "layout": layout(options),
         "matrix_dims": torch_matrix_dims if options.torch_dims else None,
-        "param_names": names and _parsed(names, "--param-names", options.max_bytes, _names),
+        "param_names": _parsed(options, "param_names", _names),
     }
 
 
@@ -176,9 +134,7 @@ def layout(options: argparse.Namespace) -> BucketLayout | None:
     Raises:
       CheckpointMismatch: It is no layout, or takes more than `max_bytes`.
     """
-    if options.layout is None:
-        return None
-    return _parsed(options.layout, "--layout", options.max_bytes, BucketLayout.from_json)
+    return _parsed(options, "layout", BucketLayout.from_json)
 
 
 def _names(text: str) -> Any:
@@ -189,29 +145,29 @@ def _names(text: str) -> Any:
     return names
 
 
-def _parsed(
-    path: pathlib.Path, option: str, max_bytes: int | None, parse: Callable[[str], Any]
-) -> Any:
+def _parsed(options: argparse.Namespace, name: str, parse: Callable[[str], Any]) -> Any:
     """A file of JSON, charged with what parsing it may take before it is read."""
+    path: pathlib.Path | None = getattr(options, name)
+    if path is None:
+        return None
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise CheckpointMismatch(f"{path} is no file. {option} must be a file of JSON.")
+        raise CheckpointMismatch(f"{path} is no file, and must be one of JSON.")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        budget = Budget.of_file(size, max_bytes)
         try:
-            budget.claim(PARSED_BYTES * size)
+            Budget.of_file(size, options.max_bytes).claim(PARSED_BYTES * size)
             return parse(file.read(size).decode())
         except (Malformed, ValueError, RecursionError) as error:
-            options = getattr(error, "parameters", ())
-            raise CheckpointMismatch(f"{path}: {error}", parameters=options) from error
+            names = getattr(error, "parameters", ())
+            raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
 
 
 def _params(reference: str) -> Any:
     """The tree that ``package.module:name`` names; a function is called."""
     import jax
 
-    module, colon, name = reference.partition(":")
-    if not colon or not module or not name:
+    module, _, name = reference.partition(":")
+    if not module or not name:
         raise argparse.ArgumentTypeError(f"must be MODULE:NAME, got {reference!r}")
     sys.path.insert(0, os.getcwd())
     try:

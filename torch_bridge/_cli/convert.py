@@ -15,7 +15,8 @@ from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run
 from torch_bridge._convert.to_torch import assemble, hollow
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, in_collections
-from torch_bridge._pairing.pair import pair, refuse_lost_statistics
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import pairs_of_whole
 
 
 def entries(run: FlaxRun) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def torch_document(
     source: pathlib.Path,
     like: Checkpoint,
     params: Any,
-    pairing: Mapping[str, Any],
+    pairing: PairOptions,
     conversion: Mapping[str, Any],
     notify: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -57,21 +58,19 @@ def torch_document(
       notify: Called with the name of each stage.
     """
     notify("reading the Flax checkpoint")
-    pairings = pair(like.model, params, **pairing)
-    refuse_lost_statistics(like.model, params, pairing.get("ignore"))
-    shapes = shapes_of_run(like, params, pairings, **conversion)
+    pairs = pairs_of_whole(like.model, params, None, pairing)
+    template = entries(shapes_of_run(like, params, pairs, **conversion))
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
     fresh = hollow(like.optimizer)
-    if like.optimizer is not None:
-        like.optimizer.clear()
-    read = read_flax(source, entries(shapes))
+    (like.optimizer or {}).clear()
+    read = read_flax(source, template)
     reducer, *links = read.pop("opt_state")
-    read.pop("step")
+    del read["step"]
     parts = {
         "params": read if _is_linen(params) else read["params"],
         "powersgd": PowerSGDState(*reducer) if like.powersgd else None,
         "optimizer": tuple(links),
     }
     del read, reducer, links
-    return assemble(parts, like, fresh, pairings, notify=notify, **conversion)
+    return assemble(parts, like, fresh, pairs, notify=notify, **conversion)

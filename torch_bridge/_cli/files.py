@@ -10,7 +10,7 @@ import pathlib
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
@@ -44,8 +44,6 @@ def write_flax(
         with replacing(path) as file:
             _stream(file, serialization.to_state_dict(tree))
         return
-    import orbax.checkpoint as ocp
-
     name = str(int(state["step"]))
     place = path / name
     if place.exists() and not force:
@@ -53,17 +51,13 @@ def write_flax(
             f"{path} already holds step {name}. Choose another --out, or pass --force to "
             f"overwrite it."
         )
-    args = ocp.args.Composite(
-        state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(dict(config))
-    )
     # Inside of `path`, which may be a mounted file system of its own.
     temporary = path / f".{name}.{secrets.token_hex(8)}.tmp"
     new, old = temporary / name, temporary / "old"
     try:
-        _save(temporary, int(name), args)
-        (new / _SUMS).write_text(
-            "".join(f"{_sum(file)}  {file.relative_to(new)}\n" for file in _files(new))
-        )
+        _save(temporary, int(name), tree, dict(config))
+        lines = [f"{digest}  {file}\n" for file, digest in _sums(new).items()]
+        (new / _SUMS).write_text("".join(lines))
         if place.exists():
             place.rename(old)
         try:
@@ -77,7 +71,10 @@ def write_flax(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save(folder: pathlib.Path, step: int, args: Any) -> None:
+def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    args = ocp.args.Composite(state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(config))
     logger = logging.getLogger("absl")  # which shows the error of each thread, with its traceback
     level = logger.level
     try:
@@ -106,10 +103,9 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
       CheckpointMismatch: The checkpoint has another structure than `like`, or files of it are not
         what was written.
     """
-    _refuse_pipes(path)
-    template = jax.tree.map(np.asarray, dict(like))
+    template, files = jax.tree.map(np.asarray, dict(like)), _files(path)
     try:
-        if path.suffix == ".msgpack":
+        if path.suffix == ".msgpack" and path in files:
             from flax import serialization
 
             restored = serialization.from_bytes(template, path.read_bytes())
@@ -135,48 +131,48 @@ def _read_orbax(path: pathlib.Path, template: Any) -> Any:
         step = manager.latest_step()
         if step is None:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
-        _refuse_changes(path / str(step))
+        folder = path / str(step)
+        if (folder / _SUMS).exists():  # a step that a training script wrote has none
+            _refuse_changes(folder, (folder / _SUMS).read_bytes().decode("utf-8", "replace"))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
         return manager.restore(step, args=args)[_STATE]
 
 
-def _refuse_changes(folder: pathlib.Path) -> None:
-    """Compare the checksums; a step that a training script wrote has none."""
-    sums = folder / _SUMS
-    if not sums.exists():
-        return
-    text = sums.read_bytes().decode("utf-8", "replace")
+def _refuse_changes(folder: pathlib.Path, text: str) -> None:
     said = {name: digest for digest, _, name in (ln.partition("  ") for ln in text.splitlines())}
-    found = {str(file.relative_to(folder)): _sum(file) for file in _files(folder)}
-    if said != found:
-        wrong = [n for n in {**said, **found} if said.get(n) != found.get(n)]
+    found = _sums(folder)
+    if wrong := [n for n in {**said, **found} if said.get(n) != found.get(n)]:
         raise CheckpointMismatch(
             f"{folder} is damaged: {', '.join(wrong[:5])} of {len(found)} files are not what "
             f"{_SUMS} says. Convert it again, or copy it again from where it is whole."
         )
 
 
-def _files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    return (f for f in sorted(folder.rglob("*")) if f.is_file() and f != folder / _SUMS)
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+    """The SHA-256 of each file in `folder` by its name there."""
+    sums = {}
+    for path in _files(folder):
+        if path != folder / _SUMS:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            sums[str(path.relative_to(folder))] = digest
+    return dict(sorted(sums.items()))
 
 
-def _sum(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _refuse_pipes(path: pathlib.Path) -> None:
-    """What is neither file nor folder would be waited for; also inside of an orbax directory."""
-    waiting, seen = [path], set()
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Every file in a folder, or the one; anything that would be waited for is refused."""
+    waiting, seen, files = [path], set(), []
     while waiting:
         file = waiting.pop()
         facts = os.stat(file)
-        mode, identity = facts.st_mode, (facts.st_dev, facts.st_ino)
-        if stat.S_ISDIR(mode) and identity not in seen:  # links can lead in circles
+        if stat.S_ISREG(facts.st_mode):
+            files.append(file)
+        elif not stat.S_ISDIR(facts.st_mode):
+            raise CheckpointMismatch(f"{file} is a pipe, a socket or a device, and no checkpoint.")
+        elif (identity := (facts.st_dev, facts.st_ino)) not in seen:  # links lead in circles
             seen.add(identity)
             waiting += file.iterdir()
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise CheckpointMismatch(f"{file} is a pipe, a socket or a device, and no checkpoint.")
+    return files
 
 
 def _check(restored: Any, template: Any) -> None:

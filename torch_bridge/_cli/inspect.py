@@ -38,42 +38,35 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
       conversion needs and the files lack, each as one sentence.
     """
     record = checkpoint.powersgd[0] if checkpoint.powersgd else None
-    source, problem = "given", None
-    if layout is None:
-        layout, source, problem = _find_layout(checkpoint, record)
-    if layout is not None and record is not None:
-        problem = length_misfit(layout, record)
-        layout = None if problem else layout
     facts, missing = _facts(checkpoint, record), _missing(checkpoint, record)
-    if record is None or layout is None:
-        rows = [_row(name, checkpoint.model[name].shape, record) for name in trainable(checkpoint)]
-    else:
-        rows = _measured(checkpoint, record, layout)
+    source, problem = "given", None
+    if layout is None and checkpoint.layout is not None:
+        layout, source = checkpoint.layout, "in the file"
+    elif layout is None and record is not None and record.buckets:
+        try:
+            layout, source = infer_layout(checkpoint), "inferred"
+        except CheckpointMismatch as error:
+            problem = error.message
+    if layout is not None and record is not None and (misfit := length_misfit(layout, record)):
+        layout, problem = None, misfit
+    shapes = {name: checkpoint.model[name].shape for name in trainable(checkpoint)}
+    if layout is not None and record is not None:
+        shapes = {name: entry.shape for name, entry in layout.entries.items()}
+    rows = {name: _row(name, shape, record) for name, shape in shapes.items()}
     if record is not None:
-        buckets = len(layout.buckets) if layout else len(record.buckets)
-        facts["layout"] = f"{source}, {buckets} bucket(s)" if layout else "unknown"
-    if wild := [row["name"] for row in rows if math.nan in (row["q_norm"], row["error_norm"])]:
+        facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
+        if layout is not None:
+            _measure(rows, checkpoint, record, layout)
+    wild = [name for name, row in rows.items() if math.nan in (row["q_norm"], row["error_norm"])]
+    if wild:
         missing.append(
             f"a finite state of {_some(wild)} (never used, or the run diverged); it starts afresh"
         )
-    for row in rows:  # JSON has no NaN
-        row |= {name: None for name in ("q_norm", "error_norm") if row[name] is math.nan}
+    for row in rows.values():  # JSON has no NaN
+        row |= {key: None for key, value in row.items() if value is math.nan}
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
-    return {"facts": facts, "parameters": rows, "missing": missing}
-
-
-def _find_layout(
-    checkpoint: Checkpoint, record: PowerSGDRecord | None
-) -> tuple[BucketLayout | None, str, str | None]:
-    if checkpoint.layout is not None:
-        return checkpoint.layout, "in the file", None
-    if record is None or not record.buckets:
-        return None, "", None
-    try:
-        return infer_layout(checkpoint), "inferred", None
-    except CheckpointMismatch as error:
-        return None, "", error.message
+    return {"facts": facts, "parameters": list(rows.values()), "missing": missing}
 
 
 def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
@@ -88,18 +81,14 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
         for name, value in record.hyperparameters.items():
             if name != "start_powerSGD_iter":
                 facts[name] = f"{value:g}" if isinstance(value, float) else str(value)
-    if checkpoint.optimizer is not None:
-        facts["optimizer"] = _optimizer(checkpoint.optimizer)
+    if (optimizer := checkpoint.optimizer) is not None:
+        facts["optimizer"] = "not as an optimizer's state_dict() has it"
+        if is_optimizer(optimizer):
+            groups, states = len(optimizer["param_groups"]), len(optimizer["state"])
+            facts["optimizer"] = f"{groups} group(s), state of {states} parameters"
     if checkpoint.extra:
         facts["beside it"] = _some(list(checkpoint.extra))
     return facts
-
-
-def _optimizer(optimizer: dict[str, Any]) -> str:
-    if not is_optimizer(optimizer):
-        return "not as an optimizer's state_dict() has it"
-    groups, states = optimizer["param_groups"], optimizer["state"]
-    return f"{len(groups)} group(s), state of {len(states)} parameters"
 
 
 def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:
@@ -115,22 +104,23 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _row(
-    name: str, shape: tuple[int, ...], record: PowerSGDRecord | None, **more: Any
-) -> dict[str, Any]:
+def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> dict[str, Any]:
     rows, cols = matrix_shape(shape)
     rank = min(rows, cols, record.matrix_approximation_rank) if record is not None else 0
     if record is None or not is_compressed(rows, cols, rank, record.min_compression_rate):
         rank = 0
     row = {"name": name, "shape": shape, "matrix": (rows, cols), "rank": rank}
-    return row | {"bucket": None, "q_norm": None, "error_norm": None} | more
+    return row | dict.fromkeys(_NUMBERS)
 
 
-def _measured(
-    checkpoint: Checkpoint, record: PowerSGDRecord, layout: BucketLayout
-) -> list[dict[str, Any]]:
+def _measure(
+    rows: dict[str, dict[str, Any]],
+    checkpoint: Checkpoint,
+    record: PowerSGDRecord,
+    layout: BucketLayout,
+) -> None:
+    """Fill in the buckets, and the norms of Q and of the mean error."""
     slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
-    rows = {entry.name: _row(entry.name, entry.shape, record) for entry in layout.entries.values()}
     for slot in slots:
         if (q := record.q_memory_dict.get(slot.bucket)) is not None:
             rows[slot.entry.name]["q_norm"] = _norm(slot.q(q))
@@ -140,7 +130,6 @@ def _measured(
         if index in record.error_dict:  # one bucket after the other, as each is a copy
             for name, error in layout.split(index, checkpoint.mean_error(index)).items():
                 rows[name]["error_norm"] = _norm(error)
-    return list(rows.values())
 
 
 def _norm(array: np.ndarray) -> float:
@@ -167,13 +156,10 @@ def render(summary: Mapping[str, Any], console: Console) -> None:
         facts.add_row(f"[bold]{title}[/bold]", plain(value))
     console.print(facts)
     table = Table(title="Parameters", title_justify="left")
-    for title in ("name", "shape", "matrix", "rank", "bucket", "|q|", "|error|"):
-        table.add_column(
-            title,
-            justify="left" if title in ("name", "shape") else "right",
-            no_wrap=title != "name",
-            overflow="fold",
-        )
+    for title in ("name", "shape"):
+        table.add_column(title, no_wrap=title == "shape", overflow="fold")
+    for title in ("matrix", "rank", "bucket", "|q|", "|error|"):
+        table.add_column(title, justify="right", no_wrap=True)
     parameters = summary["parameters"]
     for row in parameters[:_ROWS]:
         name, rank = row["name"], row["rank"]

@@ -11,9 +11,15 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
-from torch_bridge._base.tensors import to_numpy, to_tensor
+from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout, pack
-from torch_bridge._job.save import awaits_rebuild, record_layout, require_ddp
+from torch_bridge._job.save import (
+    awaits_rebuild,
+    holds_buffers,
+    record_from_state,
+    record_layout,
+    require_ddp,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -96,8 +102,7 @@ def resume_powersgd(
     """
     torch = import_torch()
     require_ddp(ddp_model)
-    count, begun = state.iter, bool(state.q_memory_dict or state.error_dict)
-    start = state.start_powerSGD_iter
+    count, start, begun = state.iter, state.start_powerSGD_iter, holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
     ddp_model.register_comm_hook(state, hook or _default_hook(state))
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
@@ -158,26 +163,19 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             missing=sorted(set(old.names) - set(new.names)),
             unexpected=sorted(set(new.names) - set(old.names)),
         )
-    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
-    tensors = {name: getattr(state, name) for name in BUFFERS}
-    like = next((t for buffers in tensors.values() for t in buffers.values()), None)
-    if like is None:
-        return
-    arrays = {
-        name: {bucket: to_numpy(t) for bucket, t in buffers.items()}
-        for name, buffers in tensors.items()
-    }
+    record = record_from_state(state)
+    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     errors: dict[str, np.ndarray] = {}
-    for bucket, flat in arrays["error_dict"].items():
+    for bucket, flat in record.error_dict.items():
         errors |= old.split(bucket, flat)
     factors = {
         slot.entry.name: (
-            slot.p(arrays["p_memory_dict"][slot.bucket]),
-            slot.q(arrays["q_memory_dict"][slot.bucket]),
+            slot.p(record.p_memory_dict[slot.bucket]),
+            slot.q(record.q_memory_dict[slot.bucket]),
         )
         for slot in old.factor_slots(rank, rate)
-        if slot.bucket in arrays["q_memory_dict"]
+        if slot.bucket in record.q_memory_dict
     }
+    device = next((t.device for name in BUFFERS for t in getattr(state, name).values()), None)
     for name, buffers in zip(BUFFERS, pack(new, rank, rate, errors, factors), strict=True):
-        moved = {bucket: to_tensor(flat).to(like.device) for bucket, flat in buffers.items()}
-        setattr(state, name, moved)
+        setattr(state, name, {bucket: to_tensor(f).to(device) for bucket, f in buffers.items()})

@@ -63,12 +63,11 @@ def record_layout(
       (36,)
     """
     require_ddp(ddp_model)
-    module = ddp_model.module
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
     parameters = [
         (name, parameter)
-        for name, parameter in module.named_parameters()
+        for name, parameter in ddp_model.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
     facts = _logged(ddp_model)
@@ -86,13 +85,7 @@ def record_layout(
         [[parameters[index][0] for index in bucket] for bucket in order], dict(parameters)
     )
     if state is not None:
-        _check_state(layout, state)
-        if _holds_buffers(state) and awaits_rebuild(ddp_model):
-            raise CheckpointMismatch(
-                "The hook state comes from an earlier job, and DDP has not rebuilt its buckets in "
-                "this one: their order is not the state's. Wait for two iterations, or for three "
-                "with static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
-            )
+        _check_state(layout, state, ddp_model)
     return layout
 
 
@@ -123,7 +116,8 @@ def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
     return ddp_model._get_ddp_logging_data()
 
 
-def _holds_buffers(state: PowerSGDState) -> bool:
+def holds_buffers(state: PowerSGDState) -> bool:
+    """Whether compression has begun."""
     return bool(state.error_dict or state.q_memory_dict)
 
 
@@ -149,19 +143,27 @@ def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> 
     )
 
 
-def _check_state(layout: BucketLayout, state: PowerSGDState) -> None:
-    held = {bucket: error.numel() for bucket, error in state.error_dict.items()}
+def _check_state(
+    layout: BucketLayout, state: PowerSGDState, ddp_model: DistributedDataParallel
+) -> None:
     expected = dict(enumerate(layout.sizes))
     wrong = [
-        f"bucket {bucket}: {size} values in the state, {expected.get(bucket, 'none')} in DDP"
-        for bucket, size in held.items()
-        if expected.get(bucket) != size
+        f"bucket {bucket}: {error.numel()} values in the state, {expected.get(bucket, 'none')} in "
+        f"DDP"
+        for bucket, error in state.error_dict.items()
+        if expected.get(bucket) != error.numel()
     ]
     if wrong:
         raise CheckpointMismatch(
             "The hook state was made for other buckets than DDP uses now. Call record_layout in "
             "the run that made the state, after compression began.",
             mis_shaped=wrong,
+        )
+    if holds_buffers(state) and awaits_rebuild(ddp_model):
+        raise CheckpointMismatch(
+            "The hook state comes from an earlier job, and DDP has not rebuilt its buckets in this "
+            "one: their order is not the state's. Wait for two iterations, or for three with "
+            "static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
         )
 
 
@@ -253,7 +255,7 @@ def save_checkpoint(
             "state_dict()."
         )
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
-    begun = state is not None and _holds_buffers(state)
+    begun = state is not None and holds_buffers(state)
     layout = record_layout(ddp_model, state) if begun else None
     errors = [] if state is None else _gather_errors(state, group)
     problem: list[Any] = [None]

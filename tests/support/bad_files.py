@@ -1,0 +1,137 @@
+"""Files that must be refused: damaged ones, and those of other kinds.
+
+Each table maps what is wrong to the bytes and to a part of what the error must say.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import struct
+import tarfile
+import zipfile
+
+import numpy as np
+import torch
+import torch_files as files
+from bad_pickles import SMALL, SYSTEM, Table
+from torch_files import archive, whole
+
+MODEL = {"w": torch.zeros(3)}
+
+
+def flipped(raw: bytes, position: int, bit: int) -> bytes:
+    changed = bytearray(raw)
+    changed[position] ^= 1 << bit
+    return bytes(changed)
+
+
+def damaged() -> Table:
+    """70 files that are cut short, and 100 with one bit flipped where it is read."""
+    random, good = np.random.RandomState(0), files.saved(files.documented())
+    found = {f"cut at {k}": good[:k] for k in random.randint(1, len(good) - 1, 70)}
+    positions = []
+    with zipfile.ZipFile(io.BytesIO(good)) as file:
+        for info in file.infolist():
+            name, extra = struct.unpack_from("<HH", good, info.header_offset + 26)
+            start = info.header_offset + 30 + name + extra
+            if "/data" in info.filename:
+                positions += range(start, start + info.file_size)
+    for index, position in enumerate(random.choice(positions, 100, replace=False)):
+        found[f"bit flip at {position}"] = flipped(good, int(position), index % 8)
+    return {name: (raw, "xpected") for name, raw in found.items()}
+
+
+def foreign() -> Table:
+    """Files of other kinds, and documents of torch's that are no checkpoint."""
+    npz, tar, other = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.savez(npz, a=np.zeros(3))
+    with tarfile.open(fileobj=tar, mode="w") as file:
+        file.addfile(tarfile.TarInfo("storages"))
+    with zipfile.ZipFile(other, "w") as file:
+        file.writestr("readme.txt", "hello")
+    hook = files.slots()
+    old = files.saved(files.documented(), _use_new_zipfile_serialization=False)
+    big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **SMALL})
+    own = files.own_format
+    rng = {"key": torch.zeros(624, dtype=torch.int64), "pos": "x", "has_gauss": 0}
+    documents = {
+        "a number": (3, "a int"),
+        "text": ("state_dict", "a str"),
+        "tensors in a list": ([torch.zeros(2)], "a list"),
+        "numbers": ({"epoch": 3, "loss": 0.5}, "no state_dict"),
+        "a hook state that is none": ({"w": MODEL, "comm_hook_state": 3}, "no PowerSGDState"),
+        "a hook state of text": ({"state_dict": MODEL, "comm_hook_state": "a"}, "PowerSGDState"),
+        "a hook state without Q": (
+            {"comm_hook_state": {k: v for k, v in hook.items() if k != "q_memory_dict"}},
+            "no PowerSGDState",
+        ),
+        "text for iter": ({"comm_hook_state": {**hook, "iter": "twelve"}}, "`iter`"),
+        "rank zero": ({"comm_hook_state": {**hook, "matrix_approximation_rank": 0}}, "rank"),
+        "errors of numbers": ({"comm_hook_state": {**hook, "error_dict": {0: 1.5}}}, "error_dict"),
+        "an error that is expanded": (
+            files.slots(error_dict={0: torch.zeros(1).expand(1 << 20)}), "flat tensors",
+        ),
+        "an error of integers": (
+            files.slots(error_dict={0: torch.zeros(3, dtype=torch.int64)}), "floating-point",
+        ),
+        "2**40 iterations": (files.slots(iter=2**40), "`iter`"),
+        "a rate of 10**400": (files.slots(min_compression_rate=10**400), "min_compression_rate"),
+        "a rate that is none": (files.slots(min_compression_rate=np.nan), "min_compression_rate"),
+        "a version in a list": (own(version=[1]), "format version a list"),
+        "a later version": (own(version=2), "format version 2,"),
+        "an optimizer of a number": (own(optimizer=5), "optimizer"),
+        "no rank": (own(errors=[]), "`errors`"),
+        "ranks of other buckets": (own(errors=[{0: torch.zeros(3)}, {}]), "different buckets"),
+        "ranks of other sizes": (
+            own(errors=[{0: torch.zeros(3)}, {0: torch.zeros(4)}]), "different sizes",
+        ),
+        "20 000 ranks": (own(errors=[{0: torch.zeros(3)}] * 20_000), "`errors`"),
+        "a broken generator": (own(powersgd={**files.slots(iter=3), "rng": rng}), "`rng`"),
+        "keys that are equal as text": ({"state_dict": MODEL, 1: 2, "1": 3}, "equal as text"),
+        "names that are equal as text": (
+            {"state_dict": {1: torch.ones(2), "1": torch.zeros(2)}}, "equal as text",
+        ),
+        "keys that are no text": ({"state_dict": MODEL, None: 2}, "no text"),
+        "20 000 numbers as keys": (
+            {"state_dict": MODEL, "seen": {3 * k + 1: 0 for k in range(20_000)}}, "str(key)",
+        ),
+    }  # fmt: skip
+    found = {name: (files.saved(value), said) for name, (value, said) in documents.items()}
+    kinds = {
+        "empty": (b"", "empty"),
+        "one byte": (b"\x80", "torch.save"),
+        "a sentence": (b"hello, this is no checkpoint\n", "no zip archive"),
+        "a program": (b"import os\nprint(1)\n", "no zip archive"),
+        "json": (json.dumps({"state_dict": {}}).encode(), "no zip archive"),
+        "png": (b"\x89PNG\r\n\x1a\n" + bytes(64), "no zip archive"),
+        "gzip": (gzip.compress(files.saved(MODEL), mtime=0), "gunzip"),
+        "tar": (tar.getvalue(), "a tar archive"),
+        "npz": (npz.getvalue(), "data.pkl"),
+        "safetensors": (struct.pack("<Q", 20) + b'{"w":{"dtype":"F32"}}', "safetensors"),
+        "torchscript": (archive(whole(b"}"), {"constants.pkl": b"x"}), "TorchScript"),
+        "another zip": (other.getvalue(), "data.pkl"),
+        "the end of a zip": (b"PK\x05\x06" + bytes(18), "data.pkl"),
+        "the start of a zip": (b"PK\x03\x04" + bytes(40), "damaged"),
+        "a pickle": (pickle.dumps({"state_dict": {}}, 4), "as torch wrote before 1.6"),
+        "a pickle of protocol 0": (pickle.dumps({"a": 1}, 0), "no zip archive"),
+        "a call in a pickle": (whole(SYSTEM), "as torch wrote before 1.6"),
+        "torch before 1.6": (old, "weights_only=True"),
+        "protocol 99": (archive(b"\x80\x63."), "protocol"),
+        "no storages": (archive(files.pickle_of_tensor()), "data/0"),
+        "big-endian": (big, "big-endian"),
+        "encrypted": (_with(archive(whole(b"}")), b"PK\x01\x02", 8, b"\x01\x00"), "data.pkl"),
+        "another name in the local header": (
+            archive(whole(b"}")).replace(b"data.pkl", b"data.txt", 1), "data.pkl",
+        ),
+        "LZMA": (archive(files.pickle_of_tensor(), SMALL, zipfile.ZIP_LZMA), "compression method"),
+        "BZIP2": (archive(files.pickle_of_tensor(), SMALL, zipfile.ZIP_BZIP2), "compression"),
+    }  # fmt: skip
+    return found | kinds
+
+
+def _with(raw: bytes, mark: bytes, at: int, new: bytes) -> bytes:
+    start = raw.index(mark) + at
+    return raw[:start] + new + raw[start + len(new) :]

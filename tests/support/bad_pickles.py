@@ -1,0 +1,332 @@
+"""Pickles that must be refused: what would run, and what would take hours or gigabytes.
+
+Assembled opcode by opcode, so that each says exactly which trick it plays; every payload that could
+run creates the canary file. Each table maps what a file does to its bytes and to what the error
+must say: of `UnsafeCheckpoint` the global, else a part of the sentence.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+
+import torch_files as files
+from torch_files import HOOK, archive, call, dictionary, get, glob, integer, put, text, tup, whole
+
+CANARY = "a-hostile-file-was-here"
+SMALL = {"data/0": bytes(24), "data/1": bytes(24)}
+PACKED = zipfile.ZIP_DEFLATED
+POP = b"0"
+DEEP = b"]" * 100_000 + b"a" * 99_999
+SYSTEM = call(glob("os", "system"), text(f"touch {CANARY}"))
+REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
+GENERATOR = glob("numpy.random._pickle", "__randomstate_ctor")
+PATH = glob("pathlib", "PosixPath")
+
+Table = dict[str, tuple[bytes, str]]
+
+
+# --- what would run ---------------------------------------------------------------------------
+
+CALLED = """
+os.system posix.system nt.system os.popen subprocess.Popen subprocess.check_output builtins.eval
+builtins.exec builtins.compile builtins.__import__ builtins.getattr builtins.open builtins.setattr
+builtins.map importlib.import_module runpy.run_path shutil.rmtree socket.create_connection
+pickle.loads torch.load torch.hub.load numpy.load numpy.testing._private.utils.runstring
+operator.attrgetter functools.partial types.FunctionType copyreg._reconstructor timeit.timeit
+torch.nn.modules.linear.Linear torch._utils._rebuild_qtensor
+"""
+# Callables that picklescan, modelscan or fickling did not know before somebody told them.
+UNLISTED = """
+asyncio.unix_events:_UnixSubprocessTransport._start bdb:Bdb.run cProfile:run cProfile:runctx
+code:InteractiveInterpreter.runcode ctypes:CDLL distutils.file_util:write_file doctest:debug_script
+ensurepip:_run_pip idlelib.autocomplete:AutoComplete.get_entity idlelib.calltip:get_entity
+idlelib.debugobj:ObjectTreeItem.SetText idlelib.pyshell:ModifiedInterpreter.runcommand
+idlelib.run:Executive.runcode lib2to3.pgen2.grammar:Grammar.loads logging.config:_install_loggers
+marshal:loads multiprocessing.util:spawnv_passfds numpy.f2py.crackfortran:getlincoef
+numpy.testing._private.utils:runstring operator:methodcaller pdb:run pip:main profile:Profile.run
+pty:spawn pydoc:pipepager timeit:timeit torch.jit.unsupported_tensor_ops:execWrapper
+torch.utils._config_module:ConfigModule.load_config torch.utils.bottleneck.__main__:run_cprofile
+torch.utils.collect_env:run torch.utils.data.datapipes.utils.decoder:basichandlers trace:Trace.run
+uuid:_get_command_stdout webbrowser:open collections:OrderedDict.__class__
+torch:serialization.os.system builtins:__import__.__call__
+"""
+
+
+def unsafe() -> Table:
+    """Calls of what is not on the allow-list, wherever a checkpoint has room for a value."""
+    found = {}
+    for name in CALLED.split():
+        module, _, function = name.rpartition(".")
+        old = {"builtins": "__builtin__", "copyreg": "copy_reg"}.get(module, module)
+        found[name] = call(glob(old, function), text(CANARY)), name
+    for name in UNLISTED.split():
+        module, _, function = name.partition(":")
+        found[name] = call(files.stack_glob(module, function), text("a")), f"{module}.{function}"
+    state = glob(HOOK, "PowerSGDState") + b")\x81"
+    rebuild = glob("torch._tensor", "_rebuild_from_type_v2")
+    memo = text("os") + put(0) + text("system") + put(1) + b"00" + get(0) + get(1) + b"\x93"
+    hidden = {
+        "in the state_dict": dictionary(state_dict=dictionary(w=SYSTEM)),
+        "as a dictionary key": b"}(" + SYSTEM + b"K\x01u",
+        "in a tensor's hooks": files.tensor_call(hooks=SYSTEM),
+        "as a tensor's storage": files.tensor_call(source=SYSTEM),
+        "in a storage's id": tup(text("storage"), SYSTEM) + b"Q",
+        "as a storage's id": SYSTEM + b"Q",
+        "in the hook state": state + dictionary(iter=SYSTEM) + b"b",
+        "inside a generator": call(GENERATOR, SYSTEM),
+        "as a generator's state": GENERATOR + b")R" + SYSTEM + b"b",
+        "in an array's dtype": call(glob("numpy", "dtype"), SYSTEM),
+        "as a default factory": call(glob("collections", "defaultdict"), glob("os", "system")),
+        "as a tensor's rebuild": call(rebuild, glob("os", "system"), text("x")),
+        "in a wrapped rebuild": call(
+            rebuild, glob("torch._utils", "_rebuild_parameter"), glob("torch", "Tensor"),
+            tup(SYSTEM), b"N",
+        ),
+        "popped again": SYSTEM + b"0N",
+        "named by the memo": memo + tup(text("true")) + b"R",
+        "INST": b"(" + text("true") + b"ios\nsystem\n",
+        "OBJ": b"(" + glob("os", "system") + text("true") + b"o",
+        "NEWOBJ": glob("os", "system") + tup(text("true")) + b"\x81",
+        "NEWOBJ_EX": glob("os", "system") + tup(text("true")) + b"}\x92",
+        "broken behind the call": SYSTEM + b"0\xff\xff",
+    }  # fmt: skip
+    found |= {f"os.system {where}": (body, "os.system") for where, body in hidden.items()}
+    found["a hook that is called"] = glob(HOOK, "powerSGD_hook") + b")R", f"{HOOK}.powerSGD_hook"
+    found |= {f"EXT {b[0]}": (b + b")R", "extension") for b in (b"\x82\x01", b"\x84\x01\0\0\0")}
+    full = call(glob("torch._utils", "_rebuild_wrapper_subclass"))
+    found["a DTensor"] = full, "full_tensor()"
+    return {name: (archive(whole(body, 4), SMALL), said) for name, (body, said) in found.items()}
+
+
+def tricks() -> Table:
+    """What the unpickler of the standard library could be made to do with harmless objects."""
+    tensor, plain = files.tensor_call(), glob("collections", "OrderedDict")
+    bodies = {
+        "attributes of a function": REBUILD + tup(b"}", dictionary(__code__=text("x"))) + b"b",
+        "attributes of a class": plain + dictionary(update=text("x")) + b"b",
+        "attributes of a call's result": call(glob("torch", "device"), text("cpu")) + b"}b",
+        "attributes of a tensor": tensor + dictionary(data=text("x")) + b"b",
+        "attributes of text": text("a") + dictionary(b=text("c")) + b"b",
+        "attributes by slots": REBUILD + b"N}\x86b",
+        "attributes without names": call(glob("argparse", "Namespace"))
+        + b"}" + integer(7) + b"Ns}\x86b",
+        "a call of a call's result": files.EMPTY + b")R",
+        "a new object of a call's result": files.EMPTY + b")\x81",
+        "a call of a tensor": tensor + b")R",
+        "entries of a tensor": tensor + b"K\x00K\x01s",
+        "entries of a function": REBUILD + b"K\x00K\x01s",
+        "a member of a dictionary": b"}(K\x01\x90",
+        "arguments in a list": REBUILD + b"]R",
+        "a buffer from elsewhere": b"\x97",
+        "a frame of 2**60": b"\x95" + struct.pack("<Q", 2**60),
+        "a persistent id of text": b"Pd\n",
+        "a persistent id on the stack": text("e") + b"Q",
+        "a storage of no type": files.tensor_call(
+            source=files.storage(kind=("torch", "float32"))
+        ),
+        "a storage made of a storage": files.tensor_call(
+            source=tup(text("storage"), files.storage(), text("0"), text("cpu"), integer(6)) + b"Q"
+        ),
+        "a number for a storage": files.tensor_call(source=b"K\x07"),
+        "an array in a persistent id": tup(
+            tensor, glob("torch", "FloatStorage"), text("0"), text("cpu"), b"K\x06"
+        ) + b"Q",
+        "an array as an encoding": call(glob("_codecs", "encode"), text("a"), tensor),
+        "an array as a device's number": call(glob("torch", "device"), text("cuda"), tensor),
+        "a memo that is not there": get(7),
+        "a list that holds itself": b"]" + put(0) + get(0) + b"a",
+        "an array of objects": call(glob("numpy", "dtype"), text("O8")),
+    }  # fmt: skip
+    views = {
+        "an offset past the end": {"offset": 6},
+        "a huge offset": {"offset": 2**61},
+        "a negative offset": {"offset": -1},
+        "a size past the end": {"size": (3, 3)},
+        "a huge size": {"size": (2**40, 2**40)},
+        "strides past the end": {"stride": (100, 1)},
+        "a negative stride": {"stride": (-3, 1)},
+        "sizes without strides": {"stride": (3,)},
+        "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
+        "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
+        "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
+        "a storage of another size": {"source": files.storage(numel=2**40)},
+        "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
+        "a storage with a path": {"source": files.storage(key="/etc/passwd")},
+    }
+    bodies |= {name: files.tensor_call(**options) for name, options in views.items()}
+    return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
+
+
+# --- what would take hours or gigabytes -------------------------------------------------------
+
+
+def _long(value: int) -> bytes:
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _endless() -> dict[str, bytes]:
+    """A value of endless ``repr`` wherever a message could show it."""
+    laughs = b"]" + put(0)
+    for k in range(40):
+        laughs += b"0](" + get(k) * 2 + b"e" + put(k + 1)
+    found = {}
+    for kind, value in (("deep", DEEP), ("doubling", laughs)):
+        small = b"K\x01" * 3
+        more = (files.storage(), b"K\x00", b"))", b"\x89", b"N", value)
+        found |= {
+            f"{kind} dtype": call(glob("torch._utils", "_rebuild_tensor_v3"), *more),
+            f"{kind} device": call(glob("torch", "device"), value),
+            f"{kind} NumPy dtype": call(glob("numpy", "dtype"), value),
+            f"{kind} path": call(PATH, value),
+            f"{kind} layout": call(glob("torch.serialization", "_get_layout"), value),
+            f"{kind} function": call(
+                glob("torch._tensor", "_rebuild_from_type_v2"), value, b"N", b"N", b"N"
+            ),
+            f"{kind} generator": GENERATOR + b")R" + tup(value, b"K\x01", small) + b"b",
+            f"{kind} words": GENERATOR + b")R" + tup(text("MT19937"), value, small) + b"b",
+        }
+    return found
+
+
+def _keys() -> dict[str, bytes]:
+    """Keys that have one hash, are huge, or are nested, in every container."""
+    ones = [_long(1 + k * (2**61 - 1)) for k in range(8)]
+    tuples = (b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN"
+              for i in range(5_000))  # fmt: skip
+    numbers = [integer(2 * k + 1) for k in range(1 << 14)] + [integer(-5)]
+    listed, short = b"(" + b"".join(numbers) + b"t", range((1 << 12) + 1)
+    pairs = b"(" + b"".join(number + b"N\x86" for number in numbers) + b"t"
+    huge = b"\x8b" + struct.pack("<i", 400_000) + b"\x7f" * 400_000
+    wide = b"(" + b"K\x01" * 64 + b"t" + put(0) + b"(" + get(0) * 64 + b"t" + put(1)
+    one_hash = (_long((2**61 - 1) * i) + b"N" for i in range(1, 50_000))
+    return {
+        "tuples of one hash": b"}(" + b"".join(tuples) + b"u",
+        "integers of one hash": b"}(" + b"".join(one_hash) + b"u",
+        "number keys": b"}(" + b"N".join(numbers) + b"Nu",
+        "number keys one by one": b"}" + b"".join(number + b"Ns" for number in numbers),
+        "numbers in a set": call(glob("builtins", "set"), listed),
+        "numbers in a frozenset": call(glob("builtins", "frozenset"), listed),
+        "numbers that ADDITEMS adds": b"\x8f" + listed[:-1] + b"\x90",
+        "number keys of a mapping": call(glob("collections", "OrderedDict"), pairs),
+        "short tuple keys": b"}(" + b"".join(integer(k) + b"K\x01\x86N" for k in short) + b"u",
+        "one huge integer as a key": b"}" + put(0) + huge + put(1) + POP
+        + (get(1) + b"Ns") * 50_000,
+        "tuples of tuples as keys": wide + b"00}(" + (get(1) + b"N") * 50_000 + b"u",
+        "a key of 100 000 tuples in each other": b"}" + b")" + b"\x85" * 100_000 + b"K\x01s",
+        "a key that doubles": b"}" + b")" + put(0) + (get(0) + get(0) + b"\x86" + put(0)) * 60
+        + b"K\x01s",
+    }  # fmt: skip
+
+
+def _copied() -> dict[str, bytes]:
+    """Small calls that copy one large value again and again, or each make something large."""
+    expanded = files.tensor_call(
+        size=(25 << 20,), stride=(0,), source=files.storage("1", 24, ("torch", "ByteStorage"))
+    )
+    table = b"}(" + b"".join(integer(i) + b"N" for i in range(20_000)) + b"u"
+    doubled = PATH + put(0) + text("a" * 100) + b"\x85R" + put(1)
+    doubled += b"".join((get(0) + get(k) * 2 + b"\x86R" + put(k + 1)) for k in range(1, 40))
+    pairs = b")" + put(0) + b"".join(get(k) * 2 + b"\x86" + put(k + 1) + POP for k in range(40))
+    array = call(
+        glob("numpy.core.multiarray", "_reconstruct"), glob("numpy", "ndarray"), tup(), b"N"
+    )
+    doubles = call(glob("numpy", "dtype"), text("f8"))
+    return {
+        "a size made of an expanded array": call(glob("torch", "Size"), expanded),
+        "a set made of an expanded array": call(glob("builtins", "set"), expanded),
+        "a mapping of an expanded array": call(glob("collections", "OrderedDict"), expanded),
+        "sizes made of an expanded array": call(
+            REBUILD, files.storage(), b"K\x00", expanded, expanded, b"\x89", files.EMPTY
+        ),
+        "a generator of an expanded array": GENERATOR + b")R" + expanded + b"b",
+        "paths that double": doubled,
+        "text encoded 8000 times": b"](" + glob("_codecs", "encode") + put(0)
+        + text("a" * 500_000) + put(1) + text("latin1") + put(2)
+        + (get(0) + get(1) + get(2) + b"\x86R") * 8000 + b"e",
+        "dictionaries copied": b"](" + glob("collections", "OrderedDict") + put(0) + table + put(1)
+        + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
+        "an optimizer without an end": pairs + dictionary(state=get(40)),
+        "an array of terabytes": array
+        + tup(integer(1), tup(integer(2**40)), doubles, b"\x89", b"C\x04abcd") + b"b",
+        "lists in each other": DEEP,
+        "tuples in each other": b"]" + b"\x85" * 200_000,
+        "a memo index of four billion": b"N" + b"r\xff\xff\xff\xff",
+        "text of four gigabytes": b"X\xff\xff\xff\xff",
+        "bytes of 2**63": b"\x8e" + struct.pack("<Q", 2**63),
+        "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
+        "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
+        "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
+    }  # fmt: skip
+
+
+def amplified() -> Table:
+    """Files that a naive reader would take hours or gigabytes for, within one entry."""
+    bodies = _endless() | _keys() | _copied()
+    return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
+
+
+def packed() -> Table:
+    """Small archives whose contents would unpack to far more: refused by `max_bytes`."""
+    words = b"B" + struct.pack("<I", 2496) + bytes(2496)
+    dtype = call(glob("numpy", "dtype"), text("u4"))
+    key = call(glob("numpy._core.numeric", "_frombuffer"), words, dtype, tup(integer(624)),
+               text("C"))  # fmt: skip
+    state = tup(text("MT19937"), key, b"K\x01", b"K\x00", b"G" + bytes(8))
+    axes = tup(b"K\x00", *[b"K\x01"] * 63)
+    tensor = tup(files.storage("0", 6), b"K\x00", axes, axes, b"\x89", b"N")
+    kept = lambda one, other: one + put(0) + POP + other + put(1) + POP  # noqa: E731
+    layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**20}0]]}}'
+    bodies = {
+        "nothing": b"N" * 4_000_000,
+        "nothing, popped": b"N0" * 10_000_000,
+        "numbers": b"K\x01" * 2_000_000,
+        "strings": b"X\x04\x00\x00\x00abcd" * 400_000,
+        "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 400_000,
+        "tuples": (b"K\x01" * 3 + b"\x87") * 500_000,
+        "marks": b"N" * 200_000 + b"(q\x000" * 1_000_000,
+        "sets": b"\x8f" * 10_000_000,
+        "dictionaries": b"}\x94" * 5_000_000,
+        "generators": kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 20_000
+        + b"e",
+        "empty tensors": kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000 + b"e",
+        "a layout": dictionary(state_dict=b"}", layout=text(layout)),
+    }  # fmt: skip
+    found = {name: archive(whole(body), SMALL, PACKED) for name, body in bodies.items()}
+    zeros = {"data/0": bytes(100 << 20)}
+    source = files.storage(numel=25 << 20)
+    found["zeros"] = archive(files.pickle_of_tensor(source=source), zeros, PACKED)
+    found["a directory of many entries"] = _directory()
+    refused = {name: (raw, "max_bytes") for name, raw in found.items()}
+    return refused | {"entries that overlap": (_overlapping(), "data/1")}
+
+
+def _directory(count=200_000) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("archive/data.pkl", whole(b"}"))
+    raw = buffer.getvalue()
+    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
+    sizes = (0, 0, 65535, 65535, (end - start) * count, start, 0)
+    tail = struct.pack("<4s4HLLH", b"PK\x05\x06", *sizes)
+    return raw[:start] + raw[start:end] * count + tail
+
+
+def _overlapping(count=400) -> bytes:
+    """400 names in the directory for one megabyte: what they unpack to is 400."""
+    sources = (files.storage(str(k), 1 << 18) for k in range(count))
+    tensors = b"](" + b"".join(files.tensor_call(source=source) for source in sources) + b"e"
+    body = dictionary(state_dict=b"}", extra=tensors)
+    raw = archive(whole(body), {"data/0": bytes(1 << 20)})
+    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
+    directory = raw[start:end]
+    at = directory.index(b"archive/data/0") - 46
+    entry, more = directory[at : at + 46], b""
+    for k in range(1, count):
+        name = f"archive/data/{k}".encode()
+        more += entry[:28] + struct.pack("<H", len(name)) + entry[30:] + name
+    sizes = (0, 0, count + 3, count + 3, len(directory + more), start, 0)
+    tail = struct.pack("<4s4HLLH", b"PK\x05\x06", *sizes)
+    return raw[:start] + directory + more + tail

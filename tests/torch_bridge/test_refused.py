@@ -1,0 +1,307 @@
+"""Files that are refused, each by name, soon, in little memory, and without running anything."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import bad_files
+import bad_pickles
+import numpy as np
+import pytest
+import torch
+import torch_files as files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_bridge
+from torch_bridge import BucketLayout, CheckpointMismatch, UnsafeCheckpoint, load
+
+pytestmark = pytest.mark.torch
+
+# What a file would do if it could: none of these events may happen while one is read.
+FORBIDDEN_EVENTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.remove",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+    "exec",
+    "compile",
+    "import",
+)
+_WATCH: list[list[str]] = []
+
+
+def _audit(event: str, args: tuple) -> None:
+    if _WATCH and event in FORBIDDEN_EVENTS:
+        _WATCH[-1].append(f"{event} {args}")
+
+
+sys.addaudithook(_audit)
+
+
+def why(path, raw, error, **options):
+    """What the refusal says; or a line on what was wrong with it."""
+    path.write_bytes(raw)
+    allowed = options.get("max_bytes", 3 * len(raw) + (60 << 20)) + (5 << 20)
+    _WATCH.append([])
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        load(path, **options)
+        said = "was read"
+    except error as refusal:
+        said = str(refusal)
+    except BaseException as other:
+        said = repr(other)
+    took, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    events = _WATCH.pop()
+    if events or took > 5 or peak > allowed or pathlib.Path(bad_pickles.CANARY).exists():
+        return f"{took:.1f} s, {peak} bytes, {events}"
+    return said
+
+
+TABLES = {
+    "damaged": bad_files.damaged,
+    "of other kinds": bad_files.foreign,
+    "tricks": bad_pickles.tricks,
+    "unsafe": bad_pickles.unsafe,
+    "large": bad_pickles.amplified,
+    "packed": bad_pickles.packed,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_bad_files(tmp_path, monkeypatch, table):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "f.pt"
+    path.write_bytes(files.saved(files.documented()))
+    load(path)  # whatever is imported lazily is imported now
+    codecs.lookup("cp437")  # what zipfile takes names for
+    wrong, cases = {}, TABLES[table]()
+    for name, (raw, part) in cases.items():
+        options = {"max_bytes": 9 << 20} if len(raw) < 50_000 and table == "packed" else {}
+        error = UnsafeCheckpoint if table == "unsafe" else CheckpointMismatch
+        said = why(path, raw, error, **options)
+        if part not in said or str(path) not in said or len(said) > 1000:
+            wrong[name] = said
+    assert len(cases) > 14
+    assert not wrong
+
+
+OTHER_TENSORS = {
+    "to_dense": lambda: torch.eye(3).to_sparse(),
+    "dequantize": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "unbind": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quant:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*quant:UserWarning")
+@pytest.mark.parametrize("advice", OTHER_TENSORS)
+def test_other_kinds_of_tensors_are_named_with_the_way_out(tmp_path, advice):
+    path = tmp_path / "f.pt"
+    torch.save({"w": OTHER_TENSORS[advice]()}, path)
+    with pytest.raises(UnsafeCheckpoint, match=f"asks for torch._utils._rebuild_.*{advice}"):
+        load(path)
+
+
+GOOD = files.saved(files.documented())
+PIECES = [
+    files.glob("collections", "OrderedDict"), files.glob("torch._utils", "_rebuild_tensor_v2"),
+    files.glob("numpy", "dtype"), files.glob("numpy.random._pickle", "__randomstate_ctor"),
+    files.glob("torch._tensor", "_rebuild_from_type_v2"), files.storage(), files.tensor_call(),
+    b")R", b"(tR", b"}b", b"(", b"t", b"}", b"u", b"K\x01", b"q\x00", b"h\x00", b"]", b"e", b"\x85",
+    b"\x81", b"\x8f", b"\x90", b"N", b"2", b"0", b"1",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6
+    ),
+    body=st.lists(
+        st.one_of(st.binary(min_size=1, max_size=1), st.sampled_from(PIECES)), max_size=40
+    ),
+)
+def test_any_change_and_any_pickle_is_read_or_refused_by_name(tmp_path_factory, changes, body):
+    path, changed = tmp_path_factory.getbasetemp() / "changed.pt", bytearray(GOOD)
+    for where, value in changes:
+        changed[int(where * len(changed))] = value
+    for raw in (changed, files.archive(files.whole(b"".join(body)), {"data/0": bytes(24)})):
+        path.write_bytes(raw)
+        with contextlib.suppress(CheckpointMismatch, UnsafeCheckpoint):
+            load(path)
+
+
+def test_bombs_do_not_grow_the_process(tmp_path):
+    code = (
+        "import pathlib, resource, sys, bad_pickles, torch_bridge\n"
+        "bombs = bad_pickles.amplified() | bad_pickles.packed()\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "for name, (raw, _) in bombs.items():\n"
+        "    path.write_bytes(raw)\n"
+        "    try:\n"
+        "        torch_bridge.load(path)\n"
+        "    except torch_bridge.CheckpointMismatch:\n"
+        "        continue\n"
+        "    raise SystemExit(name)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "f.pt")]
+    here = pathlib.Path(files.__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 200 << 10  # kilobytes
+
+
+# --- what is no file, too large, or gone ------------------------------------------------------
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, said in ((pipe, "a pipe"), ("/dev/zero", "a device"), (tmp_path, "a directory")):
+        with pytest.raises(CheckpointMismatch, match=said):
+            load(path)
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(CheckpointMismatch, match="dcp_to_torch"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.pt")
+
+
+def test_a_large_file_that_is_no_archive_is_not_read(tmp_path):
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.truncate(4 << 30)  # without blocks on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointMismatch, match="no zip archive"):
+        load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # kilobytes
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    # A file that was mapped into memory would end the process: SIGBUS.
+    path = tmp_path / "f.pt"
+    path.write_bytes(files.saved({str(k): torch.full((1000,), k) for k in range(30)}))
+    with pytest.raises(CheckpointMismatch, match="damaged entry"):
+        load(path, progress=lambda *_: os.truncate(path, 5_000))
+
+
+def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch):
+    def empty(*_):
+        raise MemoryError("Unable to allocate 30.0 GiB for an array")
+
+    path = tmp_path / "f.pt"
+    path.write_bytes(GOOD)
+    monkeypatch.setattr(np, "empty", empty)
+    with pytest.raises(CheckpointMismatch, match=r"more memory than there is \(Unable to allocate"):
+        load(path)
+
+
+def test_the_limit_can_be_raised(tmp_path):
+    path, zeros = tmp_path / "f.pt", bytes(80 << 20)
+    source = files.storage(numel=len(zeros) // 4)
+    document = files.pickle_of_tensor(source=source)
+    path.write_bytes(files.archive(document, {"data/0": zeros}, bad_pickles.PACKED))
+    with pytest.raises(CheckpointMismatch, match="max_bytes") as error:
+        load(path)
+    assert error.value.parameters == ("max_bytes",)
+    assert load(path, max_bytes=1 << 30).model["w"].shape == (2, 3)
+
+
+# --- layouts, hook states and optimizers ------------------------------------------------------
+
+LAYOUTS = [
+    "",
+    "[]",
+    "{}",
+    "[" * 2_000_000,
+    "[]," * 1_000_000,
+    *(
+        '{"format": "torch_bridge.BucketLayout", ' + rest + "}"
+        for rest in (
+            '"version": 2, "buckets": []',
+            '"version": 1, "buckets": [[{"name": "a"}]]',
+            '"version": 1, "buckets": [[["a", [-1]]]]',
+            '"version": 1, "buckets": [[["a", ["x"]]]]',
+            '"version": 1, "buckets": [3]',
+            '"version": 1, "buckets": null',
+            f'"version": 1, "buckets": [[["a", {[1] * 30_000}]]]',
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("text", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_layouts_that_no_model_has(text):
+    start = time.process_time()
+    with pytest.raises(CheckpointMismatch):
+        BucketLayout.from_json(text)
+    assert time.process_time() - start < 5
+
+
+def test_names_of_thousands_of_wrappers():
+    names = ["module." * 9300 + str(k) for k in range(200)]
+    start = time.process_time()
+    layout = BucketLayout.from_manifest([[(name, (1,)) for name in names]])
+    assert layout.names == tuple(map(str, range(200)))
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("shared", ["dictionaries", "buffers"])
+def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
+    path, layout = tmp_path / "f.pt", BucketLayout.from_manifest([[("w", (512, 512))]])
+    error = {0: torch.full((512 * 512,), 0.1)}
+    errors = [error if shared == "dictionaries" else dict(error) for _ in range(6_000)]
+    torch.save(files.own_format(errors=errors, layout=layout.to_json(), world_size=10**12), path)
+    start = time.process_time()
+    checkpoint = load(path)
+    assert np.all(checkpoint.mean_errors(layout)["w"] == np.float32(0.1))
+    assert time.process_time() - start < 2
+    assert len(checkpoint.powersgd) == 6_000
+    assert checkpoint.world_size is None  # which no run has
+
+
+def optimizer(**changes):
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+    state = {0: {"momentum_buffer": np.zeros((2, 3), np.float32), **changes.pop("kept", {})}}
+    return {"state": state, "param_groups": [group | changes]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (optimizer(lr="fast"), "`lr` must be a number, got a str"),
+        (optimizer(momentum=[0.9]), "`momentum` must be a number, got a list"),
+        (optimizer(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
+        (optimizer(params=[[0]]), "no optimizer state"),
+        (optimizer(params=0), "no optimizer state"),
+        (optimizer(param_names=[b"w"]), "no optimizer state"),
+        (optimizer(param_names="w"), "no optimizer state"),
+        (optimizer(kept={"step": float("inf")}), "`step` must be a count"),
+        (optimizer(kept={"step": "many"}), "`step` must be a number"),
+        (optimizer(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
+        ({"state": [], "param_groups": []}, "no optimizer state"),
+        ({"state": {}, "param_groups": {"lr": 0.1}}, "no optimizer state"),
+    ],
+)
+def test_entries_of_an_optimizer_of_wrong_types(entries, message):
+    source = torch_bridge.Checkpoint({"w.weight": np.zeros((2, 3), np.float32)}, (), entries)
+    with pytest.raises(CheckpointMismatch, match=message):
+        torch_bridge.to_flax(source, {"w": {"kernel": np.zeros((3, 2), np.float32)}})
