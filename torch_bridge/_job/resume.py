@@ -14,9 +14,9 @@ from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout, pack
 from torch_bridge._job.save import (
+    arrays_of,
     awaits_rebuild,
     holds_buffers,
-    record_from_state,
     record_layout,
     require_ddp,
 )
@@ -163,18 +163,15 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             missing=sorted(set(old.names) - set(new.names)),
             unexpected=sorted(set(new.names) - set(old.names)),
         )
-    record = record_from_state(state)
-    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
+    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
+    flats, ps, qs = arrays_of(state)
     errors: dict[str, np.ndarray] = {}
-    for bucket, flat in record.error_dict.items():
+    for bucket, flat in flats.items():
         errors |= old.split(bucket, flat)
     factors = {
-        slot.entry.name: (
-            slot.p(record.p_memory_dict[slot.bucket]),
-            slot.q(record.q_memory_dict[slot.bucket]),
-        )
+        slot.entry.name: (slot.p(ps[slot.bucket]), slot.q(qs[slot.bucket]))
         for slot in old.factor_slots(rank, rate)
-        if slot.bucket in record.q_memory_dict
+        if slot.bucket in qs
     }
     device = next((t.device for name in BUFFERS for t in getattr(state, name).values()), None)
     for name, buffers in zip(BUFFERS, pack(new, rank, rate, errors, factors), strict=True):

@@ -30,6 +30,7 @@ from torch_bridge._hook.document import make_document
 from torch_bridge._hook.registered import hook_name
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
@@ -333,9 +334,13 @@ def _registered(ddp_model: DistributedDataParallel) -> str | None:
 def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
     """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
     slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
-    for name in BUFFERS:
-        slots[name] = {bucket: to_numpy(t) for bucket, t in getattr(state, name).items()}
+    slots |= dict(zip(BUFFERS, arrays_of(state), strict=True))
     return record_from_slots({**slots, "rng": RandomStateRecord.of(state.rng)})
+
+
+def arrays_of(state: PowerSGDState) -> list[dict[int, np.ndarray]]:
+    """Its errors, Ps and Qs, each bucket index -> array; on the CPU they share their memory."""
+    return [{b: to_numpy(t) for b, t in getattr(state, name).items()} for name in BUFFERS]
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
