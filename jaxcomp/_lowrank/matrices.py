@@ -40,7 +40,7 @@ class MatrixView:
     """One leaf seen as a batch of ``(n_rows, n_cols)`` matrices.
 
     The array that `matricize` returns has shape ``(*batch, n_cols, n_rows)`` if `cols_first`, else
-    ``(*batch, n_rows, n_cols)``: whichever is a plain reshape of the leaf.
+    ``(*batch, n_rows, n_cols)``: whichever is a plain reshape of the leaf, where one is.
     """
 
     shape: tuple[int, ...]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
@@ -32,38 +32,6 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
     shape = jax.sharding.get_abstract_mesh().shape
     found = map(mesh_axes, kinds or (AxisType.Auto, AxisType.Explicit))
     return tuple(name for names in found for name in names if shape[name] > 1)
-
-
-def spread(xs: list[Array], factors: int) -> list[Array]:
-    """The first arrays, `factors` in number, laid out over the automatic axes.
-
-    The compiler would copy a factor to every device that needs it and then let each of them send
-    all of it.
-    """
-    axes = other_axes(AxisType.Auto)
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
-
-    def lay_out(x: Array) -> Array:
-        length, axis = max(
-            ((n, i) for i, n in enumerate(x.shape) if n % devices == 0), default=(0, 0)
-        )
-        if not length:
-            return x
-        spec = [axes if i == axis else None for i in range(x.ndim)]
-        # Whole first: layouts travel backwards too, into the gradient and the model that made it.
-        x = lax.with_sharding_constraint(x, PartitionSpec())
-        return lax.with_sharding_constraint(x, PartitionSpec(*spec))
-
-    return [lay_out(x) if i < factors else x for i, x in enumerate(xs)]
-
-
-def gathered(xs: list[Array], factors: int) -> list[Array]:
-    """The first arrays, `factors` in number, whole on every device.
-
-    Left in the layout of `spread`, they would move the weights that are made from them into it.
-    """
-    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:factors]]
-    return [*whole, *xs[factors:]]
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.leaves import round_to, widest
 from jaxcomp._base.typing import Array, AxisName
@@ -25,10 +26,8 @@ from jaxcomp._mesh.axes import (
     axis_size,
     axis_tuple,
     checked_axes,
-    gathered,
     mesh_axes,
     other_axes,
-    spread,
 )
 
 # On CPU an array of at least so many bytes for every replica is an operand of its own. gloo sends
@@ -134,9 +133,10 @@ def _reduce_groups(
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
     size = axis_size(axis_name)
-    dtype = widest((part.dtype for part in parts), wire_dtype)
-    if dtype == jnp.float16:
-        dtype = jnp.dtype(jnp.float32)
+    # A sum of float16 overflows where their mean does not, and neither 16-bit type holds the other.
+    dtypes = {part.dtype for part in parts} | {wire_dtype}
+    alone = dtypes != {jnp.dtype(jnp.float16)} and len(dtypes) == 1
+    dtype = wire_dtype if alone else widest(dtypes)
     values = [[parts[i].astype(dtype) for i in group] for group in groups]
     # A single one keeps its shape.
     values = [
@@ -146,7 +146,7 @@ def _reduce_groups(
     if not exact:
         values = [round_to(value / size, wire_dtype) for value in values]
     automatic = other_axes(AxisType.Auto)
-    totals = _psum(spread(values, factors) if automatic else values, axis_name, wire_dtype)
+    totals = _psum(_spread(values, factors) if automatic else values, axis_name, wire_dtype)
     if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
         totals, values = (
@@ -173,9 +173,41 @@ def _reduce_groups(
         sent = [x * size for x in unpacked(values)]
     means, sent = (
         [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
-        for xs in (gathered(means, factors) if automatic else means, sent)
+        for xs in (_gathered(means, factors) if automatic else means, sent)
     )
     return Reduced(means, sent, finite)
+
+
+def _spread(xs: list[Array], factors: int) -> list[Array]:
+    """The first arrays, `factors` in number, laid out over the automatic axes.
+
+    The compiler would copy a factor to every device that needs it and then let each of them send
+    all of it.
+    """
+    axes = other_axes(AxisType.Auto)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
+
+    def lay_out(x: Array) -> Array:
+        length, axis = max(
+            ((n, i) for i, n in enumerate(x.shape) if n % devices == 0), default=(0, 0)
+        )
+        if not length:
+            return x
+        spec = [axes if i == axis else None for i in range(x.ndim)]
+        # Whole first: layouts travel backwards too, into the gradient and the model that made it.
+        x = lax.with_sharding_constraint(x, PartitionSpec())
+        return lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+    return [lay_out(x) if i < factors else x for i, x in enumerate(xs)]
+
+
+def _gathered(xs: list[Array], factors: int) -> list[Array]:
+    """The first arrays, `factors` in number, whole on every device.
+
+    Left in the layout of `_spread`, they would move the weights that are made from them into it.
+    """
+    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:factors]]
+    return [*whole, *xs[factors:]]
 
 
 def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:

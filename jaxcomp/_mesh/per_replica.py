@@ -51,23 +51,6 @@ def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
     return map_leaves(lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state)
 
 
-def of_reducer(node: Any) -> bool:
-    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
-    return isinstance(getattr(type(node), "per_replica", None), tuple)
-
-
-def owners_of(state: PyTree) -> dict[str, Any]:
-    """The owners in a state, by their paths; none if no class in it declares one."""
-    found: dict[str, Any] = {}
-
-    def collect(path: KeyPath, leaf: Any, local: bool) -> None:
-        if local and leaf_name(path).endswith(".owner"):
-            found[leaf_name(path)] = leaf
-
-    map_leaves(collect, state)
-    return found
-
-
 def everybodys(axis_name: AxisName | None) -> Array:
     """The owner of a residual before the first step: float32 scalar 0."""
     owner = jnp.zeros([], jnp.float32)

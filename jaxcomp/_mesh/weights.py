@@ -1,7 +1,7 @@
 r"""Replicas that do not count the same: gradients times their weight, in front of any average.
 
 The plain mean of :math:`g_w a_w / \bar a`, with the weights' mean :math:`\bar a`, is the weighted
-mean :math:`\sum_w a_w g_w / \sum_w a_w`. So a weight has no place inside a reducer. What it costs
+mean :math:`\sum_w a_w g_w / \sum_w a_w`. So a weight needs no place inside a reducer. What it costs
 is one all-reduce of a scalar, which waits for no gradient.
 """
 

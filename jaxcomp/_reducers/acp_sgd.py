@@ -17,10 +17,11 @@ from jaxcomp._mesh.axes import as_local
 from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import (
+    Averaged,
     Factors,
     Leaves,
+    Stacks,
     Wire,
-    committed,
     fitted_state,
     in_range,
     low_rank_step,
@@ -94,31 +95,30 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
         updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         leaves = Leaves.of(low_rank, updates)
-        found = fitted_state(ACPSGDState, low_rank, leaves, updates, state, p=True, q=True)
-        residual, p, q = found
-        lefts, rights = leaves.stack(p), leaves.stack(q)
+        found = fitted_state(ACPSGDState, leaves, updates, state, ["p", "q"])
         is_left = (state.count - low_rank.start_step) % 2 == 0
 
-        def half(left: bool, totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
-            bases = orthonormal_bases(rights if left else lefts, low_rank.eps)
+        def half(
+            left: bool, starts: Stacks, totals: list[Array], rest: list[Array], wire: Wire
+        ) -> Averaged:
+            n, one, other = len(totals), *(("p", "q") if left else ("q", "p"))
+            bases = orthonormal_bases(starts[other], low_rank.eps)
             each = zip(leaves.views, totals, bases, strict=True)
             own = [product(*x, transposed=not left) for x in each]
-            n = len(own)
-            reduced = wire([*in_range(leaves.views, own, axis_name), *dense], n)
-            p, q = (reduced.means[:n], bases) if left else (bases, reduced.means[:n])
-            own_p, own_q = (reduced.sent[:n], bases) if left else (bases, reduced.sent[:n])
+            reduced = wire([*in_range(leaves.views, own, axis_name), *rest], n)
+            means, sent = (
+                Factors(**{one: x[:n], other: bases}, uncompressed=x[n:])
+                for x in (reduced.means, reduced.sent)
+            )
+            kept = {**starts, one: means[0 if left else 1]}
             # One type for both turns, also for a factor that is the same on every replica.
-            own_p, own_q, rest = as_local((own_p, own_q, reduced.sent[n:]), axis_name)
-            return Factors(p, q, own_p, own_q, reduced.means[n:], rest, reduced.finite)
+            return Averaged(means, as_local(sent, axis_name), kept, reduced.finite)
 
-        def average(totals: list[Array], dense: list[Array], wire: Wire) -> Factors:
-            turns = (functools.partial(half, x, totals, dense, wire) for x in (True, False))
+        def average(*arrays: Any) -> Averaged:
+            turns = (functools.partial(half, left, *arrays) for left in (True, False))
             return jax.lax.cond(is_left, *turns)
 
-        result, factors, commit = low_rank_step(low_rank, leaves, state, residual, average)
-        p = leaves.unstack(p, committed(commit & is_left, factors.p, lefts))
-        q = leaves.unstack(q, committed(commit & ~is_left, factors.q, rights))
-        return result._replace(state=result.state._replace(p=p, q=q))
+        return low_rank_step(leaves, state, found, average)
 
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p

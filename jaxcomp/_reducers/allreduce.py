@@ -11,9 +11,8 @@ from jaxcomp._base.leaves import all_finite, checked_dtype, floating_leaves, wit
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
-from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, is_reducer_state, other_state
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -67,7 +66,7 @@ def allreduce(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        if of_reducer(state):  # handed on, a residual would never be sent
+        if is_reducer_state(state):  # handed on, a residual would never be sent
             raise other_state("allreduce", "optax.EmptyState", state)
         # Weighted ones are float32, but go out in the gradients' own dtypes.
         dtypes = [wire or x.dtype for x in floating_leaves(updates)]

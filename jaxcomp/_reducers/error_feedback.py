@@ -24,9 +24,9 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._mesh.collectives import this_replica
-from jaxcomp._mesh.per_replica import everybodys, of_reducer
+from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.plain import reducer_if_mapped, reduction_of
-from jaxcomp._reducers.reducer import Reduction, fitted
+from jaxcomp._reducers.reducer import Reduction, fitted, is_reducer_state
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text, shown
 
 
@@ -175,7 +175,7 @@ def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
     """
 
     def with_residual(node: Any) -> bool:
-        return of_reducer(node) and hasattr(node, "residual")
+        return is_reducer_state(node) and hasattr(node, "residual")
 
     for node in jax.tree.leaves(state, is_leaf=with_residual):
         if with_residual(node) and jax.tree.leaves(node.residual):

@@ -1,10 +1,9 @@
 """A step of PowerSGD, from gradients to updates and state; read it from the bottom.
 
-`powersgd_step` takes the gradients apart and finds the factors to start from; `low_rank_step` adds
-the residual, lets the replicas average factors and, with them, the leaves that are not compressed,
-rebuilds, and keeps what was not sent; `power_iteration` is how the factors come about. It is an
-argument of `low_rank_step`, which `acp_sgd` gives another, as is the wire: a function that averages
-arrays and says what this replica sent of them.
+`powersgd_step` takes the gradients apart; `low_rank_step` adds the residual, lets the replicas
+average factors and, with them, the uncompressed leaves, rebuilds, and keeps what was not sent;
+`power_iteration` is how the factors come about, and `acp_sgd` gives `low_rank_step` another way.
+Its argument is the wire: a function that averages arrays and says what this replica sent of them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +46,8 @@ _MOST_LEAVES = 32
 
 # (arrays, how many of them, at the front, are factors) -> their means, and what was sent
 Wire = Callable[[list[Array], int], Reduced]
+# One array for each group of leaves, by the name of the state's field
+Stacks = Mapping[str, list[Array]]
 
 
 class PowerSGDState(NamedTuple):
@@ -64,15 +65,25 @@ class PowerSGDState(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the replicas averaged; no array of it is as large as a leaf, but for `dense`."""
+    """What stands for the gradients: factors whose products they are, and uncompressed leaves."""
 
-    p: list[Array]  # of each group: left factors
-    q: list[Array]  # right factors; their products are the outputs
-    own_p: list[Array]  # factors whose products are what this replica sent
-    own_q: list[Array]
-    dense: list[Array]  # means of the leaves that are not compressed
-    dense_sent: list[Array]
+    p: list[Array]  # of each group of leaves: left factors
+    q: list[Array]  # right factors
+    uncompressed: list[Array]
+
+
+class Averaged(NamedTuple):
+    """What became of the gradients on the wire."""
+
+    means: Factors
+    sent: Factors  # what this replica sent of them, typed as its own
+    kept: Stacks  # factors for the state
     finite: Array  # bool scalar, equal on every replica
+
+
+# From factors of the state, the sums of gradient and residual of each group, and the uncompressed
+# leaves
+Average = Callable[[Stacks, list[Array], list[Array], Wire], Averaged]
 
 
 class Leaves(NamedTuple):
@@ -84,10 +95,11 @@ class Leaves(NamedTuple):
     it and one out of it.
     """
 
+    options: LowRank
     treedef: Any
     values: list[Any]  # of all leaves, in flattening order
     leaf_plans: list[LeafPlan]  # of all leaves
-    dense: list[int]  # positions of those that are averaged as they are
+    uncompressed: list[int]  # positions of those that are averaged as they are
     groups: list[tuple[int, ...]]  # positions of compressed leaves; those of a group are one array
     plans: list[LeafPlan]  # of the array of each group
     views: list[MatrixView]  # how it is a batch of matrices
@@ -99,11 +111,11 @@ class Leaves(NamedTuple):
         found = plan_leaves(
             updates, options.rank, options.min_compression_rate, options.matrix_dims
         )
-        dense = [i for i, x in enumerate(values) if found[i].view is None and is_floating(x)]
+        rest = [i for i, x in enumerate(values) if found[i].view is None and is_floating(x)]
         groups = _groups(found)
         plans = [_together(found[group[0]], len(group)) for group in groups]
         views = [plan.view for plan in plans if plan.view is not None]
-        return cls(treedef, values, found, dense, groups, plans, views)
+        return cls(options, treedef, values, found, rest, groups, plans, views)
 
     def stack(self, leaves: Sequence[Any]) -> list[Array]:
         """One array for each group, from those of all leaves."""
@@ -111,16 +123,29 @@ class Leaves(NamedTuple):
         return [jnp.stack(xs) if len(xs) > 1 else xs[0] for xs in taken]
 
     def unstack(
-        self, leaves: Sequence[Any], arrays: Sequence[Array], dense: Sequence[Array] = ()
+        self, leaves: Sequence[Any], arrays: Sequence[Array], uncompressed: Sequence[Array] = ()
     ) -> PyTree:
-        """All leaves in their tree, with what is in the groups' arrays and in `dense` replaced."""
+        """All leaves in their tree, with what is in the groups' arrays in the place of theirs."""
         whole = list(leaves)
+        for i, x in zip(self.uncompressed if uncompressed else (), uncompressed, strict=True):
+            whole[i] = x
         for group, x in zip(self.groups, arrays, strict=True):
             for i, leaf in zip(group, x if len(group) > 1 else [x], strict=True):
                 whole[i] = leaf
-        for i, x in zip(self.dense if dense else (), dense, strict=True):
-            whole[i] = x
         return self.treedef.unflatten(whole)
+
+    def mean(self, parts: list[Array], n_factors: int) -> Reduced:
+        """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather."""
+        dtype, axis_name = self.options.comm_dtype, self.options.axis_name
+        if isinstance(dtype, Integers) and n_factors:
+            # Each leaf of a stack is sent as it would be alone.
+            stacks = {k for k, group in enumerate(self.groups) if len(group) > 1}
+            return reduce_integers(
+                parts, axis_name, factors=n_factors, bits=dtype.bits, stacks=stacks
+            )
+        dtypes = (plan.dtype for plan in self.leaf_plans)
+        floating = [kind for kind in dtypes if jnp.issubdtype(kind, jnp.floating)]
+        return reduce_mean(parts, axis_name, wire_dtype(dtype, floating), factors=n_factors)
 
 
 def _groups(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
@@ -151,45 +176,35 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
 
 
 def fitted_state(
-    kind: type, options: LowRank, leaves: Leaves, updates: PyTree, state: Any, **kept: bool
-) -> list[list[Any]]:
-    """The residuals, typed as local, and the factors of a state, in the gradients' order.
+    kind: Any, leaves: Leaves, updates: PyTree, state: Any, factors: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The leaves of the residual, typed as local, and of these factors, by fields that hold any.
 
     Args:
       kind: Class of the state.
-      options: The reducer's arguments.
       leaves: The gradients' leaves.
       updates: The gradients.
       state: What the user passed.
-      **kept: For each field of factors, ``p`` or ``q``, whether it holds any.
+      factors: Those that the state holds: ``"p"``, ``"q"``.
 
     Raises:
       ValueError: Listing every leaf whose state does not fit, with the fix.
     """
+    plans, feedback = leaves.leaf_plans, leaves.options.error_feedback
+    held = {*factors, *(["residual"] if feedback else [])}
+    shape_of = {"residual": "shape", "p": "p_shape", "q": "q_shape"}
     shapes = {
-        name: [getattr(x, shape) if held and x.view else None for x in leaves.leaf_plans]
-        for name, shape, held in (
-            ("residual", "shape", options.error_feedback),
-            *((name, f"{name}_shape", held) for name, held in kept.items()),
-        )
+        name: [getattr(x, shape) if name in held and x.view else None for x in plans]
+        for name, shape in shape_of.items()
+        if name in kind._fields
     }
     hint = (
         "Otherwise use the rank, matrix_dims, error_feedback and warm_start that it was made with, "
         "or jaxcomp.adapt_state."
     )
-    residuals, *factors = fitted(kind, state, updates, shapes, hint)
-    return [as_local(residuals, options.axis_name), *factors]
-
-
-def mean_of_parts(options: LowRank, leaves: Leaves, parts: list[Array], n_factors: int) -> Reduced:
-    """The wire: an all-reduce, or for factors as integers an all-to-all and an all-gather."""
-    dtype, axis_name = options.comm_dtype, options.axis_name
-    if isinstance(dtype, Integers) and n_factors:
-        # Each leaf of a stack is sent as it would be alone.
-        stacks = {k for k, group in enumerate(leaves.groups) if len(group) > 1}
-        return reduce_integers(parts, axis_name, factors=n_factors, bits=dtype.bits, stacks=stacks)
-    dtypes = (x.dtype for x in leaves.leaf_plans if is_floating(x))
-    return reduce_mean(parts, axis_name, wire_dtype(dtype, dtypes), factors=n_factors)
+    found = dict(zip(shapes, fitted(kind, state, updates, shapes, hint), strict=True))
+    found["residual"] = as_local(found["residual"], leaves.options.axis_name)
+    return {name: xs for name, xs in found.items() if name in held}
 
 
 def in_range(
@@ -210,127 +225,120 @@ def in_range(
 
 
 def power_iteration(
-    options: LowRank,
-    views: Sequence[MatrixView],
-    starts: list[Array],
-    totals: list[Array],
-    dense: list[Array],
-    wire: Wire,
-) -> Factors:
+    leaves: Leaves, starts: Stacks, totals: list[Array], rest: list[Array], wire: Wire
+) -> Averaged:
     """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
     Args:
-      options: `eps` and the axis of the replicas.
-      views: How each of the arrays is a batch of matrices.
-      starts: Right factors to begin with.
-      totals: Gradients plus residuals.
-      dense: Leaves that are averaged as they are, in the first of the two all-reduces.
+      leaves: How each of the arrays is a batch of matrices, and `eps`.
+      starts: Right factors to begin with, ``"q"``.
+      totals: Gradients plus residuals, of each group of leaves.
+      rest: Uncompressed leaves, averaged as they are in the first of the two all-reduces.
       wire: Averages arrays, of which the first are factors.
     """
-    n, axis_name = len(totals), options.axis_name
-    starts = [q.astype(x.dtype) for q, x in zip(starts, totals, strict=True)]
+    n, views = len(totals), leaves.views
+    eps, axis_name = leaves.options.eps, leaves.options.axis_name
     # They only have to span the space: the output depends on it, and not on its basis.
-    bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
+    bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
     left = [product(*each) for each in zip(views, totals, bases, strict=True)]
-    first = wire([*in_range(views, left, axis_name), *dense], n)
+    first = wire([*in_range(views, left, axis_name), *rest], n)
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
-    p = orthonormal_bases(left, options.eps / axis_size(axis_name))
+    p = orthonormal_bases(left, eps / axis_size(axis_name))
     right = [product(*each, transposed=True) for each in zip(views, totals, p, strict=True)]
     second = wire(right, n)
-    # Typed as this replica's own, also a factor that is the same on every replica: as without one.
-    own_p, own_q, dense_sent = as_local((p, second.sent, first.sent[n:]), axis_name)
-    finite = first.finite & second.finite
-    return Factors(p, second.means, own_p, own_q, first.means[n:], dense_sent, finite)
+    sent = as_local(Factors(p, second.sent, first.sent[n:]), axis_name)
+    means = Factors(p, second.means, first.means[n:])
+    return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
 
 
 def low_rank_step(
-    options: LowRank,
-    leaves: Leaves,
-    state: Any,
-    residual: list[Any],
-    average: Callable[[list[Array], list[Array], Wire], Factors],
-) -> tuple[Reduction, Factors, Array]:
-    """One update: an all-reduce before `start_step`, one of factors from then on.
+    leaves: Leaves, state: Any, found: Mapping[str, list[Any]], average: Average
+) -> Reduction:
+    """One update: an all-reduce before `start_step`, averages of factors from then on.
 
-    Only two things depend on the count through a conditional: the factors and, built from them, the
-    outputs. Whatever comes out of a conditional is copied, so that the sums of gradient and
-    residual are only inputs of it, and the residual stays outside and is updated in place.
+    Whatever comes out of a conditional is copied. So what depends on the count through one is the
+    factors and, built from them, the outputs; the sums of gradient and residual only go into it,
+    and the residual stays outside and is updated in place.
 
     Args:
-      options: The reducer's arguments.
       leaves: This replica's gradients.
       state: With a count, a residual and its owner.
-      residual: The residual's leaves, masked nodes where there is none.
-      average: From the sums of gradient and residual, the leaves that are not compressed, and the
-        wire to the factors.
-
-    Returns:
-      The update, in whose state the factors are still the old ones; the factors; and whether the
-      state takes what is new, a bool scalar.
+      found: The leaves of the state's fields, as `fitted_state` gives them.
+      average: `power_iteration` or another way to average the sums of gradient and residual, from
+        the factors of the state in the dtype of the sums.
     """
-    axis_name, start, count = options.axis_name, options.start_step, state.count
-    gradients, dense = leaves.stack(leaves.values), [leaves.values[i] for i in leaves.dense]
-    wire = functools.partial(mean_of_parts, options, leaves)
-    started, dtypes, n = count >= start, [x.dtype for x in gradients], len(gradients)
+    axis_name, start = leaves.options.axis_name, leaves.options.start_step
+    count, started = state.count, state.count >= start
+    gradients, rest = leaves.stack(leaves.values), [leaves.values[i] for i in leaves.uncompressed]
+    dtypes, n = [x.dtype for x in gradients], len(gradients)
 
     totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
-    olds = leaves.stack(residual) if options.error_feedback else []
+    olds = leaves.stack(found["residual"]) if "residual" in found else []
     for i, old in enumerate(olds):
         extra = old.astype(totals[i].dtype)
         totals[i] += jnp.where(started, extra, 0) if start else extra
+    before = {name: leaves.stack(xs) for name, xs in found.items() if name != "residual"}
+    starts = {
+        name: [x.astype(total.dtype) for x, total in zip(xs, totals, strict=True)]
+        for name, xs in before.items()
+    }
 
-    def nothing() -> Factors:
+    def nothing() -> Averaged:  # of the types of what is averaged; nobody reads it
         p = [jnp.zeros(x.p_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         q = [jnp.zeros(x.q_shape, compute_dtype(x.dtype)) for x in leaves.plans]
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in dense]
-        own_p, own_q, blank = as_local((p, q, zeros), axis_name)
-        return Factors(p, q, own_p, own_q, zeros, blank, jnp.array(True))
+        zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in rest])
+        return Averaged(zeros, as_local(zeros, axis_name), starts, jnp.array(True))
 
     def products(p: list[Array], q: list[Array]) -> list[Array]:
         each = zip(leaves.views, p, q, dtypes, strict=True)
         return [outer(view, a, b).astype(dtype) for view, a, b, dtype in each]
 
     def exact() -> tuple[list[Array], list[Array], Array]:
-        # Before the start the sums are the gradients.
+        # The sums, which are the gradients before the start: the gradients themselves would have to
+        # be kept beside them.
         whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = wire([*whole, *dense], 0)
+        reduced = leaves.mean([*whole, *rest], 0)
         sent = as_local(reduced.sent, axis_name)
         return nan_unless(reduced.finite, reduced.means), sent, reduced.finite
 
     def rebuilt() -> tuple[list[Array], list[Array], Array]:
-        finite = found.finite
-        if jnp.dtype(jnp.float16) in dtypes:  # may overflow where its factors did not
-            outputs = products(found.p, found.q)
+        (p, q, means), finite = averaged.means, averaged.finite
+        # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
+        # what is as large as the gradients, but for float16, which may overflow where factors did
+        # not.
+        outputs = products(nan_unless(finite, p), q)
+        if jnp.dtype(jnp.float16) in dtypes:
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
-        else:
-            # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
-            # what is as large as the gradients.
-            outputs = products(nan_unless(finite, found.p), found.q)
-        sent = [*products(found.own_p, found.own_q), *found.dense_sent]
-        return [*outputs, *nan_unless(finite, found.dense)], as_local(sent, axis_name), finite
+        own_p, own_q, sent = averaged.sent
+        return [*outputs, *nan_unless(finite, means)], [*products(own_p, own_q), *sent], finite
 
-    found = from_step(count, start, nothing, lambda: average(totals, dense, wire))
+    averaged = from_step(count, start, nothing, lambda: average(starts, totals, rest, leaves.mean))
     outputs, sent, finite = from_step(count, start, exact, rebuilt)
     commit = finite & started if start else finite
-    new = state._replace(
+    new = {
+        name: leaves.unstack(
+            found[name],
+            [
+                jnp.where(commit, x.astype(old.dtype), old)
+                for x, old in zip(averaged.kept[name], xs, strict=True)
+            ],
+        )
+        for name, xs in before.items()
+    }
+    if olds:
+        own = zip(leaves.views, averaged.sent.p, averaged.sent.q, totals, olds, strict=True)
+        kept = [unsent(*each, commit) for each in own]
+        new["residual"] = leaves.unstack(found["residual"], kept)
+    state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
         owner=jnp.where(commit, this_replica(axis_name), state.owner),
+        **new,
     )
-    if olds:
-        own = zip(leaves.views, found.own_p, found.own_q, totals, olds, strict=True)
-        kept = [unsent(*each, commit) for each in own]
-        new = new._replace(residual=leaves.unstack(residual, kept))
-    updates, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))
-    return Reduction(updates, new, own_part, finite), found, commit
-
-
-def committed(commit: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
-    """The new factors, or the old ones where the state stays as it was."""
-    pairs = zip(new, old, strict=True)
-    return [jnp.where(commit, x.astype(before.dtype), before) for x, before in pairs]
+    means, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))
+    return Reduction(means, state, own_part, finite)
 
 
 def powersgd_step(
@@ -344,25 +352,23 @@ def powersgd_step(
     """One update of `powersgd`, whose docstring has the equations, from its checked arguments."""
     del params, extra_args
     leaves = Leaves.of(options, updates)
-    residual, q = fitted_state(PowerSGDState, options, leaves, updates, state, q=warm_start)
-    starts = leaves.stack(q) if warm_start else _drawn(options, leaves, state.count)
-    average = functools.partial(power_iteration, options, leaves.views, starts)
-    result, factors, commit = low_rank_step(options, leaves, state, residual, average)
+    held = ["q"] if warm_start else []
+    found = fitted_state(PowerSGDState, leaves, updates, state, held)
+
+    average = functools.partial(power_iteration, leaves)
     if not warm_start:
-        return result
-    q = leaves.unstack(q, committed(commit, factors.q, starts))
-    return result._replace(state=result.state._replace(q=q))
+        average = functools.partial(_from_fresh_factors, leaves, state.count)
+    return low_rank_step(leaves, state, found, average)
 
 
-def _drawn(options: LowRank, leaves: Leaves, count: Array) -> list[Array]:
-    """Fresh right factors of each group, another for every leaf and count."""
+def _from_fresh_factors(leaves: Leaves, count: Array, starts: Stacks, *arrays: Any) -> Averaged:
+    """A `power_iteration` from right factors that are drawn for every leaf and count."""
 
-    def of_leaf(index: Array | int) -> Array:
-        plan = leaves.leaf_plans[group[0]]
-        return options.random_factor(plan.q_shape, plan.dtype, index, count)
+    def of_leaf(plan: LeafPlan, index: Array | int) -> Array:
+        return leaves.options.random_factor(plan.q_shape, plan.dtype, index, count)
 
-    factors = []
+    fresh = []
     for group in leaves.groups:
-        alone = len(group) == 1
-        factors.append(of_leaf(group[0]) if alone else jax.vmap(of_leaf)(jnp.array(group)))
-    return factors
+        draw = functools.partial(of_leaf, leaves.leaf_plans[group[0]])
+        fresh.append(draw(group[0]) if len(group) == 1 else jax.vmap(draw)(jnp.array(group)))
+    return power_iteration(leaves, {**starts, "q": fresh}, *arrays)._replace(kept=starts)

@@ -56,8 +56,8 @@ def powersgd(
     all-to-all and an all-gather, as in `quantized_allreduce`: columns of the factors in blocks of
     at most 128 integers with a scale, the other leaves unrounded, sums in float32.
 
-    If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
-    stays as it was, bit for bit. Wrap what comes *after* this transformation in
+    If a gradient is not finite on one replica or more, all outputs are NaN on every replica and the
+    state stays as it was, bit for bit. Wrap what comes *after* this transformation in
     `optax.apply_if_finite`; around it, replicas would disagree on whether to communicate.
 
     Args:

@@ -17,9 +17,8 @@ from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.per_replica import of_reducer
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
-from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, is_reducer_state, other_state
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -87,7 +86,7 @@ def quantized_allreduce(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        if of_reducer(state):  # handed on, a residual would never be sent
+        if is_reducer_state(state):  # handed on, a residual would never be sent
             raise other_state("quantized_allreduce", "optax.EmptyState", state)
         arrays = [x.astype(jnp.float32) for x in floating_leaves(updates)]
         replicas = axis_size(axis_name)

@@ -87,6 +87,7 @@ class Reducer(Transformation):
 
     reduce: Callable[..., Reduction]
     axis_name: AxisName
+    _given: tuple[Callable[..., PyTree], Callable[..., Reduction]]
 
     def __new__(
         cls,
@@ -116,12 +117,13 @@ class Reducer(Transformation):
             count_bytes=count_bytes,
         )
         self.reduce, self.axis_name = entered, axis_name
+        self._given = init, reduce
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `copy` builds the copy from."""
         _, arguments = super().__getnewargs_ex__()
-        return (self.init, self.reduce, self.axis_name), arguments
+        return (*self._given, self.axis_name), arguments
 
 
 def _enter(
@@ -225,8 +227,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
 def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
     """An update that takes a state as `jax.shard_map` with `state_specs` hands it over, or without.
 
-    The door of every reducer. For a transformation of your own whose state is mapped so, without
-    being a `Reducer`.
+    What every `Reducer` does, for a transformation of your own whose state is mapped so.
 
     Args:
       update: An Optax update: of updates, state, params or None, and extra arguments by name, for
@@ -277,9 +278,8 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
       state: Any tree that holds states.
       fresh: Makes a state without rows, to compare with where there is no owner.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    owners = [x for path, x in leaves if leaf_name(path).endswith(".owner")]
-    if owners or not leaves or fresh is None:
+    owners = owners_of(state).values()
+    if owners or fresh is None:
         return any(np.ndim(owner) for owner in owners)
 
     def axes(tree: PyTree) -> list[int]:
@@ -289,6 +289,28 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
 
     local = axes(state)
     return bool(local) and local == [ndim + 1 for ndim in axes(jax.eval_shape(fresh))]
+
+
+def is_reducer_state(node: Any) -> bool:
+    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
+    return isinstance(getattr(type(node), "per_replica", None), tuple)
+
+
+def owners_of(state: PyTree) -> dict[str, Any]:
+    """The owners in a state, by their paths; none if no class in it declares one."""
+    found: dict[str, Any] = {}
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reducer_state)
+    for path, node in nodes:
+        if not is_reducer_state(node):
+            continue
+        fields = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, own=node: x is not own)
+        for field, value in fields:
+            name = jax.tree_util.keystr((*path, *field))
+            if name.endswith(".owner") and "owner" in type(node).per_replica:
+                found[name] = value
+            else:
+                found |= {f"{name}{inner}": x for inner, x in owners_of(value).items()}
+    return found
 
 
 def fitted(
@@ -326,7 +348,8 @@ def fitted(
             shape = None if isinstance(value, optax.MaskedNode) else tuple(np.shape(value))
             if shape != want:
                 name = f"{field}{leaf_name(path)}"
-                wrong.append(f"{name}: expected {want or 'none'}, got {shape or 'none'}")
+                want, shape = ("none" if x is None else x for x in (want, shape))
+                wrong.append(f"{name}: expected {want}, got {shape}")
     if wrong:
         raise _other_shapes(kind.__name__, wrong, hint)
     return found

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import PyTree
 
@@ -45,8 +46,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
         Args:
           params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
-          replicas: Number of replicas. Needed where arrays are cut into as many shares: with int8
-            on the wire.
+          replicas: Number of replicas. Needed where arrays are cut into as many shares: with
+            integers on the wire.
           step: Which update, counted from 0: before ``start_step`` gradients go as they are,
             ACP-SGD's factors take turns, local steps send nothing. None for the mean over the steps
             after all exact ones, rounded to a byte.
@@ -79,7 +80,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
                 f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
                 "(params, replicas, step) that returns jaxcomp.types.CompressionStats."
             )
-        return self.count_bytes(params, replicas, step)
+        return self.count_bytes(unboxed(params), replicas, step)
 
     def __repr__(self) -> str:
         return self.made_by or f"{type(self).__name__}(...)"

@@ -14,8 +14,8 @@ from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, mesh_axes
 from jaxcomp._mesh.collectives import largest, mean_each, this_replica
-from jaxcomp._mesh.per_replica import map_leaves, owners_of, without_row
-from jaxcomp._reducers.reducer import has_rows
+from jaxcomp._mesh.per_replica import map_leaves, without_row
+from jaxcomp._reducers.reducer import has_rows, owners_of
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
