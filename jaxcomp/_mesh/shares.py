@@ -176,8 +176,10 @@ def mean_by_shares(
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
-    groups = _groups(parts, layouts, stacks)
-    wire = _encode([_cut(group, parts) for group in groups], groups)
+    # From here on each part has an axis in front that counts its arrays.
+    arrays = [part if i in stacks else part[None] for i, part in enumerate(parts)]
+    groups = _groups(arrays, layouts)
+    wire = _encode([_cut(group, arrays) for group in groups], groups)
     received = _decode(exchange(wire, axis_name), groups)
     means = [jax.vmap(_mean_of_rows)(x) for x in received]
     second = _encode(means, groups)
@@ -194,7 +196,12 @@ def mean_by_shares(
         both = jnp.where(jnp.isfinite(both), both, own)
         sent.append(lax.dynamic_update_index_in_dim(first, both, owner, axis=1))
     finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
-    return Reduced(_joined(outputs, groups, parts), _joined(sent, groups, parts), finite)
+
+    def restored(values: list[Array]) -> list[Array]:
+        joined = _joined(values, groups, arrays)
+        return [x if i in stacks else x[0] for i, x in enumerate(joined)]
+
+    return Reduced(restored(outputs), restored(sent), finite)
 
 
 class _Group(NamedTuple):
@@ -204,37 +211,26 @@ class _Group(NamedTuple):
     """
 
     positions: list[int]
-    numbers: list[int | None]  # how many arrays each part is; None: one, without an axis for it
     layout: Layout
     dtype: Any
-
-    @property
-    def number(self) -> int:
-        """Of all its arrays."""
-        return sum(1 if number is None else number for number in self.numbers)
+    number: int  # of arrays, in all its parts
 
 
-def _groups(
-    parts: Sequence[Array], layouts: Sequence[Layout], stacks: Collection[int]
-) -> list[_Group]:
-    found: dict[Any, _Group] = {}
-    for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        number, shape = (part.shape[0], part.shape[1:]) if i in stacks else (None, part.shape)
-        key = layout, shape, part.dtype, i if part.size > _LARGE else None
-        group = found.setdefault(key, _Group([], [], layout, part.dtype))
-        group.positions.append(i)
-        group.numbers.append(number)
-    return list(found.values())
-
-
-def _cut(group: _Group, parts: Sequence[Array]) -> Array:
-    arrays = [
-        parts[i][None] if number is None else parts[i]
-        for i, number in zip(group.positions, group.numbers, strict=True)
+def _groups(arrays: Sequence[Array], layouts: Sequence[Layout]) -> list[_Group]:
+    kinds: dict[Any, list[int]] = {}
+    for i, (x, layout) in enumerate(zip(arrays, layouts, strict=True)):
+        key = layout, x.shape[1:], x.dtype, i if x.size > _LARGE else None
+        kinds.setdefault(key, []).append(i)
+    return [
+        _Group(kind, layout, dtype, sum(arrays[i].shape[0] for i in kind))
+        for (layout, _, dtype, _), kind in kinds.items()
     ]
+
+
+def _cut(group: _Group, arrays: Sequence[Array]) -> Array:
+    own = [arrays[i] for i in group.positions]
     # A single one needs no copy.
-    together = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-    return jax.vmap(group.layout.cut)(together)
+    return jax.vmap(group.layout.cut)(own[0] if len(own) == 1 else jnp.concatenate(own))
 
 
 def _encode(values: Sequence[Array], groups: Sequence[_Group]) -> Array:
@@ -263,14 +259,11 @@ def _joined(
 ) -> list[Array]:
     results = list(like)
     for group, x in zip(groups, values, strict=True):
-        start, join = 0, group.layout.join
-        for i, number in zip(group.positions, group.numbers, strict=True):
-            if number is None:
-                results[i] = join(x[start], like[i])
-                start += 1
-            else:
-                results[i] = jax.vmap(join)(x[start : start + number], like[i])
-                start += number
+        start = 0
+        for i in group.positions:
+            end = start + like[i].shape[0]
+            results[i] = jax.vmap(group.layout.join)(x[start:end], like[i])
+            start = end
     return results
 
 
