@@ -17,75 +17,42 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ParameterError(ValueError):
-    """An argument that cannot be used.
-
-    Attributes:
-      parameter: Its name in Python. The command line shows its own.
-      problem: What is wrong with it and what to do, to follow the name.
-    """
-
-    def __init__(self, parameter: str, problem: str) -> None:
-        super().__init__(parameter, problem)
-        self.parameter, self.problem = parameter, problem
-
-    def __str__(self) -> str:
-        return f"`{self.parameter}` {self.problem}"
-
-
 def check_axis_name(axis_name: Any) -> None:
-    """Refuses anything but a string or a non-empty tuple of distinct strings.
-
-    Raises:
-      ValueError: With what to pass instead.
-    """
+    """Refuses anything but a string or a non-empty tuple of distinct strings."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if (
         not names
         or not all(isinstance(n, str) and n for n in names)
         or len(set(names)) < len(names)
     ):
-        raise ParameterError(
-            "axis_name",
-            f"must be a string or a tuple of distinct strings, got {axis_name!r}. Pass the "
-            "axis_name of your pmap or vmap, or the mesh axis of your shard_map.",
+        raise ValueError(
+            f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
+            "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
         )
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`.
-
-    Raises:
-      ValueError: Otherwise, also for a traced value.
-    """
+    """`value` as an int of at least `minimum`; refuses anything else, also what is traced."""
     kind = {0: "a non-negative integer", 1: "a positive integer"}[minimum]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ParameterError(name, f"must be {kind}, got {value!r}.{_static_hint(name, value)}")
+        raise ValueError(f"`{name}` must be {kind}, got {value!r}.{_static_hint(name, value)}")
     if value < minimum:
-        raise ParameterError(name, f"must be {kind}, got {name}={value}.")
+        raise ValueError(f"`{name}` must be {kind}, got {name}={value}.")
     return int(value)
 
 
 def check_function(name: str, value: Any) -> Any:
-    """`value`, if it is None or can be called.
-
-    Raises:
-      ValueError: Otherwise.
-    """
+    """`value`, if it is None or can be called; refuses anything else."""
     if value is not None and not callable(value):
-        raise ParameterError(name, f"must be a function of (path, leaf) or None, got {value!r}.")
+        raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` as a bool.
-
-    Raises:
-      ValueError: Otherwise, also for a traced value.
-    """
+    """`value` as a bool; refuses anything else, also what is traced."""
     if not isinstance(value, (bool, np.bool_)):
         hint = _static_hint(name, value)
-        raise ParameterError(name, f"must be True or False, got {value!r}.{hint}")
+        raise ValueError(f"`{name}` must be True or False, got {value!r}.{hint}")
     return bool(value)
 
 
@@ -100,32 +67,25 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     """
     if isinstance(value, jax.core.Tracer):
         return value
-    array = _is_array(value) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+    array = (
+        isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+    )
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
     if not (number or array) or not minimum <= float(value) <= maximum or math.isinf(value):
         bounds = f"at least {minimum:g}" + (f" and at most {maximum:g}" * (maximum < math.inf))
-        raise ParameterError(name, f"must be a finite number, {bounds}, got {value!r}.")
+        raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
     return value if array else float(value)
 
 
 def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:
-    """Like `check_number` for a value that shapes the program and so cannot be traced.
-
-    Raises:
-      ValueError: For a traced value and for anything else than a finite number in range.
-    """
-    if _is_array(value):
-        raise ParameterError(name, f"must be a Python number.{_static_hint(name, value)}")
+    """Like `check_number` for a value that shapes the program: refuses what is traced too."""
+    if isinstance(value, jax.Array):
+        raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
     return float(check_number(name, value, minimum, maximum))
 
 
-def _is_array(value: Any) -> bool:
-    """A JAX array, traced or not."""
-    return isinstance(value, jax.Array)
-
-
 def _static_hint(name: str, value: Any) -> str:
-    if not _is_array(value):
+    if not isinstance(value, jax.Array):
         return ""
     return (
         f" It decides the shape of the program: with optax.inject_hyperparams pass it as a static "

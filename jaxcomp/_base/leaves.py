@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import ParameterError
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 _WIRE = ("float32", "bfloat16", "float16")
-# A residual may exceed what float16 holds, and would then be infinite for ever.
-_STORAGE = ("float32", "bfloat16")
 # A box is a node of the tree with one array inside and metadata about it: linen's `Partitioned` and
 # `LogicallyPartitioned`, nnx's `Variable`. They are known by their methods, so that nothing here
 # imports flax. Made with the structure of the parameters, a state would have boxes too, and with
@@ -36,7 +34,6 @@ class Integers:
 
 
 _INTEGERS = {wire.name: wire for wire in (Integers(8), Integers(6))}
-_FACTORS = (*_WIRE, *_INTEGERS)
 
 
 def leaf_name(path: KeyPath) -> str:
@@ -69,6 +66,17 @@ def compute_dtype(dtype: Any) -> Any:
     return widest([dtype])
 
 
+def in_compute_dtype(tree: PyTree) -> PyTree:
+    """The shapes of a tree whose floating leaves are in their `compute_dtype`."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf_dtype(leaf)
+        wide = compute_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        return jax.ShapeDtypeStruct(np.shape(leaf), wide)
+
+    return jax.tree.map(shape, tree)
+
+
 def round_to(x: Array, dtype: Any) -> Array:
     """Rounds to the precision of `dtype` without changing the dtype of `x`.
 
@@ -85,48 +93,34 @@ def round_to(x: Array, dtype: Any) -> Array:
 
 
 def checked_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of what an all-reduce has on the wire as a NumPy dtype, or None.
-
-    Raises:
-      ValueError: If it is not one of float32, bfloat16 and float16.
-    """
+    """`dtype` of an all-reduce, a NumPy dtype or None; refuses all but 32 and 16 bits."""
     if _dtype_name(dtype) == "int8":
-        raise ParameterError(
-            name,
-            f"must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit integers "
-            "overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
-            f"{name}=jnp.int8.",
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
+            "integers overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
+            f"{name}=jnp.int8."
         )
     return _checked(name, dtype, _WIRE)
 
 
 def checked_factor_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of factors on the wire as a NumPy dtype or `Integers`, or None.
-
-    Raises:
-      ValueError: If it is not one of float32, bfloat16, float16, int8 and int6.
-    """
+    """`dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
     if isinstance(dtype, Integers):
         return dtype
     known = dtype if isinstance(dtype, str) else _dtype_name(dtype)
-    return _INTEGERS.get(known or "") or _checked(name, dtype, _FACTORS)
+    return _INTEGERS.get(known or "") or _checked(name, dtype, (*_WIRE, *_INTEGERS))
 
 
 def checked_residual_dtype(dtype: Any) -> Any:
-    """`dtype` of a stored residual as a NumPy dtype, or None.
-
-    Raises:
-      ValueError: If it is neither float32 nor bfloat16.
-    """
-    return _checked("residual_dtype", dtype, _STORAGE)
+    """`dtype` of a stored residual or None; refuses all but float32 and bfloat16."""
+    # A residual may exceed what float16 holds, and would then be infinite for ever.
+    return _checked("residual_dtype", dtype, ("float32", "bfloat16"))
 
 
 def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
-    if dtype is None:
-        return None
-    if _dtype_name(dtype) not in allowed:
-        raise ParameterError(name, f"must be one of {', '.join(allowed)} or None, got {dtype!r}.")
-    return jnp.dtype(dtype)
+    if dtype is None or _dtype_name(dtype) in allowed:
+        return None if dtype is None else jnp.dtype(dtype)
+    raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.checks import ParameterError
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import PyTree
 
@@ -104,16 +103,11 @@ def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
 
 
 def needed_replicas(replicas: int | None) -> int:
-    """The number of replicas, where arrays are cut into as many shares.
-
-    Raises:
-      ValueError: If it was not given.
-    """
+    """The number of replicas, where arrays are cut into as many shares; refuses None."""
     if replicas is None:
-        raise ParameterError(
-            "replicas",
-            "is missing: with integers on the wire arrays are cut into one share for each replica. "
-            "Pass how many there are.",
+        raise ValueError(
+            "`replicas` is missing: with integers on the wire arrays are cut into one share for "
+            "each replica. Pass how many there are."
         )
     return replicas
 

@@ -37,5 +37,4 @@ class MatrixDims(NamedTuple):
 # Called with the key path of `jax.tree_util.tree_flatten_with_path` and the leaf (or its shape).
 RankFn: TypeAlias = Callable[[KeyPath, Any], int | None]
 MatrixDimsFn: TypeAlias = Callable[[KeyPath, Any], MatrixDims | None]
-BucketFn: TypeAlias = Callable[[KeyPath, Any], int]
 Schedule: TypeAlias = Callable[[Array], Array | float]

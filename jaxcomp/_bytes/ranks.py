@@ -105,39 +105,46 @@ def ranks_by_spectrum(
     check_static_number("ratio", ratio, 1)
     check_flag("adaptive", adaptive)
     wire = checked_factor_dtype("comm_dtype", comm_dtype)
-    check_static_number("min_compression_rate", min_compression_rate, 0)
+    rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     check_function("matrix_dims", matrix_dims)
     plans = [
         plan
-        for plan in plan_leaves(gradients, 1, min_compression_rate, matrix_dims)
+        for plan in plan_leaves(gradients, 1, rate, matrix_dims)
         if jnp.issubdtype(plan.dtype, jnp.floating)
     ]
-    spectra = _spectra(gradients, {plan.path for plan in plans if plan.view}, plans)
 
     def cost(plan: LeafPlan) -> int:
         return plan.wire_size if wire is None else sum(leaf_bytes(plan, wire, 1))
 
+    def next_column(plan: LeafPlan, rank: int) -> tuple[int, bool]:
+        """What one more column costs, and True; after the last one the dense leaf, and False."""
+        assert plan.view is not None
+        rows, cols = plan.view.n_rows, plan.view.n_cols
+        if rank + 1 < min(rows, cols) and is_compressed(rows, cols, rank + 1, rate):
+            return cost(plan), True  # of rank 1: one column for each matrix of the batch
+        return cost(dataclasses.replace(plan, view=None, rank=0)) - cost(plan) * rank, False
+
+    spectra = _spectra(gradients, plans)
     widths = [1 if wire is None else jnp.dtype(plan.dtype).itemsize for plan in plans]
     budget = sum(n * plan.size for n, plan in zip(widths, plans, strict=True)) / ratio
-    spent = sum(cost(plan) for plan in plans)
+    spent = sum(map(cost, plans))
     if spent > budget:
         raise ValueError(
             f"rank 1 everywhere already sends {spent} {'values' if wire is None else 'bytes'}, and "
             f"ratio={ratio:g} allows {budget:.0f}. Pass a ratio of at most "
             f"{ratio * budget / spent:.1f}."
         )
-    costs = _Costs(cost, min_compression_rate)
-    return Ranks(_give_out(plans, spectra, budget - spent, adaptive, costs))
+    return Ranks(_give_out(plans, spectra, budget - spent, adaptive, next_column))
 
 
-def _spectra(gradients: PyTree, wanted: set[str], plans: list[LeafPlan]) -> dict[str, np.ndarray]:
-    """Squared singular values of each wanted leaf, largest first, summed over its batch."""
+def _spectra(gradients: PyTree, plans: list[LeafPlan]) -> dict[str, np.ndarray]:
+    """Squared singular values of each compressed leaf, largest first, summed over its batch."""
     views = {plan.path: plan.view for plan in plans}
     spectra = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
         name = leaf_name(path)
         view = views.get(name)
-        if name not in wanted or view is None:
+        if view is None:
             continue
         matrix = np.asarray(view.matricize(jnp.asarray(leaf)), np.float64)
         if not np.isfinite(matrix).all():
@@ -150,35 +157,12 @@ def _spectra(gradients: PyTree, wanted: set[str], plans: list[LeafPlan]) -> dict
     return spectra
 
 
-@dataclasses.dataclass(frozen=True)
-class _Costs:
-    """What columns cost on the wire, in whatever unit the budget has."""
-
-    of: Callable[[LeafPlan], int]  # a leaf at its rank, or one that is not compressed
-    min_compression_rate: float
-
-    def next(self, plan: LeafPlan, rank: int) -> tuple[int, bool]:
-        """Of one more column, and True; of the dense leaf, and False, after the last column.
-
-        Args:
-          plan: The leaf at rank 1.
-          rank: How many columns it has.
-        """
-        assert plan.view is not None
-        rows, cols = plan.view.n_rows, plan.view.n_cols
-        column, more = self.of(plan), rank + 1
-        rate = self.min_compression_rate
-        if more < min(rows, cols) and is_compressed(rows, cols, more, rate):
-            return column, True  # of rank 1: one column for each matrix of the batch
-        return self.of(dataclasses.replace(plan, view=None, rank=0)) - column * rank, False
-
-
 def _give_out(
     plans: list[LeafPlan],
     spectra: dict[str, np.ndarray],
     budget: float,
     adaptive: bool,
-    costs: _Costs,
+    next_column: Callable[[LeafPlan, int], tuple[int, bool]],
 ) -> dict[str, int | None]:
     """The rank of every leaf; None: not compressed. Greedy, as gains fall from column to column."""
     ranks: dict[str, int | None] = {plan.path: 1 if plan.view else None for plan in plans}
@@ -186,7 +170,7 @@ def _give_out(
 
     def offer(plan: LeafPlan, energy: np.ndarray, rank: int) -> None:
         """Puts the next column of a leaf, or after the last one the rest of it, on offer."""
-        cost, allowed = costs.next(plan, rank)
+        cost, allowed = next_column(plan, rank)
         gain = energy[rank] if allowed else energy[rank:].sum()
         scale = np.sqrt(energy.sum() / plan.size) if adaptive else 1.0
         if gain > _ROUNDING * energy[0]:
@@ -199,7 +183,7 @@ def _give_out(
         _, path, plan = heapq.heappop(offers)
         rank = ranks[path]
         assert rank is not None
-        cost, allowed = costs.next(plan, rank)
+        cost, allowed = next_column(plan, rank)
         if cost > budget:
             continue
         budget -= cost

@@ -148,11 +148,7 @@ def local_sgd_round(
 
 
 def _check_whole(sync: Sync) -> None:
-    """Refuses what has no meaning for a part of the parameters.
-
-    Raises:
-      ValueError: With the fix.
-    """
+    """Refuses what has no meaning for a part of the parameters."""
     if sync.average_inner is not False:
         raise ValueError(
             f"average_inner_state={sync.average_inner!r} needs fragments=1 and "

@@ -57,11 +57,7 @@ class Periods(NamedTuple):
 def check_periods(
     sync_every: SyncEvery, axis_name: AxisName, start_step: Any, offset: Any
 ) -> Periods:
-    """Reads the arguments of `local_sgd` that say when to average.
-
-    Raises:
-      ValueError: If one is unusable, or they contradict each other, with what to pass instead.
-    """
+    """Reads the arguments of `local_sgd` that say when to average; refuses unusable ones."""
     check_axis_name(axis_name)
     start_step = check_int("start_step", start_step, 0)
     schedule, period = None, sync_every
@@ -81,11 +77,7 @@ def check_periods(
 
 
 def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str, ...]:
-    """`axes` as a tuple, if they are all in `axis_name`.
-
-    Raises:
-      ValueError: Naming the argument and the first that is not.
-    """
+    """`axes` as a tuple; refuses one that is not in `axis_name`."""
     check_axis_name(axes)
     unknown = [name for name in axis_tuple(axes) if name not in axis_tuple(axis_name)]
     if unknown:

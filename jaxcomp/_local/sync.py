@@ -9,11 +9,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_flag
-from jaxcomp._base.leaves import all_finite, compute_dtype, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import (
+    all_finite,
+    compute_dtype,
+    in_compute_dtype,
+    leaf_dtype,
+    leaf_name,
+)
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
@@ -222,13 +227,7 @@ class Sync:
 
 def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
     """What `average` sends: float32, or the leaf's own dtype where that is wider."""
-
-    def wide(x: Any) -> Any:
-        dtype = leaf_dtype(x)
-        floating = jnp.issubdtype(dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(np.shape(x), compute_dtype(dtype)) if floating else x
-
-    leaves = dense_leaves(jax.tree.map(wide, tree))
+    leaves = dense_leaves(in_compute_dtype(tree))
     return [dataclasses.replace(leaf, path=prefix + leaf.path) for leaf in leaves]
 
 
@@ -252,11 +251,7 @@ def check_sync(
     drop_non_finite: Any = False,
     fragments: int = 1,
 ) -> Sync:
-    """Reads the arguments that `local_sgd` and `local_sgd_round` share.
-
-    Raises:
-      ValueError: If one is unusable.
-    """
+    """Reads the arguments that `local_sgd` and `local_sgd_round` share; refuses unusable ones."""
     if not (reducer is None or is_transformation(reducer)):
         raise ValueError(
             f"`reducer` must be an Optax gradient transformation or None, got {reducer!r}."

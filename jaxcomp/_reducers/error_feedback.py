@@ -15,6 +15,7 @@ from jaxcomp._base.leaves import (
     checked_residual_dtype,
     compute_dtype,
     floating_leaves,
+    in_compute_dtype,
     is_floating,
     leaf_dtype,
     nan_unless,
@@ -151,7 +152,7 @@ def error_feedback(
             unsent.append(jnp.where(finite, left.astype(e.dtype), e))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
         new = ErrorFeedbackState(
-            _residual_tree(state.residual, unsent),
+            jax.tree.structure(state.residual).unflatten(unsent),
             kept,
             jnp.where(finite, optax.safe_increment(state.count), state.count),
             jnp.where(finite, this_replica(axis_name), state.owner) if axis_name else state.owner,
@@ -160,19 +161,14 @@ def error_feedback(
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32, whatever the gradients are.
-        wide = jax.tree.map(_widened, params)
-        counted = bytes_of(reducer, wide, replicas, step)
+        counted = bytes_of(reducer, in_compute_dtype(params), replicas, step)
         return counted.instead_of(params)
 
     return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
 
 
 def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
-    """Refuses a reducer that keeps what it does not send already: two would grow without bound.
-
-    Raises:
-      ValueError: With the fix.
-    """
+    """Refuses a reducer that keeps what it does not send already: two would grow without bound."""
 
     def with_residual(node: Any) -> bool:
         return is_reducer_state(node) and hasattr(node, "residual")
@@ -186,12 +182,6 @@ def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
             )
 
 
-def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = leaf_dtype(leaf)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(np.shape(leaf), compute_dtype(dtype) if floating else dtype)
-
-
 def _add(gradient: Array, residual: Array, scale: Any) -> Array:
     """Their sum in float32, or in the gradient's own dtype where that is wider."""
     dtype = compute_dtype(gradient.dtype)
@@ -201,17 +191,8 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
 
 
 def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
-    """The residuals of the floating leaves.
-
-    Raises:
-      ValueError: Listing every leaf that does not fit, with the fix.
-    """
+    """The residuals of the floating leaves; refuses those that do not fit."""
     shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
     fields = {"residual": shapes}
     found = fitted(ErrorFeedbackState, state, updates, fields, "Otherwise make a new state.")[0]
     return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]
-
-
-def _residual_tree(like: PyTree, leaves: list[Array]) -> PyTree:
-    """The residuals in their tree, whose other leaves are masked nodes and hold nothing."""
-    return jax.tree.structure(like).unflatten(leaves)

@@ -20,8 +20,7 @@ from jaxcomp._reducers.reducer import has_rows
 from jaxcomp._reducers.switch_at import SwitchState
 from jaxcomp._states.consolidate import consolidate
 
-_LOW_RANK = (PowerSGDState, ACPSGDState)
-_WITH_RESIDUAL = (*_LOW_RANK, ErrorFeedbackState)
+_WITH_RESIDUAL = (PowerSGDState, ACPSGDState, ErrorFeedbackState)
 _REDUCERS = (*_WITH_RESIDUAL, SwitchState)
 
 
@@ -78,11 +77,7 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
 
 
 def _check_others(old: list[tuple[KeyPath, Any]], new: list[tuple[KeyPath, Any]]) -> None:
-    """Compares what is no reducer's.
-
-    Raises:
-      ValueError: Listing everything that differs, with the fix.
-    """
+    """Refuses states that differ in what is no reducer's, listing everything that does."""
     have, want = [_key(path) for path, _ in old], [_key(path) for path, _ in new]
     if have == want:
         wrong = [
@@ -122,25 +117,20 @@ def _key(path: KeyPath) -> str:
 def _matched(old: list[Any], new: list[Any]) -> list[Any]:
     """Each new reducer's state, adapted from an old one: of its kind, else any with a residual."""
     remaining, results = list(old), list(new)
-    for fits in (_same_kind, _both_residual):
+    for same in (True, False):
         for i, node in enumerate(new):
-            found = [k for k, other in enumerate(remaining) if fits(other, node)]
+            found = [k for k, other in enumerate(remaining) if _fits(other, node, same=same)]
             if found and results[i] is node:
                 results[i] = _adapted(remaining.pop(found[0]), node)
     return results
 
 
-def _same_kind(old: Any, new: Any) -> bool:
-    if type(old) is not type(new):
-        return False
-    return not isinstance(new, _LOW_RANK) or _is_one(old) == _is_one(new)
-
-
-def _both_residual(old: Any, new: Any) -> bool:
-    """Whether both keep a residual for each leaf, or both one for the only array there is."""
+def _fits(old: Any, new: Any, *, same: bool) -> bool:
+    """Whether `old` is of the kind of `new`; or, not the `same`, has a residual of that form."""
+    alike = type(old) is type(new)
     if not (isinstance(old, _WITH_RESIDUAL) and isinstance(new, _WITH_RESIDUAL)):
-        return False
-    return _is_one(old) == _is_one(new)
+        return same and alike
+    return (alike or not same) and _is_one(old) == _is_one(new)
 
 
 def _is_one(state: Any) -> bool:
@@ -151,13 +141,13 @@ def _is_one(state: Any) -> bool:
 
 def _adapted(old: Any, new: Any) -> Any:
     """`old` in the form of `new`, a fresh state; of another kind only its residual, if any."""
-    same = _same_kind(old, new)
+    same = _fits(old, new, same=True)
     if same and isinstance(new, SwitchState):
         before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
         return SwitchState(old.count, before, after)
     if same and not isinstance(new, _WITH_RESIDUAL):
         return old
-    if not (same or _both_residual(old, new)):
+    if not (same or _fits(old, new, same=False)):
         return new
     fields = {
         "residual": _carried(_same_shape, old.residual, new.residual, "residual"),
@@ -178,8 +168,7 @@ def _carried(
 ) -> PyTree:
     """Maps ``function(old, new)`` over the leaves that both have; elsewhere the new one stays.
 
-    Raises:
-      ValueError: Listing the leaves for which the function returns None.
+    Refuses leaves for which the function returns None, and lists them.
     """
     nodes, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=_is_masked)
     beside = jax.tree.leaves(old, is_leaf=_is_masked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -59,64 +59,65 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
         check_axis_name(axis_name)
         return _over_axis(state, axis_name)
     _check_not_mapped(state)
-    replicas = replicas_of(state)
-    if replicas is None:
-        local = _leaves(state, local=True)
-        if local and not owners_of(state):
+    layout = layout_of(state)
+    owners = owners_of(state)
+    if layout.replicas is None:
+        if not owners and (local := _leaves(state)[True]):
             raise ValueError(_no_axis(local))
         return state
-    return _over_rows(state, replicas)
+
+    def collapse(path: KeyPath, leaf: Any, local: bool) -> Any:
+        if leaf_name(path) in owners:
+            return _owner_of_all(jnp.asarray(leaf))
+        if local:
+            return _mean_of_rows(leaf)
+        return leaf[0] if layout.everything else leaf
+
+    return map_leaves(collapse, state)
 
 
-def replicas_of(state: PyTree) -> int | None:
-    """How many replicas lie in a state outside of mapped functions; None if it has no axis of them.
+class Layout(NamedTuple):
+    """How a state lies outside of mapped functions."""
+
+    replicas: int | None  # how many, along axis 0 of what each has of its own; None without one
+    everything: bool  # whether what they share has that axis too, as `jax.pmap` returns it
+
+
+def layout_of(state: PyTree) -> Layout:
+    """How a state lies; refuses one whose rows do not belong together.
 
     Raises:
       ValueError: If per-replica leaves have no common leading axis, are those of one replica only,
-        or of one several times.
+        or of one several times; or rows of what replicas share differ.
     """
-    owners, local = owners_of(state), _leaves(state, local=True)
+    owners, leaves = owners_of(state), _leaves(state)
+    local, shared = leaves[True], leaves[False]
     lengths = {np.shape(leaf)[:1] for leaf in (owners or local).values()}
     if not owners and (len(lengths) != 1 or lengths == {()}):
-        return None
+        return Layout(None, everything=False)
+    for name, owner in owners.items():
+        common = _owner_of_all(jnp.asarray(owner))
+        if not isinstance(common, jax.core.Tracer) and float(common) != 0:
+            raise ValueError(_one_replica(name, owner))
     if lengths == {()}:
-        for name, owner in owners.items():
-            if not isinstance(owner, jax.core.Tracer) and float(owner) != 0:
-                raise ValueError(_one_replica(name, f"its owner is {float(owner):g}"))
-        return None
+        return Layout(None, everything=False)
     lengths |= {np.shape(leaf)[:1] for leaf in local.values()}
     if len(lengths) != 1:
         raise ValueError(_no_axis(local))
-    for name, owner in owners.items():
-        common = _owner_of_all(jnp.asarray(owner))
-        if not isinstance(common, jax.core.Tracer) and not float(common) == 0:
-            raise ValueError(_one_replica(name, "the owners of its rows are not all different"))
-    ((length,),) = lengths
-    return length
-
-
-def shared_has_rows(state: PyTree, replicas: int) -> bool:
-    """Whether everything has an axis of replicas, also what they share, as `jax.pmap` returns it.
-
-    Some shared leaf is a scalar in nearly every state.
-
-    Raises:
-      ValueError: If rows of what they share differ.
-    """
-    shared = _leaves(state, local=False)
-    if not shared or any(np.shape(leaf)[:1] != (replicas,) for leaf in shared.values()):
-        return False
-    for name, leaf in shared.items():
+    # Some shared leaf is a scalar in nearly every state.
+    everything = bool(shared) and lengths == {np.shape(leaf)[:1] for leaf in shared.values()}
+    for name, leaf in shared.items() if everything else ():
         if not isinstance(leaf, jax.core.Tracer) and not _equal_rows(leaf):
             raise ValueError(
                 f"The leaf {name}, which the replicas share, differs between them. Check the "
                 "replicas with jaxcomp.check_replicas; or, if it has no axis of replicas, call "
                 "consolidate(state, axis_name) inside the mapped function."
             )
-    return True
+    ((length,),) = lengths
+    return Layout(length, everything)
 
 
-def mean_of_rows(leaf: Any) -> Any:
+def _mean_of_rows(leaf: Any) -> Any:
     """The mean over axis 0 in float32 at least; the largest of what has no mean."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(leaf).max(axis=0)
@@ -127,22 +128,8 @@ def mean_of_rows(leaf: Any) -> Any:
     return leaf.astype(compute_dtype(leaf.dtype)).mean(axis=0).astype(leaf.dtype)
 
 
-def _over_rows(state: PyTree, replicas: int) -> PyTree:
-    owners = owners_of(state)
-    everything = shared_has_rows(state, replicas)
-
-    def collapse(path: KeyPath, leaf: Any, local: bool) -> Any:
-        if leaf_name(path) in owners:
-            return _owner_of_all(jnp.asarray(leaf))
-        if local:
-            return mean_of_rows(leaf)
-        return leaf[0] if everything else leaf
-
-    return map_leaves(collapse, state)
-
-
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
-    local = _leaves(state, local=True)
+    local = _leaves(state)[True]
     replicas, own = axis_size(axis_name), this_replica(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
     rows = all(np.shape(leaf)[:1] == (1,) for leaf in local.values())
@@ -176,20 +163,14 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 
 def _owner_of_all(owners: Array) -> Array:
     """0 for the owners of all replicas, in any order, or of everybody; NaN for any other set."""
-    replicas = owners.shape[0]
-    wanted = jnp.arange(replicas, dtype=jnp.float32) - replicas
+    wanted = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
     # Not sorted: on an Explicit mesh nothing is, along an axis of it.
-    each = (owners[:, None] == wanted[None, :]).any(axis=0).all()
-    whole = each | (owners == 0).all()
-    return jnp.where(whole, 0.0, jnp.nan).astype(jnp.float32)
+    each = bool(owners.ndim) & (jnp.atleast_1d(owners)[:, None] == wanted).any(axis=0).all()
+    return jnp.where(each | (owners == 0).all(), 0.0, jnp.nan).astype(jnp.float32)
 
 
 def _check_not_mapped(state: PyTree) -> None:
-    """Refuses to consolidate one replica's view without its axis.
-
-    Raises:
-      ValueError: With what to pass.
-    """
+    """Refuses to consolidate one replica's view without its axis."""
     inside = bool(mesh_axes(jax.sharding.AxisType.Manual))
     for owner in owners_of(state).values():
         if isinstance(owner, jax.core.Tracer) and (inside or not owner.ndim):
@@ -199,15 +180,10 @@ def _check_not_mapped(state: PyTree) -> None:
             )
 
 
-def _leaves(state: PyTree, *, local: bool) -> dict[str, Any]:
-    """The leaves by their paths: those that a replica has of its own, or those that they share."""
-    found: dict[str, Any] = {}
-
-    def collect(path: KeyPath, leaf: Any, own: bool) -> None:
-        if own == local:
-            found[leaf_name(path)] = leaf
-
-    map_leaves(collect, state)
+def _leaves(state: PyTree) -> dict[bool, dict[str, Any]]:
+    """The leaves by their paths: those that a replica has of its own, and those that they share."""
+    found: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    map_leaves(lambda path, leaf, own: found[own].update({leaf_name(path): leaf}), state)
     return found
 
 
@@ -226,7 +202,10 @@ def _no_axis(local: dict[str, Any]) -> str:
     )
 
 
-def _one_replica(name: str, what: str) -> str:
+def _one_replica(name: str, owner: Any) -> str:
+    what = (
+        "the owners of its rows are not all different" if np.ndim(owner) else "its owner is not 0"
+    )
     return (
         f"The state holds the residual of one replica only ({what}: {name}), and what the others "
         "had not sent would be lost. Of copies of a state do not take the first, as flax's "

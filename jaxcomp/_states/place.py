@@ -23,8 +23,8 @@ from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes
 from jaxcomp._mesh.per_replica import has_foreign, map_leaves
-from jaxcomp._reducers.reducer import has_rows
-from jaxcomp._states.consolidate import consolidate, replicas_of, shared_has_rows
+from jaxcomp._reducers.reducer import has_rows, owners_of
+from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
 def state_axes(state: PyTree) -> PyTree:
@@ -182,19 +182,16 @@ def shard_state(
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
     """The state with an axis of so many replicas, or consolidated; and whether it has that axis."""
     if not has_rows(state, None if like is None else lambda: like):
-        replicas_of(state)  # refuses the residual of one replica
+        if owners_of(state):
+            layout_of(state)  # refuses the residual of one replica
         return state, False
-    if replicas_of(state) == replicas and not shared_has_rows(state, replicas):
+    if layout_of(state) == Layout(replicas, everything=False):
         return state, True
     return consolidate(state), False
 
 
 def _check_structure(state: PyTree, like: PyTree) -> None:
-    """Refuses another reducer's state, or one that has lost its classes.
-
-    Raises:
-      ValueError: With what to do.
-    """
+    """Refuses another reducer's state, or one that has lost its classes."""
     if jax.tree.structure(state) == jax.tree.structure(like):
         return
     wanted, found = type(like).__name__, type(state).__name__
@@ -210,11 +207,7 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
 
 
 def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
-    """Compares every leaf, per-replica ones behind their axis of replicas, if they have one.
-
-    Raises:
-      ValueError: Listing every leaf that is off.
-    """
+    """Refuses leaves of other shapes, behind their axis of replicas if they have one."""
     wrong: list[str] = []
 
     def compare(path: KeyPath, wanted: Any, local: bool, leaf: Any) -> None:
@@ -233,11 +226,7 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
 
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
-    """Refuses parameters, or a state, that lie along the axis of the replicas.
-
-    Raises:
-      ValueError: Naming the leaf.
-    """
+    """Refuses a leaf that lies along the axis of the replicas, and names it."""
     used = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
     if used & set(axes):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -73,6 +74,60 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any, gradient: Any = towards) 
     if mapping == "pmap":
         return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:n])
     return jax.jit(jax.vmap(step, axis_name=AXIS))
+
+
+def rounds(
+    round_: Any, params: Any, targets: Any, state: Any = None, mapping: str = "shard_map"
+) -> Any:
+    """Rounds of `local_sgd_round` over ``(n, steps, *shape)`` targets, in one compiled program.
+
+    Args:
+      round_: Over AXIS, made with ``inner_init`` if there is no `state`.
+      params: The initial parameters.
+      targets: What `step_fn` gets as its batches.
+      state: Consolidated; by default ``round_.init(params)``.
+      mapping: One of runners.MAPPINGS. shard_map runs with check_vma=True.
+
+    Returns:
+      The parameters as each device has them, ``(n, *shape)``; the state; what the steps returned
+      besides, ``(n, steps, ...)``.
+    """
+    n, steps = jax.tree.leaves(targets)[0].shape[:2]
+    state = round_.init(params) if state is None else state
+
+    def train(params: Any, state: Any, targets: Any) -> Any:
+        def one(carry: Any, batches: Any) -> Any:
+            params, state, ends = round_(*carry, batches)
+            return (params, state), ends
+
+        every = round_.sync_every
+        split = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), targets)
+        (params, state), ends = jax.lax.scan(one, (params, state), split)
+        return params, state, jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), ends)
+
+    if mapping != "shard_map":
+        pmap = functools.partial(jax.pmap, devices=jax.devices()[:n])
+        mapped = {"vmap": jax.vmap, "pmap": pmap}[mapping](
+            train, in_axes=(None, None, 0), axis_name=AXIS
+        )
+        return jax.jit(mapped)(params, state, targets)
+
+    def local(params: Any, state: Any, targets: Any) -> Any:
+        params, state, ends = train(params, state, first(targets))
+        return params, state, jax.tree.map(lambda x: x[None], ends)
+
+    specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(jax.P(), specs, jax.P(AXIS)),
+        out_specs=(jax.P(), specs, jax.P(AXIS)),
+    )
+    placed = jaxcomp.shard_state(state, mesh, AXIS)
+    params, state, ends = jax.jit(mapped)(params, placed, targets)
+    # The same array on every device: each has its own copy.
+    copies = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
+    return copies, state, jax.device_get(ends)
 
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)

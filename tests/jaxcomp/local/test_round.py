@@ -9,14 +9,13 @@ import optax
 import pytest
 from hlo import collectives, sent_bytes, text
 from leaves import random_grads
-from local_runs import run, towards
-from runners import AXIS, MAPPINGS, first, mesh_of
+from local_runs import NESTEROV, rounds, run, towards
+from runners import AXIS, MAPPINGS, mesh_of
 
 import jaxcomp
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def step_of(optimizer):
@@ -27,42 +26,13 @@ def step_of(optimizer):
     return step
 
 
-def rounds(mapping, round_, params, state, targets):
-    """Rounds over ``(n, rounds * sync_every, *shape)``; final params ``(n, ...)`` and the state."""
-    n = jax.tree.leaves(targets)[0].shape[0]
-    targets = jax.tree.map(lambda x: x.reshape(n, -1, round_.sync_every, *x.shape[2:]), targets)
-
-    def train(params, state, targets):
-        def one(carry, batches):
-            params, state, seen = round_(*carry, batches)
-            return (params, state), seen
-
-        (params, state), seen = jax.lax.scan(one, (params, state), targets)
-        return params, state, seen
-
-    if mapping == "shard_map":
-        specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
-        mapped = jax.shard_map(
-            lambda p, s, t: train(p, s, first(t))[:2],
-            mesh=mesh,
-            in_specs=(jax.P(), specs, jax.P(AXIS)),
-            out_specs=(jax.P(), specs),
-        )
-        params, state = jax.jit(mapped)(params, jaxcomp.shard_state(state, mesh, AXIS), targets)
-        # The same array on every device: each has its own copy, compared below.
-        copies = [np.stack([s.data for s in x.addressable_shards]) for x in jax.tree.leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), copies), state
-    map_ = functools.partial(jax.pmap, devices=jax.devices()[:n]) if mapping == "pmap" else jax.vmap
-    mapped = map_(train, in_axes=(None, None, 0), axis_name=AXIS)
-    return jax.jit(mapped)(params, state, targets)[:2]
-
-
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping):
     targets = random_grads(SHAPES, 3, 8)
     inner = optax.sgd(0.1, momentum=0.9)
     round_ = jaxcomp.local_sgd_round(step_of(inner), sync_every=4, axis_name=AXIS, outer=NESTEROV)
-    got, state = rounds(mapping, round_, PARAMS, round_.init(PARAMS, inner.init(PARAMS)), targets)
+    start = round_.init(PARAMS, inner.init(PARAMS))
+    got, state, _ = rounds(round_, PARAMS, targets, start, mapping)
     tx = jaxcomp.local_sgd(inner, sync_every=4, axis_name=AXIS, outer=NESTEROV)
     expected, _ = run("vmap", tx, PARAMS, targets)
     for name in SHAPES:
@@ -75,7 +45,7 @@ def test_a_round_sets_the_exact_mean():
     targets = random_grads(SHAPES, 4, 2)
     round_ = jaxcomp.local_sgd_round(step_of(optax.sgd(0.1)), sync_every=2, axis_name=AXIS)
     state = round_.init(PARAMS, optax.sgd(0.1).init(PARAMS))
-    got, _ = rounds("vmap", round_, PARAMS, state, targets)
+    got, _, _ = rounds(round_, PARAMS, targets, state, "vmap")
     local, _ = run("vmap", optax.sgd(0.1), PARAMS, targets)
     for name in SHAPES:
         np.testing.assert_array_equal(got[name][0], local[name][:, -1].sum(0) / 4)
@@ -92,7 +62,7 @@ def test_inner_state_is_kept_averaged_or_reset(mode):
         average_inner_state=mode,
         inner_init=inner.init,
     )
-    got, _ = rounds("shard_map", round_, PARAMS, round_.init(PARAMS), targets)
+    got, _, _ = rounds(round_, PARAMS, targets)
     tx = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS, average_inner_state=mode)
     expected, _ = run("vmap", tx, PARAMS, targets)
     for name in SHAPES:
@@ -172,27 +142,29 @@ def test_averaged_momenta_are_counted():
         round_.bytes(params)
 
 
-def test_bad_input_is_refused():
-    step = step_of(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="sync_every=0"):
-        jaxcomp.local_sgd_round(step, sync_every=0, axis_name=AXIS)
-    with pytest.raises(ValueError, match="positive integer"):
-        jaxcomp.local_sgd_round(step, sync_every={AXIS: 2}, axis_name=AXIS)
-    with pytest.raises(ValueError, match="needs `inner_init`"):
-        jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS, average_inner_state="reset")
-    with pytest.raises(ValueError, match="`step_fn` must be a function"):
-        jaxcomp.local_sgd_round(optax.sgd(0.1), sync_every=2, axis_name=AXIS)
-    with pytest.raises(ValueError, match="`inner_init` must be a function"):
-        jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS, inner_init=optax.sgd(0.1))
+BAD = [
+    ({"sync_every": 0}, "sync_every=0"),
+    ({"sync_every": {AXIS: 2}}, "positive integer"),
+    ({"average_inner_state": "reset"}, "needs `inner_init`"),
+    ({"step_fn": optax.sgd(0.1)}, "`step_fn` must be a function"),
+    ({"inner_init": optax.sgd(0.1)}, "`inner_init` must be a function"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), BAD)
+def test_bad_input_is_refused_when_built(case, message):
+    given = {"step_fn": step_of(optax.sgd(0.1)), "sync_every": 2, "axis_name": AXIS}
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.local_sgd_round(**{**given, **case})
+
+
+def test_bad_input_is_refused_when_used():
     pair = jaxcomp.local_sgd_round(lambda p, s, b: (p, s), sync_every=1, axis_name=AXIS)
     with pytest.raises(ValueError, match="must return a tuple"):
-        jax.vmap(pair, in_axes=(None, None, 0), axis_name=AXIS)(
-            PARAMS, pair.init(PARAMS, ()), jnp.zeros((2, 1))
-        )
-    round_ = jaxcomp.local_sgd_round(step, sync_every=4, axis_name=AXIS)
+        rounds(pair, PARAMS, jnp.zeros((2, 1)), pair.init(PARAMS, ()), "vmap")
+    round_ = jaxcomp.local_sgd_round(step_of(optax.sgd(0.1)), sync_every=4, axis_name=AXIS)
     with pytest.raises(ValueError, match="no inner state"):
         round_.init(PARAMS)
-    state = round_.init(PARAMS, ())
     batches = jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), PARAMS)
     with pytest.raises(ValueError, match=r"\['a'\] has shape \(3, 4, 3\)"):
-        round_(PARAMS, state, batches)
+        round_(PARAMS, round_.init(PARAMS, ()), batches)

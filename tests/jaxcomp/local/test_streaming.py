@@ -11,7 +11,7 @@ import optax
 import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
-from local_runs import NESTEROV, streaming_diloco, towards
+from local_runs import NESTEROV, rounds, streaming_diloco, towards
 from runners import AXIS, mesh_of
 
 import jaxcomp
@@ -32,6 +32,7 @@ def streaming(**kwargs):
         "outer": NESTEROV,
         "fragment_sync_delay": 2,
         "fragment_update_alpha": 0.25,
+        "inner_init": INNER.init,
         **kwargs,
     }
 
@@ -40,38 +41,6 @@ def sgd_step(params, state, target):
     updates, state = INNER.update(towards(params, target), state, params)
     new = optax.apply_updates(params, updates)
     return new, state, new
-
-
-def rounds(round_, params, targets, state=None):
-    """All rounds of ``(n, steps, *shape)`` targets under shard_map.
-
-    Returns:
-      ``params``, as each device has them, ``(n, *shape)``; the state; the parameters that each step
-      ended with, ``(n, steps, *shape)``.
-    """
-    n, steps = jax.tree.leaves(targets)[0].shape[:2]
-    state = round_.init(params, INNER.init(params)) if state is None else state
-    specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
-
-    def train(params, state, targets):
-        seen = []
-        for r in range(steps // round_.sync_every):
-            part = slice(r * round_.sync_every, (r + 1) * round_.sync_every)
-            batches = jax.tree.map(lambda x, part=part: x[0, part], targets)
-            params, state, ends = round_(params, state, batches)
-            seen.append(ends)
-        return params, state, jax.tree.map(lambda *x: jnp.concatenate(x)[None], *seen)
-
-    mapped = jax.shard_map(
-        train,
-        mesh=mesh,
-        in_specs=(jax.P(), specs, jax.P(AXIS)),
-        out_specs=(jax.P(), specs, jax.P(AXIS)),
-    )
-    placed = jaxcomp.shard_state(state, mesh, AXIS)
-    params, state, seen = jax.jit(mapped)(params, placed, targets)
-    copies = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
-    return copies, state, jax.device_get(seen)
 
 
 @pytest.mark.parametrize("recording", RECORDED["recordings"], ids=range(6))
@@ -195,24 +164,11 @@ def test_a_round_that_is_not_finite_leaves_no_trace():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after, state.local)))
 
 
-def merged(state, n):
-    """The one copy to save of a state as shard_map leaves it."""
-    specs = jaxcomp.state_specs(state, AXIS)
-    consolidate = jax.shard_map(
-        lambda state: jaxcomp.consolidate(state, AXIS),
-        mesh=mesh_of(n),
-        in_specs=(specs,),
-        out_specs=jax.P(),
-    )
-    return jax.device_get(jax.jit(consolidate)(state))
-
-
 def test_a_state_restores_onto_other_replicas():
-    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(), inner_init=INNER.init)
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming())
     params, state, _ = rounds(round_, PARAMS, random_grads(SHAPES, 4, 6))
-    one = merged(state, 4)
-    here = np.reshape(one.local["a"], SHAPES["a"])
-    np.testing.assert_allclose(here, state.local["a"].mean(0), rtol=1e-6)
+    one = jax.device_get(jaxcomp.consolidate(state))
+    np.testing.assert_allclose(one.local["a"], state.local["a"].mean(0), rtol=1e-6)
     shared = jax.tree.map(lambda x: jnp.asarray(x[0]), params)
     again, state, _ = rounds(round_, shared, random_grads(SHAPES, 2, 6), one)
     assert state.local["a"].shape == (2, 4, 3)

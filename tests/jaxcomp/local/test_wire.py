@@ -11,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 from hlo import by_branch, collectives, once, sent_bytes, text, unconditional
 from leaves import random_grads
-from local_runs import compile_step, run, towards
+from local_runs import NESTEROV, compile_step, run, towards
 from runners import AXIS, mesh_of
 
 import jaxcomp
@@ -19,8 +19,6 @@ import jaxcomp
 SHAPES = {"w": (48, 32), "v": (24, 16), "b": (32,)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
-
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 RANK_2 = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
 CASES = [
     {},
@@ -43,20 +41,6 @@ def test_collectives_stand_in_branches_only_and_their_bytes_are_told(options):
         assert tx.bytes(PARAMS).ratio == 8  # N / H
     branches = [sent_bytes(found) for found in by_branch(hlo).values()]
     assert max(branches) == max(steps)
-
-
-def test_bytes_of_a_hierarchy():
-    def stats(sync_every, **options):
-        return jaxcomp.local_sgd(
-            optax.sgd(0.1, momentum=0.9), sync_every=sync_every, axis_name=("x", "y"), **options
-        ).bytes(PARAMS)
-
-    found = stats({"x": 4, ("x", "y"): 16})
-    assert found.bytes_after == found.bytes_before / 4
-    assert stats({"x": 4, ("x", "y"): 4}) == found
-    assert stats(2, average_inner_state=True).bytes_after == found.bytes_before
-    with pytest.raises(ValueError, match="a schedule"):
-        stats(lambda step: 3)
 
 
 def test_a_round_averages_once_after_its_scan():
@@ -87,14 +71,7 @@ def test_a_consolidated_state_restores_onto_another_number_of_replicas():
         inner, sync_every=2, axis_name=AXIS, reducer=reducer, outer=optax.sgd(1.0)
     )
     _, placed = run("shard_map", tx, PARAMS, random_grads(SHAPES, 4, 3))
-    specs = jaxcomp.state_specs(placed, AXIS)
-    merge = jax.shard_map(
-        lambda s: jaxcomp.consolidate(s, AXIS),
-        mesh=mesh_of(4),
-        in_specs=(specs,),
-        out_specs=jax.P(),
-    )
-    one = jax.jit(merge)(placed)
+    one = jaxcomp.consolidate(placed)
     assert jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, tx.init(PARAMS))
     momentum = optax.tree.get(placed.inner, "trace")["w"]
     assert momentum.shape == (4, 48, 32)
