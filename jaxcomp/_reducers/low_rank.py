@@ -254,7 +254,7 @@ def power_iteration(
 
 
 def low_rank_step(
-    leaves: Leaves, state: Any, found: Mapping[str, list[Any]], average: Average
+    leaves: Leaves, state: Any, fields: Mapping[str, list[Any]], average: Average
 ) -> Reduction:
     """One update: an all-reduce before `start_step`, averages of factors from then on.
 
@@ -265,7 +265,7 @@ def low_rank_step(
     Args:
       leaves: This replica's gradients.
       state: With a count, a residual and its owner.
-      found: The leaves of the state's fields, as `fitted_state` gives them.
+      fields: The leaves of the state's fields, as `fitted_state` gives them.
       average: `power_iteration` or another way to average the sums of gradient and residual, from
         the factors of the state in the dtype of the sums.
     """
@@ -275,17 +275,17 @@ def low_rank_step(
     dtypes, n = [x.dtype for x in gradients], len(gradients)
 
     totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
-    olds = leaves.stack(found["residual"]) if "residual" in found else []
+    olds = leaves.stack(fields["residual"]) if "residual" in fields else []
     for i, old in enumerate(olds):
         extra = old.astype(totals[i].dtype)
         totals[i] += jnp.where(started, extra, 0) if start else extra
-    before = {name: leaves.stack(xs) for name, xs in found.items() if name != "residual"}
+    before = {name: leaves.stack(xs) for name, xs in fields.items() if name != "residual"}
     starts = {
         name: [x.astype(total.dtype) for x, total in zip(xs, totals, strict=True)]
         for name, xs in before.items()
     }
 
-    def nothing() -> Averaged:  # of the types of what is averaged; nobody reads it
+    def nothing() -> Averaged:  # only its types matter: nobody reads it before the start
         p = [jnp.zeros(x.p_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         q = [jnp.zeros(x.q_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in rest])
@@ -318,20 +318,15 @@ def low_rank_step(
     averaged = from_step(count, start, nothing, lambda: average(starts, totals, rest, leaves.mean))
     outputs, sent, finite = from_step(count, start, exact, rebuilt)
     commit = finite & started if start else finite
-    new = {
-        name: leaves.unstack(
-            found[name],
-            [
-                jnp.where(commit, x.astype(old.dtype), old)
-                for x, old in zip(averaged.kept[name], xs, strict=True)
-            ],
-        )
-        for name, xs in before.items()
-    }
+    new = {}
+    for name, xs in before.items():
+        pairs = zip(averaged.kept[name], xs, strict=True)
+        kept = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
+        new[name] = leaves.unstack(fields[name], kept)
     if olds:
         own = zip(leaves.views, averaged.sent.p, averaged.sent.q, totals, olds, strict=True)
         kept = [unsent(*each, commit) for each in own]
-        new["residual"] = leaves.unstack(found["residual"], kept)
+        new["residual"] = leaves.unstack(fields["residual"], kept)
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
         owner=jnp.where(commit, this_replica(axis_name), state.owner),
@@ -353,12 +348,12 @@ def powersgd_step(
     del params, extra_args
     leaves = Leaves.of(options, updates)
     held = ["q"] if warm_start else []
-    found = fitted_state(PowerSGDState, leaves, updates, state, held)
+    fields = fitted_state(PowerSGDState, leaves, updates, state, held)
 
     average = functools.partial(power_iteration, leaves)
     if not warm_start:
         average = functools.partial(_from_fresh_factors, leaves, state.count)
-    return low_rank_step(leaves, state, found, average)
+    return low_rank_step(leaves, state, fields, average)
 
 
 def _from_fresh_factors(leaves: Leaves, count: Array, starts: Stacks, *arrays: Any) -> Averaged:
