@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from jaxcomp._base.checks import check_int, names_checked
 from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, widest, with_leaves
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import Array, AxisName, DType, MatrixDims, PyTree
+from jaxcomp._base.typing import AxisName, DType, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import call_text
@@ -72,8 +73,10 @@ def batched_powersgd(
     )
 
     def matrix_of(params: PyTree) -> jax.ShapeDtypeStruct:
-        leaves = [x for x in jax.tree.leaves(params) if _is_floating(x)]
-        side = _side(leaves)
+        """The smallest square that holds all floating values, in the widest of their dtypes."""
+        leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(leaf_dtype(x), jnp.floating)]
+        size = sum(math.prod(jnp.shape(x)) for x in leaves)
+        side = math.isqrt(size - 1) + 1 if size else 0
         return jax.ShapeDtypeStruct((side, side), widest(map(leaf_dtype, leaves)))
 
     def init(params: PyTree) -> PyTree:
@@ -84,10 +87,13 @@ def batched_powersgd(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        arrays = floating_leaves(updates)
-        result = square.reduce(_to_square(arrays), state)
+        matrix = matrix_of(updates)
+        flat, parts = ravel_pytree([x.astype(matrix.dtype) for x in floating_leaves(updates)])
+        padded = jnp.pad(flat, (0, math.prod(matrix.shape) - flat.size)).reshape(matrix.shape)
+        result = square.reduce(padded, state)
         means, sent = (
-            with_leaves(updates, _from_square(x, arrays)) for x in (result.updates, result.sent)
+            with_leaves(updates, parts(x.reshape(-1)[: flat.size]))
+            for x in (result.updates, result.sent)
         )
         return result._replace(updates=means, sent=sent)
 
@@ -96,28 +102,3 @@ def batched_powersgd(
         return CompressionStats.of([dataclasses.replace(leaf, path=_ALL)]).instead_of(params)
 
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
-
-
-def _is_floating(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf_dtype(leaf), jnp.floating)
-
-
-def _side(leaves: list[Any]) -> int:
-    """Of the smallest square that holds all values."""
-    size = sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
-    return math.isqrt(size - 1) + 1 if size else 0
-
-
-def _to_square(leaves: list[Array]) -> Array:
-    side, dtype = _side(leaves), widest(x.dtype for x in leaves)
-    parts = [leaf.reshape(-1).astype(dtype) for leaf in leaves]
-    flat = jnp.concatenate([*parts, jnp.zeros(side * side - sum(x.size for x in parts), dtype)])
-    return flat.reshape(side, side)
-
-
-def _from_square(matrix: Array, like: list[Array]) -> list[Array]:
-    flat, parts, start = matrix.reshape(-1), [], 0
-    for leaf in like:
-        parts.append(flat[start : start + leaf.size].reshape(leaf.shape))
-        start += leaf.size
-    return parts

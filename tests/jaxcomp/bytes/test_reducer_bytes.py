@@ -136,5 +136,10 @@ def test_a_transformation_shows_the_arguments_it_was_made_with():
     assert repr(copy.deepcopy(tx)) == repr(tx)
     assert copy.copy(tx).bytes(PARAMS) == tx.bytes(PARAMS)
     local = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, reducer=tx)
-    for outer in (local, jaxcomp.accumulate(local, 2), jaxcomp.switch_at(1, POWERSGD, tx)):
+    run = jaxcomp.local_sgd_round(
+        on_the_wire, sync_every=2, axis_name=AXIS, reducer=tx, fragments=["a", "b|c"]
+    )
+    assert repr(run).startswith("local_sgd_round(step_fn=on_the_wire, sync_every=2, axis_name=")
+    assert "fragments=['a', 'b|c'], fragment_sync_delay=0, " in repr(run)
+    for outer in (local, run, jaxcomp.accumulate(local, 2), jaxcomp.switch_at(1, POWERSGD, tx)):
         assert repr(tx) in repr(outer)

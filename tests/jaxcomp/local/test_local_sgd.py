@@ -63,25 +63,24 @@ def test_diloco_equals_numpy(mapping):
         np.testing.assert_allclose(got[name], local, rtol=1e-5, atol=1e-6)
 
 
-def test_averaging_every_step_is_data_parallel():
-    targets = {"w": whole((4, 4, 6))}
-    params = {"w": jnp.zeros(6)}
-    got, _ = run("vmap", local_sgd(optax.sgd(0.5), sync_every=1), params, targets)
-    plain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.5))
-    expected, _ = run("vmap", plain, params, targets)
-    equal(got, expected)
-
-
-@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
-def test_before_start_step_it_is_data_parallel(mapping):
-    targets = random_grads(SHAPES, 4, 5)
-    tx = local_sgd(optax.adam(0.1), sync_every=2, start_step=5)
-    plain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.adam(0.1))
-    with jax.numpy_dtype_promotion("standard"):
-        got, state = run(mapping, tx, PARAMS, targets)
-        expected, _ = run("vmap", plain, PARAMS, targets)
-    close(got, expected, rtol=1e-6, atol=1e-6)
-    assert int(np.ravel(state.last_sync)[0]) == 5
+@pytest.mark.parametrize(
+    ("mapping", "inner", "options", "atol"),
+    [
+        ("vmap", optax.sgd(0.5), {"sync_every": 1}, 0),
+        ("vmap", optax.adam(0.1), {"sync_every": 2, "start_step": 4}, 1e-6),
+        ("shard_map", optax.adam(0.1), {"sync_every": 2, "start_step": 4}, 1e-6),
+    ],
+    ids=["every step", "before start_step", "under shard_map"],
+)
+def test_it_is_data_parallel(mapping, inner, options, atol):
+    targets = {name: whole((4, 4, *shape)) for name, shape in SHAPES.items()}
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    plain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), inner)
+    with jax.numpy_dtype_promotion("standard"):  # for Adam
+        got, state = run(mapping, local_sgd(inner, **options), params, targets)
+        expected, _ = run("vmap", plain, params, targets)
+    close(got, expected, rtol=atol, atol=atol)
+    assert int(np.ravel(state.last_sync)[0]) == 4
 
 
 def two_axes(tx, params, targets):
@@ -248,22 +247,18 @@ def test_the_reducer_begins_anew_after_the_shared_steps(mapping):
     np.testing.assert_array_equal(np.ravel(state.reducer.count), [2] * state.reducer.count.size)
 
 
-def test_bfloat16_parameters_are_averaged_in_float32():
+def test_what_is_stored_in_bfloat16_is_averaged_in_float32():
     targets = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads({"w": (50,)}, 3, 1))
     params = {"w": jnp.zeros(50, jnp.bfloat16)}
-    got, _ = run("vmap", local_sgd(optax.sgd(1.0), sync_every=1), params, targets)
-    assert got["w"].dtype == jnp.bfloat16
+    parameters, pseudo_gradients = (
+        run("vmap", local_sgd(optax.sgd(1.0), sync_every=1, outer=outer), params, targets)[0]
+        for outer in (None, optax.sgd(1.0))
+    )
+    assert parameters["w"].dtype == jnp.bfloat16
     exact = np.asarray(targets["w"][:, 0], np.float32).mean(0)
-    np.testing.assert_allclose(np.asarray(got["w"][0, 0], np.float32), exact, rtol=2**-8)
-
-
-def test_bfloat16_pseudo_gradients_are_averaged_in_float32():
-    targets = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads({"w": (50,)}, 3, 1))
-    params = {"w": jnp.zeros(50, jnp.bfloat16)}
-    plain, _ = run("vmap", local_sgd(optax.sgd(1.0), sync_every=1), params, targets)
-    tx = local_sgd(optax.sgd(1.0), sync_every=1, outer=optax.sgd(1.0))
-    got, _ = run("vmap", tx, params, targets)
-    equal(got, plain)
+    found = np.asarray(parameters["w"][0, 0], np.float32)
+    np.testing.assert_allclose(found, exact, rtol=2**-8)
+    equal(pseudo_gradients, parameters)
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "shard_map"])

@@ -249,11 +249,3 @@ def test_bad_input_is_refused_when_used():
     few = streaming(sync_every=8, fragments=4, fragment_sync_delay=0, outer=None)
     with pytest.raises(ValueError, match="more than the 3 floating leaves"):
         make(**few).init(PARAMS, ())
-
-
-def test_a_transformation_shows_its_arguments():
-    text = "fragments=['a', 'b|c'], fragment_sync_delay=2, fragment_update_alpha=0.25"
-    shown = repr(jaxcomp.local_sgd_round(sgd_step, **streaming(outer=[NESTEROV, NESTEROV])))
-    assert shown.startswith("local_sgd_round(step_fn=sgd_step, sync_every=6, axis_name='data'")
-    assert "outer=[optax.GradientTransformation(...), " in shown
-    assert text in shown

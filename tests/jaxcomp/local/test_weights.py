@@ -1,5 +1,7 @@
 """Local SGD with replicas that do not count the same, and with one that went wrong."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,20 +42,19 @@ def stepwise(tx, weights, steps, targets=TARGETS):
     return jax.jit(jax.vmap(run, axis_name=AXIS))(targets, weights)
 
 
-@pytest.mark.parametrize("name", ["average", "outer", "reducer"])
-def test_an_average_is_weighted_and_who_sits_out_takes_it_too(name):
-    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, **OPTIONS[name])
+FINITE = np.nan_to_num(TARGETS, nan=64)
+CASES = [
     # Finite, because no update of Optax's makes NaN into anything else.
-    params = stepwise(tx, WEIGHTS, 2, np.nan_to_num(TARGETS, nan=64))
-    expected = mean(0.75 * TARGETS, WEIGHTS)
-    np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 8)), rtol=1e-5)
+    *((OPTIONS[name], 2, FINITE, 0.75, 1e-5) for name in ("average", "outer", "reducer")),
+    ({"start_step": 2}, 1, TARGETS, 0.5, 1e-6),  # gradients, before the local steps
+]
 
 
-def test_gradients_before_the_local_steps_are_weighted():
-    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, start_step=2, axis_name=AXIS)
-    params = stepwise(tx, WEIGHTS, 1)
-    expected = 0.5 * mean(TARGETS, WEIGHTS)
-    np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 8)), rtol=1e-6)
+@pytest.mark.parametrize(("options", "steps", "targets", "way", "rtol"), CASES)
+def test_an_average_is_weighted_and_who_sits_out_takes_it_too(options, steps, targets, way, rtol):
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS, **options)
+    expected = np.broadcast_to(mean(way * TARGETS, WEIGHTS), (4, 8))
+    np.testing.assert_allclose(stepwise(tx, WEIGHTS, steps, targets), expected, rtol=rtol)
 
 
 def sgd_step(optimizer):
@@ -119,28 +120,16 @@ def test_a_replica_that_is_not_finite_is_dropped_and_goes_on_with_the_others(nam
 def test_nobody_is_dropped_unasked_and_a_round_must_know_how_to_begin_anew():
     params = stepwise(jaxcomp.local_sgd(optax.sgd(0.5), sync_every=2, axis_name=AXIS), None, 2)
     assert np.isnan(params).all()
+    inner = optax.sgd(0.5)
+    make = functools.partial(jaxcomp.local_sgd_round, sgd_step(inner), sync_every=2, axis_name=AXIS)
     with pytest.raises(ValueError, match="drop_non_finite=True needs `inner_init`"):
-        jaxcomp.local_sgd_round(
-            sgd_step(optax.sgd(0.5)), sync_every=2, axis_name=AXIS, drop_non_finite=True
-        )
+        make(drop_non_finite=True)
     with pytest.raises(ValueError, match="spreads to the others"):
-        jaxcomp.local_sgd_round(
-            sgd_step(optax.sgd(0.5)),
-            sync_every=2,
-            axis_name=AXIS,
-            fragments=2,
-            drop_non_finite=True,
-            inner_init=optax.sgd(0.5).init,
-        )
-    run = jaxcomp.local_sgd_round(
-        sgd_step(optax.sgd(0.5)), sync_every=2, axis_name=AXIS, mesh=mesh_of(4)
-    )
+        make(fragments=2, drop_non_finite=True, inner_init=inner.init)
+    run = make(mesh=mesh_of(4))
     state = run.init(jnp.zeros(8), ())
     with pytest.raises(ValueError, match=r"`weight` must have shape \(4,\)"):
         run(jnp.zeros(8), state, np.zeros((2, 4, 8)), weight=np.ones(3))
-
-
-FINITE = np.nan_to_num(TARGETS, nan=64)
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 0, 0), (0, 0, 0, 0)])
