@@ -264,6 +264,14 @@ def test_names_of_thousands_of_wrappers():
     assert time.process_time() - start < 5
 
 
+def test_wrappers_of_hooks_take_time_in_proportion():
+    name = "default_hooks.fp16_compress_wrapper(" * 100_000 + "powerSGD_hook" + ")" * 100_000
+    record = torch_bridge.PowerSGDRecord(1, 9, {}, {}, {})
+    start = time.process_time()
+    assert "comm_dtype" in torch_bridge.powersgd_kwargs_from_torch(record, hook=name)
+    assert time.process_time() - start < 2
+
+
 @pytest.mark.parametrize("shared", ["dictionaries", "buffers"])
 def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     path, layout = tmp_path / "f.pt", BucketLayout.from_manifest([[("w", (512, 512))]])

@@ -74,7 +74,10 @@ class Values:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{call.name} (called)")
         args = self._parts(call.args)
-        more = {} if call.state is ... else {"state": self.of(call.state)}
+        more = {}
+        # The attributes of a dictionary (``_metadata`` of a state_dict) are not needed.
+        if call.state is not ... and not call.name.startswith("collections."):
+            more["state"] = self.of(call.state)
         try:
             value = self.constructors[call.name](*args, **more)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

@@ -78,7 +78,7 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
             raise Forbidden(f"{getattr(function, 'name', brief(function))} (called)")
         return rebuild[function.name](*expect(args, tuple, "as arguments"))
 
-    def mapping(items: Any = (), state: Any = None) -> dict:  # whose attributes are not needed
+    def mapping(items: Any = ()) -> dict:
         return values.mapping(items.items() if isinstance(items, dict) else _listed(items))
 
     def set_of(items: Any = ()) -> set:
@@ -132,7 +132,7 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         "torch.torch_version.TorchVersion": _text,
         "collections.OrderedDict": mapping,
         "collections.Counter": mapping,
-        "collections.defaultdict": lambda factory=None, items=(), state=None: mapping(items),
+        "collections.defaultdict": lambda factory=None, items=(): mapping(items),
         "builtins.set": set_of,
         "builtins.frozenset": lambda items=(): frozenset(set_of(items)),
         "builtins.bytes": to_bytes,

@@ -1,0 +1,201 @@
+"""The files that the command line writes: whole or not there, checked, in little memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import flax.serialization
+import orbax.checkpoint as ocp
+import pytest
+import torch
+from cli_model import PARAMS, document
+
+import torch_bridge
+from torch_bridge.__main__ import OK, UNUSABLE, main
+
+pytestmark = pytest.mark.torch
+TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--quiet", "--out")
+BACK = ("--like", "checkpoint.pt", *PARAMS, "--quiet", "--out", "back.pt")
+
+
+@pytest.fixture
+def fails(capsys, tmp_path, monkeypatch):
+    """Whether a command fails, where checkpoint.pt lies, with such a message."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(document(), "checkpoint.pt")
+
+    def run(*arguments, said):
+        code, err = main(list(arguments)), capsys.readouterr().err
+        return code == UNUSABLE and said in err and "Traceback" not in err
+
+    return run
+
+
+def _save_model(value):
+    model = {name: torch.full_like(v, value) for name, v in document()["state_dict"].items()}
+    torch.save({"state_dict": model}, "checkpoint.pt")
+
+
+def _bias(folder):
+    with ocp.CheckpointManager(folder) as manager:
+        assert manager.all_steps() == [0]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return float(manager.restore(0, args=args)["state"]["params"]["fc1"]["bias"][0])
+
+
+@pytest.mark.parametrize("moment", ["saved", "moved"])
+def test_an_old_step_goes_when_the_new_one_is_complete(fails, tmp_path, monkeypatch, moment):
+    out, convert = tmp_path / "orbax", [*TO_FLAX, "orbax"]
+    _save_model(1)
+    assert main(convert) == OK
+    _save_model(2)
+    save, rename = ocp.CheckpointManager.save, pathlib.Path.rename
+
+    def saved(manager, step, **options):
+        save(manager, step, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def moved(path, target):
+        if path.name == "0" and path.parent.suffix == ".tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        if moment == "saved":
+            patched.setattr(ocp.CheckpointManager, "save", saved)
+        else:
+            patched.setattr(pathlib.Path, "rename", moved)
+        assert fails(*convert, "--force", said="No space left")
+    assert _bias(out) == 1
+    assert main([*convert, "--force"]) == OK
+    assert _bias(out) == 2
+    assert [path.name for path in out.iterdir()] == ["0"]
+
+
+def test_nothing_is_overwritten_unasked(fails):
+    for out, said in (("run.msgpack", "--force"), ("orbax", "already holds step 20")):
+        assert main([*TO_FLAX, out]) == OK
+        assert fails(*TO_FLAX, out, said=said)
+        assert main([*TO_FLAX, out, "--force"]) == OK
+    before = pathlib.Path("checkpoint.pt").read_bytes()
+    back = ["to-torch", "run.msgpack", *BACK[:-1], "checkpoint.pt"]
+    assert fails(*back, said="--force")
+    assert pathlib.Path("checkpoint.pt").read_bytes() == before
+    assert main([*back, "--force"]) == OK
+    assert list(torch_bridge.load("checkpoint.pt").model) == list(document()["state_dict"])
+    assert not list(pathlib.Path().glob("*.tmp"))
+
+
+def test_an_overwritten_file_keeps_its_mode_and_names_are_read(fails):
+    path, names = pathlib.Path("run.msgpack"), pathlib.Path("names.json")
+    path.touch(0o600)
+    names.write_text(json.dumps(list(document()["state_dict"])))
+    assert main([*TO_FLAX, "run.msgpack", "--force", "--param-names", "names.json"]) == OK
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_follows_no_link(fails, monkeypatch):
+    path, target = pathlib.Path("run.msgpack"), pathlib.Path("target")
+    path.write_bytes(b"old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert fails(*TO_FLAX, "run.msgpack", "--force", said="No space left")
+    assert path.read_bytes() == b"old"
+    target.write_bytes(b"kept")
+    path.unlink()
+    path.symlink_to(target)
+    assert main([*TO_FLAX, "run.msgpack", "--force"]) == OK
+    assert target.read_bytes() == b"kept"
+    assert not path.is_symlink()
+    assert sorted(p.name for p in pathlib.Path().iterdir() if p != target) == [
+        "checkpoint.pt",
+        "run.msgpack",
+    ]
+
+
+def test_a_flipped_bit_in_an_orbax_directory_is_named(fails, tmp_path):
+    assert main([*TO_FLAX, "run"]) == OK
+    files = [path for path in sorted((tmp_path / "run" / "20").rglob("*")) if path.is_file()]
+    for index, path in enumerate(files):
+        kept = path.read_bytes()
+        changed = bytearray(kept or b"x")
+        changed[len(changed) * 7 // 11] ^= 1 << index % 8
+        path.write_bytes(changed)
+        assert fails("to-torch", "run", *BACK, said="is damaged"), path
+        path.write_bytes(kept)
+    assert main(["to-torch", "run", *BACK]) == OK
+    # sha256sum -c reads it, too.
+    lines = (tmp_path / "run" / "20" / "SHA256SUMS").read_text().splitlines()
+    assert [line[64:66] for line in lines] == ["  "] * (len(files) - 1)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(fails, monkeypatch):
+    def save(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing: Failed [os_error_code='28']")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    assert fails(*TO_FLAX, "run", said="error: run: No space left on device\n")
+    assert not list(pathlib.Path("run").iterdir())
+
+
+def test_a_flax_checkpoint_of_another_kind(fails, tmp_path):
+    assert main([*TO_FLAX, "run.msgpack"]) == OK
+    tree = flax.serialization.msgpack_restore(pathlib.Path("run.msgpack").read_bytes())
+    tree["params"]["fc1"]["bias"] = "text"
+    pathlib.Path("run.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
+    assert fails("to-torch", "run.msgpack", *BACK, said="another structure")
+    # A pipe is not waited for, nor is one behind a linked folder.
+    for outside, inside in ((tmp_path / "one", "one"), (tmp_path / "outside", "two")):
+        outside.mkdir()
+        os.mkfifo(outside / "_METADATA")
+        (tmp_path / inside).mkdir(exist_ok=True)
+        (tmp_path / inside / "circle").symlink_to(tmp_path / inside)
+        (tmp_path / inside / "state").symlink_to(outside)
+        assert fails("to-torch", inside, *BACK, said="_METADATA is a pipe, a socket or a device")
+
+
+MEMORY = """
+import resource, sys
+import torch_bridge
+from torch_bridge.__main__ import main
+import jax, orbax.checkpoint  # not part of what a conversion costs
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+said = ["--params", "big_model:params", "--conv1d", ""]
+assert main(["to-flax", sys.argv[1], *said, "--out", sys.argv[2]]) == 0
+print("used", peak() - before)
+"""
+
+
+def test_a_conversion_stays_below_three_times_the_size(tmp_path):
+    # 64 MB; benchmarks.bridge_memory does the same with 1 GB.
+    layers, width = 8, 1024
+    model = {f"fc{i}.weight": torch.randn(width, width) for i in range(layers)}
+    layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)
+    factors = {0: torch.randn(layers * width * 4)}
+    slots = {"matrix_approximation_rank": 4, "iter": 20, "start_powerSGD_iter": 5}
+    slots |= {"p_memory_dict": factors, "q_memory_dict": factors}
+    slots["error_dict"] = {0: torch.randn(layout.sizes[0])}
+    whole = {"state_dict": model, "comm_hook_state": slots}
+    torch.save(whole | {"layout": layout.to_json(), "world_size": 1}, tmp_path / "big.pt")
+    (tmp_path / "big_model.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        f"leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)\n"
+        f"params = {{f'fc{{i}}': {{'kernel': leaf}} for i in range({layers})}}\n"
+    )
+    command = [sys.executable, "-c", MEMORY, "big.pt", "run.msgpack"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "reading" in done.stderr
+    assert "writing" in done.stderr
+    size = (tmp_path / "big.pt").stat().st_size
+    assert int(done.stdout.split("used")[1]) < 3 * size
