@@ -34,7 +34,6 @@ _CHARGES = {
     **dict.fromkeys(b"]", 112),
     **dict.fromkeys(b"}\x8fR\x81Q", 208),
 }
-_BY_BYTE = np.array([_CHARGES.get(code, 0) for code in range(256)], np.uint8)
 _LOADS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 
 
@@ -78,10 +77,12 @@ class _Unpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
     stack: list[Any]
 
-    def __init__(self, data: bytes, is_allowed: Callable[[str], bool], budget: Budget) -> None:
+    def __init__(
+        self, data: bytes, is_allowed: Callable[[str], bool], claim: Callable[[int], None]
+    ) -> None:
         super().__init__(io.BytesIO(data), encoding="latin-1")
         self.memo: Any = _Memo()
-        self._is_allowed, self._budget = is_allowed, budget
+        self._is_allowed, self.claim = is_allowed, claim
         self._named: dict[str, Global] = {}
 
     def find_class(self, module: str, name: str) -> Global:
@@ -89,7 +90,7 @@ class _Unpickler(pickle._Unpickler):
         if full not in self._named:
             if not self._is_allowed(full):
                 raise Forbidden(full)
-            self._budget.claim(_NAME)
+            self.claim(_NAME)
             self._named[full] = Global(full)
         return self._named[full]
 
@@ -120,20 +121,32 @@ class _Unpickler(pickle._Unpickler):
         # The standard library keeps such objects, so that one may come from another file.
         raise Forbidden("a copyreg extension code")
 
-    # What torch writes, and the older ways to name a global, so that it is named in the error.
-    dispatch = {
-        code: pickle._Unpickler.dispatch[code] for code in (*_CHARGES, *b".01asebu\x90")
-    } | {
-        pickle.MARK[0]: _mark,
-        pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _reduce,
-        pickle.BUILD[0]: _build,
-        pickle.EMPTY_DICT[0]: lambda self: self.append(Call(_DICT)),
-        pickle.EMPTY_SET[0]: lambda self: self.append(Call(_SET, ([],))),
-        pickle.BYTEARRAY8[0]: _LOADS[pickle.BINBYTES8[0]],
-        pickle.FRAME[0]: lambda self: self.read(8),
-        **dict.fromkeys(b"\x82\x83\x84", _extension),
-    }
+
+_OWN: dict[int, Callable[[Any], None]] = {
+    pickle.MARK[0]: _Unpickler._mark,
+    pickle.REDUCE[0]: _Unpickler._reduce,
+    pickle.NEWOBJ[0]: _Unpickler._reduce,
+    pickle.BUILD[0]: _Unpickler._build,
+    pickle.EMPTY_DICT[0]: lambda self: self.append(Call(_DICT)),
+    pickle.EMPTY_SET[0]: lambda self: self.append(Call(_SET, ([],))),
+    pickle.BYTEARRAY8[0]: _LOADS[pickle.BINBYTES8[0]],
+    pickle.FRAME[0]: lambda self: self.read(8),
+    **dict.fromkeys(b"\x82\x83\x84", _Unpickler._extension),
+}
+
+
+def _charged(code: int) -> Callable[[Any], None]:
+    load, nbytes = _OWN.get(code) or _LOADS[code], _CHARGES.get(code, 0)
+
+    def charged(unpickler: Any) -> None:
+        unpickler.claim(nbytes)
+        load(unpickler)
+
+    return charged
+
+
+# What torch writes, and the older ways to name a global, so that it is named in the error.
+_Unpickler.dispatch = {code: _charged(code) for code in (*_CHARGES, *_OWN, *b".01aseu\x90")}
 
 
 def unpickle(data: np.ndarray, is_allowed: Callable[[str], bool], budget: Budget) -> Any:
@@ -143,12 +156,10 @@ def unpickle(data: np.ndarray, is_allowed: Callable[[str], bool], budget: Budget
       Malformed: It is damaged, is none that torch writes, or takes more than the budget.
       Forbidden: It asks for a global that is not allowed; the first one is named.
     """
-    # An upper bound, before anything is made: every byte is taken for an opcode.
     budget.claim(_COPIES * data.size)
-    budget.claim(int(_BY_BYTE[data].sum(dtype=np.int64)))
     try:
-        return _Unpickler(data.tobytes(), is_allowed, budget).load()
-    except (Malformed, Forbidden):
+        return _Unpickler(data.tobytes(), is_allowed, budget.claim).load()
+    except (Malformed, Forbidden, MemoryError):
         raise
     except Exception as error:  # whatever the standard library says of a damaged pickle
         raise Malformed(f"a damaged pickle ({error!s:.100})") from error
