@@ -1,6 +1,6 @@
 """Small torch models of many kinds, their Flax twins, and what has to be said to move each.
 
-    python tests/support/architectures.py
+    python tests/support/architectures.py [NAME ...]
 
 prints a table: answers needed, difference of the outputs, of ten steps in JAX and of four more in
 torch after the way back. Layers that torch calls ``layer1.0.conv1`` are ``layer1_0_conv1`` in Flax.
@@ -8,6 +8,7 @@ torch after the way back. Layers that torch calls ``layer1.0.conv1`` are ``layer
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -222,22 +223,27 @@ def there_and_back(name, steps=(2, 10, 4)):
     return apart[: steps[1]].max(), apart[steps[1] :].max()
 
 
-def main():
+def row(name):
+    """Of the table: answers, differences of the outputs and of both sets of losses."""
+    module, twin, theirs, ours = build(name)
+    like = jax.eval_shape(twin.init, jax.random.key(0), *ours)
+    answers = CASES[name].answers
+    found = torch_bridge.params_from_torch(module.state_dict(), like, **answers)
+    a, b = outputs(module, twin, found, theirs, ours)
+    said = ", ".join(f"{key}={value!r}" for key, value in answers.items()) or "none"
+    apart = (np.abs(a - b).max() / np.abs(a).max(), *there_and_back(name))
+    return f"| {name} | {said} | {' | '.join(f'{x:.0e}' for x in apart)} |"
+
+
+def main(names):
     """Print the table."""
     print(
         "| architecture | answers | outputs | 10 steps in JAX | 4 back in torch |\n"
         "|---|---|---|---|---|"
     )
-    for name, case in CASES.items():
-        module, twin, theirs, ours = build(name)
-        like = jax.eval_shape(twin.init, jax.random.key(0), *ours)
-        found = torch_bridge.params_from_torch(module.state_dict(), like, **case.answers)
-        a, b = outputs(module, twin, found, theirs, ours)
-        said = ", ".join(f"{key}={value!r}" for key, value in case.answers.items()) or "none"
-        losses = there_and_back(name)
-        numbers = " | ".join(f"{x:.0e}" for x in (np.abs(a - b).max() / np.abs(a).max(), *losses))
-        print(f"| {name} | {said} | {numbers} |", flush=True)
+    for name in names or CASES:
+        print(row(name), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -207,31 +208,6 @@ def test_an_unused_layer_starts_afresh_and_is_named():
     assert not np.any(state.residual["unused"]["kernel"])
     assert np.isfinite(state.q["unused"]["kernel"]).all()
     assert np.any(state.q["unused"]["kernel"])
-
-
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
-def test_a_conversion_pairs_once(monkeypatch):
-    calls = []
-    real = torch_bridge._pairing.pair._pair
-    monkeypatch.setattr(
-        "torch_bridge._pairing.pair._pair", lambda *args: calls.append(args) or real(*args)
-    )
-    source = checkpoint()
-    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
-    assert len(calls) == 1
-    torch_bridge.to_torch(run.params, run.opt_state, source, **ANSWERS)
-    assert len(calls) == 2
-    pairs = torch_bridge.pair(source.model, variables(), **ANSWERS)
-    calls.clear()
-    params = torch_bridge.params_from_torch(source.model, variables(), pairs=pairs)
-    reducer = torch_bridge.powersgd_from_torch(source, params["params"], pairs=pairs)
-    _, state = torch_bridge.optimizer_from_torch(
-        source.optimizer, source.model, params["params"], pairs=pairs
-    )
-    torch_bridge.params_to_torch(params, source.model, pairs=pairs)
-    torch_bridge.powersgd_to_torch(reducer, params, layout=source.layout, like=source, pairs=pairs)
-    torch_bridge.optimizer_to_torch(state, params, source.optimizer, source.model, pairs=pairs)
-    assert not calls
 
 
 def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
@@ -478,3 +454,128 @@ def test_a_file_serves_any_number_of_ranks():
         records = [source.record(rank, world) for rank in range(world)]
         means = np.mean([record.error_dict[1] for record in records], axis=0)
         np.testing.assert_allclose(means, source.mean_error(1), atol=1e-6)
+
+
+# --- runs with one bucket ---------------------------------------------------------------------
+
+
+def values(*shape, dtype=np.float32):
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def kernels(**shapes):
+    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
+
+
+def model_and_tree():
+    model = {"fc.weight": values(24, 32), "head.weight": values(48, 24)}
+    return model, kernels(fc=(32, 24), head=(24, 48))
+
+
+def generator():
+    """A Linear whose outputs become a map, with a norm between."""
+    model = {
+        "fc.weight": values(128, 16),
+        "fc.bias": values(128),
+        "norm.weight": values(128) + 1,
+        "norm.bias": values(128) + 2,
+        "up.weight": values(8, 3, 2, 2),
+    }
+    like = kernels(fc=(16, 128), up=(2, 2, 8, 3))
+    like["fc"]["bias"] = np.zeros(128, np.float32)
+    like["norm"] = {"scale": np.zeros(128, np.float32), "bias": np.zeros(128, np.float32)}
+    return model, like
+
+
+def run(model, ranks=1, dtype=np.float32):
+    """A checkpoint at rank 2 with one bucket and momentum."""
+    layout = BucketLayout.from_order([list(model)], model)
+    factors, errors = {}, []
+    for slot in layout.factor_slots(2, 2.0):
+        factors[slot.entry.name] = tuple(values(n, slot.rank) for n in (slot.rows, slot.cols))
+    for rank in range(ranks):
+        errors.append({name: values(*w.shape) * (rank + 1) for name, w in model.items()})
+    records = []
+    for error in errors:
+        buffers = pack(layout, 2, 2.0, error, factors)
+        cast = [{b: flat.astype(dtype) for b, flat in part.items()} for part in buffers]
+        records.append(PowerSGDRecord(2, 20, *cast, start_powerSGD_iter=5))
+    state = {k: {"momentum_buffer": values(*w.shape)} for k, w in enumerate(model.values())}
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}
+    optimizer = {"state": state, "param_groups": [{**group, "params": list(range(len(model)))}]}
+    arrays = {name: weight.astype(dtype) for name, weight in model.items()}
+    return Checkpoint(arrays, tuple(records), optimizer, layout, world_size=ranks)
+
+
+def test_a_run_of_which_outputs_become_a_map_there_and_back():
+    model, like = generator()
+    checkpoint = run(model)
+    options = {"unflatten": {"fc": (8, 4, 4)}}
+    there = torch_bridge.to_flax(checkpoint, like, **options)
+    back = torch_bridge.to_torch(there.params, there.opt_state, checkpoint, **options)
+    for number, state in checkpoint.optimizer["state"].items():
+        mine = back["optimizer"]["state"][number]["momentum_buffer"]
+        np.testing.assert_array_equal(mine, state["momentum_buffer"])
+    pairs = torch_bridge.pair(model, like, **options)
+    (found,) = [p for p in pairs if p.torch_name == "fc.weight"]
+    row, col = found.matrix_order()
+    weight = model["fc.weight"]
+    np.testing.assert_array_equal(found.to_flax(weight).T, weight[row][:, col])
+    error = checkpoint.mean_errors(checkpoint.layout)
+    mine = there.reducer_state.residual["fc"]["kernel"]
+    np.testing.assert_array_equal(mine, found.to_flax(error["fc.weight"]))
+
+
+def test_clipping_is_named_and_has_a_place():
+    model, like = generator()
+    with pytest.warns(
+        UserWarning, match="clip_grad_norm_.* between run.reducer and run.optim"
+    ) as w:
+        there = torch_bridge.to_flax(run(model), like, unflatten={"fc": None})
+    assert w[0].filename == __file__
+    clipped = optax.chain(there.reducer, optax.clip_by_global_norm(0.01), there.optimizer)
+    state = (there.reducer_state, optax.EmptyState(), there.optimizer_state)
+    grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), there.params)
+    update = jax.vmap(clipped.update, in_axes=(0, None, None), axis_name="data")
+    updates, _ = jax.jit(update)(grads, state, there.params)
+    plain = jax.vmap(there.transformation.update, in_axes=(0, None, None), axis_name="data")
+    wild, _ = jax.jit(plain)(grads, there.opt_state, there.params)
+    assert optax.tree.norm(updates) < optax.tree.norm(wild)
+
+
+@pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
+def test_an_optimizer_elsewhere_in_the_file_is_named(name):
+    model, like = model_and_tree()
+    found = run(model)
+    extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
+    checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
+    with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
+        there = torch_bridge.to_flax(checkpoint, like)
+    assert there.optimizer is None
+    assert len(there.opt_state) == 1
+    assert warned[0].filename == __file__
+    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("dtype", "bits"), [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
+def test_what_16_bits_keep_of_a_run(dtype, bits, ranks):
+    model, like = model_and_tree()
+    source = run(model, ranks, dtype)
+    params, _, opt_state, _ = torch_bridge.to_flax(source, like)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
+    assert opt_state[0].q["fc"]["kernel"].dtype == jnp.float32
+    document = torch_bridge.to_torch(params, opt_state, source)
+    slots = document["powersgd"]
+    for name in ("p_memory_dict", "q_memory_dict"):
+        old = getattr(source.powersgd[0], name)[0]
+        assert str(slots[name][0].dtype).removeprefix("torch.") == np.dtype(dtype).name
+        np.testing.assert_array_equal(slots[name][0].float(), old.astype(np.float32))
+    for name, weight in source.model.items():
+        kept = document["state_dict"][name].float()
+        np.testing.assert_array_equal(kept, weight.astype(np.float32))
+    mean = source.mean_error(0)
+    error = document["errors"][0][0].float().numpy()
+    if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
+        np.testing.assert_array_equal(error, mean)
+    assert np.max(np.abs(error - mean) / np.abs(mean)) <= 2.0**-bits

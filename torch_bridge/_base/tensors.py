@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -78,6 +78,35 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, np.ndarray):
         return (value.__array_interface__["data"][0], shape, value.strides)
     return None
+
+
+def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors of one memory: each further name -> the first one."""
+    first: dict[Any, str] = {}
+    keys = {name: storage_key(value) for name, value in tensors.items()}
+    named = {name: first.setdefault(key, name) for name, key in keys.items() if key is not None}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Matrices of equal values: what is tied, where a file has no shared storage."""
+    seen: dict[Any, list[str]] = {}
+    equal: dict[str, str] = {}
+    for name, value in tensors.items():
+        shape = shape_of(value)
+        if len(shape) < 2 or 0 in shape or not (is_tensor(value) or isinstance(value, np.ndarray)):
+            continue
+        array = to_numpy(value)
+        row = array[0]
+        if np.all(row == row.flat[0]):
+            continue  # constant values are fresh ones, not tied
+        alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
+        found = next((n for n in alike if np.array_equal(to_numpy(tensors[n]), array)), None)
+        if found is None:
+            alike.append(name)
+        else:
+            equal[name] = found
+    return equal
 
 
 def unwrapped(names: Sequence[str]) -> list[str]:

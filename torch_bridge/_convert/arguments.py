@@ -17,22 +17,20 @@ import optax
 import jaxcomp
 from torch_bridge._hook.registered import unwrapped_hook
 
-# torch's argument -> jaxcomp's; None where jaxcomp needs no such argument.
-_RENAMED: dict[str, str | None] = {
+# torch's argument, in torch's order -> jaxcomp's and its type; None where jaxcomp needs none.
+_ARGUMENTS: dict[str, tuple[str, type] | None] = {
     "process_group": None,
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_step",
-    "min_compression_rate": "min_compression_rate",
-    "use_error_feedback": "error_feedback",
-    "warm_start": "warm_start",
-    "orthogonalization_epsilon": "eps",
-    "random_seed": "seed",
+    "matrix_approximation_rank": ("rank", int),
+    "start_powerSGD_iter": ("start_step", int),
+    "min_compression_rate": ("min_compression_rate", float),
+    "use_error_feedback": ("error_feedback", bool),
+    "warm_start": ("warm_start", bool),
+    "orthogonalization_epsilon": ("eps", float),
+    "random_seed": ("seed", int),
     "compression_stats_logging_frequency": None,
     "batch_tensors_with_same_shape": None,
 }
-_POSITIONS = tuple(_RENAMED)
-_INTEGERS = frozenset({"rank", "start_step", "seed"})
-_FLAGS = frozenset({"error_feedback", "warm_start"})
+_POSITIONS = tuple(_ARGUMENTS)
 # Neither torch's nor a reducer's, with what to do instead.
 _REFUSED = {
     "lr_scheduler": "put the schedule in the optimizer, as in "
@@ -49,14 +47,7 @@ _REFUSED = {
     "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
     "(Accelerate's LocalSGD(enabled=False) is optax.chain(jaxcomp.allreduce(...), inner))",
 }
-# What the tutorial has and torch has not.
-_INVENTED = (
-    "error_feedback",
-    "bytes_per_weight",
-    "comm_device",
-    *_REFUSED,
-)
-_NARROW = {"fp16_compress_hook": jnp.float16, "bf16_compress_hook": jnp.bfloat16}
+_KNOWN = (*_POSITIONS, "error_feedback", "bytes_per_weight", "comm_device", *_REFUSED)
 _HOOKS = {
     "ALLREDUCE": "allreduce_hook",
     "FP16_COMPRESS": "fp16_compress_hook",
@@ -68,6 +59,14 @@ _HOOKS = {
     "BATCHED_POWER_SGD": "batched_powerSGD_hook",
     "BATCHED_POWER_SGD_RANK2": "batched_powerSGD_hook",
     "NOOP": "noop_hook",
+}
+# Hooks without a state -> what stands for them, and its arguments. 512 values: torch's buckets.
+_REDUCERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "allreduce_hook": (jaxcomp.allreduce, {}),
+    "fp16_compress_hook": (jaxcomp.allreduce, {"comm_dtype": jnp.float16}),
+    "bf16_compress_hook": (jaxcomp.allreduce, {"comm_dtype": jnp.bfloat16}),
+    "quantization_pertensor_hook": (jaxcomp.quantized_allreduce, {"block_size": None}),
+    "quantization_perchannel_hook": (jaxcomp.quantized_allreduce, {"block_size": 512}),
 }
 _ELSEWHERE = {
     "post_localSGD_hook": "jaxcomp.local_sgd (or local_sgd_round), with start_step",
@@ -106,20 +105,28 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         {'rank': 2, 'start_step': 100}
     """
     given = _given(args, arguments)
+    for name, instead in _REFUSED.items():
+        if given.get(name) is not None:
+            raise ValueError(f"`{name}` does not belong to a reducer: {instead}.")
+    _refuse_other_device(given.get("comm_device"))
     kwargs: dict[str, Any] = {}
     for name, value in given.items():
-        if name in _RENAMED and (ours := _RENAMED[name]) is not None:
-            kwargs[ours] = _converted(name, ours, value)
-    _apply_invented(given, kwargs)
-    _, dtype = unwrapped_hook(hook)
-    if dtype is not None:
-        if kwargs.get("comm_dtype", dtype) != dtype:
-            raise ValueError(
-                "`bytes_per_weight` and the compression wrapper of `hook` ask for different types "
-                "on the wire; give one of the two."
-            )
-        kwargs["comm_dtype"] = dtype
-    return kwargs
+        ours = ("error_feedback", bool) if name == "error_feedback" else _ARGUMENTS.get(name)
+        if ours is not None:
+            converted = _converted(name, ours[1], value)
+            if kwargs.setdefault(ours[0], converted) != converted:
+                raise ValueError(
+                    "`error_feedback` and `use_error_feedback` contradict each other; give one of "
+                    "them."
+                )
+    asked, dtype = _of_weight(given.get("bytes_per_weight")), unwrapped_hook(hook)[1]
+    if asked is not None and dtype not in (None, asked):
+        raise ValueError(
+            "`bytes_per_weight` and the compression wrapper of `hook` ask for different types on "
+            "the wire; give one of the two."
+        )
+    dtype = asked if dtype is None else dtype
+    return kwargs if dtype is None else {**kwargs, "comm_dtype": dtype}
 
 
 def reducer_from_torch(
@@ -158,21 +165,16 @@ def reducer_from_torch(
         raise ValueError(f"{name} takes no arguments, got {sorted(arguments)}. Leave them out.")
     if name == "noop_hook":
         return optax.identity()
-    if name == "quantization_pertensor_hook":
-        return jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=None)
-    if name == "quantization_perchannel_hook":
-        return jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=512)  # torch's buckets
-    if name == "allreduce_hook":
-        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=dtype)
-    if name in _NARROW:
-        return jaxcomp.allreduce(axis_name=axis_name, comm_dtype=_NARROW[name])
-    instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
-    raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
+    if name not in _REDUCERS:
+        instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
+        raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
+    make, own = _REDUCERS[name]
+    wrapped = {"comm_dtype": dtype} if dtype is not None and make is jaxcomp.allreduce else {}
+    return make(axis_name=axis_name, **{**wrapped, **own})
 
 
 def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by torch's names, with unknown ones refused."""
-    given: dict[str, Any] = {}
     if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
         given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
     elif len(args) > len(_POSITIONS):
@@ -182,20 +184,18 @@ def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any
         )
     else:
         given = dict(zip(_POSITIONS, args, strict=False))
-    known = (*_POSITIONS, *_INVENTED)
     for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(known)}."
+        if name not in _KNOWN:
+            close = difflib.get_close_matches(name, _KNOWN, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
             raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
         if name in given and args[1:]:
             raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
     return {**given, **arguments}
 
 
-def _converted(name: str, ours: str, value: Any) -> Any:
+def _converted(name: str, kind: type, value: Any) -> Any:
     """The value in Python's own types; the reducer checks its range."""
-    kind = bool if ours in _FLAGS else int if ours in _INTEGERS else float
     try:
         number = float(value) if not isinstance(value, str) else None
         if number is not None and (kind is float or number == kind(value)):
@@ -206,26 +206,15 @@ def _converted(name: str, ours: str, value: Any) -> Any:
     raise ValueError(f"`{name}` must be {names[kind]}, got {value!r}.")
 
 
-def _apply_invented(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    for name, instead in _REFUSED.items():
-        if given.get(name) is not None:
-            raise ValueError(f"`{name}` does not belong to a reducer: {instead}.")
-    _refuse_other_device(given.get("comm_device"))
-    if "error_feedback" in given:
-        wanted = _converted("error_feedback", "error_feedback", given["error_feedback"])
-        if kwargs.get("error_feedback", wanted) != wanted:
-            raise ValueError(
-                "`error_feedback` and `use_error_feedback` contradict each other; give one of them."
-            )
-        kwargs["error_feedback"] = wanted
-    if (size := given.get("bytes_per_weight")) is not None:
-        if size not in (2, 4):
-            raise ValueError(
-                f"`bytes_per_weight` must be 4 (float32) or 2 (bfloat16), got {size!r}. For one "
-                "byte pass comm_dtype=jnp.int8 to jaxcomp.powersgd (int8 factors); without "
-                "factors it is jaxcomp.quantized_allreduce."
-            )
-        kwargs["comm_dtype"] = jnp.float32 if size == 4 else jnp.bfloat16
+def _of_weight(size: Any) -> Any:
+    """The type on the wire for so many bytes of a weight."""
+    if size not in (None, 2, 4):
+        raise ValueError(
+            f"`bytes_per_weight` must be 4 (float32) or 2 (bfloat16), got {size!r}. For one byte "
+            "pass comm_dtype=jnp.int8 to jaxcomp.powersgd (int8 factors); without factors it is "
+            "jaxcomp.quantized_allreduce."
+        )
+    return {None: None, 2: jnp.bfloat16, 4: jnp.float32}[size]
 
 
 def _refuse_other_device(device: Any) -> None:

@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._convert.dampened_trace import DampenedTraceState
-from torch_bridge._convert.optimizer_groups import Entry, Hyperparameters, read_entries
-from torch_bridge._convert.paused import UnusedState, held, until_gradient
-from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.leaves import plain_path
+from torch_bridge._base.terminal import printable
+from torch_bridge._convert.optimizer_groups import Entry, ParamNames, read_entries
+from torch_bridge._convert.torch_updates import DampenedTraceState, held, until_gradient
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._pairing.leaves import flatten, plain_path
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair, leaves_from_torch, unpaired
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, unpaired
 
 Path: TypeAlias = tuple[str, ...]
-ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
 _FROZEN = "frozen"
 _PAUSES = {"": None, "unused": until_gradient, "held": held}
+_FILLED = (
+    optax.ScaleByAdamState,
+    optax.TraceState,
+    DampenedTraceState,
+    optax.ScaleByScheduleState,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Leaves that share hyperparameters, step count and number of summed torch parameters.
+class _Part(NamedTuple):
+    """What leaves share that are updated alike.
 
     Those of a part may all be frozen with their state (``pause="held"``), or all without a gradient
     as yet (``pause="unused"``).
     """
 
-    label: str
     group: int
     step: int
-    terms: int
-    started: bool
-    pause: str = ""
+    terms: int  # torch parameters whose sum a leaf is
+    pause: str
+
+    @property
+    def label(self) -> str:
+        return "group{}_step{}_terms{}{}".format(*self[:3], self.pause and f"_{self.pause}")
 
 
 def optimizer_from_torch(
@@ -99,113 +106,165 @@ def optimizer_from_torch(
       (2, 3)
     """
     model = named(model)
-    found = pairs_for(model, params, pairs)
-    tx, filler = optimizer_plan(
-        optimizer, model, params, found, param_names, learning_rate, algorithm, step
-    )
-    return tx, filler.fill(tx.init(params))
+    pairs = pairs_for(model, params, pairs)
+    entries = read_entries(optimizer, model, param_names, algorithm, unpaired(model, pairs))
+    plan = OptimizerPlan.of(entries, pairs)
+    tx = plan.transformation(params, learning_rate)
+    return tx, plan.state(tx.init(params), plan.counted if step is None else step)
 
 
-def optimizer_plan(
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Any],
-    params: Any,
-    found: Pairs,
-    param_names: ParamNames = None,
-    learning_rate: Rates = None,
-    algorithm: str | None = None,
-    step: int | None = None,
-    frozen: Collection[str] = (),
-) -> tuple[optax.GradientTransformation, Filler]:
-    """The transformation of `optimizer_from_torch`, and what fills its fresh state.
+@dataclasses.dataclass(frozen=True)
+class OptimizerPlan:
+    """Which leaf is updated how, and what torch kept for it.
 
-    Args:
-      optimizer: As for `optimizer_from_torch`, and so are all that are not named here.
-      model: The torch state dict.
-      params: The Flax parameters.
-      found: Their pairs.
-      param_names: See there.
-      learning_rate: See there.
-      algorithm: See there.
-      step: See there.
-      frozen: Torch parameters that get no gradient, whether the optimizer has them or not.
+    Attributes:
+      entries: Torch parameter -> what the optimizer has of it.
+      pairs: Of these parameters.
+      parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
     """
-    entries = read_entries(optimizer, model, param_names, unpaired(model, found))
-    settings = [Hyperparameters.read(group, algorithm) for group in optimizer["param_groups"]]
-    rates = _rates(learning_rate, settings)
-    parts = _parts(found, entries, settings, frozen)
-    used = sorted(set(parts.values()), key=lambda part: part.label)
 
-    def transformation(part: _Part) -> optax.GradientTransformation:
-        hyper = settings[part.group]
-        return hyper.transformation(rates[part.group], part.terms, _PAUSES[part.pause])
+    entries: Mapping[str, Entry]
+    pairs: Pairs
+    parts: Mapping[Path, _Part]
 
-    every = flatten_tree(params)
-    if len(used) == 1 and len(parts) == len(every.paths):
-        tx = transformation(used[0])
-    else:
-        labels = every.replace(
-            {path: parts[path].label if path in parts else _FROZEN for path in every.paths}
+    @classmethod
+    def of(
+        cls, entries: Mapping[str, Entry], pairs: Pairs, frozen: Collection[str] = ()
+    ) -> OptimizerPlan:
+        """The plan for the parameters of an optimizer.
+
+        Args:
+          entries: As `read_entries` gives them.
+          pairs: Of the whole model.
+          frozen: Torch parameters that get no gradient, whether the optimizer has them or not.
+
+        Raises:
+          CheckpointMismatch: Parameters that are one leaf are not updated alike.
+        """
+        parts: dict[Path, _Part | None] = {}
+        split: list[str] = []
+        begun = any(entry.has_state for entry in entries.values())
+        pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
+        for pair in pairs:
+            entry = entries[pair.torch_name]
+            pause = _pause(entry, begun, pair.torch_name in frozen)
+            part = None if pause == _FROZEN else _part(pair, entry, pause)
+            if parts.setdefault(pair.path, part) != part:
+                split.append("/".join(pair.path))
+        if split:
+            raise CheckpointMismatch(
+                "Torch parameters that are one Flax leaf stand in different param groups, have "
+                "taken different numbers of steps, or are frozen in part.",
+                ambiguous=split,
+            )
+        return cls(entries, pairs, {path: part for path, part in parts.items() if part})
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        pairs: Pairs,
+        layout: BucketLayout | None,
+        param_names: ParamNames,
+    ) -> OptimizerPlan | None:
+        """The plan of a whole run, if it has an optimizer; what is in no bucket is frozen."""
+        if checkpoint.optimizer is None:
+            return None
+        names, frozen = (), set[str]()
+        if layout is not None and layout.names:  # else written before compression began
+            names, aliases = layout.entries, checkpoint.aliases
+            frozen = {p.torch_name for p in pairs} - names_in(pairs, names, aliases).keys()
+        model = checkpoint.model
+        leftover = unpaired(model, pairs)
+        entries = read_entries(checkpoint.optimizer, model, param_names, None, leftover, names)
+        return cls.of(entries, pairs, frozen)
+
+    @property
+    def counted(self) -> int:
+        """Updates that Adam has counted; 0 for SGD, which counts none."""
+        return max((entry.step for entry in self.entries.values()), default=0)
+
+    def paused(self, pause: str) -> list[str]:
+        """The leaves that are ``held``, or ``unused``."""
+        return ["/".join(path) for path, part in self.parts.items() if part.pause == pause]
+
+    def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
+        """The Optax transformation, with other learning rates if there are any."""
+        hypers = {entry.group: entry.hyper for entry in self.entries.values()}
+        groups = max(hypers, default=-1) + 1
+        if isinstance(rates, Sequence) and len(rates) != groups:
+            raise ValueError(
+                f"The optimizer has {groups} param groups, and `learning_rate` gives "
+                f"{len(rates)} rates. Give one for all, or one for each group."
+            )
+
+        def one(part: _Part) -> optax.GradientTransformation:
+            hyper = hypers[part.group]
+            rate = rates[part.group] if isinstance(rates, Sequence) else rates
+            rate = hyper.lr if rate is None else rate
+            return hyper.transformation(rate, part.terms, _PAUSES[part.pause])
+
+        tree, used = flatten(params), sorted(set(self.parts.values()))
+        if len(used) == 1 and len(self.parts) == len(tree.paths):
+            return one(used[0])
+        labels = {path: part.label for path, part in self.parts.items()}
+        inner = {part.label: one(part) for part in used}
+        return optax.multi_transform(
+            {**inner, _FROZEN: optax.set_to_zero()},
+            tree.with_leaves({path: labels.get(path, _FROZEN) for path in tree.paths}),
         )
-        inner = {part.label: transformation(part) for part in used}
-        tx = optax.multi_transform({**inner, _FROZEN: optax.set_to_zero()}, labels)
-    taken = max([part.step for part in used], default=0) if step is None else step
-    return tx, Filler(found, entries, parts, used, taken)
+
+    def state(self, fresh: Any, taken: int) -> Any:
+        """A fresh state of the transformation with what torch kept.
+
+        Args:
+          fresh: What ``init`` gave.
+          taken: Updates so far, where a schedule goes on.
+        """
+        kept = {key: self._leaves(key) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+
+        def put(tree: Any, key: str) -> Any:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, old: jnp.asarray(kept[key].get(plain_path(path), old)), tree
+            )
+
+        def fill(node: Any) -> Any:
+            if isinstance(node, optax.ScaleByAdamState):
+                paths = jax.tree_util.tree_flatten_with_path(node.mu)[0]
+                steps = [self.parts[plain_path(path)].step for path, _ in paths[:1]]
+                count = jnp.asarray(max(steps, default=0), jnp.int32)
+                mu, nu = put(node.mu, "exp_avg"), put(node.nu, "exp_avg_sq")
+                return node._replace(count=count, mu=mu, nu=nu)
+            if isinstance(node, optax.TraceState):
+                return node._replace(trace=put(node.trace, "momentum_buffer"))
+            if isinstance(node, DampenedTraceState):
+                started = jax.tree_util.tree_map_with_path(
+                    lambda path, flag: jnp.full_like(
+                        flag, plain_path(path) in kept["momentum_buffer"]
+                    ),
+                    node.started,
+                )
+                return DampenedTraceState(put(node.trace, "momentum_buffer"), started)
+            if isinstance(node, optax.ScaleByScheduleState):
+                return node._replace(count=jnp.asarray(taken, jnp.int32))
+            return node
+
+        return jax.tree.map(fill, fresh, is_leaf=lambda node: isinstance(node, _FILLED))
+
+    def _leaves(self, key: str) -> dict[Path, Any]:
+        """One kind of what torch kept; a momentum buffer of a sum is the sum of the buffers."""
+        tensors = {
+            name: entry.state[key]
+            for name, entry in self.entries.items()
+            if entry.state.get(key) is not None
+        }
+        pairs = [pair for pair in self.pairs if pair.torch_name in tensors]
+        return leaves_from_torch(pairs, tensors, mean=key != "momentum_buffer")
 
 
-def _rates(
-    asked: Rates,
-    settings: Sequence[Hyperparameters],
-) -> Sequence[optax.ScalarOrSchedule]:
-    """The learning rate of each group."""
-    if asked is None:
-        return [hyper.learning_rate for hyper in settings]
-    rates = list(asked) if isinstance(asked, Sequence) else [asked] * len(settings)
-    if len(rates) != len(settings):
-        raise ValueError(
-            f"The optimizer has {len(settings)} param groups, and `learning_rate` gives "
-            f"{len(rates)} rates. Give one for all, or one for each group."
-        )
-    return rates
-
-
-def _parts(
-    pairs: Pairs,
-    entries: Mapping[str, Entry],
-    settings: Sequence[Hyperparameters],
-    frozen: Collection[str],
-) -> dict[Path, _Part]:
-    """The part that each leaf of the optimizer belongs to; none for what has nothing to keep."""
-    parts: dict[Path, _Part | None] = {}
-    split: list[str] = []
-    begun = any(entry.has_state for entry in entries.values())
-    for pair in pairs:
-        entry = entries.get(pair.torch_name)
-        if entry is None or pair.kind == "buffer":
-            continue
-        hyper = settings[entry.group]
-        pause = _pause(entry, hyper, begun, pair.torch_name in frozen)
-        part = None if pause == _FROZEN else _part(pair, entry, hyper, pause)
-        if parts.setdefault(pair.path, part) != part:
-            split.append("/".join(pair.path))
-    if split:
-        raise CheckpointMismatch(
-            "Torch parameters that are one Flax leaf stand in different param groups, have taken "
-            "different numbers of steps, or are frozen in part.",
-            ambiguous=split,
-        )
-    # A buffer that is not there yet is a buffer of zeros, except for dampening: merge those parts.
-    return {
-        path: part
-        if settings[part.group].dampening
-        else dataclasses.replace(part, label=part.label[:-2], started=True)
-        for path, part in parts.items()
-        if part is not None
-    }
-
-
-def _pause(entry: Entry, hyper: Hyperparameters, begun: bool, frozen: bool) -> str:
+def _pause(entry: Entry, begun: bool, frozen: bool) -> str:
     """Why torch does not move a parameter: frozen, held or unused; empty if it does."""
+    hyper = entry.hyper
     if frozen:
         return "held" if entry.has_state or (hyper.keeps_state and not begun) else _FROZEN
     never = begun and hyper.keeps_state and not entry.has_state
@@ -214,77 +273,57 @@ def _pause(entry: Entry, hyper: Hyperparameters, begun: bool, frozen: bool) -> s
     return "unused" if never and matters else ""
 
 
-def _part(pair: Pair, entry: Entry, hyper: Hyperparameters, pause: str) -> _Part:
+def _part(pair: Pair, entry: Entry, pause: str) -> _Part:
     """The part of one torch parameter."""
     if pause != "held" and pair.must_be_zero:
         raise CheckpointMismatch(
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
-    if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
+    if pair.terms > 1 and entry.hyper.algorithm == "adam" and entry.hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
             "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
         )
-    started = hyper.has_momentum and entry.state.get("momentum_buffer") is not None
-    why = pause and f"_{pause}"
-    label = f"group{entry.group}_step{entry.step}_terms{pair.terms}{why}_{int(started)}"
-    return _Part(label, entry.group, entry.step, pair.terms, started, pause)
+    return _Part(entry.group, entry.step, pair.terms, pause)
 
 
-@dataclasses.dataclass(frozen=True)
-class Filler:
-    """Puts what torch kept into a fresh Optax state."""
-
-    pairs: Pairs
-    entries: Mapping[str, Entry]
-    leaves: Mapping[Path, _Part]
-    parts: Sequence[_Part]
-    taken: int
-
-    def paused(self, pause: str) -> list[str]:
-        """The leaves that are ``held``, or ``unused``."""
-        return ["/".join(path) for path, part in self.leaves.items() if part.pause == pause]
-
-    def fill(self, node: Any, part: _Part | None = None) -> Any:
-        """The state, of which only the structure counts, with what torch kept."""
-        part = self.parts[0] if part is None and len(self.parts) == 1 else part
-        if isinstance(node, optax.ScaleByAdamState):
-            assert part is not None  # Adam never stands outside a part
-            return node._replace(
-                count=jnp.asarray(part.step, jnp.int32),
-                mu=self._replaced(node.mu, "exp_avg", mean=True),
-                nu=self._replaced(node.nu, "exp_avg_sq", mean=True),
+def doubts(
+    checkpoint: Checkpoint, layout: BucketLayout | None, plan: OptimizerPlan | None, rates: Rates
+) -> Iterator[str]:
+    """What the file does not tell, or tells in two ways, each a sentence with the way out."""
+    if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
+        if names := checkpoint.unread_optimizers:
+            yield (
+                "The checkpoint has no optimizer where one is looked for, so that the chain has "
+                f"none; checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on "
+                "from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
             )
-        if isinstance(node, optax.TraceState):
-            return node._replace(trace=self._replaced(node.trace, "momentum_buffer"))
-        if isinstance(node, DampenedTraceState):
-            assert part is not None
-            started = jax.tree.map(lambda flag: jnp.full_like(flag, part.started), node.started)
-            return DampenedTraceState(self._replaced(node.trace, "momentum_buffer"), started)
-        if isinstance(node, optax.ScaleByScheduleState):
-            return node._replace(count=jnp.asarray(self.taken, jnp.int32))
-        if isinstance(node, optax.transforms.PartitionState):
-            by_label = {part.label: part for part in self.parts}
-            return node._replace(
-                inner_states={
-                    label: self.fill(inner, by_label.get(str(label)))
-                    for label, inner in node.inner_states.items()
-                }
-            )
-        if isinstance(node, UnusedState):
-            return node._replace(inner_state=self.fill(node.inner_state, part))
-        if isinstance(node, optax.MaskedState):
-            return node._replace(inner_state=self.fill(node.inner_state, part))
-        return tuple(self.fill(child, part) for child in node) if type(node) is tuple else node
-
-    def _replaced(self, tree: Any, key: str, *, mean: bool = False) -> Any:
-        tensors = {
-            name: entry.state[key]
-            for name, entry in self.entries.items()
-            if entry.state.get(key) is not None
-        }
-        wanted = [pair for pair in self.pairs if pair.torch_name in tensors]
-        leaves = leaves_from_torch(wanted, tensors, mean=mean)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        return treedef.unflatten([jnp.asarray(leaves.get(plain_path(p), v)) for p, v in flat])
+        return
+    yield (
+        "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
+        "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
+    )
+    counted = plan.counted
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
+    each = rates if isinstance(rates, Sequence) else [rates]
+    if counted not in (0, hook) and any(map(callable, each)):
+        yield (
+            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
+            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
+            "to say where."
+        )
+    if held := plan.paused("held"):
+        yield (
+            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
+            "that they get no gradient. They are frozen here too; their state is kept."
+        )
+    # An inferred layout is accepted only where every parameter is in a bucket.
+    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
+    if (unused := plan.paused("unused")) and not said:
+        yield (
+            f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
+            "and the optimizer has no state for them. They are trained as soon as they get a "
+            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
+            "checkpoint.model), with the names of what is trained."
+        )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import clean_names, shape_of, storage_key, to_numpy
+from torch_bridge._base.tensors import clean_names, shape_of, tied
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.dampened_trace import dampened_trace
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._convert.torch_updates import dampened_trace
 
+ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _MAX_STEPS = 2**31  # optax counts in int32
 # What SGD and Adam must have, what else torch puts into their groups, and what they keep. Several
 # optimizers outside of torch have the first, and more.
@@ -21,10 +21,9 @@ _MARKS = {"sgd": {"momentum", "dampening", "nesterov"}, "adam": {"betas", "eps",
 _OF_TORCH = {
     *("params", "param_names", "lr", "weight_decay", "maximize", "foreach", "differentiable"),
     *("fused", "capturable", "decoupled_weight_decay"),
-}
-_OF_SCHEDULERS = {
+    # Of schedulers; the last two of many training scripts, whose scheduler multiplies `lr`.
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
-    *("lr_scale", "lr_mult"),  # of many training scripts, whose scheduler multiplies `lr` by it
+    *("lr_scale", "lr_mult"),
 }
 _STATES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -36,7 +35,7 @@ class Hyperparameters:
 
     Attributes:
       algorithm: ``sgd``, ``adam`` or ``adamw``.
-      learning_rate: A number.
+      lr: The learning rate, a number.
       weight_decay: Added to the gradient (sgd, adam) or to the update (adamw).
       maximize: Whether the gradient is negated first.
       momentum, dampening, nesterov: Of sgd.
@@ -44,57 +43,51 @@ class Hyperparameters:
     """
 
     algorithm: str
-    learning_rate: float
+    lr: float
     weight_decay: float = 0.0
     maximize: bool = False
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
 
     @classmethod
-    def read(cls, group: Mapping[str, Any], algorithm: str | None) -> Hyperparameters:
+    def read(
+        cls, group: Mapping[str, Any], kept: Collection[str], asked: str | None
+    ) -> Hyperparameters:
         """Reads one entry of ``param_groups``.
+
+        Args:
+          group: The entry.
+          kept: What ``state`` holds for its parameters.
+          asked: ``'adam'`` or ``'adamw'``, for files that do not say it.
 
         Raises:
           ValueError: If the algorithm is none of the three, or uses ``amsgrad``.
         """
-        found = _algorithm(group, algorithm)
-        common = {
-            "learning_rate": _number("lr", group["lr"]),
-            "weight_decay": _number("weight_decay", group.get("weight_decay", 0.0)),
-            "maximize": bool(group.get("maximize", False)),
-        }
-        if found == "sgd":
-            return cls(
-                found,
-                **common,
-                momentum=_number("momentum", group["momentum"]),
-                dampening=_number("dampening", group["dampening"]),
-                nesterov=bool(group["nesterov"]),
-            )
-        if group.get("amsgrad"):
-            raise ValueError(
-                "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
-                "second moment, torch that of the uncorrected one. Turn it off in torch first."
-            )
-        betas = group["betas"]
+        algorithm = _algorithm(group, kept, asked)
+        betas = group.get("betas", (0.9, 0.999))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        first, second = (_number("betas", beta) for beta in betas)
-        return cls(found, **common, betas=(first, second), eps=_number("eps", group["eps"]))
+        names = ("lr", "weight_decay", "momentum", "dampening", "eps")
+        return cls(
+            algorithm,
+            **{name: _number(name, group[name]) for name in names if name in group},
+            **{name: bool(group[name]) for name in ("maximize", "nesterov") if name in group},
+            betas=tuple(_number("betas", beta) for beta in betas),
+        )
 
     def transformation(
         self,
         learning_rate: optax.ScalarOrSchedule,
-        terms: int = 1,
-        pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None,
+        terms: int,
+        pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None,
     ) -> optax.GradientTransformation:
         """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
 
         Args:
-          learning_rate: A number or a schedule in place of the group's own.
+          learning_rate: A number or a schedule.
           terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
             what its own gradient says, so their sum moves `terms` times as fast.
           pause: Put around everything but the learning rate, whose schedule goes on for all.
@@ -119,99 +112,95 @@ class Hyperparameters:
         return optax.trace(self.momentum, self.nesterov)
 
     @property
-    def has_momentum(self) -> bool:
-        """Whether there is a momentum buffer."""
-        return self.algorithm == "sgd" and self.momentum != 0
-
-    @property
     def keeps_state(self) -> bool:
         """Whether torch keeps anything for a parameter that has been updated."""
-        return self.algorithm != "sgd" or self.has_momentum
+        return self.algorithm != "sgd" or self.momentum != 0
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(to_numpy(value)) if hasattr(value, "shape") else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointMismatch(
             f"The optimizer's `{name}` must be a number, got a {type(value).__name__}."
         ) from error
 
 
-def _algorithm(group: Mapping[str, Any], asked: str | None) -> str:
+def _algorithm(group: Mapping[str, Any], kept: Collection[str], asked: str | None) -> str:
     family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
-    if family == "sgd":
-        found = "sgd"
-    elif family == "adam":
-        decoupled = group.get("decoupled_weight_decay")
-        if decoupled is None and asked is None and group.get("weight_decay"):
-            raise ValueError(
-                "This state dict is that of Adam or of AdamW, and does not say of which; pass "
-                "algorithm='adam' or algorithm='adamw'."
-            )
-        found = asked if decoupled is None and asked else "adamw" if decoupled else "adam"
-    else:
+    if family is None:
         raise ValueError(
             "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this param group has the "
             f"entries {sorted(map(str, group))}. Start the optimizer anew and convert the "
             "parameters alone."
         )
-    if asked is not None and asked != found:
+    # What has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM.
+    labels = {key for key, value in group.items() if isinstance(value, str)}
+    others = group.keys() - _MARKS[family] - _OF_TORCH - labels
+    found = [
+        f"`{where}` with {sorted(map(str, names))}"
+        for where, names in (("param_groups", others), ("state", set(kept) - _STATES[family]))
+        if names
+    ]
+    if found:
         raise ValueError(
-            f"algorithm={asked!r} does not agree with the state dict, which is {found!r}."
+            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this optimizer has "
+            f"{printable(' and '.join(found))}, which they do not have. Start the optimizer anew "
+            "and convert the parameters alone; entries of your own that change no update can be "
+            "deleted from `param_groups`."
         )
-    return found
-
-
-def _refuse_relatives(optimizer: Mapping[str, Any]) -> None:
-    """Refuses what has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM."""
-    others, kept = set[Any](), set[Any]()
-    for group in optimizer["param_groups"]:
-        family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
-        if family is None:
-            continue  # refused where the hyperparameters are read
-        labels = {key for key, value in group.items() if isinstance(value, str)}
-        others |= group.keys() - _MARKS[family] - _OF_TORCH - _OF_SCHEDULERS - labels
-        for index in group["params"]:
-            kept |= optimizer["state"].get(index, {}).keys() - _STATES[family]
-    if others or kept:
-        hyper = f" `param_groups` with {sorted(map(str, others))}" if others else ""
-        state = f" `state` with {sorted(map(str, kept))}" if kept else ""
+    if group.get("amsgrad"):
         raise ValueError(
-            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this optimizer has"
-            f"{printable(hyper + (' and' if hyper and state else '') + state)}, which they do not "
-            "have. Start the optimizer anew and convert the parameters alone; entries of your own "
-            "that change no update can be deleted from `param_groups`."
+            "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
+            "second moment, torch that of the uncorrected one. Turn it off in torch first."
         )
+    decoupled = group.get("decoupled_weight_decay")
+    if family == "adam" and decoupled is None:
+        if asked is None and group.get("weight_decay"):
+            raise ValueError(
+                "This state dict is that of Adam or of AdamW, and does not say of which; pass "
+                "algorithm='adam' or algorithm='adamw'."
+            )
+        family = asked or family
+    family = "adamw" if decoupled else family
+    if asked not in (None, family):
+        raise ValueError(
+            f"algorithm={asked!r} does not agree with the state dict, which is {family!r}."
+        )
+    return family
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter of the optimizer: its index, its group and what is kept for it."""
+    """One parameter of the optimizer.
+
+    Attributes:
+      index: Its number in the state dict.
+      group: That of its param group.
+      hyper: What the group says.
+      state: What is kept for it; nothing before its first gradient.
+      step: Updates that Adam has counted for it.
+    """
 
     index: int
     group: int
+    hyper: Hyperparameters
     state: Mapping[str, Any]
+    step: int
 
     @property
     def has_state(self) -> bool:
-        """Whether anything is kept: not before the first gradient."""
+        """Whether anything is kept."""
         return any(value is not None for value in self.state.values())
-
-    @property
-    def step(self) -> int:
-        """Updates that Adam has counted for this parameter."""
-        step = _number("step", self.state.get("step", 0))
-        if not 0 <= step < _MAX_STEPS:
-            raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
-        return int(step)
 
 
 def read_entries(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
-    param_names: Sequence[str] | Sequence[Sequence[str]] | None,
+    param_names: ParamNames = None,
+    algorithm: str | None = None,
     leftover: Collection[str] = (),
+    trainable: Collection[str] = (),
 ) -> dict[str, Entry]:
     """Names the parameters of an optimizer state dict.
 
@@ -220,7 +209,9 @@ def read_entries(
       model: Torch state dict of the model.
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
+      algorithm: ``'adam'`` or ``'adamw'``, for older files that do not say it.
       leftover: Tensors that go to no leaf. Where `model` has too many, these were buffers.
+      trainable: What DDP has in its buckets. An optimizer of as many was given these alone.
 
     Returns:
       Parameter name, as in `model`, -> entry.
@@ -235,30 +226,21 @@ def read_entries(
             "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
             "state_dict() of one."
         )
-    _refuse_relatives(optimizer)
-    groups = optimizer["param_groups"]
-    indices = [(index, k) for k, group in enumerate(groups) for index in group["params"]]
-    names = _names(groups, model, param_names)
-    if param_names is None and len(names) != len(indices):
-        names = [name for name in names if name not in leftover]
-    if len(names) != len(indices):
-        raise ValueError(
-            f"The optimizer has {len(indices)} parameters and there are {len(names)} names: what "
-            "was frozen or is a buffer cannot be told. Pass `param_names`: "
-            "[name for name, p in model.named_parameters()] of those that it was given."
-        )
+    entries: list[Entry] = []
+    for number, group in enumerate(optimizer["param_groups"]):
+        states = {index: optimizer["state"].get(index, {}) for index in group["params"]}
+        kept = {key for state in states.values() for key in state}
+        hyper = Hyperparameters.read(group, kept, algorithm)
+        entries += [Entry(i, number, hyper, s, _step(s)) for i, s in states.items()]
+    names = _names(optimizer, model, param_names, len(entries), leftover, trainable)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)
-    known = {name: cleaned.get(wanted[name], name) for name in names}
-    unknown = [name for name in names if known[name] not in model]
-    entries = {
-        known[name]: Entry(index, group, optimizer["state"].get(index, {}))
-        for name, (index, group) in zip(names, indices, strict=True)
-        if known[name] in model
-    }
+    found = {cleaned.get(wanted[n], n): e for n, e in zip(names, entries, strict=True)}
+    unknown = [name for name in found if name not in model]
     mis_shaped = [
         f"{name} {shape_of(model[name])} has {key} {shape_of(value)}"
-        for name, entry in entries.items()
+        for name, entry in found.items()
+        if name in model
         for key, value in entry.state.items()
         if shape_of(value) and shape_of(value) != shape_of(model[name])
     ]
@@ -269,39 +251,14 @@ def read_entries(
             unexpected=unknown,
             mis_shaped=mis_shaped,
         )
-    return entries
+    return found
 
 
-def steps_taken(optimizer: Any) -> int:
-    """Updates that Adam has counted; 0 for SGD, which counts none, and where there is no state."""
-    if not isinstance(optimizer, Mapping) or not is_optimizer(optimizer):
-        return 0
-    states = optimizer["state"].items()
-    return max((Entry(index, 0, state).step for index, state in states), default=0)
-
-
-def trained_names(
-    optimizer: Mapping[str, Any], model: Mapping[str, Any], layout: BucketLayout | None
-) -> list[str] | None:
-    """The names of an optimizer that was given the trainable parameters alone, if it is that.
-
-    Args:
-      optimizer: ``torch.optim.Optimizer.state_dict()``.
-      model: Torch state dict of the model.
-      layout: The buckets of DDP, which hold what is trainable.
-
-    Returns:
-      The names of `layout` in the order of `model`, where one group without names of its own has
-      as many parameters; else None, as `read_entries` takes it.
-    """
-    if layout is None or not is_optimizer(optimizer) or len(optimizer["param_groups"]) != 1:
-        return None
-    (group,) = optimizer["param_groups"]
-    known = set(layout.names)
-    if "param_names" in group or len(group["params"]) != len(known):
-        return None
-    names = [name for name in model if name in known]
-    return names if len(names) == len(known) else None
+def _step(state: Mapping[str, Any]) -> int:
+    step = _number("step", state.get("step", 0))
+    if not 0 <= step < _MAX_STEPS:
+        raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
+    return int(step)
 
 
 def is_optimizer(value: Mapping[str, Any]) -> bool:
@@ -322,24 +279,37 @@ def _is_list(value: Any, kind: Any) -> bool:
 
 
 def _names(
-    groups: Sequence[Mapping[str, Any]],
+    optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
-    param_names: Sequence[str] | Sequence[Sequence[str]] | None,
+    said: ParamNames,
+    count: int,
+    leftover: Collection[str],
+    trainable: Collection[str],
 ) -> list[str]:
-    if param_names is None and all("param_names" in group for group in groups):
-        param_names = [group["param_names"] for group in groups]
-    if param_names is not None:
-        nested = [[entry] if isinstance(entry, str) else list(entry) for entry in param_names]
-        return [name for names in nested for name in names]
-    if len(groups) > 1:
+    """The names of the parameters, in the optimizer's order."""
+    groups = optimizer["param_groups"]
+    if said is None and all("param_names" in group for group in groups):
+        said = [group["param_names"] for group in groups]
+    if said is None and len(groups) > 1:
         raise ValueError(
             "An optimizer with several param groups numbers its parameters group by group. Pass "
             "`param_names`: one list of names for each group, in the order given to the optimizer."
         )
-    names, seen = [], set()
-    for name, value in model.items():
-        key = storage_key(value)
-        if not name.endswith(_BUFFERS) and (key is None or key not in seen):
-            names.append(name)  # Module.parameters() gives a tied tensor once
-            seen.add(key)
+    if said is not None:
+        names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
+    else:
+        again = tied(model)  # which Module.parameters() gives once
+        every = [n for n in model if n not in again and not n.endswith(_BUFFERS)]
+        choices = (
+            [name for name in model if name in trainable],
+            every,
+            [name for name in every if name not in leftover],
+        )
+        names = next((names for names in choices if len(names) == count), every)
+    if len(names) != count:
+        raise ValueError(
+            f"The optimizer has {count} parameters and there are {len(names)} names: what "
+            "was frozen or is a buffer cannot be told. Pass `param_names`: "
+            "[name for name, p in model.named_parameters()] of those that it was given."
+        )
     return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,13 +13,14 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
-from torch_bridge._convert.dampened_trace import DampenedTraceState
-from torch_bridge._convert.optimizer_from_torch import ParamNames, Path
-from torch_bridge._convert.optimizer_groups import Hyperparameters, read_entries
-from torch_bridge._convert.paused import UnusedState
-from torch_bridge._pairing.leaves import plain_path
+from torch_bridge._convert.optimizer_from_torch import Path
+from torch_bridge._convert.optimizer_groups import Entry, ParamNames, read_entries
+from torch_bridge._convert.torch_updates import DampenedTraceState, UnusedState
+from torch_bridge._pairing.leaves import leaves_by_path, without_collection
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
 from torch_bridge._pairing.pairs import Pair, tensors_from_flax, unpaired
+
+_MOMENTS = (optax.ScaleByAdamState, optax.TraceState, DampenedTraceState, UnusedState)
 
 
 def optimizer_to_torch(
@@ -64,23 +65,37 @@ def optimizer_to_torch(
       torch.Size([3, 2])
     """
     model = named(model)
-    pairs_of: dict[str, list[Pair]] = {}
     found = pairs_for(model, params, pairs)
-    for pair in found:
-        if pair.kind != "buffer":
-            bare = dataclasses.replace(pair, path=_bare(pair.path))
-            pairs_of.setdefault(pair.torch_name, []).append(bare)
-    entries = read_entries(like, model, param_names, unpaired(model, found))
-    settings = [Hyperparameters.read(group, algorithm) for group in like["param_groups"]]
-    moments_of = _Moments.of(state)
+    entries = read_entries(like, model, param_names, algorithm, unpaired(model, found))
+    return fill_optimizer(state, like, entries, found)
+
+
+def fill_optimizer(
+    state: Any, like: Mapping[str, Any], entries: Mapping[str, Entry], pairs: Pairs
+) -> dict[str, Any]:
+    """`optimizer_to_torch` for an optimizer whose parameters are known.
+
+    Args:
+      state: The Optax state.
+      like: The torch optimizer to be filled.
+      entries: Its parameters, as `read_entries` gives them.
+      pairs: Of the whole model.
+    """
+    by_name: dict[str, list[Pair]] = {name: [] for name in entries}
+    for pair in pairs:
+        if pair.torch_name in entries and pair.kind != "buffer":
+            bare = dataclasses.replace(pair, path=without_collection(pair.path))
+            by_name[pair.torch_name].append(bare)
+    moments = _Moments()
+    moments.read(state)
     filled: dict[int, dict[str, Any]] = {}
     missing: list[str] = []
     for name, entry in entries.items():
-        moments = _for_one(pairs_of.get(name, []), moments_of, settings[entry.group])
-        if moments is None and (entry.index in like["state"] or not like["state"]):
+        kept = moments.of(by_name[name], entry)
+        if kept is None and (entry.index in like["state"] or not like["state"]):
             missing.append(name)  # else it was frozen in torch, too
-        elif moments:
-            filled[entry.index] = moments
+        elif kept:
+            filled[entry.index] = kept
     if missing:
         raise CheckpointMismatch(
             "The Optax state has no momentum (or Adam moments) for parameters of the torch "
@@ -92,83 +107,62 @@ def optimizer_to_torch(
     return {**like, "state": filled, "param_groups": groups}
 
 
-@dataclasses.dataclass
 class _Moments:
     """What the momentum states of an Optax state hold, by leaf path."""
 
-    trace: dict[Path, Any] = dataclasses.field(default_factory=dict)
-    mu: dict[Path, Any] = dataclasses.field(default_factory=dict)
-    nu: dict[Path, Any] = dataclasses.field(default_factory=dict)
-    count: dict[Path, int] = dataclasses.field(default_factory=dict)
-    idle: set[Path] = dataclasses.field(default_factory=set)
+    def __init__(self) -> None:
+        self.trace: dict[Path, Any] = {}
+        self.mu: dict[Path, Any] = {}
+        self.nu: dict[Path, Any] = {}
+        self.count: dict[Path, int] = {}
+        self.idle: set[Path] = set()  # no gradient yet, for which torch keeps nothing
 
-    @classmethod
-    def of(cls, state: Any) -> _Moments:
-        kinds = (optax.ScaleByAdamState, optax.TraceState, DampenedTraceState)
-        found = cls()
-        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
+    def read(self, state: Any, *, started: bool = True) -> None:
+        """Adds what a state holds, of which nothing counts if it has not started."""
+        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, _MOMENTS)):
+            if isinstance(node, UnusedState):
+                self.read(node.inner_state, started=bool(jax.tree.leaves(node.started)[0]))
+                continue
+            flags: dict[Path, Any] = {}
             if isinstance(node, optax.ScaleByAdamState):
-                found.mu.update(_by_path(node.mu))
-                found.nu.update(_by_path(node.nu))
                 (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer puts it in a variable
-                found.count.update((path, int(count)) for path, _ in _by_path(node.mu))
+                flags = mu = leaves_by_path(node.mu)
+                self.mu |= mu
+                self.nu |= leaves_by_path(node.nu)
+                self.count |= dict.fromkeys(mu, int(count))
             elif isinstance(node, optax.TraceState | DampenedTraceState):
-                found.trace.update(_by_path(node.trace))
+                flags = trace = leaves_by_path(node.trace)
+                self.trace |= trace
                 if isinstance(node, DampenedTraceState):
-                    found.idle.update(path for path, on in _by_path(node.started) if not on)
-        found.idle |= _unused(state)
-        return found
+                    off = {path for path, on in leaves_by_path(node.started).items() if not on}
+                    self.idle |= off
+            if not started:
+                self.idle |= flags.keys()
+
+    def of(self, pairs: Pairs, entry: Entry) -> dict[str, Any] | None:
+        """The state of one torch parameter; None if it is lacking, {} if torch keeps none."""
+        if not entry.hyper.keeps_state:
+            return {}
+        adam = entry.hyper.algorithm != "sgd"
+        tables = [self.mu, self.nu] if adam else [self.trace]
+        if not pairs or any(p.path not in table for p in pairs for table in tables):
+            return None
+        if any(p.path in self.idle for p in pairs):
+            return {}
+        if not adam:  # of a leaf that is a sum, its share: the buffers add up, too
+            total, terms = _array(pairs, self.trace), pairs[0].terms
+            share = total if terms == 1 else total / np.asarray(terms, total.dtype)
+            return {"momentum_buffer": to_tensor(share)}
+        steps = {self.count[p.path] for p in pairs}
+        if len(steps) > 1:
+            return None
+        return {
+            "step": to_tensor(np.asarray(steps.pop(), np.float32)),
+            "exp_avg": to_tensor(_array(pairs, self.mu)),
+            "exp_avg_sq": to_tensor(_array(pairs, self.nu)),
+        }
 
 
-def _unused(state: Any) -> set[Path]:
-    """Leaves that have had no gradient yet, for which torch keeps nothing."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, UnusedState)
-
-    idle: set[Path] = set()
-    for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
-        (started,) = jax.tree.leaves(node.started)
-        if not started:
-            inner = _Moments.of(node.inner_state)
-            idle |= {*inner.mu, *inner.trace}
-    return idle
-
-
-def _by_path(tree: Any) -> Iterator[tuple[Path, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return ((_bare(plain_path(path)), value) for path, value in flat)
-
-
-def _bare(path: Path) -> Path:
-    """Without the collection, which an optimizer's state has where `init` got linen variables."""
-    return path[1:] if path[:1] == ("params",) else path
-
-
-def _for_one(pairs: Pairs, found: _Moments, hyper: Hyperparameters) -> dict[str, Any] | None:
-    """The state of one torch parameter; None if the Optax state lacks it, {} if there is none."""
-    if hyper.algorithm == "sgd" and not hyper.has_momentum:
-        return {}
-    tables = [found.trace] if hyper.has_momentum else [found.mu, found.nu]
-    if not pairs or any(p.path not in table for p in pairs for table in tables):
-        return None
-    if any(p.path in found.idle for p in pairs):
-        return {}
-    if hyper.has_momentum:
-        return {"momentum_buffer": _tensor(pairs, found.trace, summed=True)}
-    steps = {found.count[p.path] for p in pairs}
-    if len(steps) > 1:
-        return None
-    step = np.asarray(steps.pop(), np.float32)
-    moments = {"exp_avg": found.mu, "exp_avg_sq": found.nu}
-    return {
-        "step": to_tensor(step),
-        **{key: _tensor(pairs, table) for key, table in moments.items()},
-    }
-
-
-def _tensor(pairs: Pairs, leaves: Mapping[Path, Any], *, summed: bool = False) -> Any:
-    """One torch tensor; of a leaf that is a sum of several, its share if the moments add up too."""
-    array = tensors_from_flax(pairs, leaves, mean=True)[pairs[0].torch_name]
-    terms = pairs[0].terms if summed else 1
-    return to_tensor(array if terms == 1 else array / np.asarray(terms, array.dtype))
+def _array(pairs: Pairs, leaves: Mapping[Path, Any]) -> np.ndarray:
+    """The torch tensor of one parameter."""
+    return tensors_from_flax(pairs, leaves, mean=True)[pairs[0].torch_name]

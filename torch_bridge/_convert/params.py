@@ -43,7 +43,7 @@ def params_from_torch(
     """
     model = named(model)
     found = pairs_of_whole(model, like, pairs, options)
-    return flatten_tree(like).replace(leaves_from_torch(found, model))
+    return flatten_tree(like).with_leaves(leaves_from_torch(found, model))
 
 
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxcomp
 from jaxcomp import PowerSGDState
 from jaxcomp.extend import LeafPlan, plan_leaves, unboxed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import printable
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import plain_path
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, unpaired
 
@@ -81,25 +83,32 @@ def powersgd_from_torch(
     record = record_of(checkpoint)
     leftover = [] if pairs is None else unpaired(checkpoint.model, pairs)
     source = Source.of(checkpoint, layout, missing_ranks, leftover)
-    found = pairs_for_trained(source.model(checkpoint), params, pairs, source.known)
-    leaf_plans, paths, treedef = plans(params, record, matrix_dims)
-    terms = by_path(found)
-    problems = [
-        line
-        for plan, path in zip(leaf_plans, paths, strict=True)
-        for line in disagreements(plan, terms.get(path, ()), source)
-    ]
+    pairs = pairs_for_trained(checkpoint.model, params, pairs, source.layout)
+    source = source.named(pairs, checkpoint.aliases)
+    return filled_state(record, params, pairs, source, matrix_dims)
+
+
+def filled_state(
+    record: PowerSGDRecord,
+    params: Any,
+    pairs: Pairs,
+    source: Source,
+    matrix_dims: MatrixDimsFn | None,
+) -> PowerSGDState:
+    """`powersgd_from_torch` where the pairs of `params` and the source are known."""
+    leaves, treedef = planned(params, record, matrix_dims, pairs)
+    problems = [line for plan, terms in leaves for line in disagreements(plan, terms, source)]
     if problems:
         raise CheckpointMismatch(
             f"torch and jaxcomp do not compress the same matrices. {SAME_CUT}",
             mis_shaped=problems,
             parameters=("matrix_dims",),
         )
-    residuals: list[Any] = [optax.MaskedNode()] * len(leaf_plans)
+    residuals: list[Any] = [optax.MaskedNode()] * len(leaves)
     factors, afresh = list(residuals), list[str]()
-    for index, (plan, path) in enumerate(zip(leaf_plans, paths, strict=True)):
+    for index, (plan, terms) in enumerate(leaves):
         if plan.view is not None:
-            residual, q = _leaf(plan, terms.get(path, ()), source, index, afresh)
+            residual, q = _leaf(plan, terms, source, index, afresh)
             if record.use_error_feedback:
                 residuals[index] = jnp.array(residual)
             if record.warm_start:
@@ -108,9 +117,17 @@ def powersgd_from_torch(
         warnings.warn(
             f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
             "never used, or the run diverged. It starts afresh, with a new Q and no residual.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    _warn_packed(found, source)
+    packed = sorted({p.torch_name for p in pairs if p.rows is not None and source.slot(p)})
+    if packed:
+        warnings.warn(
+            f"{printable(', '.join(packed))}: torch has one Q for all parts of a packed matrix. "
+            f"Each Flax kernel gets this Q and its part of the error, so the next steps are "
+            f"equivalent in kind, not equal. A Flax model with one packed kernel continues "
+            f"exactly.",
+            stacklevel=3,
+        )
     return PowerSGDState(
         jnp.asarray(record.iter, jnp.int32),
         treedef.unflatten(residuals),
@@ -120,9 +137,21 @@ def powersgd_from_torch(
 
 
 def pairs_for_trained(
-    model: Mapping[str, Any], params: Any, pairs: Pairs | None, known: Collection[str]
+    model: Mapping[str, Any], params: Any, pairs: Pairs | None, layout: BucketLayout | None
 ) -> tuple[Pair, ...]:
-    """`pairs_for` parameters of which those may be missing that a layout does not know."""
+    """`pairs_for` parameters of which those may be missing that a layout does not know.
+
+    Raises:
+      CheckpointMismatch: As for `pair`, or there is neither a model nor a layout.
+    """
+    if not model and layout is None:
+        raise CheckpointMismatch(
+            "The file holds neither a model nor a layout, so its parameters have no names. "
+            "Load it together with the model's file, or pass layout=.",
+            parameters=("layout",),
+        )
+    known = layout.shapes() if layout else {}
+    model = model or known
     try:
         return pairs_for(model, params, pairs)
     except CheckpointMismatch:
@@ -142,23 +171,19 @@ def record_of(checkpoint: Checkpoint) -> PowerSGDRecord:
     return checkpoint.powersgd[0]
 
 
-def plans(
-    params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None
-) -> tuple[list[LeafPlan], list[tuple[str, ...]], Any]:
-    """Jaxcomp's own decision for every leaf, with torch's rank and compression rate."""
-    decided = plan_leaves(
+def planned(
+    params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None, pairs: Pairs
+) -> tuple[list[tuple[LeafPlan, list[Pair]]], Any]:
+    """Jaxcomp's decision for every leaf, with torch's rank and rate; its pairs; the structure."""
+    by_path: dict[tuple[str, ...], list[Pair]] = {}
+    for pair in pairs:
+        by_path.setdefault(pair.path, []).append(pair)
+    plans = plan_leaves(
         params, record.matrix_approximation_rank, record.min_compression_rate, matrix_dims
     )
     paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    return decided, paths, jax.tree.structure(unboxed(params))
-
-
-def by_path(pairs: Pairs) -> dict[tuple[str, ...], list[Pair]]:
-    """The pairs of each leaf."""
-    found: dict[tuple[str, ...], list[Pair]] = {}
-    for pair in pairs:
-        found.setdefault(pair.path, []).append(pair)
-    return found
+    leaves = [(plan, by_path.get(path, [])) for plan, path in zip(plans, paths, strict=True)]
+    return leaves, jax.tree.structure(unboxed(params))
 
 
 def _leaf(
@@ -170,8 +195,9 @@ def _leaf(
     q = fresh = np.random.default_rng(index).standard_normal(plan.q_shape, np.float32)
     if not terms:
         return residual, q
-    error, slot = source.errors.get(source.key(terms[0]) or ""), source.slot(terms[0])
-    if error is not None and len(terms) == 1 and terms[0].columns is None:
+    error = source.errors.get(source.names.get(terms[0].torch_name, ""))
+    slot = source.slot(terms[0])
+    if error is not None and len(terms) == 1:
         residual = terms[0].to_flax(error)
     if slot is not None and slot.bucket in source.q_memory:
         assert plan.view is not None
@@ -186,13 +212,30 @@ def _leaf(
     return np.zeros(plan.shape, np.float32), fresh
 
 
-def _warn_packed(pairs: Pairs, source: Source) -> None:
-    packed = sorted({p.torch_name for p in pairs if p.rows is not None and source.slot(p)})
-    if packed:
-        warnings.warn(
-            f"{printable(', '.join(packed))}: torch has one Q for all parts of a packed matrix. "
-            f"Each Flax kernel gets this Q and its part of the error, so the next steps are "
-            f"equivalent in kind, not equal. A Flax model with one packed kernel continues "
-            f"exactly.",
-            stacklevel=3,
-        )
+def powersgd_of(
+    record: PowerSGDRecord,
+    hook: str | None,
+    params: Any,
+    pairs: Pairs,
+    axis_name: str | tuple[str, ...],
+    matrix_dims: MatrixDimsFn | None,
+) -> tuple[optax.GradientTransformation, MatrixDimsFn | None]:
+    """The reducer with the arguments of a file, and the matrices that it sees."""
+    kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+    matrix_dims = matrix_dims or cut_of_torch(params, pairs, record)
+    return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs), matrix_dims
+
+
+def cut_of_torch(params: Any, pairs: Pairs, record: PowerSGDRecord) -> MatrixDimsFn | None:
+    """Torch's matrices, where jaxcomp's default rule makes others of a leaf; else None."""
+    wanted = matrix_dims_of(pairs)
+    arguments = (params, record.matrix_approximation_rank, record.min_compression_rate)
+    for ours, theirs in zip(plan_leaves(*arguments), plan_leaves(*arguments, wanted), strict=True):
+        one, other = ours.view, theirs.view
+        if (one is None) != (other is None):
+            return wanted
+        if one is not None and other is not None:
+            wide = {axis for axis, size in enumerate(ours.shape) if size > 1}
+            if wide & set(one.dims.rows) != wide & set(other.dims.rows):
+                return wanted
+    return None

@@ -17,7 +17,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import HYPERPARAMETERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.powersgd_from_torch import SAME_CUT, by_path, pairs_for_trained, plans
+from torch_bridge._convert.powersgd_from_torch import SAME_CUT, pairs_for_trained, planned
 from torch_bridge._convert.source import Source, disagreements
 from torch_bridge._hook.buckets import BucketLayout, pack
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -86,7 +86,7 @@ def powersgd_to_torch(
 
     trained = params_of(state, params)
     model = like.model if like is not None and like.model else layout.shapes()
-    found = pairs_for_trained(model, trained, pairs, layout.names)
+    found = pairs_for_trained(model, trained, pairs, layout)
     record = export_record(state, trained, layout, like, matrix_dims, hyperparameters or {}, found)
     return state_from_record(record, process_group)
 
@@ -127,16 +127,15 @@ def export_record(
     base = _base_record(state, like, hyperparameters)
     if not _begun(base, like):  # nothing but counters and hyperparameters
         return base
-    leaf_plans, paths, treedef = plans(params, base, matrix_dims)
+    planned_leaves, treedef = planned(params, base, matrix_dims, pairs)
     residuals, qs = (treedef.flatten_up_to(tree) for tree in (state.residual, state.q))
     slots = layout.factor_slots(base.matrix_approximation_rank, base.min_compression_rate)
-    source = Source(
-        layout, {}, {slot.entry.name: slot for slot in slots}, {}, like.aliases if like else {}
-    )
-    terms_of = by_path(pairs)
-    leaves = list(
-        zip(leaf_plans, (terms_of.get(path, []) for path in paths), residuals, qs, strict=True)
-    )
+    source = Source(layout, {}, {slot.entry.name: slot for slot in slots}, {})
+    source = source.named(pairs, like.aliases if like else {})
+    leaves = [
+        (*leaf, residual, q)
+        for leaf, residual, q in zip(planned_leaves, residuals, qs, strict=True)
+    ]
     problems = [
         line
         for plan, terms, residual, q in leaves
@@ -230,7 +229,7 @@ def _collect(
             continue
         if errors and not isinstance(residual, optax.MaskedNode):
             start, stop = term.row_range
-            values = term.take(to_numpy(residual)).astype(np.float32)
+            values = to_numpy(residual).astype(np.float32)
             errors[slot.entry.name][start:stop] = term.to_torch(values)
         if not isinstance(q, optax.MaskedNode):
             _, cols = term.matrix_order(plan.view.dims.rows, plan.view.dims.cols)

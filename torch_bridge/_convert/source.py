@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +11,10 @@ from jaxcomp.extend import LeafPlan
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.entries import BucketEntry, FactorSlot
+from torch_bridge._hook.entries import FactorSlot
 from torch_bridge._hook.infer import infer_without, length_misfit
-from torch_bridge._pairing.pairs import Pair
+from torch_bridge._pairing.pair import Pairs
+from torch_bridge._pairing.pairs import Pair, names_in
 
 _MISSING_RANKS = ("error", "zero", "replicate")
 
@@ -24,18 +24,18 @@ class Source:
     """The hook state cut into named parameters.
 
     Attributes:
-      layout: The bucket layout, None when the state is still empty.
+      layout: The bucket layout; None where there is none before compression begins.
       errors: Parameter name -> mean error; empty before the start and without error feedback.
       slots: Name of a compressed parameter -> where its factors lie.
       q_memory: Bucket index -> flat Q.
-      aliases: Name of a tied tensor -> the name that the layout knows.
+      names: What is trained, by its name in the pairs -> by its name in the layout.
     """
 
     layout: BucketLayout | None
     errors: Mapping[str, np.ndarray]
     slots: Mapping[str, FactorSlot]
     q_memory: Mapping[int, np.ndarray]
-    aliases: Mapping[str, str]
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class Source:
         checkpoint: Checkpoint,
         layout: BucketLayout | None,
         missing_ranks: str,
-        leftover: Collection[str] = (),
+        leftover: Collection[str],
     ) -> Source:
         """Of a checkpoint with hook state, of which the tensors `leftover` go to no Flax leaf.
 
@@ -55,10 +55,10 @@ class Source:
             raise ValueError(
                 f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}."
             )
-        record = checkpoint.powersgd[0]
+        record, layout = checkpoint.powersgd[0], layout or checkpoint.layout
         if not record.buckets:  # before the start
-            return cls(layout or checkpoint.layout, {}, {}, {}, checkpoint.aliases)
-        layout = layout or checkpoint.layout or infer_without(checkpoint, leftover)
+            return cls(layout, {}, {}, {})
+        layout = layout or infer_without(checkpoint, leftover)
         reason = length_misfit(layout, record)
         if reason is not None:
             raise CheckpointMismatch(
@@ -79,44 +79,16 @@ class Source:
             _mean_errors(checkpoint, layout, missing_ranks),
             {slot.entry.name: slot for slot in slots},
             record.q_memory_dict,
-            checkpoint.aliases,
         )
 
-    @property
-    def known(self) -> Mapping[str, BucketEntry]:
-        """What the layout knows: the trainable parameters."""
-        return self.layout.entries if self.layout is not None else {}
-
-    def model(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """What `pair` needs: the model, or the layout's shapes if the file has none."""
-        if checkpoint.model:
-            return checkpoint.model
-        if self.layout is None:
-            raise CheckpointMismatch(
-                "The file holds neither a model nor a layout, so its parameters have no names. "
-                "Load it together with the model's file, or pass layout=.",
-                parameters=("layout",),
-            )
-        return self.layout.shapes()
-
-    def key(self, pair: Pair) -> str | None:
-        """The layout's name of a tensor; None if it has no gradient (frozen)."""
-        return layout_name(pair, self.known, self.aliases)
+    def named(self, pairs: Pairs, aliases: Mapping[str, str]) -> Source:
+        """The same for the parameters of some pairs; `aliases` are those of tied tensors."""
+        known = self.layout.entries if self.layout else {}
+        return dataclasses.replace(self, names=names_in(pairs, known, aliases))
 
     def slot(self, pair: Pair) -> FactorSlot | None:
-        return self.slots.get(self.key(pair) or "")
-
-
-def layout_name(pair: Pair, known: Collection[str], aliases: Mapping[str, str]) -> str | None:
-    """The name, of those that a layout knows, of a tensor that may be tied; None if it is frozen.
-
-    Args:
-      pair: Of the tensor.
-      known: The names in the layout.
-      aliases: Name of a tied tensor -> the first name of the same memory.
-    """
-    names = (pair.torch_name, *pair.aliases, aliases.get(pair.torch_name))
-    return next((name for name in names if name in known), None)
+        """Where the factors of a tensor lie; None if it is not compressed, or frozen."""
+        return self.slots.get(self.names.get(pair.torch_name, ""))
 
 
 def _mean_errors(
@@ -144,7 +116,7 @@ def disagreements(plan: LeafPlan, terms: Sequence[Pair], source: Source) -> list
         return []
     lines = []
     for term in terms:
-        slot, trained = source.slot(term), source.key(term) is not None
+        slot, trained = source.slot(term), term.torch_name in source.names
         where = f"{plan.path} {plan.shape} <- {term.torch_name} {term.torch_shape}"
         if plan.view is None:
             if slot is not None and slot.rank < min(slot.rows, slot.cols):
@@ -159,7 +131,7 @@ def disagreements(plan: LeafPlan, terms: Sequence[Pair], source: Source) -> list
 
 def _matrix_problem(plan: LeafPlan, term: Pair, slot: FactorSlot, where: str) -> list[str]:
     assert plan.view is not None
-    if plan.view.batch or term.columns is not None or term.terms > 1:
+    if plan.view.batch or term.terms > 1:
         return [f"{where}: several torch matrices in one leaf, which have several Q"]
     if slot.entry.column_order() is None:
         return [f"{where}: its strides {slot.entry.strides} mix torch's rows and columns"]

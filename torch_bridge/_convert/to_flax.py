@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 import jax
@@ -12,20 +12,18 @@ import numpy as np
 import optax
 
 import jaxcomp
-from jaxcomp.extend import plan_leaves
-from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import Filler, ParamNames, Rates, optimizer_plan
-from torch_bridge._convert.optimizer_groups import steps_taken, trained_names
-from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
-from torch_bridge._convert.source import layout_name
+from torch_bridge._convert.arguments import reducer_from_torch
+from torch_bridge._convert.optimizer_from_torch import OptimizerPlan, Rates, doubts
+from torch_bridge._convert.optimizer_groups import ParamNames
+from torch_bridge._convert.powersgd_from_torch import filled_state, powersgd_of
+from torch_bridge._convert.source import Source
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, trained
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
-from torch_bridge._pairing.pairs import leaves_from_torch
+from torch_bridge._pairing.pairs import leaves_from_torch, unpaired
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,38 +138,33 @@ def to_flax(
       ... )
       True
     """
-    found = pairs_of_whole(checked(checkpoint).model, like, pairs, options)
-    params = flatten(like).replace(leaves_from_torch(found, checkpoint.model))
+    checkpoint = checked(checkpoint)
+    pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
+    own = pairs_of(trained(like), pairs)
+    params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
-    inner = pairs_of(flatten(chosen), found)
-    counted = steps_taken(checkpoint.optimizer)
-    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
-    _warn_of_what_is_not_in_it(checkpoint)
-    if step is None and counted not in (0, hook):
-        _warn_of_two_counts(learning_rate, counted, hook)
-    reducer, matrix_dims = _reducer(checkpoint, chosen, inner, axis_name, matrix_dims)
-    updates = (counted or hook) if step is None else step
-    optimizer, filler = _optimizer(
-        checkpoint, chosen, inner, layout, param_names, learning_rate, updates
-    )
+    layout = layout or checkpoint.layout
+    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names)
+    reducer, matrix_dims = _reducer(checkpoint, chosen, own, axis_name, matrix_dims)
     if checkpoint.powersgd:
-        state = powersgd_from_torch(
-            checkpoint,
-            chosen,
-            pairs=found,
-            layout=layout,
-            missing_ranks=missing_ranks,
-            matrix_dims=matrix_dims,
-        )
+        leftover = unpaired(checkpoint.model, pairs)
+        source = Source.of(checkpoint, layout, missing_ranks, leftover)
+        source = source.named(own, checkpoint.aliases)
+        state = filled_state(checkpoint.powersgd[0], chosen, own, source, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
-    optimizer_state = None
-    if optimizer is not None and filler is not None:
-        _warn_of_what_is_frozen(filler, checkpoint, layout or checkpoint.layout)
-        optimizer_state = filler.fill(optimizer.init(chosen))
+    counted = plan.counted if plan else 0
+    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
+    optimizer = optimizer_state = None
+    if plan:
+        optimizer = plan.transformation(chosen, learning_rate)
+        taken = (counted or hook) if step is None else step
+        optimizer_state = plan.state(optimizer.init(chosen), taken)
+    for text in doubts(checkpoint, layout, plan, learning_rate if step is None else None):
+        warnings.warn(text, stacklevel=2)
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
@@ -204,11 +197,12 @@ def shapes_of_run(
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
     leaves = {p.path: _empty(p.shape, checkpoint.model[p.torch_name].dtype) for p in pairs}
-    params = flatten(like).replace(leaves)
+    params = flatten(like).with_leaves(leaves)
     chosen = trained(params)
-    inner = pairs_of(flatten(chosen), pairs)
-    reducer, _ = _reducer(checkpoint, chosen, inner, "data", matrix_dims)
-    optimizer, _ = _optimizer(checkpoint, chosen, inner, layout, param_names, None, 0)
+    own = pairs_of(chosen, pairs)
+    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout or checkpoint.layout, param_names)
+    reducer, _ = _reducer(checkpoint, chosen, own, "data", matrix_dims)
+    optimizer = plan.transformation(chosen, None) if plan else None
     states = [
         None
         if link is None
@@ -232,105 +226,8 @@ def _reducer(
     """What averages the gradients, and the matrices that it sees."""
     hook = checkpoint.hook
     if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
-        matrix_dims = matrix_dims or cut_of_torch(params, pairs, kwargs)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs), matrix_dims
+        record = checkpoint.powersgd[0]
+        return powersgd_of(record, hook, params, pairs, axis_name, matrix_dims)
     if hook is None or "powerSGD" in hook:  # what DDP does without one
         return jaxcomp.allreduce(axis_name=axis_name), None
     return reducer_from_torch(hook, axis_name=axis_name), None
-
-
-def _optimizer(
-    checkpoint: Checkpoint,
-    params: Any,
-    pairs: Pairs,
-    layout: BucketLayout | None,
-    param_names: ParamNames,
-    learning_rate: Rates,
-    step: int,
-) -> tuple[optax.GradientTransformation | None, Filler | None]:
-    """The optimizer and what fills its state; what DDP has in no bucket is frozen."""
-    if checkpoint.optimizer is None:
-        return None, None
-    layout, frozen = layout or checkpoint.layout, set[str]()
-    if layout is not None and layout.names:  # else written before compression began
-        known, aliases = layout.entries, checkpoint.aliases
-        frozen = {p.torch_name for p in pairs if layout_name(p, known, aliases) is None}
-    if param_names is None:
-        param_names = trained_names(checkpoint.optimizer, checkpoint.model, layout)
-    return optimizer_plan(
-        checkpoint.optimizer,
-        checkpoint.model,
-        params,
-        pairs,
-        param_names,
-        learning_rate,
-        step=step,
-        frozen=frozen,
-    )
-
-
-def _warn_of_what_is_frozen(
-    filler: Filler, checkpoint: Checkpoint, layout: BucketLayout | None
-) -> None:
-    """Where the optimizer and the buckets disagree, or the file leaves it open."""
-    if held := filler.paused("held"):
-        warnings.warn(
-            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
-            "that they get no gradient. They are frozen here too; their state is kept.",
-            stacklevel=3,
-        )
-    # An inferred layout is accepted only where every parameter is in a bucket.
-    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
-    if (unused := filler.paused("unused")) and not said:
-        warnings.warn(
-            f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
-            "and the optimizer has no state for them. They are trained as soon as they get a "
-            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
-            "checkpoint.model), with the names of what is trained.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_what_is_not_in_it(checkpoint: Checkpoint) -> None:
-    """Without its optimizer a run would follow the plain gradient, and uphill."""
-    if checkpoint.optimizer is not None:
-        warnings.warn(
-            "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
-            "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer.",
-            stacklevel=3,
-        )
-    elif names := checkpoint.unread_optimizers:
-        warnings.warn(
-            f"The checkpoint has no optimizer where one is looked for, so that the chain has none; "
-            f"checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on from "
-            f"dataclasses.replace(checkpoint, optimizer=...) with its state_dict.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_two_counts(learning_rate: Rates, counted: int, hook: int) -> None:
-    """A schedule could go on where Adam is, or where the hook is."""
-    rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate]
-    if any(map(callable, rates)):
-        warnings.warn(
-            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
-            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
-            "to say where.",
-            stacklevel=3,
-        )
-
-
-def cut_of_torch(params: Any, pairs: Pairs, kwargs: Mapping[str, Any]) -> MatrixDimsFn | None:
-    """Torch's matrices, where jaxcomp's default rule makes others of a leaf; else None."""
-    wanted = matrix_dims_of([p for p in pairs if p.columns is None])
-    arguments = (params, kwargs["rank"], kwargs["min_compression_rate"])
-    for ours, theirs in zip(plan_leaves(*arguments), plan_leaves(*arguments, wanted), strict=True):
-        one, other = ours.view, theirs.view
-        if (one is None) != (other is None):
-            return wanted
-        if one is not None and other is not None:
-            wide = {axis for axis, size in enumerate(ours.shape) if size > 1}
-            if wide & set(one.dims.rows) != wide & set(other.dims.rows):
-                return wanted
-    return None

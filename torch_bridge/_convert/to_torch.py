@@ -17,19 +17,17 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
-from torch_bridge._convert.optimizer_from_torch import ParamNames
-from torch_bridge._convert.optimizer_groups import trained_names
-from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
+from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
+from torch_bridge._convert.optimizer_to_torch import fill_optimizer
 from torch_bridge._convert.params import params_to_torch
+from torch_bridge._convert.powersgd_from_torch import cut_of_torch
 from torch_bridge._convert.powersgd_to_torch import export_record, params_of
-from torch_bridge._convert.to_flax import checked, cut_of_torch
+from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import flatten
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
@@ -149,10 +147,9 @@ def assemble(
         reducer = parts.pop("powersgd")
         layout = layout or _inferred(like, reducer, unpaired(like.model, pairs))
         chosen = params_of(reducer, params)
-        found = pairs_of(flatten(chosen), pairs)
+        found = pairs_of(chosen, pairs)
         if like.powersgd and matrix_dims is None:
-            kwargs = powersgd_kwargs_from_torch(like.powersgd[0])
-            matrix_dims = cut_of_torch(chosen, found, kwargs)
+            matrix_dims = cut_of_torch(chosen, found, like.powersgd[0])
         record = export_record(reducer, chosen, layout, like, matrix_dims, {}, found)
         del reducer
         # Every rank goes on from the mean error.
@@ -162,16 +159,10 @@ def assemble(
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
         notify("converting the optimizer")
-        if param_names is None:
-            param_names = trained_names(fresh, like.model, layout)
-        optimizer = optimizer_to_torch(
-            parts.pop("optimizer"),
-            params,
-            fresh,
-            like.model,
-            param_names=param_names,
-            pairs=pairs,
-        )
+        names = layout.names if layout else ()
+        leftover = unpaired(like.model, pairs)
+        entries = read_entries(fresh, like.model, param_names, None, leftover, names)
+        optimizer = fill_optimizer(parts.pop("optimizer"), fresh, entries, pairs)
     return make_document(
         model=model,
         record=record,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.tensors import storage_key
+from torch_bridge._base.tensors import tied
 from torch_bridge._hook.buckets import BucketLayout
 
 
@@ -52,13 +52,7 @@ class Checkpoint:
     @property
     def aliases(self) -> dict[str, str]:
         """Tied tensors: further name -> the first name of the same memory."""
-        first: dict[Any, str] = {}
-        tied = {}
-        for name, array in self.model.items():
-            key = storage_key(array)
-            if key is not None and first.setdefault(key, name) != name:
-                tied[name] = first[key]
-        return tied
+        return tied(self.model)
 
     @property
     def unread_optimizers(self) -> tuple[str, ...]:

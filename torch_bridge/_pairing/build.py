@@ -28,14 +28,13 @@ class Hints:
       flatten: The channels-first shape (C, *spatial) from which the input of a Linear or of a
         recurrent layer was flattened, or what a norm is of.
       unflatten: The channels-first shape that the output of a Linear (or of a norm) becomes.
-      transposed: Whether a kernel that fits both is that of a ConvTranspose.
-      straight: Whether a matrix is stored (in, out), as by transformers' Conv1D.
+      swapped: Whether a kernel that fits both is stored (in, out): as by transformers' Conv1D, or
+        as that of a ConvTranspose.
     """
 
     flatten: Shape | None = None
     unflatten: Shape | None = None
-    transposed: bool = False
-    straight: bool = False
+    swapped: bool = False
 
 
 _NO_HINTS = Hints()
@@ -56,6 +55,12 @@ class Build:
         self._done: set[str] = set()  # tensors and leaves; no name is of both sides here
         if torch.kind == flax.kind:
             getattr(self, f"_{torch.kind}")()
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the kernel is stored (in, out)."""
+        usual, swapped = orders(self.torch.shape("weight"), self.flax.shape("kernel"))
+        return self.hints.swapped if usual == swapped else swapped
 
     @property
     def missing(self) -> list[str]:
@@ -87,18 +92,20 @@ class Build:
         start, stop = pair.row_range
         agrees = math.prod(split[: pair.row_axes]) == (stop - start if torch_shape else 1)
         agrees &= math.prod(split[pair.row_axes :]) == math.prod(torch_shape[1:])
-        if agrees and math.prod(pair.part_shape) == math.prod(split):
+        if agrees and math.prod(shape) == math.prod(split):
             self.pairs.append(pair)
         else:
             self._clash(tensor, leaf)
 
-    def _clash(self, tensor: str, leaf: str, why: str = "") -> None:
+    def _clash(self, tensor: str, leaf: str) -> None:
         (name, torch_shape), (path, shape) = self.torch.parts[tensor], self.flax.parts[leaf]
+        said = {o: m for o in ("flatten", "unflatten") if (m := getattr(self.hints, o))}
+        why = "".join(f", with {option}={answer}" for option, answer in said.items())
         self._done |= {tensor, f"/{leaf}"}
         self.mis_shaped.append(f"{name} {torch_shape} <-> {'/'.join(path)} {shape}{why}")
 
     def _weight(self) -> None:
-        moved, rows = None, self.torch.rows("weight") if "weight" in self.torch.parts else None
+        moved, rows = None, self.torch.rows("weight")
         if self._both("weight", "embedding"):
             shape = self.torch.shape("weight")
             if shape == self.flax.shape("embedding"):
@@ -108,24 +115,24 @@ class Build:
         elif self._both("weight", "kernel"):
             if len(self.torch.shape("weight")) == 2:
                 moved = self.hints.unflatten
-                kind = "conv1d.weight" if self.hints.straight else "linear.weight"
-                self._linear("weight", "kernel", kind, rows, self.hints)
+                hints = dataclasses.replace(self.hints, swapped=self.swapped)
+                kind = "conv1d.weight" if self.swapped else "linear.weight"
+                self._linear("weight", "kernel", kind, rows, hints)
             else:
                 self._conv()
         if self._both("bias", "bias"):
             self._vector("bias", "bias", rows=self.torch.rows("bias"), moved=moved)
 
     def _conv(self) -> None:
-        torch_shape = self.torch.shape("weight")
-        form = orientation(torch_shape, self.flax.shape("kernel"))
-        spatial = tuple(range(2, len(torch_shape)))
-        if form == "none":
+        shape = self.torch.shape("weight")
+        spatial = tuple(range(2, len(shape)))
+        if not any(orders(shape, self.flax.shape("kernel"))):
             self._clash("weight", "kernel")
-        elif form == "transposed" or (form == "both" and self.hints.transposed):
+        elif self.swapped:
             kind, flip = "conv_transpose.weight", tuple(range(len(spatial)))
-            self._add("weight", "kernel", kind, torch_shape, (*spatial, 0, 1), flip=flip)
+            self._add("weight", "kernel", kind, shape, (*spatial, 0, 1), flip=flip)
         else:
-            self._add("weight", "kernel", "conv.weight", torch_shape, (*spatial, 1, 0))
+            self._add("weight", "kernel", "conv.weight", shape, (*spatial, 1, 0))
 
     def _linear(
         self, tensor: str, leaf: str, kind: str, rows: Rows = None, hints: Hints = _NO_HINTS
@@ -133,33 +140,21 @@ class Build:
         """(out, in) -> (*in, *out): a Dense, or a DenseGeneral with several axes of either."""
         height, width = self.torch.shape(tensor)
         height = rows[1] - rows[0] if rows else height
-        n_in, n_out = (height, width) if hints.straight else (width, height)
+        n_in, n_out = (height, width) if hints.swapped else (width, height)
         shape = self.flax.shape(leaf)
         cut = dense_cut(shape, n_in, n_out)
         sizes = (math.prod(hints.flatten or (n_in,)), math.prod(hints.unflatten or (n_out,)))
-        if not cut or sizes != (n_in, n_out) or (rows and hints.straight):
-            self._clash(tensor, leaf, self._packed_columns(tensor, leaf))
+        if not cut or sizes != (n_in, n_out) or (rows and hints.swapped):
+            self._clash(tensor, leaf)
             return
         ins, order = _moved(shape[:cut], hints.flatten)
         outs, out_order = _moved(shape[cut:], hints.unflatten)
-        if hints.straight:
+        if hints.swapped:
             axes = (*order, *(len(ins) + axis for axis in out_order))
             self._add(tensor, leaf, kind, (*ins, *outs), axes, row_axes=len(ins))
         else:
             axes = (*(len(outs) + axis for axis in order), *out_order)
             self._add(tensor, leaf, kind, (*outs, *ins), axes, row_axes=len(outs), rows=rows)
-
-    def _packed_columns(self, tensor: str, leaf: str) -> str:
-        """What to do with a packed matrix stored (in, out), of which rules take rows apart."""
-        (height, width), share = self.torch.shape(tensor), self.torch.share
-        if not share or not dense_cut(self.flax.shape(leaf), height, width // share[1]):
-            return ""
-        return (
-            f": stored (in, out), it has {share[1]} layers side by side, which no rule takes "
-            f"apart. Give the Flax model one kernel of shape {(height, width)}, as torch's "
-            f"PowerSGD state is one, too; for parameters alone, put numpy.split(weight, "
-            f"{share[1]}, axis=1) into the state dict"
-        )
 
     def _vector(
         self,
@@ -227,12 +222,13 @@ class Build:
             for tensor, side, hints in sides:
                 if self._both(tensor, f"{side}.kernel"):
                     self._linear(tensor, f"{side}.kernel", f"{cell}.{tensor}", rows, hints)
-            if cell == "gru" and rows is None:
-                self._packed_gru_bias(hidden)
-            else:
-                self._gate_bias(f"{cell}.bias", f"{ours}.bias", f"{hidden_side}.bias", rows)
+            # nnx.GRUCell adds no bias to the hidden side of gate n, inside torch's reset gate.
+            zero = (2 * hidden, 3 * hidden) if cell == "gru" and rows is None else None
+            self._gate_bias(f"{cell}.bias", f"{ours}.bias", f"{hidden_side}.bias", rows, zero)
 
-    def _gate_bias(self, kind: str, input_leaf: str, hidden_leaf: str, rows: Rows) -> None:
+    def _gate_bias(
+        self, kind: str, input_leaf: str, hidden_leaf: str, rows: Rows, zero: Rows
+    ) -> None:
         """Torch has two biases that are added at once; Flax has both, or one that is their sum."""
         leaves = [leaf for leaf in (input_leaf, hidden_leaf) if leaf in self.flax.parts]
         if not leaves or not {"bias_ih", "bias_hh"} <= self.torch.parts.keys():
@@ -241,48 +237,25 @@ class Build:
         for tensor, own in (("bias_ih", input_leaf), ("bias_hh", hidden_leaf)):
             leaf = own if own in leaves else leaves[0]
             shape, carries = self.flax.shape(leaf), leaf == own
-            self._add(tensor, leaf, kind, shape, rows=rows, terms=terms, carries=carries)
-
-    def _packed_gru_bias(self, hidden: int) -> None:
-        """``nnx.GRUCell`` adds no bias to the hidden side: r and z can merge theirs, n cannot."""
-        tensors = {"bias_ih": True, "bias_hh": False}
-        if not all(self._both(tensor, "dense_i.bias") for tensor in tensors):
-            return
-        for rows in ((0, 2 * hidden), (2 * hidden, 3 * hidden)):
-            for tensor, carries in tensors.items():
-                self._add(
-                    tensor,
-                    "dense_i.bias",
-                    "gru.bias",
-                    (rows[1] - rows[0],),
-                    rows=rows,
-                    columns=rows,
-                    terms=2,
-                    carries=carries,
-                    must_be_zero=rows[0] > 0 and not carries,
-                )
+            must_be_zero = None if carries else zero
+            self._add(
+                tensor, leaf, kind, shape,
+                rows=rows, terms=terms, carries=carries, must_be_zero=must_be_zero,
+            )  # fmt: skip
 
 
-def orientation(torch_shape: Shape, shape: Shape) -> str:
-    """What a kernel can be by its shape: ``conv``, ``transposed``, ``both`` or ``none``.
+def orders(torch_shape: Shape, shape: Shape) -> tuple[bool, bool]:
+    """Whether a torch kernel can be (out, in, *spatial) by its shape, and whether (in, out, ...).
 
-    ``conv`` is (*spatial, b, a) for torch's (a, b, *spatial). A Flax ConvTranspose with
-    ``transpose_kernel=True`` has this form too, and needs nothing reversed.
+    The first becomes (*spatial, in, out). A Flax ConvTranspose with ``transpose_kernel=True`` has
+    this form too, and needs nothing reversed.
     """
+    if len(torch_shape) < 2 or not shape:
+        return False, False
     a, b, *spatial = torch_shape
-    straight = shape == (*spatial, b, a)
-    swapped = shape == (*spatial, a, b)
-    return {(1, 1): "both", (1, 0): "conv", (0, 1): "transposed"}.get((straight, swapped), "none")
-
-
-def storage(torch_shape: Shape, shape: Shape) -> str:
-    """How a matrix can be stored: ``linear`` (out, in), ``straight`` (in, out), ``both``, ``none``.
-
-    A Linear keeps its weight (out, in), transformers' Conv1D (in, out).
-    """
-    forms = (bool(dense_cut(shape, *torch_shape[::-1])), bool(dense_cut(shape, *torch_shape)))
-    names = {(True, True): "both", (True, False): "linear", (False, True): "straight"}
-    return names.get(forms, "none")
+    if not spatial:
+        return bool(dense_cut(shape, b, a)), bool(dense_cut(shape, a, b))
+    return shape == (*spatial, b, a), shape == (*spatial, a, b)
 
 
 def dense_cut(shape: Shape, n_in: int, n_out: int) -> int:

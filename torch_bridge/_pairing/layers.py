@@ -7,7 +7,7 @@ direction of an LSTM. Layers are what `match` brings together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch_bridge._base.tensors import clean_names
@@ -74,47 +74,71 @@ class Layer:
         found = (re.findall(r"[^\W\d_]+", segment.lower()) for segment in self.segments)
         return frozenset("".join(_SYNONYMS.get(str(w), str(w)) for w in ws) for ws in found) - {""}
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm, or a bare parameter that may be one."""
+        return self.kind == "norm" or len(self.shape("")) == 1
+
     def shape(self, part: str) -> Shape:
         """Of one part; () if it is not there."""
         return self.parts[part][1] if part in self.parts else ()
 
     def rows(self, tensor: str) -> tuple[int, int] | None:
         """The rows of a tensor that belong to `share`; None for all of them."""
-        if self.share is None:
+        if self.share is None or tensor not in self.parts:
             return None
         position, count = self.share
         height = self.shape(tensor)[0] // count
         return (position * height, (position + 1) * height)
 
 
-def torch_layers(
-    shapes: Mapping[str, Shape], *, split_attention: bool, buffers: bool
-) -> list[Layer]:
-    """The layers of a torch model, in the order of the state dict.
+def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:
+    """The layers of both models: in the order of the state dict, and in the tree's.
+
+    Where one side alone packs attention, it is taken as linear layers on both.
 
     Args:
-      shapes: Tensor name -> shape.
-      split_attention: Take a MultiheadAttention as two linear layers, ``in_proj`` and ``out_proj``.
-      buffers: Whether running statistics take part.
+      shapes: Tensor name -> shape of the torch model.
+      tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
     """
+    groups: dict[tuple[str, ...], Parts] = {}
+    for path, shape in tree.shapes.items():
+        groups.setdefault(tree.module(path), {})[path[-1]] = (path, shape)
+    children: dict[tuple[str, ...], list[str]] = {}
+    for module in groups:
+        if module:
+            children.setdefault(module[:-1], []).append(module[-1])
+    heads = {parent for parent, names in children.items() if {*names}.issuperset(_ATTENTION)}
     cleaned = clean_names(list(shapes))
     packed = {c.rpartition(".")[0] for c in cleaned.values() if c.endswith(_PACKED)}
-    groups: dict[str, Parts] = {}
+    attention, statistics = bool(packed and heads), tree.has_statistics
+    modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
         module, _, local = clean.rpartition(".")
-        if local == "num_batches_tracked" or (local in _STATISTICS and not buffers):
+        if local != "num_batches_tracked" and (local not in _STATISTICS or statistics):
+            module, local = _owner(module, local, packed, attention)
+            modules.setdefault(module, {})[local] = (name, shapes[name])
+    torch = [layer for module, parts in modules.items() for layer in _of_torch(module, parts)]
+    bare = {(a.words, a.numbers, a.shape("")) for a in torch if a.kind == "array"}
+    flax: list[Layer] = []
+    for parent, names in children.items():
+        kind: Kind = "recurrent"
+        if attention and parent in heads:
+            kind, names = "attention", list(_ATTENTION)
+        elif frozenset(name.rstrip("_") for name in names) not in _GATES:
             continue
-        module, local = _owner(module, local, packed, split_attention)
-        groups.setdefault(module, {})[local] = (name, shapes[name])
-    return [layer for module, parts in groups.items() for layer in _of_torch(module, parts)]
+        inner = {name.rstrip("_"): groups.pop((*parent, name)) for name in names}
+        parts = {f"{name}.{key}": part for name, own in inner.items() for key, part in own.items()}
+        flax.append(Layer(parent, kind, parts, "/"))
+    return torch, flax + [a for module, own in groups.items() for a in _of_flax(module, own, bare)]
 
 
-def _owner(module: str, local: str, packed: set[str], split_attention: bool) -> tuple[str, str]:
-    """The layer that a tensor belongs to, and what it is called there."""
+def _owner(module: str, local: str, packed: set[str], attention: bool) -> tuple[str, str]:
+    """The torch layer that a tensor belongs to, and what it is called there."""
     parent, _, last = module.rpartition(".")
-    if module in packed and split_attention and local.startswith("in_proj_"):
+    if module in packed and not attention and local.startswith("in_proj_"):
         return f"{module}.in_proj".lstrip("."), local.removeprefix("in_proj_")
-    if last == "out_proj" and parent in packed and not split_attention:
+    if last == "out_proj" and parent in packed and attention:
         return parent, f"out_proj.{local}"
     if match := _RECURRENT.match(local):
         tensor, level, reverse = (match.group(k) or "" for k in (1, 2, 3))
@@ -123,71 +147,45 @@ def _owner(module: str, local: str, packed: set[str], split_attention: bool) -> 
     return module, local
 
 
-def _of_torch(module: str, parts: Parts) -> Iterable[Layer]:
-    known: tuple[str, ...]
+def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
+    known: Iterable[str]
     weight = parts.get("weight")
     if any(key in parts for key in _PACKED):
         kind: Kind = "attention"
-        known = tuple(key for key in parts if "proj" in key)
+        known = [key for key in parts if "proj" in key]
     elif "weight_ih" in parts:
         kind, known = "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     elif "running_mean" in parts or (weight and len(weight[1]) == 1):
         kind, known = "norm", ("weight", "bias", *_STATISTICS)
     else:
         kind, known = "weight", ("weight", "bias") if weight and len(weight[1]) > 1 else ()
-    own = {key: parts[key] for key in parts if key in known}
     segments = tuple(module.split(".")) if module else ()
-    if own:
-        yield Layer(segments, kind, own)
-    for key, part in parts.items():
-        if key not in own:  # a bare nn.Parameter
-            yield Layer((*segments, key), "array", {"": part})
+    return _divided(segments, kind, parts, known, ".")
 
 
-def flax_layers(tree: Tree, torch: Iterable[Layer], *, split_attention: bool) -> list[Layer]:
-    """The layers of a Flax tree, in natural order.
-
-    Args:
-      tree: The flattened tree.
-      torch: The torch side: a norm or an embedding written by hand has bare parameters there.
-      split_attention: Take attention as four linear layers.
-    """
-    bare = {(a.words, a.numbers, a.shape("")) for a in torch if a.kind == "array"}
-    groups: dict[tuple[str, ...], Parts] = {}
-    for path, shape in tree.shapes.items():
-        groups.setdefault(tree.module(path), {})[path[-1]] = (path, shape)
-    children: dict[tuple[str, ...], list[str]] = {}
-    for module in groups:
-        if module:
-            children.setdefault(module[:-1], []).append(module[-1])
-    layers: list[Layer] = []
-    for parent, names in children.items():
-        kind: Kind = "recurrent"
-        if not split_attention and set(names).issuperset(_ATTENTION):
-            kind, names = "attention", list(_ATTENTION)
-        elif frozenset(name.rstrip("_") for name in names) not in _GATES:
-            continue
-        inner = {name.rstrip("_"): groups.pop((*parent, name)) for name in names}
-        parts = {f"{name}.{key}": part for name, own in inner.items() for key, part in own.items()}
-        layers.append(Layer(parent, kind, parts, "/"))
-    for module, parts in groups.items():
-        layers += _of_flax(module, parts, bare)
-    return layers
-
-
-def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterable[Layer]:
-    alone = {key: Layer((*module, key), "array", {"": part}, "/") for key, part in parts.items()}
+def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[Layer]:
+    """A norm or an embedding written by hand in torch is of `bare` parameters here, too."""
+    alone = [Layer((*module, key), "array", {"": part}, "/") for key, part in parts.items()]
     known: tuple[str, ...] = ()
     kind: Kind = "weight"
     if "kernel" in parts:
         known = ("kernel", "bias")
-    elif all((a.words, a.numbers, a.shape("")) in bare for a in alone.values()):
+    elif all((a.words, a.numbers, a.shape("")) in bare for a in alone):
         pass
     elif "embedding" in parts:
         known = ("embedding",)
     elif {"scale", "mean", "negative_slope"} & parts.keys():
         kind, known = "norm", ("scale", "bias", "mean", "var", "negative_slope")
+    return _divided(module, kind, parts, known, "/")
+
+
+def _divided(
+    segments: tuple[str, ...], kind: Kind, parts: Parts, known: Iterable[str], sep: str
+) -> Iterator[Layer]:
+    """The layer of the known parts, and each other one as a bare parameter."""
     own = {key: part for key, part in parts.items() if key in known}
     if own:
-        yield Layer(module, kind, own, "/")
-    yield from (layer for key, layer in alone.items() if key not in own)
+        yield Layer(segments, kind, own, sep)
+    for key, part in parts.items():
+        if key not in own:
+            yield Layer((*segments, key), "array", {"": part}, sep)

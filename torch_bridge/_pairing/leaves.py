@@ -22,26 +22,25 @@ COLLECTIONS = ("params", "batch_stats")
 _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
 
-def key_name(key: Any) -> str:
-    """One entry of a JAX key path as a plain string."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A JAX key path as strings, without the entry under which nnx keeps a variable's array."""
     if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey):
         is_variable = path[-1].name in ("value", "raw_value")
         path = path[:-1] if is_variable else path
-    return tuple(key_name(key) for key in path)
+    attributes = ("key", "name", "idx")
+    found = (next((getattr(k, a) for a in attributes if hasattr(k, a)), k) for k in path)
+    return tuple(map(str, found))
 
 
-def natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
-    """Sorts ``Dense_10`` after ``Dense_9``."""
-    split = (re.split(r"(\d+)", word) for word in words)
-    return tuple(tuple((int(p), "") if p.isdigit() else (-1, p) for p in word) for word in split)
+def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of a parameter as it is where the tree has no collections."""
+    return path[1:] if path[:1] == ("params",) else path
+
+
+def leaves_by_path(tree: Any) -> dict[tuple[str, ...], Any]:
+    """Every leaf of a tree by its path, without the collection."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {without_collection(plain_path(path)): leaf for path, leaf in flat}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +49,29 @@ class Tree:
 
     Attributes:
       shapes: Path -> shape of every leaf that corresponds to a torch parameter or buffer, in
-        natural order.
-      has_statistics: Whether running statistics have a place in the tree.
+        natural order: ``Dense_10`` after ``Dense_9``.
       values: Every leaf, those included that correspond to nothing in torch.
       paths: Their paths.
       treedef: Their structure.
+      collections: Whether it is of linen variables, ``{'params': ..., ...}``.
     """
 
     shapes: Mapping[tuple[str, ...], tuple[int, ...]]
-    has_statistics: bool
     values: tuple[Any, ...]
     paths: tuple[tuple[str, ...], ...]
     treedef: Any
+    collections: bool
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether running statistics have a place in the tree."""
+        return any(path[-1:] in (("mean",), ("var",)) for path in self.shapes)
 
     def module(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """The path of the module that owns a leaf, without the collection."""
-        return path[1:-1] if self._in_collections else path[:-1]
+        return path[1:-1] if self.collections else path[:-1]
 
-    @property
-    def _in_collections(self) -> bool:
-        return in_collections(self.paths)
-
-    def replace(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    def with_leaves(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
         """The tree with the given leaves exchanged and all others as they are."""
         pairs = zip(self.paths, self.values, strict=True)
         return self.treedef.unflatten([leaves.get(path, value) for path, value in pairs])
@@ -90,7 +90,7 @@ def trained(tree: Any) -> Any:
 
         state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
         return nnx.filter_state(state, nnx.Param)
-    return tree["params"] if in_collections(flatten(tree).paths) else tree
+    return tree["params"] if flatten(tree).collections else tree
 
 
 def flatten(tree: Any) -> Tree:
@@ -113,9 +113,13 @@ def flatten(tree: Any) -> Tree:
         for path, value in zip(paths, values, strict=True)
         if _is_parameter(path, value) and (not collections or path[0] in COLLECTIONS)
     }
-    ordered = {path: shapes[path] for path in sorted(shapes, key=natural_key)}
-    statistics = any(path[-1:] in (("mean",), ("var",)) for path in ordered)
-    return Tree(ordered, statistics, values, paths, treedef)
+    ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
+    return Tree(ordered, values, paths, treedef, collections)
+
+
+def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
+    split = (re.split(r"(\d+)", word) for word in words)
+    return tuple(tuple((int(p), "") if p.isdigit() else (-1, p) for p in word) for word in split)
 
 
 def _is_parameter(path: tuple[str, ...], value: Any) -> bool:

@@ -9,20 +9,22 @@ left is listed, with the rules that would say it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.build import Build, Hints, dense_cut, orientation
+from torch_bridge._pairing.build import Build, orders
 from torch_bridge._pairing.layers import Kind, Layer, Shape
-from torch_bridge._pairing.options import Options
+from torch_bridge._pairing.leaves import COLLECTIONS
 
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
 )
 # Leaves that are never the turned matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
+Path: TypeAlias = tuple[str, ...]
 Two: TypeAlias = tuple[Layer, Layer]
+Part: TypeAlias = tuple[Layer, str]
 
 
 class Match:
@@ -35,14 +37,16 @@ class Match:
       undecided: The layers of these groups.
     """
 
-    def __init__(self, torch: Sequence[Layer], flax: Sequence[Layer], options: Options) -> None:
+    def __init__(
+        self, torch: Sequence[Layer], flax: Sequence[Layer], rules: Sequence[tuple[str, str]]
+    ) -> None:
         self.torch, self.flax = list(torch), list(flax)
         self.partners: dict[Layer, Layer] = {}
         self.ambiguous: list[str] = []
         self.undecided: set[Layer] = set()
         self._known_fits: dict[Hashable, int] = {}
-        if options.rules:
-            self._follow(options.rules)
+        if rules:
+            self._follow(rules)
         self._by_name()
         while self._by_number():
             pass
@@ -62,59 +66,51 @@ class Match:
     # --- by a rule ------------------------------------------------------------------------------
 
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
-        names = [name for layer in self.torch for name, _ in layer.parts.values()]
-        cleaned = clean_names(names)
-        self._take_apart(rules, cleaned)
-        leaves = {path: layer for layer in self.flax for path, _ in layer.parts.values()}
-        modules = {layer.segments: layer for layer in self.flax}
+        """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
+        names = clean_names([name for layer in self.torch for name, _ in layer.parts.values()])
+        targets = self._targets()
+        taken: dict[Part, Layer] = {}
+        for layer in self.torch:
+            for key, (name, _) in layer.parts.items():
+                _, paths = next(_followed(rules, [names[name], layer.name]), ("", []))
+                target, leaf = targets.get(paths[0] if len(paths) == 1 else (), (None, ""))
+                if target is None or leaf is None or (target, leaf) in taken:
+                    continue
+                if _kept_apart(layer, target, leaf):
+                    mine, other = _alone(layer, key, target, leaf)
+                    taken[layer, key], taken[target, leaf] = mine, other
+                    self.partners[mine] = other
+        self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
+        targets = self._targets()
         for layer in self.open_torch:
-            own = (*(cleaned[name] for name, _ in layer.parts.values()), layer.name)
-            for pattern, template in rules:
-                found = next((m for name in own if (m := re.fullmatch(pattern, name))), None)
-                paths = _expanded(found, pattern, template) if found else []
+            own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
+            for pattern, paths in _followed(rules, own):
+                shares = [layer]
                 if len(paths) > 1 and layer in self.torch:
-                    parts = _shares(layer, len(paths))
+                    shares = _shares(layer, len(paths))
                     place = self.torch.index(layer)
-                    self.torch[place : place + 1] = parts
-                else:
-                    parts = [layer]
-                for part, path in zip(parts, paths, strict=False):
-                    target = leaves.get(path) or leaves.get(("params", *path)) or modules.get(path)
-                    self._send(part, target, f"the rule {pattern!r} sends {layer.name} to", path)
+                    self.torch[place : place + 1] = shares
+                for share, path in zip(shares, paths, strict=False):
+                    self._send(share, targets.get(path, (None, None))[0], pattern, path)
 
-    def _send(self, layer: Layer, target: Layer | None, text: str, path: tuple[str, ...]) -> None:
+    def _targets(self) -> dict[Path, tuple[Layer, str | None]]:
+        """What a rule may name: the path of a module, or of a leaf with its part of the layer."""
+        found: dict[Path, tuple[Layer, str | None]] = {a.segments: (a, None) for a in self.flax}
+        for layer in self.flax:
+            for key, (path, _) in layer.parts.items():
+                found[path] = found[path[1:] if path[0] in COLLECTIONS else path] = (layer, key)
+        return found
+
+    def _send(self, layer: Layer, target: Layer | None, pattern: str, path: Path) -> None:
+        text = f"the rule {pattern!r} sends {layer.name} to {'/'.join(path)}"
         if target is None:
-            where = "/".join(path)
-            self.ambiguous.append(
-                f"{text} {where}, which is neither a leaf nor a module of the Flax tree"
-            )
+            self.ambiguous.append(f"{text}, which is neither a leaf nor a module of the Flax tree")
         elif layer in self.partners:
             pass  # an earlier rule has decided
         elif target in self.partners.values():
-            self.ambiguous.append(f"{text} {target.name}, where an earlier rule sends another")
+            self.ambiguous.append(f"{text}, where an earlier rule sends another")
         else:
             self.partners[layer] = target
-
-    def _take_apart(self, rules: Sequence[tuple[str, str]], cleaned: Mapping[str, str]) -> None:
-        """Pair a tensor and a leaf that a rule names, and that their layers keep apart."""
-        owners = {
-            path: (layer, key) for layer in self.flax for key, (path, _) in layer.parts.items()
-        }
-        taken: dict[tuple[Layer, str], Layer] = {}
-        for layer in self.torch:
-            for key, (name, _) in layer.parts.items():
-                path = _path_said(rules, cleaned[name], layer.name)
-                target, leaf = owners.get(path) or owners.get(("params", *path)) or (None, "")
-                if (
-                    target is None
-                    or (target, leaf) in taken
-                    or not _kept_apart(layer, target, leaf)
-                ):
-                    continue
-                mine, other = _alone(layer, key, target, leaf)
-                taken[layer, key], taken[target, leaf] = mine, other
-                self.partners[mine] = other
-        self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
 
     # --- by name, and by number -----------------------------------------------------------------
 
@@ -131,60 +127,42 @@ class Match:
             if two is None:
                 by_number = {layer.numbers: layer for layer in targets}
                 two = [(a, by_number[a.numbers]) for a in group if a.numbers in by_number]
-            exact = all(a.exact == b.exact for a, b in two)
-            if exact or all(self._fit(a, b) for a, b in two):
+            if all(a.exact == b.exact for a, b in two) or all(self._fit(a, b) for a, b in two):
                 self.partners.update(two)
 
     def _by_number(self) -> bool:
-        """One round over the groups; whether anything was paired."""
-        found = self._candidates()
+        """One round over the groups that fit each other; whether anything was paired.
+
+        Where a group fits several, shapes, names and the modules that are paired already decide.
+        """
+        mine, theirs = (
+            _grouped(side, lambda a: (a.words, a.signature))
+            for side in (self.open_torch, self.open_flax)
+        )
+        modules = {(a.segments[:-1], b.segments[:-1]) for a, b in self.partners.items()}
+        found: list[tuple[Any, Hashable, Hashable, list[Two]]] = []
+        for key, group in mine.items():
+            for other, targets in theirs.items():
+                if fit := self._fit(group[0], targets[0]):
+                    two = _in_order(group, targets, same_words=False)
+                    if two is not None:
+                        found.append(((fit, *_said(two, modules)), key, other, two))
         settled = [
             two
-            for (mine, theirs), two in found.items()
-            if self._best(found, 0, mine) == self._best(found, 1, theirs) == (mine, theirs)
+            for rank, key, other, two in found
+            if all(rank > r for r, k, o, _ in found if (k == key) != (o == other))
         ]
         for two in settled:
             self.partners.update(two)
         return bool(settled)
 
-    def _candidates(self) -> dict[tuple[Hashable, Hashable], list[Two]]:
-        """Groups that fit each other, in the order of their numbers."""
-        mine = _grouped(self.open_torch, lambda layer: (layer.words, layer.signature))
-        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.signature))
-        found = {}
-        for key, group in mine.items():
-            for other, targets in theirs.items():
-                if self._fit(group[0], targets[0]):
-                    two = _in_order(group, targets, same_words=False)
-                    if two is not None:
-                        found[key, other] = two
-        return found
-
-    def _best(
-        self, found: Mapping[tuple[Hashable, Hashable], list[Two]], side: int, group: Hashable
-    ) -> tuple[Hashable, Hashable] | None:
-        """The only candidate of a group, or the one whose names and modules say so."""
-        ranked = sorted(
-            ((self._said(two), key) for key, two in found.items() if key[side] == group),
-            key=lambda item: item[0],
-        )
-        alike = len(ranked) > 1 and ranked[-1][0] == ranked[-2][0]
-        return None if alike else ranked[-1][1]
-
-    def _said(self, two: Sequence[Two]) -> tuple[int, int, int, int]:
-        """What speaks for a candidate: shapes and kind, equal words, modules paired already."""
-        mine, theirs = two[0]
-        embeds = bool(_EMBEDDING_WORDS & set(mine.words)) == ("embedding" in theirs.parts)
-        known = {(a.segments[:-1], b.segments[:-1]) for a, b in self.partners.items()}
-        inside = sum((a.segments[:-1], b.segments[:-1]) in known for a, b in two)
-        return self._fit(mine, theirs), int(embeds), len(mine.plain & theirs.plain), inside
-
     def _fit(self, layer: Layer, target: Layer) -> int:
         """2 if they fit, 1 if they do as a matrix stored (in, out), else 0."""
         key = (layer.signature, target.signature)  # a large model has few different ones
         if key not in self._known_fits:
-            fits = 2 * Build(layer, target).fits
-            self._known_fits[key] = fits or int(Build(layer, target, Hints(straight=True)).fits)
+            built = Build(layer, target)
+            conv1d = built.swapped and len(layer.shape("weight")) == 2
+            self._known_fits[key] = built.fits * (1 if conv1d else 2)
         return self._known_fits[key]
 
     # --- what is left ---------------------------------------------------------------------------
@@ -194,45 +172,36 @@ class Match:
         theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.signature))
         for group in _grouped(self.open_torch, lambda a: (a.words, a.signature)).values():
             fitting = [targets for targets in theirs.values() if self._fit(group[0], targets[0])]
-            if not fitting:
-                continue
-            self.undecided.update(group, *fitting)
-            shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
-            wholly = [t for t in fitting if len(t) == len(group)]
-            rules = [rule for targets in wholly if (rule := _rule(group, targets))]
+            self.undecided.update(*fitting, group if fitting else ())
+            rules = [rule for t in fitting if len(t) == len(group) and (rule := _rule(group, t))]
             if len(rules) == len(fitting):
-                self._could_be(rules[0][0], shapes, [path for _, path in rules])
+                could_be = {rules[0][0]: [path for _, path in rules]} if rules else {}
             else:
                 names = [layer.name or "(root)" for targets in fitting for layer in targets]
-                for layer in group:
-                    self._could_be(layer.name or "(root)", shapes, names)
-
-    def _could_be(self, pattern: str, shapes: str, names: Sequence[str]) -> None:
-        shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
-        rule = f"rules={{{pattern!r}: {names[0]!r}}}"
-        self.ambiguous.append(f"{pattern} {shapes} could be {shown}: say which, as in {rule}")
-
-
-def _expanded(found: re.Match[str], pattern: str, template: str) -> list[tuple[str, ...]]:
-    """The paths of a rule for the name that it matched."""
-    try:
-        expanded = found.expand(template).split("|")
-    except (re.error, IndexError) as error:
-        raise ValueError(
-            f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
-        ) from error
-    return [tuple(path.strip("/").split("/")) for path in expanded]
+                could_be = {layer.name or "(root)": names for layer in group}
+            shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
+            for pattern, names in could_be.items():
+                shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
+                self.ambiguous.append(
+                    f"{pattern} {shapes} could be {shown}: say which, as in "
+                    f"rules={{{pattern!r}: {names[0]!r}}}"
+                )
 
 
-def _path_said(rules: Sequence[tuple[str, str]], name: str, module: str) -> tuple[str, ...]:
-    """Where the first rule sends a tensor by its own name; () if it goes with its layer."""
+def _followed(
+    rules: Sequence[tuple[str, str]], names: Sequence[str]
+) -> Iterator[tuple[str, list[Path]]]:
+    """The rules that match one of some names, each with the paths that it gives."""
     for pattern, template in rules:
-        if found := re.fullmatch(pattern, name):
-            paths = _expanded(found, pattern, template)
-            return paths[0] if len(paths) == 1 else ()
-        if re.fullmatch(pattern, module):
-            return ()
-    return ()
+        found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
+        if found:
+            try:
+                paths = found.expand(template).split("|")
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
+                ) from error
+            yield pattern, [tuple(path.strip("/").split("/")) for path in paths]
 
 
 def _kept_apart(layer: Layer, target: Layer, leaf: str) -> bool:
@@ -245,8 +214,7 @@ def _kept_apart(layer: Layer, target: Layer, leaf: str) -> bool:
 def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
     """A tensor and a leaf as layers of their own: a kernel if it may be turned, or an array."""
     ours, theirs = layer.shape(key), target.shape(leaf)
-    own_name = layer.parts[key][0].rpartition(".")[2]
-    named = "weight" in own_name or leaf == "kernel"
+    named = "weight" in layer.parts[key][0].rpartition(".")[2] or leaf == "kernel"
     kernel = leaf not in _AS_THEY_ARE and _may_turn(ours, theirs) and (ours != theirs or named)
     segments = layer.segments if key in ("", "weight") else (*layer.segments, key)
     path = (*target.segments, leaf) if leaf else target.segments
@@ -259,12 +227,11 @@ def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
 
 
 def _may_turn(ours: Shape, theirs: Shape) -> bool:
-    if len(ours) == 2:
-        return dense_cut(theirs, *ours[::-1]) > 0
-    return len(ours) > 2 and len(ours) == len(theirs) and orientation(ours, theirs) != "none"
+    usual, swapped = orders(ours, theirs)
+    return usual or (swapped and len(ours) > 2)
 
 
-def _without(layers: Sequence[Layer], taken: Mapping[tuple[Layer, str], Layer]) -> list[Layer]:
+def _without(layers: Sequence[Layer], taken: Mapping[Part, Layer]) -> list[Layer]:
     """The layers with those of their parts exchanged that stand alone now."""
     kept: list[Layer] = []
     for layer in layers:
@@ -286,6 +253,14 @@ def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, 
     for layer in layers:
         groups.setdefault(key(layer), []).append(layer)
     return groups
+
+
+def _said(two: Sequence[Two], modules: set[tuple[Path, Path]]) -> tuple[bool, int, int]:
+    """What speaks for two groups: an embedding's name, equal words, modules paired already."""
+    mine, theirs = two[0]
+    embeds = bool(_EMBEDDING_WORDS & set(mine.words)) == ("embedding" in theirs.parts)
+    inside = sum((a.segments[:-1], b.segments[:-1]) in modules for a, b in two)
+    return embeds, len(mine.plain & theirs.plain), inside
 
 
 def _in_order(
@@ -324,17 +299,20 @@ def _rule(mine: Sequence[Layer], theirs: Sequence[Layer]) -> tuple[str, str] | N
     two = _in_order(mine, theirs, same_words=True)
     if two is None or len(two) == 1:
         return (two[0][0].name, two[0][1].name) if two else None
-    pattern, template = (_template([pair[side] for pair in two]) for side in (0, 1))
+    pattern, template = (_template([pair[side].name for pair in two]) for side in (0, 1))
     for number in range(template.count("#")):
         template = template.replace("#", f"\\{number + 1}", 1)
     pattern = re.escape(pattern).replace(r"\#", r"(\d+)")
     found = [(re.fullmatch(pattern, a.name), b.name) for a, b in two]
     fits = all(f and len(f.groups()) >= template.count("\\") for f, _ in found)
-    fits = fits and all(f.expand(template) == name for f, name in found if f)
-    return (pattern, template) if fits else None
+    return (
+        (pattern, template)
+        if fits and all(f.expand(template) == n for f, n in found if f)
+        else None
+    )
 
 
-def _template(layers: Sequence[Layer]) -> str:
+def _template(names: Sequence[str]) -> str:
     """The name that layers share, with # for the numbers in which they differ."""
-    names = [re.split(r"(\d+)", layer.name) for layer in layers]
-    return "".join(p[0] if len(set(p)) == 1 else "#" for p in zip(*names, strict=False))
+    pieces = zip(*(re.split(r"(\d+)", name) for name in names), strict=False)
+    return "".join(same[0] if len(set(same)) == 1 else "#" for same in pieces)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, Unpack
-
-import jax
-import numpy as np
+from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import clean_names, is_tensor, shape_of, storage_key, to_numpy
-from torch_bridge._pairing.layers import flax_layers, torch_layers
-from torch_bridge._pairing.leaves import Tree
+from torch_bridge._base.tensors import clean_names, equal_matrices, shape_of, tied
+from torch_bridge._pairing.build import Build
+from torch_bridge._pairing.layers import Shape, layers_of
+from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Match
-from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
+from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules, pair_options
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
 
@@ -83,8 +81,8 @@ def pair(
       The pairs, in the natural order of the leaves. Every conversion takes them as `pairs`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, with every
-        question, or with those patterns of `rules`, `flatten`, `unflatten` and `conv1d` that match
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, every
+        question, and those patterns of `rules`, `flatten`, `unflatten` and `conv1d` that match
         nothing, or name a shape where it moves nothing.
 
     Example:
@@ -93,89 +91,64 @@ def pair(
       >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
-    said = {"rules": rules, "flatten": flatten, "unflatten": unflatten}
-    said |= {"conv_transpose": conv_transpose, "conv1d": conv1d, "ignore": ignore}
-    return _pair_by(named(model), flatten_tree(like), Options.of(said))
-
-
-def pairs_for(
-    model: Model, like: Any, pairs: Pairs | None, **options: Unpack[PairOptions]
-) -> tuple[Pair, ...]:
-    """The pairs of a conversion: those that it was given, or what `pair` finds.
-
-    Args:
-      model: As for `pair`.
-      like: The tree of the conversion, which may be a part of the one that `pairs` were made for:
-        The parameters of linen variables, or the trainable ones.
-      pairs: What `pair` gave.
-      **options: Of `pair`, in place of `pairs`.
-
-    Raises:
-      TypeError: There is no such option.
-      ValueError: Both are given.
-      CheckpointMismatch: As for `pair`, or `like` is not of the tree that `pairs` were made for.
-    """
-    if pairs is None:
-        return _pair_by(named(model), flatten_tree(like), Options.of(options))
-    if given := [name for name, value in options.items() if value]:
-        raise ValueError(
-            f"`pairs` says already what belongs together. Leave out {', '.join(given)}, or give "
-            "these to torch_bridge.pair."
-        )
-    return pairs_of(flatten_tree(like), pairs)
+    options = pair_options(
+        rules,
+        flatten=flatten,
+        unflatten=unflatten,
+        conv_transpose=conv_transpose,
+        conv1d=conv1d,
+        ignore=ignore,
+    )
+    return _pair(named(model), flatten_tree(like), options)
 
 
 def pairs_of_whole(
     model: Mapping[str, Any], like: Any, pairs: Pairs | None, options: PairOptions
 ) -> tuple[Pair, ...]:
-    """`pairs_for` what converts a whole model, and must not leave running statistics behind."""
-    found = pairs_for(model, like, pairs, **options)
-    if pairs is None:
-        refuse_lost_statistics(model, like, options.get("ignore"))
-    return found
-
-
-def refuse_lost_statistics(model: Mapping[str, Any], like: Any, ignore: str | None) -> None:
-    """Refuse a Flax tree without a place for the running statistics of a torch model.
+    """The pairs of a whole model, which must not leave running statistics behind.
 
     Raises:
-      CheckpointMismatch: They would be lost on the way to JAX, or stale on the way back.
+      ValueError: Both `pairs` and `options` are given.
+      CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
+        way to JAX, and stale on the way back.
     """
-    if flatten_tree(like).has_statistics:
-        return
-    homeless = [
-        f"{name} {shape_of(model[name])}"
-        for name, clean in clean_names(list(model)).items()
-        if clean.endswith(("running_mean", "running_var"))
-        and not (ignore and re.fullmatch(ignore, clean))
-    ]
-    if homeless:
-        raise CheckpointMismatch(
-            "The Flax tree has no place for running statistics. Pass linen variables with "
-            "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
-            unexpected=homeless,
-            parameters=("ignore",),
+    if pairs is None:
+        return _pair(named(model), flatten_tree(like), pair_options(**options), whole=True)
+    if given := [name for name, value in options.items() if value]:
+        raise ValueError(
+            f"`pairs` says already what belongs together. Leave out {', '.join(given)}, or give "
+            "these to torch_bridge.pair."
         )
+    return pairs_of(like, pairs)
 
 
-def pairs_of(tree: Tree, pairs: Pairs) -> tuple[Pair, ...]:
+def pairs_for(model: Model, like: Any, pairs: Pairs | None) -> tuple[Pair, ...]:
+    """The pairs of a conversion: those that it was given, or what `pair` finds."""
+    return pair(model, like) if pairs is None else pairs_of(like, pairs)
+
+
+def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
     """Those of the pairs whose leaves are in a tree, by their paths there.
+
+    Args:
+      like: The tree that `pairs` were made for, or a part of it: the parameters of linen variables,
+        or the trainable ones.
+      pairs: What `pair` gave.
 
     Raises:
       CheckpointMismatch: The tree has other leaves, or some of another shape; all are listed.
     """
-    found = []
-    for pair in pairs:
-        bare = pair.path[1:] if pair.path[:1] == ("params",) else pair.path
-        path = next((p for p in (pair.path, bare, ("params", *bare)) if p in tree.shapes), None)
+    shapes, found = flatten_tree(like).shapes, {}
+    for one in pairs:
+        bare = without_collection(one.path)
+        path = next((p for p in (one.path, bare, ("params", *bare)) if p in shapes), None)
         if path is not None:
-            found.append(pair if path == pair.path else dataclasses.replace(pair, path=path))
-    shapes = {pair.path: pair.shape for pair in found}
-    missing = ["/".join(path) for path in tree.shapes if path not in shapes]
+            found.setdefault(path, []).append(dataclasses.replace(one, path=path))
+    missing = ["/".join(path) for path in shapes if path not in found]
     wrong = [
-        f"{'/'.join(path)} {tree.shapes[path]}, paired as {shape}"
-        for path, shape in shapes.items()
-        if tree.shapes[path] != shape
+        f"{'/'.join(path)} {shapes[path]}, paired as {terms[0].shape}"
+        for path, terms in found.items()
+        if shapes[path] != terms[0].shape
     ]
     if missing or wrong:
         raise CheckpointMismatch(
@@ -184,94 +157,48 @@ def pairs_of(tree: Tree, pairs: Pairs) -> tuple[Pair, ...]:
             missing=missing,
             mis_shaped=wrong,
         )
-    return tuple(found)
-
-
-def _pair_by(model: Mapping[str, Any], tree: Tree, options: Options) -> tuple[Pair, ...]:
-    _refuse_unmatched(model, options)
-    if options.ignore:
-        cleaned = clean_names(list(model))
-        model = {n: v for n, v in model.items() if not re.fullmatch(options.ignore, cleaned[n])}
-    first: CheckpointMismatch | None = None
-    for tied in _tie_attempts(model):
-        try:
-            return _pair(model, tree, options, tied)
-        except CheckpointMismatch as error:
-            first = first or error
-    assert first is not None  # there is always an attempt
-    raise first
-
-
-def _refuse_unmatched(model: Mapping[str, Any], options: Options) -> None:
-    """Refuse patterns that match nothing: what is misspelled would be ignored without a word."""
-    asked = [(n, p) for n, p in options.patterns if n not in ("conv_transpose", "ignore")]
-    if not asked or any(isinstance(value, jax.ShapeDtypeStruct) for value in model.values()):
-        return  # a layout's shapes are a part of a model
-    shapes = {name: shape_of(value) for name, value in model.items()}
-    names = {
-        layer.name
-        for split in (False, True)
-        for layer in torch_layers(shapes, split_attention=split, buffers=True)
-    }
-    tensors = set(clean_names(list(model)).values())
-    unmatched = [
-        (name, pattern)
-        for name, pattern in asked
-        if not any(
-            re.fullmatch(pattern, n) for n in names | (tensors if name == "rules" else set())
-        )
-    ]
-    if unmatched:
-        raise CheckpointMismatch(
-            "Some patterns match no layer of the torch model, and they have to match a whole "
-            "name. Correct them or leave them out.",
-            unexpected=[f"{name}: {pattern}" for name, pattern in unmatched],
-            parameters=sorted({name for name, _ in unmatched}),
-        )
-
-
-def _tie_attempts(model: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Ways to see the tied tensors, as alias -> first name, the likeliest first."""
-    shared: dict[Any, str] = {}
-    first = {n: shared.setdefault(k, n) for n, v in model.items() if (k := storage_key(v))}
-    by_storage = {alias: name for alias, name in first.items() if alias != name}
-    yield by_storage
-    if by_storage:
-        yield {}
-    by_value = _equal_matrices(model)
-    if by_value and by_value != by_storage:
-        yield by_value
-
-
-def _equal_matrices(model: Mapping[str, Any]) -> dict[str, str]:
-    """Matrices with equal values: a file without shared storage shows ties in no other way."""
-    seen: dict[Any, list[str]] = {}
-    tied: dict[str, str] = {}
-    for name, value in model.items():
-        shape = shape_of(value)
-        if len(shape) < 2 or 0 in shape or not (is_tensor(value) or isinstance(value, np.ndarray)):
-            continue
-        array = to_numpy(value)
-        row = array[0]
-        if np.all(row == row.flat[0]):
-            continue  # constant values are fresh ones, not tied
-        alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
-        found = next((n for n in alike if np.array_equal(to_numpy(model[n]), array)), None)
-        if found is None:
-            alike.append(name)
-        else:
-            tied[name] = found
-    return tied
+    return tuple(one for terms in found.values() for one in terms)
 
 
 def _pair(
-    model: Mapping[str, Any], tree: Tree, options: Options, tied: Mapping[str, str]
+    model: Mapping[str, Any], tree: Tree, options: Options, *, whole: bool = False
 ) -> tuple[Pair, ...]:
-    match = _matched(model, tree, options, tied)
+    names = clean_names(list(model))
+    ignored = {n for n, clean in names.items() if re.fullmatch(options.ignore or "(?!)", clean)}
+    kept = {name: value for name, value in model.items() if name not in ignored}
+    lost = [n for n in kept if whole and n.endswith(("running_mean", "running_var"))]
+    if lost and not tree.has_statistics:
+        raise CheckpointMismatch(
+            "The Flax tree has no place for running statistics. Pass linen variables with "
+            "'batch_stats' (or an nnx.State with BatchStat), or ignore=r'.*running_(mean|var)'.",
+            unexpected=[f"{name} {shape_of(kept[name])}" for name in lost],
+            parameters=("ignore",),
+        )
+    errors: list[CheckpointMismatch] = []
+    for ties in (tied, lambda _: {}, equal_matrices):  # the likeliest first
+        aliases = ties(kept)
+        shapes = {name: shape_of(value) for name, value in kept.items() if name not in aliases}
+        try:
+            return _pair_layers(shapes, tree, options, aliases, {*names.values()})
+        except CheckpointMismatch as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _pair_layers(
+    shapes: Mapping[str, Shape],
+    tree: Tree,
+    options: Options,
+    aliases: Mapping[str, str],
+    tensors: Collection[str],
+) -> tuple[Pair, ...]:
+    """The pairs of tensors, some of which have `aliases`; `tensors` are the names of all."""
+    match = Match(*layers_of(shapes, tree), options.rules)
     questions = Questions(match.torch, match.partners, options)
-    built = questions.build()
+    built = [Build(a, b, questions.hints[a]) for a, b in match.partners.items()]
     left = [layer for layer in match.open_flax if layer not in match.undecided]
     extra = [layer for layer in match.open_torch if layer not in match.undecided]
+    idle = list(dict.fromkeys([*_unmatched(match, options, tensors), *questions.idle]))
     problems = {
         "missing": [line for part in built for line in part.missing]
         + [f"{'/'.join(path)} {s}" for layer in left for path, s in layer.parts.values()],
@@ -280,51 +207,42 @@ def _pair(
         "mis_shaped": [line for part in built for line in part.mis_shaped],
         "ambiguous": [*match.ambiguous, *questions.asked],
     }
-    if any(problems.values()):
+    if idle:
         raise CheckpointMismatch(
-            "The torch model and the Flax tree do not correspond. Say what belongs together with "
-            "`rules` (regular expression -> path) and what to leave out with `ignore`."
-            if any(lines for title, lines in problems.items() if title != "ambiguous")
-            or match.ambiguous
-            else "Neither names nor shapes tell how some layers correspond. Answer with these "
-            "arguments.",
+            "Some patterns match no layer of the torch model, and they have to match a whole name; "
+            "or there is no order of (C, H, W) in it: `flatten` is for what reads a flattened map, "
+            "`unflatten` for a Linear whose outputs become one. Correct them or leave them out.",
+            unexpected=idle,
+            parameters=sorted({line.partition(":")[0] for line in idle}),
+        )
+    if any(problems.values()):
+        only_asked = bool(questions.asked) and (
+            problems["ambiguous"] == questions.asked and sum(map(bool, problems.values())) == 1
+        )
+        raise CheckpointMismatch(
+            "Neither names nor shapes tell how some layers correspond. Answer with these arguments."
+            if only_asked
+            else "The torch model and the Flax tree do not correspond. Say what belongs together "
+            "with `rules` (regular expression -> path) and what to leave out with `ignore`.",
             parameters=("rules", *_options_in(problems), "ignore"),
             **problems,
         )
-    if questions.idle:
-        raise CheckpointMismatch(
-            "Some patterns name layers in which no order of (C, H, W) is kept: `flatten` is for "
-            "what reads a flattened map, `unflatten` for a Linear whose outputs become one. "
-            "Correct them or leave them out.",
-            unexpected=questions.idle,
-            parameters=sorted({line.partition(":")[0] for line in questions.idle}),
-        )
     order = {path: k for k, path in enumerate(tree.shapes)}
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        names.setdefault(name, []).append(alias)
     pairs = sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
-    aliases: dict[str, list[str]] = {}
-    for alias, name in tied.items():
-        aliases.setdefault(name, []).append(alias)
-    return tuple(
-        dataclasses.replace(pair, aliases=tuple(aliases[pair.torch_name]))
-        if pair.torch_name in aliases
-        else pair
-        for pair in pairs
-    )
+    return tuple(dataclasses.replace(p, aliases=tuple(names.get(p.torch_name, ()))) for p in pairs)
 
 
-def _matched(
-    model: Mapping[str, Any], tree: Tree, options: Options, tied: Collection[str]
-) -> Match:
-    """The layers brought together; attention is taken apart where one side alone packs it."""
-    shapes = {name: shape_of(value) for name, value in model.items() if name not in tied}
-    mine = torch_layers(shapes, split_attention=False, buffers=tree.has_statistics)
-    theirs = flax_layers(tree, mine, split_attention=False)
-    packed, split = (any(a.kind == "attention" for a in side) for side in (mine, theirs))
-    if packed and not split:
-        mine = torch_layers(shapes, split_attention=True, buffers=tree.has_statistics)
-    elif split and not packed:
-        theirs = flax_layers(tree, mine, split_attention=True)
-    return Match(mine, theirs, options)
+def _unmatched(match: Match, options: Options, tensors: Collection[str]) -> Iterator[str]:
+    """Patterns that match nothing: what is misspelled would be ignored without a word."""
+    modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in match.torch}
+    for option, pattern in options.patterns():
+        names = {*tensors, *modules} if option == "rules" else modules
+        free = option in ("conv_transpose", "ignore") or not pattern
+        if not free and not any(re.fullmatch(pattern, name) for name in names):
+            yield f"{option}: {pattern}"
 
 
 def _options_in(problems: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """One torch tensor and its Flax leaf: the exact map between them, in both directions.
 
 A `Pair` is data: which rows of the tensor, seen in which shape, with which axes moved and which
-reversed, fill which part of the leaf. Everything else follows from it: the values, their inverse,
+reversed, fill the leaf. Everything else follows from it: the values, their inverse,
 and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)`` appear.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch_bridge._base.tensors import to_numpy
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """How one torch tensor (or some of its rows) becomes one Flax leaf (or a part of it).
+    """How one torch tensor (or some of its rows) becomes one Flax leaf.
 
     Most tensors have one pair. A packed tensor (the ``in_proj_weight`` of attention, the gates
     of an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is
@@ -38,11 +38,10 @@ class Pair:
       axes: The order of the axes of `split` in the leaf.
       flip: Axes, after the move, that are reversed (ConvTranspose).
       rows: The range of torch's first axis that goes to this leaf; None for all of it.
-      columns: The range of the leaf's last axis that is filled; None for all of it.
-      terms: How many torch tensors are summed in this part of the leaf.
+      terms: How many torch tensors are summed in the leaf.
       carries: On the way to torch, the tensor that gets the leaf's values; the other terms of a sum
         get zeros.
-      must_be_zero: The leaf cannot hold these values: they have to be zero.
+      must_be_zero: The range of torch's first axis in which the leaf has no place for values.
       aliases: Further torch names of the same (tied) tensor.
 
     Example:
@@ -64,16 +63,15 @@ class Pair:
     row_axes: int = 1
     flip: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
-    columns: tuple[int, int] | None = None
     terms: int = 1
     carries: bool = True
-    must_be_zero: bool = False
+    must_be_zero: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Whether one whole tensor is one whole leaf, so that optimizer state maps one to one."""
-        return self.rows is None and self.columns is None and self.terms == 1
+        return self.rows is None and self.terms == 1
 
     @property
     def row_range(self) -> tuple[int, int]:
@@ -82,15 +80,8 @@ class Pair:
             return self.rows
         return (0, self.torch_shape[0] if self.torch_shape else 1)
 
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of the part of the leaf that this pair fills."""
-        if self.columns is None:
-            return self.shape
-        return (*self.shape[:-1], self.columns[1] - self.columns[0])
-
     def to_flax(self, array: Any) -> np.ndarray:
-        """The part of the leaf, of shape `part_shape`, that the whole torch tensor gives.
+        """The leaf, of `shape`, that the whole torch tensor gives.
 
         Args:
           array: The torch tensor or a NumPy array of shape `torch_shape`.
@@ -105,31 +96,26 @@ class Pair:
         if self.rows is not None:
             values = values[self.rows[0] : self.rows[1]]
         moved = np.flip(values.reshape(self.split).transpose(self.axes), self.flip)
-        return np.array(moved, order="C").reshape(self.part_shape)
+        return np.array(moved, order="C").reshape(self.shape)
 
     def to_torch(self, array: Any) -> np.ndarray:
         """The inverse of `to_flax`: the rows `row_range` of the torch tensor.
 
         Args:
-          array: The part of the leaf, of shape `part_shape`.
+          array: The leaf.
 
         Returns:
           An array of the same dtype and shape ``(rows, *torch_shape[1:])``.
 
         Raises:
-          CheckpointMismatch: If the shape is not `part_shape`.
+          CheckpointMismatch: If the shape is not `shape`.
         """
-        values = self._checked(to_numpy(array), self.part_shape)
+        values = self._checked(to_numpy(array), self.shape)
         moved = values.reshape([self.split[axis] for axis in self.axes])
         back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
         start, stop = self.row_range
         shape = (stop - start, *self.torch_shape[1:]) if self.torch_shape else ()
         return np.array(back, order="C").reshape(shape)
-
-    def take(self, leaf: Any) -> np.ndarray:
-        """The part of the whole Flax leaf that belongs to this pair."""
-        values = self._checked(to_numpy(leaf), self.shape)
-        return values if self.columns is None else values[..., slice(*self.columns)]
 
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The leaf axes that torch's first axis becomes (the rows) and the others (the columns).
@@ -137,27 +123,21 @@ class Pair:
         Raises:
           CheckpointMismatch: If one axis of the leaf mixes torch rows and columns.
         """
-        sizes = [self.split[axis] for axis in self.axes]
-        part, position = self.part_shape, 0
+        wide = iter([axis for axis in self.axes if self.split[axis] > 1])
         rows: list[int] = []
         cols: list[int] = []
-        for axis, size in enumerate(part):
-            start, product = position, 1
-            while position < len(sizes) and (
-                product < size
-                or (sizes[position] == 1 and len(sizes) - position > len(part) - axis - 1)
-            ):
-                product *= sizes[position]
-                position += 1
-            taken = range(start, position)
-            roles = {self.axes[k] < self.row_axes for k in taken if sizes[k] > 1}
-            roles = roles or {self.axes[k] < self.row_axes for k in taken}
-            if len(roles) > 1:
+        for axis, size in enumerate(self.shape):
+            are_rows = set()
+            while size > 1:
+                taken = next(wide)
+                are_rows.add(taken < self.row_axes)
+                size //= self.split[taken]
+            if len(are_rows) > 1:
                 raise CheckpointMismatch(
                     f"Axis {axis} of {'/'.join(self.path)} holds rows and columns of "
                     f"{self.torch_name}, so it has no matrix in common with torch."
                 )
-            (rows if roles == {True} else cols).append(axis)
+            (rows if are_rows == {True} else cols).append(axis)
         return tuple(rows), tuple(cols)
 
     def matrix_order(
@@ -166,7 +146,7 @@ class Pair:
         """Where each row and column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
 
         With ``row, col = matrix_order()`` and ``torch_matrix = tensor.view(shape[0], -1)``, the
-        matrix of the leaf (of the part that this pair fills) is ``torch_matrix[row][:, col]``.
+        matrix of the leaf is ``torch_matrix[row][:, col]``.
         So a torch Q of shape ``(columns, r)`` becomes ``Q[col]`` and a P of shape ``(rows, r)``
         becomes ``P[row]``; the way back is ``Q_torch[col] = Q_flax``.
 
@@ -180,33 +160,30 @@ class Pair:
         Raises:
           CheckpointMismatch: If `rows` and `cols` are not torch's own cut of this leaf.
         """
-        own_rows, own_cols = self.matrix_axes()
-        rows = own_rows if rows is None else tuple(rows)
-        cols = own_cols if cols is None else tuple(cols)
-        part = self.part_shape
-        wide = {axis for axis, size in enumerate(part) if size > 1}
-        if wide & set(rows) != wide & set(own_rows) or wide & set(cols) != wide & set(own_cols):
+        own = self.matrix_axes()
+        asked = (own[0] if rows is None else rows, own[1] if cols is None else cols)
+        wide = {axis for axis, size in enumerate(self.shape) if size > 1}
+        if any(
+            wide & set(mine) != wide & set(other) for mine, other in zip(own, asked, strict=True)
+        ):
             raise CheckpointMismatch(
-                f"The matrix of {'/'.join(self.path)} with rows {rows} and columns {cols} is not "
-                f"torch's view(shape[0], -1) of {self.torch_name}, which has rows {own_rows} and "
-                f"columns {own_cols}. Use matrix_dims=torch_bridge.torch_matrix_dims."
+                f"The matrix of {'/'.join(self.path)} with rows {asked[0]} and columns {asked[1]} "
+                f"is not torch's view(shape[0], -1) of {self.torch_name}, which has rows {own[0]} "
+                f"and columns {own[1]}. Use matrix_dims=torch_bridge.torch_matrix_dims."
             )
-        start, stop = self.row_range
-        row_sizes = (*self.split[: self.row_axes], *[1] * (len(self.split) - self.row_axes))
-        col_sizes = (*[1] * self.row_axes, *self.split[self.row_axes :])
-        row_index = self._move(np.arange(start, stop), row_sizes, own_cols, rows)
-        col_index = self._move(
-            np.arange(math.prod(self.torch_shape[1:])), col_sizes, own_rows, cols
-        )
-        return row_index, col_index
+        row_index = np.arange(*self.row_range)
+        col_index = np.arange(math.prod(self.torch_shape[1:]))
+        return self._along(asked[0], row_index, True), self._along(asked[1], col_index, False)
 
-    def _move(
-        self, index: np.ndarray, sizes: tuple[int, ...], others: Sequence[int], order: Sequence[int]
-    ) -> np.ndarray:
+    def _along(self, order: Sequence[int], index: np.ndarray, of_rows: bool) -> np.ndarray:
+        """The index of torch's rows (or columns) in the order of the leaf axes that they become."""
+        sizes = [n if (k < self.row_axes) is of_rows else 1 for k, n in enumerate(self.split)]
         moved = np.flip(index.reshape(sizes).transpose(self.axes), self.flip)
-        part = [1 if axis in others else size for axis, size in enumerate(self.part_shape)]
-        rest = [axis for axis in range(len(part)) if axis not in order]
-        return moved.reshape(part).transpose(*order, *rest).ravel()
+        return (
+            moved.reshape([n if k in order else 1 for k, n in enumerate(self.shape)])
+            .transpose(*order, *(k for k in range(len(self.shape)) if k not in order))
+            .ravel()
+        )
 
     def _checked(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if values.shape != shape:
@@ -221,6 +198,24 @@ def unpaired(names: Iterable[str], pairs: Sequence[Pair]) -> list[str]:
     """Those of the tensors that go to no leaf under any of their names."""
     found = {name for p in pairs for name in (p.torch_name, *p.aliases)}
     return [name for name in names if name not in found]
+
+
+def names_in(
+    pairs: Iterable[Pair], known: Collection[str], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """The names that a bucket layout has for torch tensors; none for what is frozen.
+
+    Args:
+      pairs: Of the tensors.
+      known: The names in the layout.
+      aliases: Name of a tied tensor -> the first name of the same memory.
+    """
+    found = {}
+    for pair in pairs:
+        own = (pair.torch_name, *pair.aliases, aliases.get(pair.torch_name))
+        if name := next((name for name in own if name in known), None):
+            found[pair.torch_name] = name
+    return found
 
 
 def leaves_from_torch(
@@ -243,18 +238,14 @@ def leaves_from_torch(
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for pair in pairs:
         part = pair.to_flax(tensors[pair.torch_name])
-        if pair.must_be_zero and not mean and np.any(part):
+        if pair.must_be_zero and not mean and np.any(part[slice(*pair.must_be_zero)]):
             raise CheckpointMismatch(
                 f"{pair.torch_name} has a hidden bias for the gate n, which flax.nnx.GRUCell "
                 "does not have. Use flax.linen.GRUCell, or set these values to zero in torch."
             )
         if mean and pair.terms > 1:
             part = part / np.asarray(pair.terms, part.dtype)
-        if pair.columns is None and pair.terms == 1:
-            leaves[pair.path] = part
-            continue
-        leaf = leaves.setdefault(pair.path, np.zeros(pair.shape, part.dtype))
-        leaf[(..., slice(*pair.columns)) if pair.columns else ...] += part
+        leaves[pair.path] = leaves[pair.path] + part if pair.path in leaves else part
     return leaves
 
 
@@ -271,7 +262,7 @@ def tensors_from_flax(
     """
     tensors: dict[str, np.ndarray] = {}
     for pair in pairs:
-        part = pair.to_torch(pair.take(leaves[pair.path]))
+        part = pair.to_torch(leaves[pair.path])
         if not (pair.carries or mean):
             part = np.zeros_like(part)
         if pair.rows is None:

@@ -1,0 +1,611 @@
+"""Which tensor is which leaf: by a rule, by name, by number, by an answer, or one error."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bridge import params_from_torch, params_to_torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_bridge
+from torch_bridge import Checkpoint, CheckpointMismatch, pair
+
+pytestmark = pytest.mark.torch
+
+
+def values(*shape, dtype=np.float32):
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def model_of(**shapes):
+    """Weights by module name, with __ for dots."""
+    return {f"{n.replace('__', '.')}.weight": values(*s) for n, s in shapes.items()}
+
+
+def kernels(**shapes):
+    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
+
+
+def norm(width):
+    return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
+
+
+def there_and_back(model, like, rules=(), **said):
+    """The parameters in Flax, after a look at whether they come back as they were."""
+    params = params_from_torch(model, like, rules, **said)
+    assert jax.tree.structure(params) == jax.tree.structure(like)
+    for name, value in params_to_torch(params, model, rules, **said).items():
+        np.testing.assert_array_equal(value, model[name], err_msg=name)
+    return params
+
+
+def refused(model, like, rules=(), **said):
+    with pytest.raises(CheckpointMismatch) as error:
+        params_from_torch(model, like, rules, **said)
+    return error.value
+
+
+def layers(words, count=2, shape=(4, 4), start=0, step=1):
+    """Tensors or leaves of one shape, for each word of each of some numbered blocks."""
+    return {w.format(start + k * step): shape for k in range(count) for w in words}
+
+
+HEADS = dict.fromkeys(("query", "key", "value"), (4, 2, 2)) | {"out": (2, 2, 4)}
+TWO = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
+PAIRED = {  # tensors, leaves, rules, and a part of what belongs together
+    "numbers in natural order": (
+        layers(["{}"], 12, step=2),
+        layers(["Dense_{}"], 12),
+        (),
+        {"Dense_10": "20", "Dense_2": "4"},
+    ),
+    "modules of the same name": (
+        layers(["left.{}", "right.{}"], step=2),
+        layers(["right/Dense_{}", "left/Dense_{}"]),
+        (),
+        {"right/Dense_1": "right.2", "left/Dense_0": "left.0"},
+    ),
+    "projections of attention": (
+        layers([f"layers.{{}}.attn.{n}_proj" for n in ("q", "k", "v", "out")]),
+        {f"Block_{k}/attn/{n}": shape for k in (0, 1) for n, shape in HEADS.items()},
+        (),
+        {"Block_1/attn/key": "layers.1.attn.k_proj", "Block_0/attn/out": "layers.0.attn.out_proj"},
+    ),
+    "rules with numbers": (
+        layers(["h.{}.u", "h.{}.v"]),
+        layers(["block_{}/p", "block_{}/q"]),
+        {r"h\.(\d+)\.u": r"block_\1/q", r"h\.(\d+)\.v": r"block_\1/p"},
+        {"block_1/q": "h.1.u", "block_0/p": "h.0.v"},
+    ),
+    "a rule for a leaf, of which the other follows": (
+        layers(["fast", "slow"], 1),
+        layers(["x", "y"], 1),
+        [(r"slow\.weight", "x/kernel")],
+        {"x": "slow", "y": "fast"},
+    ),
+    "prefixes of wrappers": (
+        layers(["_orig_mod.module.fc{}"], 2),
+        layers(["fc{}"], 2),
+        (),
+        {"fc1": "_orig_mod.module.fc1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRED)
+def test_what_belongs_together(case):
+    shapes, leaves, rules, expected = PAIRED[case]
+    model = {f"{name}.weight": values(*shape) + k for k, (name, shape) in enumerate(shapes.items())}
+    like: dict = {}
+    for path, shape in leaves.items():
+        node = like
+        for word in path.split("/"):
+            node = node.setdefault(word, {})
+        node["kernel"] = np.zeros(shape, np.float32)
+    found = {"/".join(p.path[:-1]): p.torch_name for p in pair(model, like, rules, conv1d="")}
+    assert {path: f"{name}.weight" for path, name in expected.items()}.items() <= found.items()
+    there_and_back(model, like, rules, conv1d="")
+
+
+def test_every_difference_is_listed_at_once():
+    model = model_of(a=(3, 2), b=(5, 4), extra=(9, 8, 7, 6)) | {"b.bias": np.ones(5)}
+    like = {
+        "a": {"kernel": np.ones((2, 3)), "bias": np.ones(3)},
+        "b": {"kernel": np.ones((4, 6)), "bias": np.ones(5)},
+        "norm": {"scale": np.ones(13)},
+    }
+    error = refused(model, like)
+    assert error.missing == ("a/bias (3,)", "norm/scale (13,)")
+    assert error.unexpected == ("extra.weight (9, 8, 7, 6)",)
+    assert error.mis_shaped == ("b.weight (5, 4) <-> b/kernel (4, 6)",)
+    for line in ("a/bias", "norm/scale", "extra.weight", "b.weight (5, 4)"):
+        assert line in str(error)
+    three, two = model_of(layers__0=(4, 4), layers__1=(4, 4), layers__2=(4, 4)), {}
+    two = kernels(layers_0=(4, 4), layers_1=(4, 4))
+    assert refused(three, two).unexpected == ("layers.2.weight (4, 4)",)
+
+
+def test_what_fits_several_is_listed_with_the_rules():
+    model, like = model_of(fast=(4, 4), slow=(4, 4)), kernels(x=(4, 4), y=(4, 4))
+    error = refused(model, like)
+    assert len([line for line in error.ambiguous if "could be x or y" in line]) == 2
+    assert "rules={'slow': 'x'}" in str(error)
+    assert "neither a leaf nor a module" in str(refused(model, like, {"slow": "z"}))
+    model = {
+        f"layers.{k}.{name}.{n}": np.ones(s)
+        for name in TWO
+        for k in (0, 1)
+        for n, s in {"in_proj_weight": (24, 8), "out_proj.weight": (8, 8)}.items()
+    }
+    heads = kernels(**dict.fromkeys(("query", "key", "value"), (8, 2, 4)), out=(2, 4, 8))
+    block = dict.fromkeys(TWO.values(), heads)
+    like = {"Block_0": block, "Block_1": block}
+    assert "could be Block_0/Attention_0 or" in str(refused(model, like))
+    rules = {rf"layers\.(\d)\.{a}": rf"Block_\1/{b}" for a, b in TWO.items()}
+    paths = {p.path: p.torch_name for p in pair(model, like, rules)}
+    assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("layers.1.multihead_attn")
+
+
+def test_names_that_become_one_are_refused():
+    model = {"_orig_mod.fc.weight": values(4, 3), "fc.weight": -values(4, 3), "fc.bias": values(4)}
+    like = {"fc": {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}}
+    for convert in (
+        lambda: params_from_torch(model, like),
+        lambda: params_to_torch(like, model),
+        lambda: torch_bridge.to_flax(Checkpoint(model), like),
+    ):
+        with pytest.raises(ValueError, match="Names become one") as error:
+            convert()
+        assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
+
+
+# --- rules that name a tensor and a leaf ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "path", "turned"),
+    [
+        ("norm.gamma", (4,), "norm/scale", False),
+        ("tok.table", (6, 4), "tok/embedding", False),
+        ("tok.table", (4, 4), "tok/embedding", False),
+        ("head.kernel", (4, 3), "head/kernel", False),
+        ("pos.weight", (6, 4), "pos_embedding", False),
+        ("norm.weight", (4, 4), "norm/scale", False),  # LayerNorm((T, D)), over two axes
+        ("fc.weight", (3, 4), "fc/w", True),
+        ("fc.matrix", (3, 4), "fc/kernel", True),
+        ("conv.weight", (5, 4, 3, 3), "conv/w", True),
+    ],
+)
+def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path, turned):
+    weight = values(*shape)
+    model = {name: weight, "last.weight": np.ones((2, 7)), "last.bias": np.ones(2)}
+    wanted = weight.transpose(*range(2, len(shape)), 1, 0) if turned else weight
+    module, _, leaf = path.rpartition("/")
+    like = {"last": {"kernel": np.ones((7, 2)), "bias": np.ones(2)}}
+    like |= {module: {leaf: np.zeros(wanted.shape)}} if module else {leaf: np.zeros(wanted.shape)}
+    params = there_and_back(model, like, {name.replace(".", r"\."): path})
+    np.testing.assert_array_equal(params[module][leaf] if module else params[leaf], wanted)
+
+
+def test_bare_parameters_and_leaves_of_the_same_names():
+    model = {"norms.0.scale": values(4), "tok.embedding": values(6, 4)}
+    like = {"norms_0": {"scale": np.zeros(4)}, "tok": {"embedding": np.zeros((6, 4))}}
+    params = there_and_back(model, like)
+    np.testing.assert_array_equal(params["norms_0"]["scale"], model["norms.0.scale"])
+    square = {"fc.kernel": values(4, 4)}  # stored (in, out) or (out, in)
+    tree = {"fc": {"kernel": np.zeros((4, 4))}}
+    assert refused(square, tree).unexpected
+    for conv1d, wanted in (("", square["fc.kernel"].T), (r"fc\.kernel", square["fc.kernel"])):
+        found = params_from_torch(square, tree, {r"fc\.kernel": "fc/kernel"}, conv1d=conv1d)
+        np.testing.assert_array_equal(found["fc"]["kernel"], wanted)
+
+
+def test_rules_take_layers_apart():
+    sizes = {"ih": 3, "hh": 4}
+    model = {f"rnn.weight_{k}_l0": values(4, n) for k, n in sizes.items()}
+    like = {"rnn": {k: np.zeros((n, 4)) for k, n in sizes.items()}}
+    params = there_and_back(model, like, {r"rnn\.weight_(..)_l0": r"rnn/\1"})
+    for k in sizes:  # the square one, too: torch keeps them (out, in)
+        np.testing.assert_array_equal(params["rnn"][k], model[f"rnn.weight_{k}_l0"].T)
+    model = model_of(conv=(8, 3, 3, 3), fc=(5, 32)) | {"fc.bias": values(5)}
+    like = kernels(conv=(3, 3, 3, 8)) | {"fc": {"w": np.zeros((32, 5)), "b": np.zeros(5)}}
+    rules = {r"fc\.weight": "fc/w", r"fc\.bias": "fc/b"}
+    params = there_and_back(model, like, rules, flatten={"fc": (8, 2, 2)})
+    moved = model["fc.weight"].reshape(5, 8, 2, 2).transpose(2, 3, 1, 0).reshape(32, 5)
+    np.testing.assert_array_equal(params["fc"]["w"], moved)
+    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
+    error = refused(model, like, {r"fc\.weight": "fc/w"}, flatten={"fc": None})
+    assert error.unexpected == ("fc.bias (5,)",)
+
+
+def test_rule_takes_a_packed_linear_apart():
+    model = model_of(h__0__c_attn=(24, 8), h__0__c_proj=(8, 8))
+    model |= {"h.0.c_attn.bias": values(24), "h.0.c_proj.bias": values(8)}
+    heads = {"kernel": np.ones((8, 2, 4)), "bias": np.ones((2, 4))}
+    out = {"kernel": np.ones((2, 4, 8)), "bias": np.ones(8)}
+    like = {"h_0": {"query": heads, "key": heads, "value": heads, "out": out}}
+    refused(model, like)
+    rules = {
+        r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value",
+        r"h\.(\d+)\.c_proj": r"h_\1/out",
+    }
+    params = there_and_back(model, like, rules, conv1d="")
+    expected = model["h.0.c_attn.weight"][8:16].T.reshape(8, 2, 4)
+    np.testing.assert_array_equal(params["h_0"]["key"]["kernel"], expected)
+    straight = {"c_attn.weight": values(8, 24)}  # which no rule takes apart
+    error = refused(straight, kernels(q=(8, 8), k=(8, 8), v=(8, 8)), {"c_attn": "q|k|v"})
+    assert len(error.mis_shaped) == 3
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def network(places, *behind, convs=1):
+    """Convolutions with 8 channels, an fc behind that has `places` inputs a channel, and more."""
+    model = {f"conv{k}.weight": values(8, 3 if k == 0 else 8, 3, 3) for k in range(convs)}
+    like = {f"conv{k}": (3, 3, 3 if k == 0 else 8, 8) for k in range(convs)}
+    model["fc.weight"], like["fc"] = values(10, 8 * places), (8 * places, 10)
+    for name in behind:
+        model[f"{name}.weight"], like[name] = values(4, 8, 3, 3), (3, 3, 8, 4)
+    return model, kernels(**like)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"flatten": "fc"}, ValueError, "`flatten` must map regular expressions to shapes"),
+        ({"flatten": {"fc": 3}}, ValueError, "`flatten` must map"),
+        ({"flatten": {"fc": (8, -4, -4)}}, ValueError, "`flatten` must map"),
+        ({"flatten": {"fc": (8, "4", 4)}}, ValueError, "`flatten` must map"),
+        ({"unflatten": 3}, ValueError, "`unflatten` must map"),
+        ({"rules": "fc"}, ValueError, "`rules` must map regular expressions to paths"),
+        ({"rules": 3}, ValueError, "`rules` must map"),
+        ({"ignore": "("}, ValueError, "`ignore`: .* is no regular expression"),
+        ({"rules": {"fc": r"\2"}}, ValueError, "`rules`: the path .* cannot be used"),
+        ({"flatten": {"fc": (8, 4, 5)}}, CheckpointMismatch, r"with flatten=\(8, 4, 5\)"),
+        ({"flaten": {"fc": None}}, TypeError, "unexpected keyword argument 'flaten'"),
+        ({"missing_rank": "zero"}, TypeError, "unexpected keyword argument 'missing_rank'"),
+    ],
+)
+def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):
+    model, like = network(16)
+    params = params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
+    for convert in (
+        lambda: params_from_torch(model, like, **options),
+        lambda: torch_bridge.to_flax(Checkpoint(model), like, **options),
+        lambda: torch_bridge.to_torch(params, (), Checkpoint(model), **options),
+    ):
+        with pytest.raises(kind, match=message):
+            convert()
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({"flatten": {"conv0": (8, 4, 4), "fc": None}}, ("flatten: conv0",)),
+        ({"unflatten": {"conv0": (8, 4, 4)}, "flatten": {"fc": None}}, ("unflatten: conv0",)),
+        ({"unflatten": {"fc": None, "f": (2, 5)}, "flatten": {"fc": None}}, ("unflatten: f",)),
+        (
+            {"rules": {"fc": "fc", "op": "fc"}, "flatten": {"f": None}, "conv1d": "doun"},
+            ("rules: op", "flatten: f", "conv1d: doun"),
+        ),
+    ],
+)
+def test_patterns_that_match_or_move_nothing_are_listed(options, idle):
+    error = refused(*network(16), **options)
+    assert error.unexpected == idle
+    assert error.parameters == tuple(sorted(line.partition(":")[0] for line in idle))
+
+
+def test_arguments_of_another_type_are_refused_in_one_sentence():
+    model, like = network(16)
+    for convert in (
+        lambda value: torch_bridge.to_flax(value, like),
+        lambda value: torch_bridge.to_torch(like, (), value),
+    ):
+        for value in ("checkpoint.pt", model):
+            with pytest.raises(TypeError, match=r"Pass what torch_bridge\.load returned"):
+                convert(value)
+    for value in ("x.pt", Checkpoint(model)):
+        with pytest.raises(TypeError, match=r"state dict or module is needed.* attribute `model`"):
+            params_from_torch(value, like)
+    for value in (None, 3, [None]):
+        with pytest.raises(TypeError, match="`paths` must be one path"):
+            torch_bridge.load(value)
+
+
+# --- weights stored (in, out) -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("straight", [(), ("up",), ("up", "down")])
+@pytest.mark.parametrize("conv1d", ["", "square"])
+def test_square_matrices_are_asked_about_whatever_the_others_are(straight, conv1d):
+    """Two matrices that are not square and one that is; `straight` ones are stored (in, out)."""
+    shapes = {"up": (8, 24), "down": (24, 8)}
+    model = model_of(**{n: s if n in straight else s[::-1] for n, s in shapes.items()})
+    model |= model_of(square=(8, 8))
+    like = kernels(**shapes, square=(8, 8))
+    error = refused(model, like)
+    assert [line.split(":")[0] for line in error.ambiguous] == ["square"]
+    assert error.parameters == ("rules", "conv1d", "ignore")
+    params = there_and_back(model, like, conv1d=conv1d)
+    square, up = model["square.weight"], model["up.weight"]
+    np.testing.assert_array_equal(params["square"]["kernel"], square if conv1d else square.T)
+    np.testing.assert_array_equal(params["up"]["kernel"], up if "up" in straight else up.T)
+
+
+def test_one_question_for_all_square_matrices_but_torchs_own():
+    model = model_of(fc0=(8, 8), fc1=(8, 8), out=(4, 4))
+    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4))
+    asked = refused(model, like).ambiguous
+    assert [line.split(":")[0] for line in asked] == [r"fc\d+|out"]
+    params = there_and_back(model, like, conv1d=r"fc\d+|out")
+    np.testing.assert_array_equal(params["fc0"]["kernel"], model["fc0.weight"])
+    model = {"attention.in_proj_weight": values(24, 8), "attention.out_proj.weight": values(8, 8)}
+    model |= {f"rnn.weight_{side}_l0": values(6, 6) for side in ("ih", "hh")}
+    heads = dict.fromkeys(("query", "key", "value"), (8, 2, 4))
+    like = {"attention": kernels(**heads, out=(2, 4, 8)), "rnn_0": kernels(i=(6, 6), h=(6, 6))}
+    params = there_and_back(model, like)
+    np.testing.assert_array_equal(params["rnn_0"]["h"]["kernel"], model["rnn.weight_hh_l0"].T)
+    like["attention"] = kernels(qkv=(8, 24), out=(8, 8))
+    params = there_and_back(model, like, {r"attention\.in_proj": "attention/qkv"})
+    out = model["attention.out_proj.weight"]
+    np.testing.assert_array_equal(params["attention"]["out"]["kernel"], out.T)
+
+
+# --- a flatten --------------------------------------------------------------------------------
+
+
+def moved(array, shape, axis=0):
+    """The entries of one axis, in torch's order of the map (C, H, W), in that of Flax."""
+    shape = shape or (array.shape[axis], 1, 1)
+    order = np.arange(np.prod(shape)).reshape(shape).transpose(1, 2, 0).ravel()
+    return np.take(array, order, axis)
+
+
+def declared_before(places, first="fc"):
+    """The fc is an attribute of the module before its convolutions are, or between them."""
+    model, like = network(places, convs=2)
+    order = {"fc": ("fc", "conv0", "conv1"), "conv0": ("conv0", "fc", "conv1")}[first]
+    model["conv0.weight"] = np.repeat(model["conv0.weight"], 3, axis=0)
+    model["conv1.weight"] = np.repeat(model["conv1.weight"], 3, axis=1)
+    like |= kernels(conv0=(3, 3, 3, 24), conv1=(3, 3, 24, 8))
+    return {f"{name}.weight": model[f"{name}.weight"] for name in order}, like
+
+
+def two_heads():
+    """Dueling heads, of which each reads the map."""
+    model, like = network(16)
+    del model["fc.weight"], like["fc"]
+    for head, outputs in (("advantage", 4), ("value", 1)):
+        model |= {f"{head}.0.weight": values(24, 128), f"{head}.2.weight": values(outputs, 24)}
+        like |= kernels(**{f"{head}_0": (128, 24), f"{head}_2": (24, outputs)})
+    return model, like
+
+
+def as_wide():
+    """A layer gives as many values as the map has."""
+    model, like = network(16)
+    model |= model_of(hidden=(128, 10), last=(3, 128))
+    return model, like | kernels(hidden=(10, 128), last=(128, 3))
+
+
+def recurrent():
+    model, like = network(16)
+    del model["fc.weight"], like["fc"]
+    gates = ("weight_ih", 128), ("weight_hh", 6)
+    model |= {f"lstm.{name}_l0": values(24, width) for name, width in gates}
+    model |= {f"lstm.{name}_l1": values(24, 6) for name, _ in gates}
+    for layer, width in ((0, 128), (1, 6)):
+        shapes = {f"{side}{g}": (n, 6) for side, n in (("i", width), ("h", 6)) for g in "ifgo"}
+        like[f"lstm_{layer}"] = kernels(**shapes)
+    return model, like
+
+
+def norm_elsewhere():
+    model, like = network(16)
+    model |= {"norm.weight": values(128), "norm.bias": values(128) + 1}
+    return model, like | {"norm": norm(128)}
+
+
+MAPS = {  # a square may be pooled features of many layers, too
+    "square": (network(16), ["fc"], (8, 4, 4)),
+    "not square": (network(12), ["fc"], (8, 3, 4)),
+    "a convolution follows": (network(16, "later"), ["fc"], (8, 4, 4)),  # a decoder perhaps
+    "side by side": (network(4, convs=4), ["fc"], (8, 2, 2)),
+    "a prime number of places": (network(7), ["fc"], (8, 1, 7)),
+    "declared before": (declared_before(16), ["fc"], (8, 4, 4)),
+    "declared between": (declared_before(7, "conv0"), ["fc"], (8, 7, 1)),
+    "two heads": (two_heads(), ["advantage.0", "value.0"], (8, 4, 4)),
+    "a layer as wide as the map": (as_wide(), ["fc", "last"], (8, 4, 4)),
+    "recurrent": (recurrent(), ["lstm.l0"], (8, 4, 4)),
+    "a norm elsewhere": (norm_elsewhere(), ["fc", "norm"], (8, 4, 4)),
+}
+
+
+def leaf_of(params, name):
+    """The leaf of a layer that reads the map, as (inputs, outputs), and torch's tensor's name."""
+    layer = params[name.replace(".l", "_").replace(".", "_")]
+    if name.startswith("lstm"):
+        return np.concatenate([layer[f"i{g}"]["kernel"] for g in "ifgo"], 1), "lstm.weight_ih_l0"
+    return layer.get(
+        "kernel", layer.get("bias")
+    ), f"{name}.{'bias' if name == 'norm' else 'weight'}"
+
+
+@pytest.mark.parametrize("case", MAPS)
+def test_a_map_that_may_be_something_else_is_asked_about(case):
+    (model, like), names, shape = MAPS[case]
+    error = refused(model, like)
+    assert [line.split()[0] for line in error.ambiguous] == names
+    assert error.parameters == ("rules", "flatten", "ignore")
+    for said in (shape, None):
+        params = there_and_back(model, like, flatten=dict.fromkeys(names, said))
+        for name in names:
+            leaf, tensor = leaf_of(params, name)
+            np.testing.assert_array_equal(leaf, moved(model[tensor].T, said))
+    if case == "a norm elsewhere":
+        there_and_back(model, like, flatten={"fc": None})  # so that there is no map
+
+
+def test_a_norm_behind_a_flatten_moves_with_what_reads_it():
+    model, like = network(16)
+    fc = model.pop("fc.weight")
+    kinds = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
+    own = {f"bn.{kind}": values(128) + k for k, kind in enumerate(kinds)}
+    model |= {"bn1.weight": values(8), "bn1.bias": values(8), **own, "fc.weight": fc}
+    like = {"params": {**like, "bn": norm(128), "bn1": norm(8)}}
+    like["batch_stats"] = {"bn": {"mean": np.zeros(128), "var": np.zeros(128)}}
+    for shape in ((8, 4, 4), (8, 2, 8), None):
+        found = there_and_back(model, like, flatten={"fc": shape})
+        for kind, leaf in kinds.items():
+            part = found["batch_stats" if kind.startswith("running") else "params"]["bn"]
+            np.testing.assert_array_equal(part[leaf], moved(model[f"bn.{kind}"], shape))
+        np.testing.assert_array_equal(found["params"]["bn1"]["bias"], model["bn1.bias"])
+
+
+def test_outputs_that_become_a_map_are_asked_about():
+    model = model_of(fc=(128, 16)) | {"fc.bias": values(128)}
+    model |= {"norm.weight": values(128) + 1, "norm.bias": values(128) + 2}
+    model |= model_of(up=(8, 3, 2, 2))
+    like = kernels(fc=(16, 128), up=(2, 2, 8, 3)) | {"norm": norm(128)}
+    like["fc"]["bias"] = np.zeros(128, np.float32)
+    error = refused(model, like)
+    (asked,) = error.ambiguous
+    assert "fc gives 128 values before up" in asked
+    assert "unflatten={'fc': (8, 4, 4)}" in asked
+    assert error.parameters == ("rules", "unflatten", "ignore")
+    for shape in ((8, 4, 4), None):
+        found = there_and_back(model, like, unflatten={"fc": shape})
+        np.testing.assert_array_equal(found["fc"]["kernel"], moved(model["fc.weight"].T, shape, 1))
+        np.testing.assert_array_equal(found["fc"]["bias"], moved(model["fc.bias"], shape))
+        for kind, leaf in (("weight", "scale"), ("bias", "bias")):
+            np.testing.assert_array_equal(found["norm"][leaf], moved(model[f"norm.{kind}"], shape))
+
+
+# --- ties and statistics ----------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    tied: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(11, 6)
+        x = nn.LayerNorm(epsilon=1e-5)(embed(tokens))
+        return embed.attend(x) if self.tied else nn.Dense(11, use_bias=False)(x)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", ["tensors", "arrays"])
+def test_embedding_and_head_tied_or_not(tied, stored):
+    torch.manual_seed(4)
+    module = torch.nn.Sequential()
+    module.tok_emb, module.norm = torch.nn.Embedding(11, 6), torch.nn.LayerNorm(6)
+    module.head = torch.nn.Linear(6, 11, bias=False)
+    if tied:
+        module.head.weight = module.tok_emb.weight
+    tokens = np.array([[1, 5, 10]])
+    like = jax.eval_shape(Language(tied).init, jax.random.key(0), jnp.asarray(tokens))
+    state = module.state_dict()
+    if stored == "arrays":
+        state = {name: value.numpy().copy() for name, value in state.items()}
+    variables = params_from_torch(state, like)
+    theirs = module.head(module.norm(module.tok_emb(torch.from_numpy(tokens)))).detach()
+    np.testing.assert_allclose(Language(tied).apply(variables, tokens), theirs, atol=1e-5)
+    back = params_to_torch(variables, module.state_dict())
+    assert all(torch.equal(back[name], value) for name, value in module.state_dict().items())
+    assert (back["tok_emb.weight"] is back["head.weight"]) == tied
+
+
+def test_parameters_alone_leave_no_place_for_running_statistics():
+    model = {f"bn.{kind}": values(8) for kind in ("weight", "bias", "running_mean", "running_var")}
+    like = {"bn": norm(8)}
+    assert all(found.kind != "buffer" for found in pair(model, like))
+    error = refused(model, like)
+    assert "batch_stats" in str(error)
+    assert len(error.unexpected) == 2
+    there_and_back(model, like, ignore=r".*running_(mean|var)")  # those of `model` stay
+
+
+# --- properties -------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple),
+    transposed=st.booleans(),
+    data=st.data(),
+)
+def test_round_trip_and_matrix_order(shape, transposed, data):
+    a, b, *spatial = shape
+    flax_shape = (*spatial, a, b) if transposed and spatial else (*spatial, b, a)
+    seed = data.draw(st.integers(0, 2**31))
+    weight = np.random.default_rng(seed).normal(size=shape)
+    (found,) = pair(
+        {"c.weight": weight},
+        {"c": {"kernel": np.ones(flax_shape)}},
+        conv_transpose=".*" if transposed else "-",
+        conv1d="",
+    )
+    leaf = found.to_flax(weight)
+    assert leaf.shape == flax_shape
+    np.testing.assert_array_equal(found.to_torch(leaf), weight)
+    rows, cols = found.matrix_axes()
+    row, col = found.matrix_order()
+    matrix = leaf.transpose(*rows, *cols).reshape(shape[0], -1)
+    np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[row][:, col])
+
+
+KINDS = {  # torch's tensors and Flax's leaves, of sizes a and b
+    "linear": (lambda a, b: {"weight": (a, b), "bias": (a,)}, "Dense"),
+    "conv": (lambda a, b: {"weight": (a, b, 3, 2), "bias": (a,)}, "Conv"),
+    "norm": (lambda a, b: {"weight": (a,), "bias": (a,)}, "LayerNorm"),
+    "batch": (
+        lambda a, b: dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (a,)),
+        "BatchNorm",
+    ),
+    "embedding": (lambda a, b: {"weight": (a, b)}, "Embed"),
+}
+LEAVES = {"running_mean": "mean", "running_var": "var", "bias": "bias"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=6), data=st.data())
+def test_random_stacks_there_and_back(kinds, data):
+    """Torch numbers all layers of a Sequential together, linen each kind by itself."""
+    model, like = {}, {"params": {}, "batch_stats": {}}
+    for k, kind in enumerate(kinds):
+        tensors, name = KINDS[kind]
+        for tensor, shape in tensors(*(data.draw(st.integers(1, 4)) for _ in "ab")).items():
+            # An embedding has a name that no Linear has, as in every model with both.
+            prefix = f"embed.{k}" if kind == "embedding" else str(k)
+            model[f"{prefix}.{tensor}"] = values(*shape)
+            own = {1: "scale", 2: "embedding" if kind == "embedding" else "kernel", 4: "kernel"}
+            leaf = LEAVES.get(tensor) or own[len(shape)]
+            turned = shape if leaf == "embedding" else (*shape[2:], *shape[1::-1])
+            part = like["batch_stats" if "running" in tensor else "params"]
+            part.setdefault(f"{name}_{kinds[:k].count(kind)}", {})[leaf] = np.zeros(turned)
+    there_and_back(model, like, flatten={".*": None}, conv1d="")
+
+
+def test_matrix_order_of_packed_and_flattened_weights():
+    weight = values(24, 8)
+    like = kernels(**dict.fromkeys(("query", "key", "value"), (8, 2, 4)), out=(2, 4, 8))
+    model = {"in_proj_weight": weight, "out_proj.weight": np.ones((8, 8))}
+    parts = {p.path[0]: p for p in pair(model, like)}
+    row, col = parts["key"].matrix_order((1, 2), (0,))
+    leaf = parts["key"].to_flax(weight)
+    np.testing.assert_array_equal(leaf.reshape(8, 8).T, weight[row][:, col])
+    assert not parts["key"].whole
+    with pytest.raises(CheckpointMismatch, match="torch_matrix_dims"):
+        parts["key"].matrix_order((2,), (0, 1))
+    weight = values(5, 12)
+    (flat,) = pair({"fc.weight": weight}, kernels(fc=(12, 5)), flatten={"fc": (3, 2, 2)})
+    row, col = flat.matrix_order()
+    np.testing.assert_array_equal(flat.to_flax(weight).T, weight[row][:, col])
