@@ -86,6 +86,7 @@ def pair(
         nothing, or name a shape where it moves nothing.
 
     Example:
+      >>> import numpy as np
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
       >>> like = {"Dense_0": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
       >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
