@@ -186,7 +186,8 @@ class Questions:
             return None  # its channels, one value each
         fitting = [c for c in convs if 1 < self._sizes[c].gives <= width // 2]
         whole = [c for c in fitting if width % self._sizes[c].gives == 0]
-        for conv in (whole or fitting)[-1:]:  # else other values stand beside the map
+        beside = [c for c in fitting if c is convs[-1]]  # other values beside a map of the last
+        for conv in (whole or beside)[-1:]:
             size = self._sizes[conv]
             shape = _shape_of(size.gives, size.axes, width) if whole else None
             return (
