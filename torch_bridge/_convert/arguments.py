@@ -104,7 +104,11 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         >>> powersgd_kwargs_from_torch(None, 2, start_powerSGD_iter=100)
         {'rank': 2, 'start_step': 100}
     """
-    given = _given(args, arguments)
+    return _kwargs(_given(args, arguments), unwrapped_hook(hook)[1])
+
+
+def _kwargs(given: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The arguments of `jaxcomp.powersgd` for torch's, and the dtype of the hook's wrapper."""
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
             raise ValueError(f"`{name}` does not belong to a reducer: {instead}.")
@@ -119,7 +123,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
                     "`error_feedback` and `use_error_feedback` contradict each other; give one of "
                     "them."
                 )
-    asked, dtype = _of_weight(given.get("bytes_per_weight")), unwrapped_hook(hook)[1]
+    asked = _of_weight(given.get("bytes_per_weight"))
     if asked is not None and dtype not in (None, asked):
         raise ValueError(
             "`bytes_per_weight` and the compression wrapper of `hook` ask for different types on "
@@ -155,8 +159,7 @@ def reducer_from_torch(
         arguments.setdefault("matrix_approximation_rank", 2)
     name = _HOOKS.get(name, name)
     if "powerSGD" in name:
-        wrapper = None if dtype is None else hook
-        kwargs = powersgd_kwargs_from_torch(state, hook=wrapper, **arguments)
+        kwargs = _kwargs(_given((state,), arguments), dtype)
         if name == "powerSGD_hook":
             return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
         kwargs.pop("min_compression_rate", None)  # torch's batched hook does not read it either

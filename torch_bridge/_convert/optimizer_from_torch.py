@@ -166,6 +166,7 @@ class OptimizerPlan:
         pairs: Pairs,
         layout: BucketLayout | None,
         param_names: ParamNames,
+        leftover: Collection[str],
     ) -> OptimizerPlan | None:
         """The plan of a whole run, if it has an optimizer; what is in no bucket is frozen."""
         if checkpoint.optimizer is None:
@@ -175,7 +176,6 @@ class OptimizerPlan:
             names, aliases = layout.entries, checkpoint.aliases
             frozen = {p.torch_name for p in pairs} - names_in(pairs, names, aliases).keys()
         model = checkpoint.model
-        leftover = unpaired(model, pairs)
         entries = read_entries(checkpoint.optimizer, model, param_names, None, leftover, names)
         return cls.of(entries, pairs, frozen)
 

@@ -221,8 +221,8 @@ def powersgd_of(
     matrix_dims: MatrixDimsFn | None,
 ) -> tuple[optax.GradientTransformation, MatrixDimsFn | None]:
     """The reducer with the arguments of a file, and the matrices that it sees."""
-    kwargs = powersgd_kwargs_from_torch(record, hook=hook)
     matrix_dims = matrix_dims or cut_of_torch(params, pairs, record)
+    kwargs = powersgd_kwargs_from_torch(record, hook=hook)
     return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs), matrix_dims
 
 

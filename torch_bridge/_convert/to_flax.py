@@ -141,13 +141,14 @@ def to_flax(
     checkpoint = checked(checkpoint)
     pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
     own = pairs_of(trained(like), pairs)
-    params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
+    leftover = unpaired(checkpoint.model, pairs)
+    leaves = leaves_from_torch(pairs, checkpoint.model)
+    params = flatten(like).with_leaves(leaves)
     chosen = trained(params)
     layout = layout or checkpoint.layout
-    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names)
+    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names, leftover)
     reducer, matrix_dims = _reducer(checkpoint, chosen, own, axis_name, matrix_dims)
     if checkpoint.powersgd:
-        leftover = unpaired(checkpoint.model, pairs)
         source = Source.of(checkpoint, layout, missing_ranks, leftover)
         source = source.named(own, checkpoint.aliases)
         state = filled_state(checkpoint.powersgd[0], chosen, own, source, matrix_dims)
@@ -200,7 +201,8 @@ def shapes_of_run(
     params = flatten(like).with_leaves(leaves)
     chosen = trained(params)
     own = pairs_of(chosen, pairs)
-    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout or checkpoint.layout, param_names)
+    layout, leftover = layout or checkpoint.layout, unpaired(checkpoint.model, pairs)
+    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names, leftover)
     reducer, _ = _reducer(checkpoint, chosen, own, "data", matrix_dims)
     optimizer = plan.transformation(chosen, None) if plan else None
     states = [
