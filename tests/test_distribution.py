@@ -188,7 +188,7 @@ def test_code_is_no_link_and_a_link_to_nothing_is_refused(tmp_path):
 def test_the_oldest_set_is_what_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    named = (extras[name] for name in ("examples", "benchmarks", "test-jax"))
+    named = (extras[name] for name in ("examples", "test-jax"))
     declared = itertools.chain(project["dependencies"], *named)
     pinned = (ROOT / "tests/oldest.txt").read_text()
     oldest = dict(re.findall(r"^([^#\s]+)==(\S+)$", pinned, re.MULTILINE))

@@ -12,19 +12,18 @@ import pathlib
 import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from jaxcomp._wire.hlo import parse
 
 PROGRAM = pathlib.Path(__file__).parent / "data" / "gpu_program.hlo"
 
 
 def test_kernels_are_those_of_the_entry_its_loops_and_its_largest_branch():
     # Nine in the entry computation, three in each of five turns, one in either branch.
-    assert gpu_program.count(parse(PROGRAM.read_text())) == (9 + 5 * 3 + 1, 1)
+    assert gpu_program.count(gpu_program.parse(PROGRAM.read_text())) == (9 + 5 * 3 + 1, 1)
 
 
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        parse("HloModule nothing")
+        gpu_program.parse("HloModule nothing")
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
@@ -34,9 +33,3 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu_program.main(["--trees", "oak"])
     assert "has no 'oak'" in capsys.readouterr().err
-
-
-def test_the_table():
-    case = {"tree": "mlp", "reducer": "allreduce", "kernels": 1200, "collectives": 1}
-    text = gpu_program.table([case | {"temporary": 1.0, "compile_seconds": 2.4}])
-    assert "| mlp | allreduce | 1,200 | 1 | 1.00 | 2 |" in text

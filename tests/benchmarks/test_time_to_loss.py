@@ -15,7 +15,7 @@ from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.runs import read_runs
 from benchmarks.time_to_loss import __main__ as command
-from benchmarks.time_to_loss.report import PAGE, results, steps_until, write_report
+from benchmarks.time_to_loss.report import PAGE, results, write_report
 from benchmarks.time_to_loss.task import Config, read_task, write_task
 
 TINY = Config(steps=4, eval_every=2, sequences=2, layers=2, width=16, heads=2, context=8)
@@ -77,12 +77,6 @@ def test_a_task_is_the_same_for_every_run_of_a_seed_and_cut_by_processes(tmp_pat
     assert a.rates.max() == np.float32(TINY.learning_rate)
     jax.tree.map(np.testing.assert_array_equal, a.tree, b.tree)
     assert optax.tree.norm(a.tree) != optax.tree.norm(c.tree)
-
-
-def test_steps_until_a_loss():
-    assert steps_until([(10, 3.0), (20, 2.0)], 3.5) == 10
-    assert steps_until([(10, 3.0), (20, 2.0), (30, 2.5)], 2.25) == 17.5
-    assert steps_until([(10, 3.0)], 2.9) is None
 
 
 def test_results_compare_runs_of_the_same_seed():

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+import types
 from typing import Any
 
 import jax
 from xla import users_program
 
-from jaxcomp._wire.collectives import Collective, read
+import jaxcomp
+from jaxcomp.types import Collective
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1}
 Sent = tuple[str, str, int]
@@ -34,6 +36,12 @@ def collectives(compiled: str) -> list[Sent]:
         for found in _LINE.finditer(compiled)
         for dtype, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", found[1])
     ]
+
+
+def read(compiled: str, mesh: Any = None) -> tuple[Collective, ...]:
+    """What `jaxcomp.collectives` finds in the text of a program."""
+    mesh = mesh or jax.sharding.AbstractMesh((8,), ("devices",))
+    return jaxcomp.collectives(types.SimpleNamespace(as_text=lambda: compiled), mesh=mesh)
 
 
 def results(found: Collective) -> list[Sent]:

@@ -1,22 +1,19 @@
 """Leaf to matrix and back, and the rule that decides what is compressed."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaves import random_grads
+from reference import Reference
+from rounding import rounding
+from runners import AXIS, simulate
 
+import jaxcomp
 from jaxcomp import MatrixDims
-from jaxcomp._lowrank.matrices import (
-    MatrixView,
-    default_matrix_dims,
-    outer,
-    plan_leaves,
-    product,
-)
+from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
 
 
 def dims_of(shape, name="kernel"):
@@ -34,8 +31,11 @@ def dims_of(shape, name="kernel"):
         ((100, 8), "embedding", (0,), (1,)),  # (vocab, features), as in torch
     ],
 )
-def test_default_rule(shape, name, rows, cols):
-    assert dims_of(shape, name) == MatrixDims((), rows, cols)
+def test_default_rule_and_no_transpose(shape, name, rows, cols):
+    dims = dims_of(shape, name)
+    assert dims == MatrixDims((), rows, cols)
+    text = jax.jit(MatrixView(shape, dims).matricize).lower(jnp.zeros(shape)).as_text()
+    assert "transpose" not in text
 
 
 @pytest.mark.parametrize("shape", [(), (5,)])
@@ -61,35 +61,39 @@ def test_unmatricize_undoes_matricize(view):
     np.testing.assert_array_equal(view.unmatricize(matrix), leaf)
 
 
-@given(views(), st.sampled_from([1, 2, 5, 9]))
-def test_products_do_not_depend_on_the_memory_order(view, rank):
-    rng = np.random.default_rng(0)
-    leaf = rng.normal(size=view.shape)
-    m = leaf.transpose(view.dims.batch + view.dims.rows + view.dims.cols)
-    m = m.reshape(*view.batch, view.n_rows, view.n_cols)
-    p = rng.normal(size=(*view.batch, view.n_rows, rank))
-    q = rng.normal(size=(*view.batch, view.n_cols, rank))
-    x, p32, q32 = map(np.float32, (leaf, p, q))
+@settings(max_examples=4)  # each compiles a program of its own, of five leaves
+@given(st.lists(views(), min_size=5, max_size=5), st.sampled_from([1, 2, 9]))
+def test_a_step_does_not_depend_on_the_memory_order(views, rank):
+    """Both products and the outer one, of every order of axes: equal to those of matrices."""
+    grads = random_grads({f"leaf{i}": view.shape for i, view in enumerate(views)}, 2, 2)
+    tx = jaxcomp.powersgd(
+        rank,
+        axis_name=AXIS,
+        start_step=0,
+        min_compression_rate=0.0,
+        matrix_dims=lambda path, _: views[int(path[0].key[4:])].dims,
+    )
+    state = tx.init({name: x[0, 0] for name, x in grads.items()})
+    outputs, after = simulate("vmap", tx, grads, state)
+    for view, (name, x) in zip(views, grads.items(), strict=True):
+        order = sum(view.dims, ())
 
-    def jitted(function, *args):
-        return np.asarray(jax.jit(functools.partial(function, view))(*args))
+        def matrices(x, order=order, view=view):
+            lead = range(x.ndim - len(order))
+            axes = (*lead, *(len(lead) + axis for axis in order))
+            return x.transpose(axes).reshape(*x.shape[: len(lead)], -1, view.n_rows, view.n_cols)
 
-    transposed = functools.partial(product, transposed=True)
-    left, right = jitted(product, x, q32), jitted(transposed, x, p32)
-    np.testing.assert_allclose(left, m @ q, atol=1e-4)
-    np.testing.assert_allclose(right, m.swapaxes(-1, -2) @ p, atol=1e-4)
-    whole = jitted(outer, p32, q32)
-    assert whole.shape == view.shape
-    order = view.dims.batch + view.dims.rows + view.dims.cols
-    whole = whole.transpose(order).reshape(m.shape)
-    np.testing.assert_allclose(whole, p @ q.swapaxes(-1, -2), atol=1e-4)
-
-
-def test_a_common_leaf_is_not_transposed():
-    for shape, name in [((8, 4), "kernel"), ((3, 3, 4, 8), "kernel"), ((9, 4), "embedding")]:
-        view = MatrixView(shape, dims_of(shape, name))
-        text = jax.jit(view.matricize).lower(jnp.zeros(shape)).as_text()
-        assert "transpose" not in text
+        factors = state.q[name].reshape(-1, *state.q[name].shape[-2:])
+        for i, q in enumerate(factors):
+            reference = Reference(2, view.n_rows, view.n_cols, q)
+            for t in range(2):
+                expected = reference.step(np.float64(matrices(x)[:, t, i]))
+                sizes = [2, view.n_rows, view.n_cols, rank] * (t + 1)
+                how = {"largest": reference.largest, "condition": min(reference.condition, 1e4)}
+                allowed = rounding(*sizes, **how)
+                np.testing.assert_allclose(matrices(outputs[name])[t, i], expected, atol=allowed)
+            found = matrices(after.residual[name])[:, i]
+            np.testing.assert_allclose(found, reference.residual, atol=allowed)
 
 
 def test_compressed_iff_it_saves_by_the_asked_factor():
@@ -99,16 +103,8 @@ def test_compressed_iff_it_saves_by_the_asked_factor():
     assert plan_leaves(tree, 2, 3.99)[0].rank == 2
     # The rank never exceeds the smaller side.
     assert plan_leaves(tree, 99, 0.0)[0].rank == 10
-
-
-def test_only_floating_leaves_with_values_are_compressed():
-    tree = {
-        "a": jnp.zeros((9, 9), jnp.int32),
-        "b": jnp.zeros((0, 9)),
-        "c": jnp.zeros(()),
-        "d": None,
-    }
-    assert [plan.rank for plan in plan_leaves(tree, 1, 0.0)] == [0, 0, 0]
+    others = {"a": jnp.zeros((9, 9), jnp.int32), "b": jnp.zeros((0, 9)), "c": jnp.zeros(())}
+    assert [plan.rank for plan in plan_leaves(others | {"d": None}, 1, 0.0)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

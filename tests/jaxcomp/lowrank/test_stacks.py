@@ -18,7 +18,6 @@ SHAPES = {
     for name, shape in {
         "a": (20, 24),
         "bias": (7,),
-        "conv": (3, 3, 4, 12),
         "layers": (2, 16, 18),
     }.items()
 } | {"embedding": (50, 12)}
@@ -53,14 +52,15 @@ def test_an_update_of_many_leaves_is_that_of_each_alone(mapping, options):
     grads, tx = random_grads(SHAPES, 2, 3), powersgd(**options)
     together = start(tx)
     outputs, after = simulate(mapping, tx, grads, together)
-    for name in ("a0", "a2", "conv1", "layers2", "embedding"):
-        alone = start(tx, {name: SHAPES[name]})._replace(q={name: together.q[name]})
-        expected, state = simulate(mapping, tx, {name: grads[name]}, alone)
+    for name in ("a0", "a2", "layers2"):
+        alone = name[:-1]  # the same for leaves of one shape, which share a program
+        first = start(tx, {alone: SHAPES[name]})._replace(q={alone: together.q[name]})
+        expected, state = simulate("vmap", tx, {alone: grads[name]}, first)
         # Of integers a value near the middle of two levels may go to the other one.
         atol = 0.2 if "comm_dtype" in options else 2e-5
-        np.testing.assert_allclose(outputs[name], expected[name], atol=atol)
+        np.testing.assert_allclose(outputs[name], expected[alone], atol=atol)
         for one, other in ((after.residual, state.residual), (after.q, state.q)):
-            pairs = zip(jax.tree.leaves(one[name]), jax.tree.leaves(other[name]), strict=True)
+            pairs = zip(jax.tree.leaves(one[name]), jax.tree.leaves(other[alone]), strict=True)
             for a, b in pairs:
                 a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
                 np.testing.assert_allclose(a, b, atol=max(atol, 2e-2))

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from leaves import random_grads
 
 import jaxcomp
-from jaxcomp._mesh.collectives import reduce_mean
-from jaxcomp._wire.collectives import read
+from jaxcomp.extend import reduce_mean
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}
@@ -72,7 +71,7 @@ def collectives(compiled):
             [values for _, values in x.arrays],
             "host" in x.axes,
         )
-        for x in read(compiled, HOSTS)
+        for x in hlo.read(compiled, HOSTS)
     ]
 
 

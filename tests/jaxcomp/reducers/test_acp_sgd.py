@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from hlo import collectives
-from leaves import SHAPES, as_matrix, random_grads, with_value, zeros
+from leaves import COMPRESSED, SHAPES, as_matrix, random_grads, zeros
 from reference import Alternating
 from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
 
@@ -22,15 +22,14 @@ def reducer(rank=2, start_step=0, **kwargs):
     return shared(rank, axis_name=AXIS, start_step=start_step, **kwargs)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("mapping", "rank"), [("vmap", 1), *((m, 4) for m in MAPPINGS)])
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 7
     grads = random_grads(SHAPES, n, steps)
     tx = reducer(rank, min_compression_rate=1.0)
     state = tx.init(zeros())
     outputs, final = simulate(mapping, tx, grads, state)
-    for name in ("conv", "dense", "embedding"):
+    for name in COMPRESSED:
         matrices = as_matrix(name, grads[name])
         reference = Alternating(n, *matrices.shape[2:], state.q[name])
         for t in range(steps):
@@ -58,55 +57,33 @@ def test_the_first_compressed_step_sends_left_factors(start_step):
     assert np.linalg.matrix_rank(outputs["dense"][start_step]) == 2
 
 
-@pytest.mark.parametrize("wire", [None, jnp.float16])
+@pytest.mark.parametrize("wire", [None, jnp.float16, "int8", "int6"])
 def test_output_plus_mean_residual_is_the_mean_of_what_went_in(wire):
-    n = 4
-    grads = random_grads(SHAPES, n, 2)
+    grads = random_grads(SHAPES, 4, 2)
     tx = reducer(comm_dtype=wire)
     state = tx.init(zeros())
     for t in range(2):  # one step of each side
         now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
         old = state.residual
         outputs, new = simulate("vmap", tx, now, state)
-        for name in ("conv", "dense", "embedding"):
+        for name in COMPRESSED:
             went_in = now[name][:, 0].mean(0) + old[name]
             came_out = outputs[name][0] + new.residual[name].mean(0)
-            np.testing.assert_allclose(came_out, went_in, atol=5e-6 if wire is None else 2e-3)
+            atol = 2e-3 if wire == jnp.float16 else 2e-5
+            np.testing.assert_allclose(came_out, went_in, atol=atol)
         state = consolidated(new)
 
 
-@pytest.mark.parametrize("bad_step", [2, 3])
-def test_a_bad_step_leaves_no_trace_and_does_not_change_sides(bad_step):
-    grads = random_grads(SHAPES, 3, 6)
-    bad = dict(grads, dense=with_value(grads["dense"], (1, bad_step, 0), np.inf))
-    tx = reducer()
-    outputs, state = simulate("shard_map", tx, bad, tx.init(zeros()))
-    assert all(np.isnan(outputs[name][bad_step]).all() for name in SHAPES)
-    skipped = jax.tree.map(lambda g: np.delete(g, bad_step, axis=1), grads)
-    _, expected = simulate("shard_map", tx, skipped, tx.init(zeros()))
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-
-
-def test_each_side_takes_one_all_reduce_of_the_promised_bytes():
+def test_each_side_takes_one_all_reduce():
     params = {f"layer_{i}": jnp.zeros((64, 32)) for i in range(5)} | {"bias": jnp.zeros(8)}
-    tx, n = reducer(), 4
-    found = collectives(lower_update(tx, params, n).compile().as_text())
+    tx = reducer()
     # One in each branch of the conditional, of which a step takes one.
-    assert sorted(found) == [
+    assert sorted(collectives(lower_update(tx, params, 4).compile().as_text())) == [
         ("all-reduce", "f32", 5 * 2 * 32 + 8),
         ("all-reduce", "f32", 5 * 2 * 64 + 8),
     ]
-    stats = tx.bytes(params)
-    assert stats.bytes_after == 4 * sum(size for _, _, size in found) // 2
     two_sided = jaxcomp.powersgd(2, axis_name=AXIS).bytes(params)
-    assert stats.bytes_after - 32 == (two_sided.bytes_after - 32) // 2
-
-
-def test_full_rank_gives_the_exact_mean():
-    grads = random_grads({"w": (6, 6)}, 3, 2)
-    tx = reducer(6, min_compression_rate=0.0)
-    outputs, _ = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((6, 6))}))
-    np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
+    assert tx.bytes(params).bytes_after - 32 == (two_sided.bytes_after - 32) // 2
 
 
 def test_a_single_array_is_a_tree_too():
@@ -124,16 +101,6 @@ def test_a_constant_low_rank_gradient_is_found():
     tx = reducer(2, error_feedback=False)
     outputs, _ = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 24))}))
     np.testing.assert_allclose(outputs["w"][-1], grads["w"][0, 0], atol=1e-4)
-
-
-@pytest.mark.parametrize("bits", [8, 6])
-def test_integers_on_the_wire_lose_nothing(bits):
-    grads = random_grads(SHAPES, 3, 4)
-    tx = reducer(comm_dtype=f"int{bits}", min_compression_rate=1.0)
-    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros()))
-    for name in ("conv", "dense", "embedding"):
-        total = outputs[name].sum(0) + state.residual[name].mean(0)
-        np.testing.assert_allclose(total, grads[name].mean(0).sum(0), atol=2e-5)
 
 
 def test_wrong_use_says_what_to_do():

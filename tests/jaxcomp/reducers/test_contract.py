@@ -19,6 +19,7 @@ def halves(check=True):
     """Sends gradients in float16, with the building blocks or bare."""
 
     def reduce(updates, state, params=None, **extra_args):
+        assert "weight" not in extra_args  # which the door has multiplied in
         if not check:
             mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
             return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
@@ -51,6 +52,12 @@ def test_what_can_be_averaged_is():
     assert means["half"].dtype == jnp.bfloat16
     assert means["w"].tolist() == [[2.0], [2.0]]
     assert state.tolist() == [1, 1]
+
+
+def test_weights_are_multiplied_in_at_the_door():
+    tx, grads = halves(), {"w": jnp.array([[1.0], [3.0]])}
+    step = jax.vmap(lambda g, w: tx.update(g, tx.init(g), weight=w)[0], axis_name=AXIS)
+    assert step(grads, jnp.array([1.0, 3.0]))["w"].tolist() == [[2.5], [2.5]]
 
 
 def test_a_step_that_is_not_finite_leaves_no_trace():

@@ -15,7 +15,6 @@ SHAPES = {"bias": (16,), "dense": (24, 16)}
 
 REDUCERS = {
     "int8": lambda: jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=32),
-    "float16": lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16),
     "bfloat16": lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.bfloat16),
     "powersgd": lambda: jaxcomp.powersgd(
         2, axis_name=AXIS, start_step=1, error_feedback=False, min_compression_rate=1.0
@@ -31,32 +30,37 @@ REDUCERS = {
 
 @pytest.mark.parametrize(
     ("name", "mapping"),
-    [*((name, "shard_map") for name in REDUCERS), ("int8", "pmap"), ("powersgd", "vmap")],
+    [
+        *((name, "shard_map") for name in ("bfloat16", "batched", "switch")),
+        ("int8", "pmap"),
+        ("powersgd", "vmap"),
+    ],
 )
 def test_what_is_not_sent_is_kept(name, mapping):
     n, steps = 3, 4
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.error_feedback(REDUCERS[name]())
     outputs, state = simulate(mapping, tx, grads, tx.init(zeros_of_one(grads)))
-    # A float16 all-reduce rounds inside the sum as well, which nobody can attribute.
-    tolerance = 2e-2 if name == "float16" else 2e-5
     for leaf, x in grads.items():
         sent = np.asarray(outputs[leaf]).sum(0)
         given = np.asarray(x).mean(0).sum(0)
         np.testing.assert_allclose(
-            sent + np.asarray(state.residual[leaf]).mean(0), given, atol=tolerance
+            sent + np.asarray(state.residual[leaf]).mean(0), given, atol=2e-5
         )
 
 
-def test_it_gives_powersgd_the_residual_that_powersgd_keeps_itself():
+@pytest.mark.parametrize("wire", [None, jnp.int8])
+def test_it_gives_powersgd_the_residual_that_powersgd_keeps_itself(wire):
     grads = random_grads(SHAPES, 3, 4)
-    arguments = {"axis_name": AXIS, "start_step": 0, "min_compression_rate": 1.0}
-    own = jaxcomp.powersgd(2, **arguments)
-    given = jaxcomp.error_feedback(jaxcomp.powersgd(2, error_feedback=False, **arguments))
+    arguments = {"start_step": 0, "min_compression_rate": 1.0, "comm_dtype": wire}
+    own = jaxcomp.powersgd(2, axis_name=AXIS, **arguments)
+    inner = jaxcomp.powersgd(2, axis_name=AXIS, error_feedback=False, **arguments)
+    given = jaxcomp.error_feedback(inner)
     expected, e = simulate("vmap", own, grads, own.init(zeros_of_one(grads)))
     outputs, f = simulate("vmap", given, grads, given.init(zeros_of_one(grads)))
-    np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
-    np.testing.assert_allclose(f.residual["dense"], e.residual["dense"], atol=1e-5)
+    np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-4)
+    np.testing.assert_allclose(f.residual["dense"], e.residual["dense"], atol=1e-4)
+    np.testing.assert_allclose(f.residual["bias"], 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -75,13 +79,6 @@ def test_the_residual_stays_bounded_where_the_contribution_is_known(foreign):
     # One level of what is rounded; of a foreign reducer the residuals have grown.
     largest = np.abs(grads["w"]).max() + np.abs(late.residual["w"]).max()
     assert np.abs(late.residual["w"].mean(0)).max() < (largest / 127 if foreign else 0.1)
-
-
-def test_bfloat16_gradients_and_residuals():
-    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_grads(SHAPES, 2, 3))
-    tx = jaxcomp.error_feedback(REDUCERS["int8"](), residual_dtype=jnp.bfloat16)
-    outputs, state = simulate("shard_map", tx, grads, tx.init(zeros_of_one(grads)))
-    assert {x.dtype for x in jax.tree.leaves((outputs, state.residual))} == {jnp.dtype("bfloat16")}
 
 
 def test_a_fast_axis_in_front_leaves_the_residual_equal_along_it():
@@ -147,19 +144,11 @@ def test_switch_at_is_one_reducer_and_then_the_other(mapping):
     np.testing.assert_allclose(state.after.residual["dense"], expected.residual["dense"], atol=1e-5)
     assert int(state.count) == 5
     assert int(state.after.count) == 3
-
-
-def test_start_step_is_the_same_hand_over():
-    grads = random_grads(SHAPES, 2, 4)
-    arguments = {"axis_name": AXIS, "min_compression_rate": 1.0}
-    built_in = jaxcomp.powersgd(2, start_step=2, **arguments)
-    switched = jaxcomp.switch_at(
-        2, jaxcomp.allreduce(axis_name=AXIS), jaxcomp.powersgd(2, start_step=0, **arguments)
-    )
-    expected, _ = simulate("vmap", built_in, grads, built_in.init(zeros_of_one(grads)))
-    outputs, _ = simulate("vmap", switched, grads, switched.init(zeros_of_one(grads)))
+    # And `start_step` is the same hand-over.
+    late = jaxcomp.powersgd(2, axis_name=AXIS, start_step=2, min_compression_rate=1.0)
+    built_in, _ = simulate("vmap", late, grads, late.init(zeros_of_one(grads)))
     for name in SHAPES:
-        np.testing.assert_allclose(outputs[name], expected[name], atol=1e-6)
+        np.testing.assert_allclose(outputs[name], built_in[name], atol=1e-5)
 
 
 def test_a_plain_transformation_can_be_switched_to():
@@ -171,31 +160,6 @@ def test_a_plain_transformation_can_be_switched_to():
     tx = jaxcomp.error_feedback(jaxcomp.switch_at(1, plain, plain))
     outputs, _ = simulate("vmap", tx, grads, tx.init(zeros_of_one(grads)))
     np.testing.assert_allclose(outputs["dense"], grads["dense"].mean(0), atol=1e-5)
-
-
-def test_consolidation_reaches_into_both():
-    tx = jaxcomp.switch_at(
-        1,
-        jaxcomp.error_feedback(REDUCERS["int8"]()),
-        jaxcomp.powersgd(1, axis_name=AXIS, start_step=0),
-    )
-    state = tx.init({"w": jnp.zeros((16, 16))})
-    specs = jaxcomp.state_specs(state, AXIS)
-    assert specs.before.residual["w"] == specs.after.residual["w"] == jax.P(AXIS)
-    assert specs.count == specs.before.count == specs.after.q["w"] == jax.P()
-
-
-def test_messages():
-    with pytest.raises(ValueError, match="must have the same axis_name"):
-        jaxcomp.switch_at(1, jaxcomp.allreduce(axis_name="a"), jaxcomp.allreduce(axis_name="b"))
-    with pytest.raises(ValueError, match="`step` must be a non-negative integer"):
-        jaxcomp.switch_at(-1, optax.identity(), optax.identity())
-    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
-    state = tx.init({"w": jnp.zeros((4, 3))})
-    with pytest.raises(ValueError, match=r"residual\['w'\]: expected \(2, 3\), got \(4, 3\)"):
-        jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)({"w": jnp.zeros((2, 2, 3))}, state)
-    with pytest.raises(ValueError, match="different tree structures"):
-        jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)({"v": jnp.zeros((2, 2, 3))}, state)
 
 
 def test_a_switch_from_a_stateless_reducer_takes_no_half_step():
@@ -212,17 +176,6 @@ def test_a_switch_from_a_stateless_reducer_takes_no_half_step():
     assert np.isnan(outputs["b"][1]).all()
     assert np.isnan(outputs["w"][1]).all()
     assert int(state.count) == 1
-
-
-def test_a_float16_output_that_overflows_is_a_bad_step():
-    tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
-    params = {"w": jnp.zeros((4,), jnp.float16)}
-    state = tx.init(params)._replace(residual={"w": jnp.full((4,), 200.0)})
-    grads = {"w": jnp.full((2, 1, 4), 65504, jnp.float16)}
-    outputs, after = simulate("vmap", tx, grads, state)
-    assert np.isnan(outputs["w"].astype(jnp.float32)).all()
-    np.testing.assert_array_equal(after.residual["w"], jnp.full((2, 4), 200.0))
-    assert int(after.count) == 0
 
 
 @pytest.mark.parametrize(

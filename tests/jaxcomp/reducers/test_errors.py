@@ -51,6 +51,10 @@ def test_allreduce_and_stats_refuse_when_built():
         jaxcomp.allreduce(axis_name=AXIS, comm_dtype="int4")
     with pytest.raises(ValueError, match="`axis_name`"):
         jaxcomp.allreduce(axis_name=None)
+    words = r"int8.*: a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduce, or jax"
+    for make in (jaxcomp.allreduce, jaxcomp.batched_powersgd):
+        with pytest.raises(ValueError, match=words):
+            make(axis_name=AXIS, comm_dtype=jnp.int8)
 
 
 def test_a_leaf_that_is_no_array_is_named_by_init_too():
@@ -77,6 +81,16 @@ def test_a_state_of_another_tree_is_refused():
         simulate("vmap", tx, grads, state)
 
 
+def test_a_residual_of_other_shapes_or_another_tree_is_refused():
+    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
+    update = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
+    state = tx.init({"w": jnp.zeros((4, 3))})
+    with pytest.raises(ValueError, match=r"residual\['w'\]: expected \(2, 3\), got \(4, 3\)"):
+        update({"w": jnp.zeros((2, 2, 3))}, state)
+    with pytest.raises(ValueError, match="different tree structures"):
+        update({"v": jnp.zeros((2, 2, 3))}, state)
+
+
 def test_the_state_of_the_whole_chain_is_refused():
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     state = (tx.init({"a": jnp.zeros((16, 16))}), optax.EmptyState())
@@ -100,6 +114,20 @@ def test_a_residual_that_was_not_sharded_says_how():
         (lambda: jaxcomp.error_feedback(jaxcomp.allreduce), "got allreduce. Call it first"),
         (lambda: jaxcomp.switch_at(3, "allreduce", optax.identity()), "got 'allreduce'. Pass one"),
         (lambda: jaxcomp.stacked(), "`stacked` takes names"),
+        (
+            lambda: jaxcomp.switch_at(
+                1, jaxcomp.allreduce(axis_name="a"), jaxcomp.allreduce(axis_name="b")
+            ),
+            "must have the same axis_name",
+        ),
+        (
+            lambda: jaxcomp.switch_at(-1, optax.identity(), optax.identity()),
+            "`step` must be a non-negative integer",
+        ),
+        (
+            lambda: jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=0),
+            "`block_size` must be a positive integer",
+        ),
     ],
 )
 def test_what_is_made_of_reducers_refuses_when_built(build, words):

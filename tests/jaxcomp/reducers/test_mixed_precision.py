@@ -22,6 +22,7 @@ FAULTS = {
     "powersgd": (*NOT_FINITE, "3e38"),
     "acp-sgd": (*NOT_FINITE, "3e38"),
     "powersgd-fp16": (*NOT_FINITE, "3e38", "1e6"),
+    "powersgd-int8": NOT_FINITE,
     "batched": NOT_FINITE,
     "int8": NOT_FINITE,
     "feedback-int8": NOT_FINITE,
@@ -74,16 +75,10 @@ def test_a_thousand_steps_of_which_one_in_twenty_cannot_be_averaged(name):
     jax.tree.map(np.testing.assert_array_equal, final, expected)
 
 
-def overflowing_finite_gradients():
-    return jax.tree.map(lambda x: jnp.full_like(x, 3e38), random_grads(SHAPES, 3, 1))
-
-
-@pytest.mark.parametrize("name", ["powersgd", "batched"])
-def test_a_sum_that_overflows_leaves_no_trace_either(name):
-    grads = overflowing_finite_gradients()
-    tx = reducer(name, 1)
-    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
-    outputs, final = simulate("vmap", tx, grads, state)
+def test_a_batch_whose_sums_overflow_leaves_no_trace_either():
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 3e38), random_grads(SHAPES, 3, 1))
+    tx = reducer("batched", 1)
+    outputs, final = simulate("vmap", tx, grads)
     assert not any(np.isfinite(x).any() for x in jax.tree.leaves(outputs["dense"]))
     assert int(final.count) == 0
     np.testing.assert_array_equal(jax.tree.leaves(final.residual)[0], 0)

@@ -16,8 +16,9 @@ from runners import AXIS, MAPPINGS, consolidated, simulate
 import jaxcomp
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("mapping", "rank"), [("vmap", 1), *((m, r) for m in MAPPINGS for r in (2, 4))]
+)
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
     grads = random_grads(SHAPES, n, steps)
@@ -93,34 +94,35 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
         np.testing.assert_allclose(came_out, went_in, atol=tolerance * np.abs(went_in).max())
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4), (7, 1)])
-def test_full_rank_gives_the_exact_mean(shape):
-    grads = random_grads({"w": shape}, 3, 2)
+def test_full_rank_gives_the_exact_mean():
+    shapes = {"a": (6, 5), "b": (2, 3, 4), "c": (7, 1)}
+    grads = random_grads(shapes, 3, 2)
     tx = shared_powersgd(64, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
-    outputs, final = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros(shape)}))
-    np.testing.assert_allclose(outputs["w"], grads["w"].mean(0), atol=1e-5)
-    np.testing.assert_allclose(final.residual["w"].mean(0), 0, atol=1e-5)
+    outputs, final = simulate("vmap", tx, grads)
+    for name, x in grads.items():
+        np.testing.assert_allclose(outputs[name], x.mean(0), atol=1e-5)
+        np.testing.assert_allclose(final.residual[name].mean(0), 0, atol=1e-5)
 
 
-def test_the_residual_stays_bounded():
+@pytest.mark.parametrize(("rank", "wire"), [(2, None), (4, None), (4, jnp.int8)])
+def test_the_residual_stays_bounded(rank, wire):
     """torch's rule lets it grow like sqrt(steps): 3.2 times from 400 to 4 000."""
-    n, shape = 4, (24, 16)
-    tx = shared_powersgd(2, axis_name=AXIS, start_step=0)
+    n, shape, steps = 4, (24, 16), 2_000
+    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0, comm_dtype=wire)
     state = tx.init({"w": jnp.zeros(shape)})
     signal = jax.random.normal(jax.random.key(1), shape)
 
-    def steps(key, state):
+    def run(key, state):
         def one(state, t):
             noise = jax.random.normal(jax.random.fold_in(key, t), shape)
             _, state = tx.update({"w": signal + noise}, state)
             return state, jnp.linalg.norm(state.residual["w"])
 
-        return jax.lax.scan(one, state, jnp.arange(4_000))[1]
+        return jax.lax.scan(one, state, jnp.arange(steps))[1]
 
-    run = jax.vmap(steps, in_axes=(0, None), axis_name=AXIS)
-    norms = np.asarray(jax.jit(run)(jax.random.split(jax.random.key(2), n), state)).mean(0)
-    late, early = norms[3_900:].mean(), norms[300:400].mean()
-    assert late < 1.5 * early
+    mapped = jax.jit(jax.vmap(run, in_axes=(0, None), axis_name=AXIS))
+    norms = np.asarray(mapped(jax.random.split(jax.random.key(2), n), state)).mean(0)
+    assert norms[-100:].mean() < 1.5 * norms[200:300].mean()
 
 
 @pytest.mark.parametrize("replicas_after", [4, 2, 8])
@@ -172,7 +174,7 @@ def test_without_error_feedback_no_residual_is_kept():
     np.testing.assert_allclose(outputs["conv"], expected["conv"], atol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
 def test_without_warm_start_every_step_draws_a_fresh_factor(mapping):
     one = random_grads({"w": (16, 12)}, 2, 1)["w"]
     grads = {"w": jnp.repeat(one, 3, axis=1)}

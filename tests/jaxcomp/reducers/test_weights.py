@@ -39,21 +39,14 @@ ROUNDED = {  # with what part of the largest value a value may be off
         3 / 127,
     ),
 }
+LOW = FULL | {"rank": 2}
 LOSSY = {
-    "low-rank": jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, min_compression_rate=0.0),
-    "low-rank-acp": jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0, min_compression_rate=0.0),
-    "low-rank-int8": jaxcomp.powersgd(
-        2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, comm_dtype=jnp.int8
-    ),
-    "feedback-low-rank": jaxcomp.error_feedback(
-        jaxcomp.powersgd(
-            2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, error_feedback=False
-        )
-    ),
+    "low-rank": jaxcomp.powersgd(**LOW),
+    "low-rank-acp": jaxcomp.acp_sgd(**LOW),
+    "low-rank-int8": jaxcomp.powersgd(**LOW, comm_dtype=jnp.int8),
+    "feedback-low-rank": jaxcomp.error_feedback(jaxcomp.powersgd(**LOW, error_feedback=False)),
     "feedback-every": jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS), every=3),
-    "low-rank-cold": jaxcomp.powersgd(
-        2, axis_name=AXIS, start_step=0, min_compression_rate=0.0, warm_start=False
-    ),
+    "low-rank-cold": jaxcomp.powersgd(**LOW, warm_start=False),
     "integers": jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
 }
 LINEAR = EXACT | {name: tx for name, (tx, _) in ROUNDED.items()}
@@ -109,14 +102,19 @@ def test_equal_weights_change_nothing_but_rounding(name):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
-@pytest.mark.parametrize("weights", [(0, 0, 0, 0), (1, -1, 1, 1), (1, np.nan, 1, 1)])
+WITHOUT_A_MEAN = [(0, 0, 0, 0), (1, -1, 1, 1), (1, np.nan, 1, 1)]
+# Quotients of these, or by them, would be rounded away.
+WITHOUT_A_MEAN += [(2e38, 2e38, 1, 1), (3e38, 1, 1, 1), (1e-38, 1e-38, 1e-38, 1e-38)]
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_weights_without_a_mean_leave_no_trace(name, weights):
+def test_weights_without_a_mean_leave_no_trace(name):
     grads = gradients()
     _, state = step_of(name)(grads, WEIGHTS, start(name))
-    outputs, after = step_of(name)(grads, np.array(weights, np.float32), state)
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(outputs)))
-    jax.tree.map(np.testing.assert_array_equal, after, state)
+    for weights in WITHOUT_A_MEAN:
+        outputs, after = step_of(name)(grads, np.array(weights, np.float32), state)
+        assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(outputs)))
+        jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -219,10 +217,8 @@ def test_a_fast_axis_is_weighed_in_front_of_the_chain():
 
 
 def test_a_uniform_number_needs_no_array():
-    tx, grads = ALL["allreduce"], gradients()
-    step = lambda g: tx.update(g, tx.init(g), weight=3)[0]  # noqa: E731
-    means = jax.vmap(step, axis_name=AXIS, out_axes=None)(grads)
-    np.testing.assert_allclose(means["w"], grads["w"].mean(0), rtol=1e-5, atol=1e-6)
+    means = mapped_update(ALL["allreduce"], 3)[0]
+    np.testing.assert_allclose(means["w"][0], gradients()["w"].mean(0), rtol=1e-5, atol=1e-6)
 
 
 def mapped_update(tx, weight):
@@ -245,20 +241,6 @@ def test_a_weight_without_an_axis_is_refused():
     plain = jaxcomp.error_feedback(optax.identity())
     with pytest.raises(ValueError, match="does not say along which axis"):
         mapped_update(plain, 1.0)
-
-
-def test_a_reducer_of_ones_own_is_weighed_at_the_door():
-    def reduce(updates, state, params=None, **extra_args):
-        assert "weight" not in extra_args
-        reduced = extend.reduce_mean(extend.floating_leaves(updates), AXIS, jnp.float32)
-        means, sent = (extend.with_leaves(updates, x) for x in reduced[:2])
-        return jaxcomp.Reduction(means, state, sent, reduced.finite)
-
-    tx = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, AXIS)
-    grads = gradients()
-    step = lambda g, w: tx.update(g, tx.init(g), weight=w)[0]  # noqa: E731
-    means = jax.vmap(step, axis_name=AXIS, out_axes=None)(grads, WEIGHTS)
-    np.testing.assert_allclose(means["w"], weighted_means(grads)["w"], atol=1e-6)
 
 
 def test_a_bfloat16_gradient_loses_nothing_to_its_weight():
@@ -315,7 +297,8 @@ def test_value_and_grad_equals_one_process_with_the_examples_that_there_are(kind
     ],
     ids=["powersgd", "batched", "feedback"],
 )
-def test_a_float16_mean_that_overflows_is_a_bad_step_with_a_weight_too(make):
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_float16_mean_that_overflows_is_a_bad_step(make, weighed):
     tx = make()
     params = {"w": jnp.zeros((16, 16), jnp.float16), "b": jnp.zeros(3, jnp.float16)}
     state = tx.init(params)
@@ -323,19 +306,11 @@ def test_a_float16_mean_that_overflows_is_a_bad_step_with_a_weight_too(make):
     state = jaxcomp.stack_replicas(state._replace(residual=large), 2)
     axes = jaxcomp.state_axes(state)
     grads = {"w": jnp.full((2, 16, 16), 4e4, jnp.float16), "b": jnp.ones((2, 3), jnp.float16)}
-    update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
-    step = jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS)
+    update = lambda g, w, s: tx.update(g, s, **({"weight": w} if weighed else {}))  # noqa: E731
+    step = jax.jit(jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS))
     outputs, after = step(grads, np.ones(2, np.float32), state)
     assert all(np.isnan(np.asarray(x, np.float32)).all() for x in outputs.values())
     jax.tree.map(np.testing.assert_array_equal, after, state)
-
-
-@pytest.mark.parametrize("weights", [(2e38, 2e38), (3e38, 1.0), (1e-38, 1e-38)])
-def test_weights_whose_quotients_would_be_rounded_away_are_refused(weights):
-    grads = {name: x[:2] for name, x in gradients().items()}
-    step = lambda g, w: ALL["allreduce"].update(g, optax.EmptyState(), weight=w)[0]  # noqa: E731
-    outputs = jax.vmap(step, axis_name=AXIS)(grads, np.array(weights, np.float32))
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(outputs)))
 
 
 def test_data_parallel_weighs_a_chain_along_all_axes():

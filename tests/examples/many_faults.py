@@ -1,0 +1,162 @@
+"""Signals, full disks and flipped bits, spread over the whole life of a run of two processes.
+
+python tests/examples/many_faults.py --each 20 --disks 5 --bits 100
+
+After each of them the run is started again with the same command. Then everything that was saved
+must still be there, and the losses be those of a run that nothing happened to, in every digit.
+The disk that fills up is a small tmpfs, which takes root to mount.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples/language_model")]
+
+from checkpoints import CheckpointError, Checkpoints  # noqa: E402
+from job import Job  # noqa: E402
+
+STEPS, STOPPED, REFUSED = 60, 75, 2
+MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
+RUN = [*MODEL, "--batch-size", 8, "--start-step", 2, "--eval-sequences", 16, "--devices", 1]
+RUN += ["--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 10]
+
+
+def losses(log: Path) -> dict[int, tuple[float, float | None]]:
+    """Loss and held-out loss by step."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return {r["step"]: (r["loss"], r.get("held_out")) for r in records if "step" in r}
+
+
+def saved(directory: Path) -> list[int]:
+    """The steps that are saved there, ascending."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def start(here: Path, processes: int = 2) -> Job:
+    """A run in `here`, or what continues it."""
+    (here / "run").mkdir(exist_ok=True)
+    files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
+    return Job(processes, here, *RUN, *files, "--start-timeout", 40)
+
+
+def finish(here: Path, expected: dict, at_least: int, processes: int = 2) -> None:
+    """Starts again, and compares with the run that nothing happened to."""
+    newest = (saved(here / "run") or [0])[-1]
+    assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
+    with start(here, processes) as job:
+        codes = job.codes()
+        assert codes == [0] * processes, (codes, job.said())
+        assert f"from step {newest}\n" in job.said()
+    assert losses(here / "log") == expected
+
+
+def signalled(here: Path, number: int, after: float, expected: dict) -> tuple[float, list[int]]:
+    """Sends a signal to the second of two processes; how long all lived then, and exit codes."""
+    with start(here) as job:
+        time.sleep(after)
+        before = (saved(here / "run") or [0])[-1]
+        sent = time.monotonic()
+        job.processes[1].send_signal(number)
+        codes = job.codes(60)
+        took = time.monotonic() - sent
+    finish(here, expected, before)
+    return took, codes
+
+
+def full_disk(here: Path, size: int, expected: dict) -> list[int]:
+    """On a disk of so many kilobytes, and again when it is larger; the exit codes of the first."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(here)]
+    subprocess.run(mount, check=True)
+    try:
+        with start(here) as job:
+            codes = job.codes(60)
+            before = (saved(here / "run") or [0])[-1]
+        assert 0 not in codes
+        subprocess.run(["mount", "-o", "remount,size=64m", str(here)], check=True)
+        finish(here, expected, before)
+        return codes
+    finally:
+        subprocess.run(["umount", str(here)], check=True)
+
+
+def flipped(directory: Path, count: int) -> Counter:
+    """Flips bits of the newest checkpoint: how many were refused, and how many changed nothing."""
+    rng, found = np.random.default_rng(0), Counter()
+    newest = directory / str(saved(directory)[-1])
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
+
+    def read() -> list[np.ndarray]:
+        checkpoints = Checkpoints(directory, keep=3, resume=True)
+        try:
+            import jax
+
+            return jax.tree.leaves((checkpoints.restore(None, {}) or [()])[0])
+        finally:
+            checkpoints.close()
+
+    whole = read()
+    for _ in range(count):
+        file = files[rng.integers(len(files))]
+        data = file.read_bytes()
+        broken = bytearray(data)
+        broken[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+        file.write_bytes(broken)
+        try:
+            same = all(map(np.array_equal, whole, read()))
+            found["harmless" if same else "UNNOTICED"] += 1
+        except CheckpointError as error:
+            found["refused" if str(newest) in str(error) else "NOT NAMED"] += 1
+        file.write_bytes(data)
+    return found
+
+
+def main() -> None:
+    """The command line's entry point."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--each", type=int, default=2, help="SIGKILLs, and SIGTERMs")
+    p.add_argument("--disks", type=int, default=0, help="full disks; takes root")
+    p.add_argument("--bits", type=int, default=10, help="flipped bits")
+    given = p.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
+
+        def place(what: str) -> Path:
+            (root / what).mkdir()
+            return root / what
+
+        for what in ("first", "undisturbed"):  # the first fills the cache: the second is as long
+            began, whole = time.monotonic(), place(what)
+            with start(whole) as job:
+                assert job.codes() == [0, 0], job.said()
+        life, expected = time.monotonic() - began, losses(whole / "log")
+        print(f"undisturbed: {life:.0f} s, saved {saved(whole / 'run')}", flush=True)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            for i, after in enumerate(np.linspace(0.2, life - 0.5, given.each)):
+                took, codes = signalled(place(f"{number}-{i}"), number, after, expected)
+                print(f"{number.name} after {after:.1f} s: {codes} in {took:.1f} s", flush=True)
+        one = sum(x.stat().st_size for x in (whole / "run" / str(STEPS)).rglob("*")) // 1024
+        for i, part in enumerate(np.linspace(0.2, 2.6, given.disks)):
+            codes = full_disk(place(f"disk-{i}"), int(part * one) + 40, expected)
+            print(f"a disk for {part:.1f} checkpoints: {codes}", flush=True)
+        found = flipped(whole / "run", given.bits)
+        print(f"{given.bits} flipped bits: {dict(found)}", flush=True)
+        assert not found["UNNOTICED"] + found["NOT NAMED"]
+
+
+if __name__ == "__main__":
+    main()
