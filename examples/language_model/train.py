@@ -75,8 +75,7 @@ def parser() -> Parser:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     group.add_argument("--processes", type=int, help="how many there are")
     group.add_argument("--process-id", type=int, help="which one this is, from 0")
-    wait = "seconds to wait for the others at the start" + shown
-    group.add_argument("--start-timeout", type=int, default=300, help=wait)
+    group.add_argument("--start-timeout", type=int, default=300, help="seconds to wait" + shown)
     silence = "seconds of silence that mean death" + shown
     group.add_argument("--heartbeat-timeout", type=int, default=30, help=silence)
     return p
@@ -157,15 +156,13 @@ class Log:
         """Begins the file; a resumed run keeps the records up to where it continues."""
         if path.is_dir():
             raise UsageError(f"{path} is a directory; --log needs a file")
-        kept = [{"config": asdict(config)}]
+        self._path, kept = path, [{"config": asdict(config)}]
         if start and path.is_file():
-            records = []
+            kept = []
             for line in path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut off on a full disk
-                    records.append(json.loads(line))
-            kept = [r for r in records if r.get("step", 0) <= start]
-        self._path = path
-        self._write("w", *kept)
+                    kept.append(json.loads(line))
+        self._write("w", *(record for record in kept if record.get("step", 0) <= start))
 
     def add(self, record: Record) -> None:
         """Writes a record, if it is one to write."""

@@ -167,41 +167,6 @@ def test_ratios():
     assert row in lines
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rates", "fast"], "`--rates` takes 'unlimited' or a rate such as 100mbit"),
-        (["--rates", ","], "`--rates` is empty"),
-        (["--strategies", "powersgd"], "`--strategies` has no 'powersgd'"),
-        (["--models", "resnet"], "`--models` has no 'resnet'; there are mlp, transformer"),
-        (["--frameworks", "mpi"], "`--frameworks` has no 'mpi'; there are jax, torch"),
-        (["--processes", "1"], "`--processes` must be at least 2, got 1"),
-        (["--steps", "1"], "`--steps` must be at least 2, got 1"),
-        (["--seconds-per-case", "nan"], "`--seconds-per-case` must be at least 0.1, got nan"),
-    ],
-)
-def test_wrong_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cluster.main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_root_it_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert cluster.main(["--out", str(tmp_path / "out")]) == cluster.EXIT_UNAVAILABLE
-    assert "needs root on Linux: run it with sudo" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_iproute2_it_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cluster.main([]) == cluster.EXIT_UNAVAILABLE
-    message = capsys.readouterr().err
-    assert "apt-get install iproute2 util-linux" in message
-
-
 def networks_work_here():
     """Whether this machine has shaped networks: root alone does not say so."""
     try:

@@ -30,6 +30,3 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(gpu_program, "compiler_found", lambda: False)
     assert gpu_program.main([]) == 1
     assert "pip install" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        gpu_program.main(["--trees", "oak"])
-    assert "has no 'oak'" in capsys.readouterr().err

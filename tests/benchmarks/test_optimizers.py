@@ -96,21 +96,6 @@ def test_the_tables_have_what_was_searched_to_its_end():
         report.paged(page, [], TINY)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--optimizers", "adagrad"], "`--optimizers` has no 'adagrad'; there are adamw, muon"),
-        (["--seeds", "0"], "`--seeds` must be at least 1"),
-        (["--steps", "70"], "`--steps` must be a multiple of 60"),
-    ],
-)
-def test_wrong_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", MAIN)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
     links = read_runs(RESULTS / "time_to_loss.jsonl")

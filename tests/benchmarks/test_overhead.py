@@ -8,7 +8,6 @@ import sys
 import pytest
 from paths import ROOT
 
-import benchmarks.overhead.__main__ as overhead
 from benchmarks.overhead.trees import TREES, torch_layout
 
 
@@ -53,19 +52,3 @@ def test_a_small_run_measures_both_frameworks_and_writes_its_results(tmp_path):
         assert case["jax"]["temporary_bytes"] < 1.1 * 4 * case["words"]
     assert "| mlp (10.0 M) | 2 |" in (tmp_path / "overhead-cpu.md").read_text()
     assert (tmp_path / "overhead-cpu.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--trees", "vgg"], "`--trees` has no 'vgg'; there are mlp, resnet50"),
-        (["--ranks", "one"], "`--ranks` takes integers from 1 on, got 'one'"),
-        (["--ranks", "0"], "`--ranks` takes integers from 1 on, got '0'"),
-        (["--core", "4096"], "there is no core 4096"),
-    ],
-)
-def test_wrong_arguments_are_answered_in_one_sentence(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        overhead.main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -20,7 +20,7 @@ from benchmarks.time_to_loss.task import Config, read_task, write_task
 
 TINY = Config(steps=4, eval_every=2, sequences=2, layers=2, width=16, heads=2, context=8)
 TINY = replace(TINY, eval_sequences=4)
-RUNS = "jax/allreduce,jax/local-sgd-2,jax/powersgd-1-int6-every-2,torch/allreduce"
+RUNS = "jax/allreduce,jax/powersgd-1-int6-every-2,torch/allreduce"
 
 
 def run(framework="jax", strategy="allreduce", seed=0, losses=(3.0, 2.0), **changes):
@@ -118,29 +118,10 @@ def test_the_page_shows_the_committed_runs(tmp_path):
     assert text in PAGE.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--runs", "allreduce"], "`--runs` takes framework/strategy"),
-        (["--runs", "torch/int8"], "which torch does not have"),
-        (["--runs", "jax/topk"], "`--strategies` has no 'topk'"),
-        (["--rates", "fast"], "`--rates` takes 'unlimited' or a rate"),
-        (["--seeds", "0"], "`--seeds` must be at least 1"),
-        (["--width", "100"], "width must be a multiple of heads"),
-        (["--samples", "1"], "`--samples` must be at least 2"),
-    ],
-)
-def test_wrong_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.torch
 def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(TINY).items()]
-    timed_runs = "jax/powersgd-1-int6-every-2,torch/allreduce"
+    timed_runs = "jax/powersgd-1-int6-every-2"
     program = [sys.executable, "-m", "benchmarks.time_to_loss", *setting, "--rates", "100mbit"]
     program += ["--samples", "2", "--out", str(tmp_path / "out")]
     for more in (["--runs", RUNS], ["--runs", timed_runs, "--times"]):
@@ -159,12 +140,12 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path):
         return
     assert done.returncode == 0, done.stderr
     runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    exact, local, rare, torch, *times = runs
+    exact, rare, torch, *times = runs
     assert [step for step, _, _ in exact["curve"]] == [2, 4]
     assert torch["curve"][-1][2] == pytest.approx(exact["curve"][-1][2], rel=1e-4)
-    assert local["steps_per_call"] == rare["steps_per_call"] == 2
-    assert local["curve"][-1][2] != exact["curve"][-1][2]
-    assert rare["sent_per_step"] < local["sent_per_step"] / 2
+    assert rare["steps_per_call"] == 2
+    assert rare["curve"][-1][2] != exact["curve"][-1][2]
+    assert rare["sent_per_step"] < exact["sent_per_step"] / 4
     assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
     assert [x["strategy"] for x in times] == [name.split("/")[1] for name in timed_runs.split(",")]
     assert all(len(x["seconds"]["100mbit"]) == 2 for x in times)

@@ -1,4 +1,4 @@
-"""Signals, full disks and flipped bits, spread over the whole life of a run of two processes.
+"""Signals, full disks and flipped bits, spread over the whole life of a run.
 
 python tests/examples/many_faults.py --each 20 --disks 5 --bits 100
 
@@ -28,10 +28,10 @@ sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples/language_model
 from checkpoints import CheckpointError, Checkpoints  # noqa: E402
 from job import Job  # noqa: E402
 
-STEPS, STOPPED, REFUSED = 60, 75, 2
+STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
-RUN = [*MODEL, "--batch-size", 8, "--start-step", 2, "--eval-sequences", 16, "--devices", 1]
-RUN += ["--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 10]
+MODEL += ["--batch-size", 8, "--start-step", 2, "--eval-sequences", 16]
+RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 10]
 
 
 def losses(log: Path) -> dict[int, tuple[float, float | None]]:
@@ -46,14 +46,14 @@ def saved(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def start(here: Path, processes: int = 2) -> Job:
-    """A run in `here`, or what continues it."""
+def start(here: Path, processes: int) -> Job:
+    """Processes of two devices in all that begin a run in `here`, or continue it."""
     (here / "run").mkdir(exist_ok=True)
     files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
-    return Job(processes, here, *RUN, *files, "--start-timeout", 40)
+    return Job(processes, here, *RUN, *files, "--devices", 2 // processes)
 
 
-def finish(here: Path, expected: dict, at_least: int, processes: int = 2) -> None:
+def finish(here: Path, expected: dict, at_least: int, processes: int) -> None:
     """Starts again, and compares with the run that nothing happened to."""
     newest = (saved(here / "run") or [0])[-1]
     assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
@@ -64,31 +64,34 @@ def finish(here: Path, expected: dict, at_least: int, processes: int = 2) -> Non
     assert losses(here / "log") == expected
 
 
-def signalled(here: Path, number: int, after: float, expected: dict) -> tuple[float, list[int]]:
-    """Sends a signal to the second of two processes; how long all lived then, and exit codes."""
-    with start(here) as job:
+def signalled(here: Path, number: int, after: float, expected: dict, processes: int) -> str:
+    """Sends a signal to the last process; says the exit codes, and how long all lived then."""
+    with start(here, processes) as job:
         time.sleep(after)
         before = (saved(here / "run") or [0])[-1]
         sent = time.monotonic()
-        job.processes[1].send_signal(number)
-        codes = job.codes(60)
+        job.signal(number, processes - 1)
+        codes = job.codes(120)
         took = time.monotonic() - sent
-    finish(here, expected, before)
-    return took, codes
+    finish(here, expected, before, processes)
+    return f"{codes} after {took:.1f} s, step {before} was saved before"
 
 
-def full_disk(here: Path, size: int, expected: dict) -> list[int]:
+def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
     """On a disk of so many kilobytes, and again when it is larger; the exit codes of the first."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(here)]
     subprocess.run(mount, check=True)
     try:
-        with start(here) as job:
-            codes = job.codes(60)
-            before = (saved(here / "run") or [0])[-1]
-        assert 0 not in codes
+        began = time.monotonic()
+        with start(here, processes) as job:
+            codes, said = job.codes(), job.said()
+            before = saved(here / "run")
+        took = time.monotonic() - began
+        assert 0 not in codes, said
         subprocess.run(["mount", "-o", "remount,size=64m", str(here)], check=True)
-        finish(here, expected, before)
-        return codes
+        finish(here, expected, (before or [0])[-1], processes)
+        why = "could not be written" in said
+        return f"{codes} after {took:.1f} s, steps {before} saved, said why: {why}"
     finally:
         subprocess.run(["umount", str(here)], check=True)
 
@@ -130,6 +133,7 @@ def main() -> None:
     p.add_argument("--each", type=int, default=2, help="SIGKILLs, and SIGTERMs")
     p.add_argument("--disks", type=int, default=0, help="full disks; takes root")
     p.add_argument("--bits", type=int, default=10, help="flipped bits")
+    p.add_argument("--processes", type=int, default=2, choices=(1, 2))
     given = p.parse_args()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -139,23 +143,26 @@ def main() -> None:
             (root / what).mkdir()
             return root / what
 
-        for what in ("first", "undisturbed"):  # the first fills the cache: the second is as long
+        for what in ("first", "undisturbed"):  # the first fills the cache
             began, whole = time.monotonic(), place(what)
-            with start(whole) as job:
-                assert job.codes() == [0, 0], job.said()
-        life, expected = time.monotonic() - began, losses(whole / "log")
+            with start(whole, given.processes) as job:
+                assert job.codes() == [0] * given.processes, job.said()
+            life = time.monotonic() - began
+        expected = losses(whole / "log")
+        assert losses(root / "first/log") == expected
         print(f"undisturbed: {life:.0f} s, saved {saved(whole / 'run')}", flush=True)
-        for number in (signal.SIGKILL, signal.SIGTERM):
-            for i, after in enumerate(np.linspace(0.2, life - 0.5, given.each)):
-                took, codes = signalled(place(f"{number}-{i}"), number, after, expected)
-                print(f"{number.name} after {after:.1f} s: {codes} in {took:.1f} s", flush=True)
-        one = sum(x.stat().st_size for x in (whole / "run" / str(STEPS)).rglob("*")) // 1024
-        for i, part in enumerate(np.linspace(0.2, 2.6, given.disks)):
-            codes = full_disk(place(f"disk-{i}"), int(part * one) + 40, expected)
-            print(f"a disk for {part:.1f} checkpoints: {codes}", flush=True)
         found = flipped(whole / "run", given.bits)
         print(f"{given.bits} flipped bits: {dict(found)}", flush=True)
         assert not found["UNNOTICED"] + found["NOT NAMED"]
+        one = sum(x.stat().st_size for x in (whole / "run" / str(STEPS)).rglob("*")) // 1024
+        for i, part in enumerate(np.linspace(0.2, 3.2, given.disks)):
+            said = full_disk(place(f"disk-{i}"), int(part * one) + 40, expected, given.processes)
+            print(f"a disk for {part:.1f} checkpoints: {said}", flush=True)
+        for i, after in enumerate(np.linspace(0.1, life, given.each)):
+            for number in (signal.SIGKILL, signal.SIGTERM):
+                here = place(f"{number.name}-{i}")
+                said = signalled(here, number, after, expected, given.processes)
+                print(f"{number.name} after {after:.1f} s: {said}", flush=True)
 
 
 if __name__ == "__main__":

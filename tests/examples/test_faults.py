@@ -1,6 +1,5 @@
 """What goes wrong on many hosts, with real processes: the example ends, and goes on from there."""
 
-import json
 import os
 import resource
 import shutil
@@ -11,22 +10,11 @@ import numpy as np
 import pytest
 from checkpoints import CheckpointError, Checkpoints
 from job import Job
+from many_faults import MODEL, losses, saved
 
-MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
-MODEL += ["--batch-size", 8, "--start-step", 2, "--eval-sequences", 16]
 SHORT = [*MODEL, "--steps", 12, "--eval-every", 3, "--checkpoint-every", 4]
 LONG = [*MODEL, "--steps", 100_000, "--eval-every", 100_000]
 STOPPED = 75
-
-
-def losses(log):
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {r["step"]: (r["loss"], r.get("held_out")) for r in records if "step" in r}
-
-
-def steps(directory):
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +29,9 @@ def undisturbed(tmp_path_factory):
 
 def test_sigterm_in_the_first_second_ends_a_process_that_has_done_nothing(tmp_path):
     with Job(1, tmp_path, *LONG, "--checkpoint-dir", tmp_path / "run") as job:
-        job.processes[0].send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM)
         assert job.codes(10) == [-signal.SIGTERM]
-    assert not steps(tmp_path / "run")
+    assert not saved(tmp_path / "run")
 
 
 def test_sigterm_saves_and_the_next_start_goes_on_there(tmp_path):
@@ -51,9 +39,9 @@ def test_sigterm_saves_and_the_next_start_goes_on_there(tmp_path):
     run = [*LONG, "--devices", 2, "--checkpoint-dir", tmp_path / "run"]
     with Job(1, tmp_path, *run) as job:
         job.wait_until(lambda: "from step 0" in job.said())
-        job.processes[0].send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM)
         assert job.codes() == [STOPPED], job.said()
-        (step,) = steps(tmp_path / "run")
+        (step,) = saved(tmp_path / "run")
         assert f"stopped by a signal after step {step}, which is saved" in job.said()
     with Job(1, tmp_path, *run, "--resume", "--stop-at", step + 1) as job:
         assert job.codes() == [0], job.said()
@@ -63,22 +51,9 @@ def test_sigterm_saves_and_the_next_start_goes_on_there(tmp_path):
 def test_without_a_directory_it_says_that_nothing_is_saved(tmp_path):
     with Job(1, tmp_path, *LONG, "--devices", 2) as job:
         job.wait_until(lambda: "from step 0" in job.said())
-        job.processes[0].send_signal(signal.SIGINT)
+        job.signal(signal.SIGINT)
         assert job.codes() == [128 + signal.SIGTERM]
         assert "nothing is saved without --checkpoint-dir" in job.said()
-
-
-def test_a_killed_run_repeats_its_losses_in_every_digit(tmp_path, undisturbed):
-    """Whatever moment the kill comes at: the log is that of a run without one."""
-    run = [*SHORT, "--devices", 2, "--log", tmp_path / "log", "--checkpoint-dir", tmp_path / "run"]
-    with Job(1, tmp_path, *run) as job:
-        job.wait_until(lambda: steps(tmp_path / "run") or job.processes[0].poll() is not None)
-        job.processes[0].kill()
-    saved = steps(tmp_path / "run")
-    with Job(1, tmp_path, *run, "--resume") as job:
-        assert job.codes() == [0], job.said()
-        assert f"from step {saved[-1]}\n" in job.said()
-    assert losses(tmp_path / "log") == undisturbed
 
 
 def test_a_process_that_dies_ends_the_other_and_one_process_goes_on(tmp_path, undisturbed):
@@ -87,14 +62,14 @@ def test_a_process_that_dies_ends_the_other_and_one_process_goes_on(tmp_path, un
     arguments = [*SHORT, "--log", tmp_path / "log", "--checkpoint-dir", tmp_path / "run"]
     arguments += ["--resume", "--heartbeat-timeout", 10]
     with Job(2, tmp_path, *arguments, "--devices", 1, "--steps", 12) as job:
-        job.wait_until(lambda: bool(steps(tmp_path / "run")))
-        job.processes[1].kill()
-        assert job.codes(60)[0] != 0 or steps(tmp_path / "run")[-1] == 12
+        job.wait_until(lambda: bool(saved(tmp_path / "run")))
+        job.signal(signal.SIGKILL, 1)
+        assert job.codes(60)[0] != 0 or saved(tmp_path / "run")[-1] == 12
         assert "step" not in job.said(1)  # process 0 does the talking
-    saved = steps(tmp_path / "run")[-1]
+    newest = saved(tmp_path / "run")[-1]
     with Job(1, tmp_path, *arguments, "--devices", 2) as job:
         assert job.codes() == [0], job.said()
-        assert f"on 2 cpu devices of 1 processes, from step {saved}\n" in job.said()
+        assert f"on 2 cpu devices of 1 processes, from step {newest}\n" in job.said()
     found = losses(tmp_path / "log")
     assert found.keys() == undisturbed.keys()
     for step, (loss, held_out) in undisturbed.items():  # the logged loss is of the whole batch
@@ -120,9 +95,9 @@ def test_sigterm_to_one_of_two_stops_both_after_the_same_saved_step(tmp_path):
     arguments = [*LONG, "--devices", 1, "--checkpoint-dir", tmp_path / "run"]
     with Job(2, tmp_path, *arguments, scheduler=slurm) as job:
         job.wait_until(lambda: "from step 0" in job.said())
-        job.processes[1].send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM, 1)
         assert job.codes() == [STOPPED, STOPPED], job.said() + job.said(1)
-        (step,) = steps(tmp_path / "run")
+        (step,) = saved(tmp_path / "run")
         for i in range(2):
             assert f"stopped by a signal after step {step}, which is saved" in job.said(i)
 
@@ -132,7 +107,7 @@ def test_sigterm_while_the_processes_connect_is_not_lost(tmp_path):
     arguments = [*LONG, "--devices", 1, "--start-timeout", 30, "--heartbeat-timeout", 10]
     with Job(2, tmp_path, *arguments) as job:
         job.wait_until(lambda: "Gloo" in job.said(1))
-        job.processes[1].send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM, 1)
         assert 0 not in job.codes()
 
 
@@ -143,13 +118,6 @@ def test_processes_that_begin_with_different_parameters_are_refused(tmp_path):
         assert any("is not the same on each process" in job.said(i) for i in range(2)), (
             job.said() + job.said(1)
         )
-
-
-def test_who_the_others_are_must_be_known(tmp_path):
-    with Job(1, tmp_path, *SHORT, scheduler=lambda process: {}) as job:
-        assert job.codes() == [2]
-        (line,) = job.said().splitlines()
-        assert "the other processes cannot be found: pass --coordinator, --processes" in line
 
 
 STATE = {"w": np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30), "b": np.ones(3)}
@@ -177,7 +145,7 @@ def test_the_newest_is_restored_and_the_last_are_kept(tmp_path):
     assert step == 3
     np.testing.assert_array_equal(state["w"], STATE["w"])
     np.testing.assert_array_equal(state["b"], [3, 3, 3])
-    assert steps(tmp_path / "run") == [2, 3]
+    assert saved(tmp_path / "run") == [2, 3]
 
 
 # tensorstore answers for every leaf, some of them after orbax has given up because of one.

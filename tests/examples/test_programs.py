@@ -1,10 +1,8 @@
 """The programs to copy, run as a user runs them, and what they say."""
 
 import ast
-import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -16,10 +14,15 @@ from paths import EXAMPLES
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
 
-def output(name, *arguments, environment=os.environ):
+def output(name, *changes):
+    """What a program prints, in a process of its own: each makes its own number of devices."""
+    source = (EXAMPLES / name).read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
-        env=environment | {"JAX_PLATFORMS": "cpu"},  # each makes its own number of devices
+        [sys.executable, "-c", source],
+        env=xla.users_environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -54,28 +57,17 @@ def excess_and_ratio(printed):
 
 
 def test_the_quick_start_ends_near_the_exact_loss():
-    excess, ratio = excess_and_ratio(output("quickstart.py", environment=xla.users_environment()))
+    excess, ratio = excess_and_ratio(
+        output("quickstart.py", ("STEPS, BATCH, CONTEXT = 300", "STEPS, BATCH, CONTEXT = 100"))
+    )
     assert excess < 2
     assert ratio > 10
 
 
 def test_diloco_ends_near_the_exact_loss():
-    excess, ratio = excess_and_ratio(output("diloco.py", environment=xla.users_environment()))
+    excess, ratio = excess_and_ratio(output("diloco.py"))
     assert excess < 2
     assert ratio == 16
-
-
-def test_resuming_on_another_number_of_replicas_repeats_the_run(tmp_path):
-    def losses(directory, replicas):
-        printed = output("resume.py", tmp_path / directory, "--replicas", replicas)
-        return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-
-    before = losses("4-4", 4)
-    shutil.copytree(tmp_path / "4-4", tmp_path / "4-2")
-    stayed, moved = losses("4-4", 4), losses("4-2", 2)
-    assert len(before) == len(stayed) == len(moved) == 6
-    assert stayed[-1] < before[0] / 2
-    assert moved == pytest.approx(stayed, rel=1e-3)
 
 
 @pytest.mark.parametrize(

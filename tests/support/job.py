@@ -1,16 +1,32 @@
-"""The processes of a training job, started as a user starts them, and what they say."""
+"""The processes of a training job, with the arguments of a user, and what they say."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paths import LANGUAGE_MODEL
+
+# Each is forked from a process that has imported what takes seconds, and computed nothing.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["orbax.checkpoint", "flax.linen", "optax"])
+
+
+def _run(said: str, arguments: list[str], environment: dict[str, str]) -> None:
+    file = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    sys.path.insert(0, str(LANGUAGE_MODEL))
+    sys.argv = ["train.py", *arguments]
+    import train
+
+    sys.exit(train.main())
 
 
 class Job:
@@ -34,22 +50,22 @@ class Job:
             tell it by flags.
           each: Further arguments of each process.
         """
-        self._directory, self.processes = directory, []
+        self._said = [directory / f"said{index}.txt" for index in range(processes)]
+        self.processes = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             where = f"127.0.0.1:{free.getsockname()[1]}"
-        for index in range(processes):
-            command = [sys.executable, str(LANGUAGE_MODEL / "train.py"), *map(str, arguments)]
-            command += each[index] if each else ()
+        for index, said in enumerate(self._said):
+            own = [*map(str, arguments), *(each[index] if each else ())]
             if scheduler:
-                command += ["--distributed"]
+                own += ["--distributed"]
             elif processes > 1:
-                command += ["--coordinator", where, "--processes", str(processes)]
-                command += ["--process-id", str(index)]
-            with (directory / f"said{index}.txt").open("w") as said:
-                environment = os.environ | (scheduler(index) if scheduler else {})
-                self.processes.append(
-                    subprocess.Popen(command, stdout=said, stderr=said, env=environment)
-                )
+                own += ["--coordinator", where, "--processes", str(processes)]
+                own += ["--process-id", str(index)]
+            said.touch()
+            environment = scheduler(index) if scheduler else {}
+            process = _FORKS.Process(target=_run, args=(str(said), own, environment))
+            process.start()
+            self.processes.append(process)
 
     def __enter__(self) -> Job:
         return self
@@ -57,23 +73,29 @@ class Job:
     def __exit__(self, *error: object) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
 
     def said(self, index: int = 0) -> str:
         """What a process has written so far."""
-        return (self._directory / f"said{index}.txt").read_text()
+        return self._said[index].read_text()
+
+    def signal(self, number: int, index: int = 0) -> None:
+        """Sends a signal to a process."""
+        os.kill(self.processes[index].pid, number)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         """Returns when the condition holds; fails when no process runs any more, or too late."""
         end = time.monotonic() + seconds
         while not condition():
-            running = any(process.poll() is None for process in self.processes)
+            running = any(process.is_alive() for process in self.processes)
             said = [self.said(i)[-1000:] for i in range(len(self.processes))]
             assert running, said
             assert time.monotonic() < end, said
             time.sleep(0.02)
 
-    def codes(self, seconds: float = 300) -> list[int]:
-        """The exit codes, once all have ended."""
+    def codes(self, seconds: float = 300) -> list[int | None]:
+        """The exit codes, once all have ended; None of one that has not by then."""
         end = time.monotonic() + seconds
-        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+        for process in self.processes:
+            process.join(max(0.1, end - time.monotonic()))
+        return [process.exitcode for process in self.processes]

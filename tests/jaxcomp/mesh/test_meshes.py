@@ -65,14 +65,8 @@ HOSTS = jax.sharding.AbstractMesh((2, 4), ("host", "device"))
 
 def collectives(compiled):
     """(operation, values of every result on one device, whether it crosses hosts)."""
-    return [
-        (
-            x.kind,
-            [values for _, values in x.arrays],
-            "host" in x.axes,
-        )
-        for x in hlo.read(compiled, HOSTS)
-    ]
+    found = hlo.read(compiled, HOSTS)
+    return [(x.kind, [values for _, values in x.arrays], "host" in x.axes) for x in found]
 
 
 def compiled_step(tx, layout):
@@ -100,8 +94,7 @@ def by_hand():
     return {name: moved(collectives(compiled_step(tx, LAYOUTS[name]))) for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("start_step", [0, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "start_step"), [("tensor", 0), ("fsdp", 5)])
 def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout, start_step, by_hand):
     reducer = jaxcomp.powersgd(2, axis_name="dcn", start_step=start_step)
     tx = optax.chain(reducer, optax.sgd(0.1))
@@ -126,17 +119,19 @@ def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout, st
         assert state[0].residual[name].shape == (2, *SHAPES[name])
 
 
+FLOAT16 = jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)
+
+
 @pytest.mark.parametrize(
-    "reducer",
+    ("layout", "reducer"),
     [
-        jaxcomp.allreduce(axis_name="dcn"),
-        jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16),
-        jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.bfloat16),
-        jaxcomp.error_feedback(jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)),
+        ("tensor", jaxcomp.allreduce(axis_name="dcn")),
+        ("fsdp", FLOAT16),
+        ("fsdp", jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.bfloat16)),
+        ("tensor", jaxcomp.error_feedback(FLOAT16)),
     ],
     ids=["own", "float16", "bfloat16", "feedback"],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_average_moves_no_more_within_a_host_than_pmean(layout, reducer, by_hand):
     found = collectives(compiled_step(optax.chain(reducer, optax.sgd(0.1)), LAYOUTS[layout]))
     assert crossing(found) == VALUES // 4
@@ -147,7 +142,7 @@ def test_an_average_moves_no_more_within_a_host_than_pmean(layout, reducer, by_h
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_consolidate_gathers_nothing(layout):
+def test_consolidate_gathers_nothing_and_its_state_is_sharded_again(layout):
     grid, tx = mesh(), jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
     state = training(tx, LAYOUTS[layout])[2]
     mapped = jax.shard_map(
@@ -160,6 +155,11 @@ def test_consolidate_gathers_nothing(layout):
     found = collectives(hlo.text(mapped, state))
     assert crossing(found) == 2 * 64 * 96 // 4 + 2  # and whose residual it is
     assert moved(found) == (0, 0)
+    one = jax.jit(mapped)(state)
+    assert one.residual["up"].shape == SHAPES["up"]
+    for each in (jaxcomp.shard_state(one, grid, "dcn"), state):
+        assert each.residual["up"].shape == (2, 64, 96)
+        assert each.residual["up"].addressable_shards[0].data.size == 64 * 96 // 4
 
 
 def test_thin_factors_cross_hosts_in_shares():
@@ -186,14 +186,25 @@ def test_thin_factors_cross_hosts_in_shares():
         np.testing.assert_allclose(result, x[:, 0].mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_int8_costs_beside_automatic_axes(layout, by_hand):
-    """As docs/meshes.md says: every device holds and sends the integers of whole leaves."""
-    tx = optax.chain(jaxcomp.quantized_allreduce(axis_name="dcn"), optax.sgd(0.1))
-    compiled = compiled_step(tx, LAYOUTS[layout])
+INT8_FACTORS = jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reducer", "leaves"),
+    [
+        ("tensor", jaxcomp.quantized_allreduce(axis_name="dcn"), SHAPES),
+        ("fsdp", jaxcomp.quantized_allreduce(axis_name="dcn"), SHAPES),
+        ("fsdp", INT8_FACTORS, ("down", "up")),  # the bias goes in an all-reduce of its own
+    ],
+    ids=["int8 tensor", "int8 fsdp", "factors"],
+)
+def test_what_int8_costs_beside_automatic_axes(layout, reducer, leaves, by_hand):
+    """As docs/meshes.md says: every device sends the integers of whole leaves or factors."""
+    compiled = compiled_step(optax.chain(reducer, optax.sgd(0.1)), LAYOUTS[layout])
+    sent = reducer.bytes({name: np.zeros(SHAPES[name], "f4") for name in leaves}, replicas=2)
     slow = [(op, sum(sizes)) for op, sizes, slow in collectives(compiled) if slow]
-    wire = VALUES + 4 * (2 * 24 + 2)  # the scales of blocks of 256: 24 for a weight, 2 for the bias
-    assert [x for x in slow if x[0] != "all-reduce"] == [("all-to-all", wire), ("all-gather", wire)]
+    shares = [(op, size) for op, size in slow if op != "all-reduce"]
+    assert shares == [("all-to-all", sent.bytes_after), ("all-gather", sent.bytes_after)]
     floats = "\n".join(line for line in compiled.splitlines() if " = s8[" not in line)
     assert moved(collectives(floats))[0] <= max(by_hand[layout][0], 64 * 96 // 4)
 
@@ -201,21 +212,14 @@ def test_what_int8_costs_beside_automatic_axes(layout, by_hand):
 @pytest.mark.parametrize(
     ("layout", "reducer", "tolerance"),
     [
-        ("tensor", jaxcomp.powersgd(2, axis_name="dcn", start_step=0), 1e-6),
         ("fsdp", jaxcomp.powersgd(2, axis_name="dcn", start_step=2), 1e-6),
-        # A value may be rounded to the other side: one unit of float16, one level of int8.
-        (
-            "tensor",
-            jaxcomp.error_feedback(jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)),
-            float(jnp.finfo(jnp.float16).eps) * 0.12,  # the largest gradient
-        ),
-        (
-            "fsdp",
-            jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="dcn")),
-            1e-3,
-        ),
+        # A value may be rounded to the other side: one unit of float16 of the largest gradient, or
+        # one level of int8.
+        ("tensor", jaxcomp.error_feedback(FLOAT16), float(jnp.finfo(jnp.float16).eps) * 0.12),
+        ("fsdp", jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="dcn")), 1e-3),
+        ("tensor", INT8_FACTORS, 1e-3),
     ],
-    ids=["powersgd", "start_step", "float16", "int8"],
+    ids=["powersgd", "float16", "int8", "factors"],
 )
 def test_sharding_changes_nothing_but_rounding(layout, reducer, tolerance):
     """Equal to a run on two devices, one for each replica."""
@@ -232,20 +236,18 @@ def test_sharding_changes_nothing_but_rounding(layout, reducer, tolerance):
 @pytest.mark.parametrize(
     "reducer",
     [
-        lambda: jaxcomp.powersgd(2, axis_name="dcn", start_step=0),
-        lambda: jaxcomp.batched_powersgd(2, axis_name="dcn", start_step=0),
-        lambda: jaxcomp.quantized_allreduce(axis_name="dcn"),
-        lambda: jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16),
-        lambda: jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="dcn")),
+        jaxcomp.powersgd(2, axis_name="dcn", start_step=0),
+        jaxcomp.batched_powersgd(2, axis_name="dcn", start_step=0),
+        jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="dcn")),
     ],
-    ids=["powersgd", "batched", "int8", "float16", "feedback"],
+    ids=["powersgd", "batched", "int8"],
 )
 def test_an_allreduce_in_front_averages_exactly_over_the_fast_axis(reducer):
     """Equal to the same reducer between hosts whose batch is four times as large."""
     both = ("dcn", "ici")
-    tx = optax.chain(jaxcomp.allreduce(axis_name="ici"), reducer(), optax.sgd(0.1))
+    tx = optax.chain(jaxcomp.allreduce(axis_name="ici"), reducer, optax.sgd(0.1))
     step, params, state, batch = training(tx, {}, manual=both, axes=both)
-    slow = optax.chain(reducer(), optax.sgd(0.1))
+    slow = optax.chain(reducer, optax.sgd(0.1))
     one, few, start, same = training(slow, {}, manual=both, axes="dcn")
     for _ in range(2):
         params, state = step(params, state, batch)
@@ -280,25 +282,3 @@ def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
     step, params, state, batch = training(tx, {}, manual=both, axes="dcn")
     with pytest.raises(ValueError, match="the same on every replica along 'ici'"):
         step(params, state, batch)
-
-
-def test_consolidate_and_restore_over_the_slow_axis_only():
-    grid = mesh()
-    tx = jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
-    state = training(tx, LAYOUTS["tensor"])[2]
-    specs = jaxcomp.state_specs(state, "dcn")
-    consolidate = jax.jit(
-        jax.shard_map(
-            lambda s: jaxcomp.consolidate(s, "dcn"),
-            mesh=grid,
-            in_specs=(specs,),
-            out_specs=P(),
-            axis_names={"dcn"},
-        )
-    )
-    one = consolidate(state)
-    assert one.residual["up"].shape == SHAPES["up"]
-    again = jaxcomp.shard_state(one, grid, "dcn")
-    for each in (again, state):
-        assert each.residual["up"].shape == (2, 64, 96)
-        assert each.residual["up"].addressable_shards[0].data.size == 64 * 96 // 4

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import BYTES, collectives, text
-from jax.sharding import AxisType, NamedSharding
+from hlo import BYTES, collectives
+from jax.sharding import AxisType
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import shared_powersgd
 from reference import orthogonalize
@@ -294,31 +294,6 @@ def test_float64_gradients_keep_their_digits():
         np.testing.assert_allclose(outputs["bias"][0], grads["bias"].mean(0), rtol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tx: optax.masked(tx, {"dense": True, "bias": True, "same": False}),
-        lambda tx: jaxcomp.accumulate(optax.chain(tx, optax.sgd(0.1)), 2),
-        lambda tx: jaxcomp.local_sgd(optax.sgd(0.1), sync_every=1, axis_name=AXIS, reducer=tx),
-    ],
-    ids=["masked", "accumulate", "local_sgd"],
-)
-def test_inside_other_transformations(make):
-    """As with a float32 wire, but for the rounding."""
-    shapes = {"dense": (24, 16), "bias": (16,)}
-    grads = random_grads(shapes, 2, 4)
-    grads["same"] = jnp.ones((2, 4, 3))  # which the mask leaves alone
-    params = zeros(shapes) | {"same": jnp.zeros(3)}
-    results = []
-    for wire in (jnp.int8, None):
-        tx = make(reducer(comm_dtype=wire))
-        with jax.numpy_dtype_promotion("standard"):
-            results.append(simulate("vmap", tx, grads, tx.init(params), params)[0])
-    for narrow, wide in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(narrow, wide, atol=0.3)
-    assert np.any(results[0]["dense"] != results[1]["dense"])
-
-
 def test_trees_without_anything_to_compress():
     tx = reducer()
     for shapes in ({}, {"empty": (0, 3)}, {"bias": (5,), "scalar": ()}):
@@ -333,50 +308,3 @@ def test_trees_without_anything_to_compress():
         jax.tree.map(
             lambda x, g: np.testing.assert_allclose(x, g[:, 0].mean(0), rtol=1e-6), outputs, grads
         )
-
-
-def test_beside_automatic_axes_only_factors_are_integers():
-    """Weights stay sharded and no weight is gathered; the bias goes in an all-reduce of its own."""
-    grid = jax.make_mesh((2, 4), ("dcn", "ici"), (AxisType.Auto,) * 2)
-    shapes = {"bias": (96,), "up": (64, 96)}
-    layout = {"bias": jax.P("dcn", "ici"), "up": jax.P("dcn", None, "ici")}
-    values = jax.tree.map(lambda x: x[:, 0], random_grads(shapes, 2, 1))
-    tx = jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8)
-    state = tx.init(zeros(shapes))
-    specs = jaxcomp.state_specs(state, "dcn")
-
-    def update(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
-
-    mapped = jax.jit(
-        jax.shard_map(
-            update,
-            mesh=grid,
-            in_specs=(jax.P("dcn"), specs),
-            out_specs=(jax.P(), specs),
-            axis_names={"dcn"},
-        )
-    )
-    placed = {k: jax.device_put(x, NamedSharding(grid, layout[k])) for k, x in values.items()}
-    arguments = placed, jaxcomp.shard_state(state, grid, "dcn")
-    found = collectives(text(mapped, *arguments))
-    assert max(size for op, kind, size in found if kind == "f32") <= 2 * 96
-    # As docs/meshes.md says: whole factors from every device.
-    leaf = {"up": shapes["up"]}
-    int8 = jaxcomp.powersgd(2, axis_name="dcn", comm_dtype="int8")
-    stats = int8.bytes(zeros(leaf), replicas=2)
-    for stage in ("all-to-all", "all-gather"):
-        sizes = [size for op, kind, size in found if (op, kind) == (stage, "s8")]
-        assert sum(sizes) == stats.bytes_after
-    outputs, after = mapped(*arguments)
-
-    alone = jax.vmap(
-        jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8).update,
-        in_axes=(0, None),
-        axis_name="dcn",
-    )
-    expected, wanted = jax.jit(alone)(values, state)
-    np.testing.assert_allclose(outputs["up"], expected["up"][0], atol=1e-4)
-    np.testing.assert_allclose(outputs["bias"], values["bias"].mean(0), rtol=1e-6)
-    residual = after.residual["up"].reshape(2, 64, 96)
-    np.testing.assert_allclose(residual, wanted.residual["up"], atol=1e-4)

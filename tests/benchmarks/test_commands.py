@@ -1,0 +1,58 @@
+"""The commands answer wrong arguments in one sentence."""
+
+import importlib
+import os
+
+import pytest
+
+import benchmarks.cluster.__main__ as cluster
+
+WRONG = {
+    "cluster --rates fast": "`--rates` takes 'unlimited' or a rate such as 100mbit",
+    "cluster --rates ,": "`--rates` is empty",
+    "cluster --strategies powersgd": "`--strategies` has no 'powersgd'",
+    "cluster --models resnet": "`--models` has no 'resnet'; there are mlp, transformer",
+    "cluster --frameworks mpi": "`--frameworks` has no 'mpi'; there are jax, torch",
+    "cluster --processes 1": "`--processes` must be at least 2, got 1",
+    "cluster --steps 1": "`--steps` must be at least 2, got 1",
+    "cluster --seconds-per-case nan": "`--seconds-per-case` must be at least 0.1, got nan",
+    "overhead --trees vgg": "`--trees` has no 'vgg'; there are mlp, resnet50",
+    "overhead --ranks one": "`--ranks` takes integers from 1 on, got 'one'",
+    "overhead --ranks 0": "`--ranks` takes integers from 1 on, got '0'",
+    "overhead --core 4096": "there is no core 4096",
+    "time_to_loss --runs allreduce": "`--runs` takes framework/strategy",
+    "time_to_loss --runs torch/int8": "which torch does not have",
+    "time_to_loss --runs jax/topk": "`--strategies` has no 'topk'",
+    "time_to_loss --seeds 0": "`--seeds` must be at least 1",
+    "time_to_loss --width 100": "width must be a multiple of heads",
+    "time_to_loss --samples 1": "`--samples` must be at least 2",
+    "optimizers --optimizers adagrad": "`--optimizers` has no 'adagrad'; there are adamw, muon",
+    "optimizers --seeds 0": "`--seeds` must be at least 1",
+    "optimizers --steps 70": "`--steps` must be a multiple of 60",
+    "gpu_program --trees oak": "has no 'oak'",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_arguments(command, capsys):
+    name, *arguments = command.split()
+    main = importlib.import_module(f"benchmarks.{name}.__main__").main
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert WRONG[command] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("user", "path", "message"),
+    [
+        (1000, os.environ["PATH"], "needs root on Linux: run it with sudo"),
+        (0, "", "apt-get install iproute2 util-linux"),
+    ],
+)
+def test_what_the_machine_lacks_is_said(user, path, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setenv("PATH", path)
+    assert cluster.main(["--out", str(tmp_path / "out")]) == cluster.EXIT_UNAVAILABLE
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
