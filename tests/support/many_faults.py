@@ -1,6 +1,6 @@
 """Signals, full disks and flipped bits, spread over the whole life of a run.
 
-python tests/examples/many_faults.py --each 20 --disks 5 --bits 100
+python tests/support/many_faults.py --each 20 --disks 5 --bits 100
 
 After each of them the run is started again with the same command. Then everything that was saved
 must still be there, and the losses be those of a run that nothing happened to, in every digit.
@@ -58,7 +58,7 @@ def finish(here: Path, expected: dict, at_least: int, processes: int) -> None:
     newest = (saved(here / "run") or [0])[-1]
     assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
     with start(here, processes) as job:
-        codes = job.codes()
+        codes = job.codes(900)
         assert codes == [0] * processes, (codes, job.said())
         assert f"from step {newest}\n" in job.said()
     assert losses(here / "log") == expected
@@ -84,7 +84,7 @@ def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
     try:
         began = time.monotonic()
         with start(here, processes) as job:
-            codes, said = job.codes(), job.said()
+            codes, said = job.codes(900), job.said()
             before = saved(here / "run")
         took = time.monotonic() - began
         assert 0 not in codes, said
@@ -146,7 +146,7 @@ def main() -> None:
         for what in ("first", "undisturbed"):  # the first fills the cache
             began, whole = time.monotonic(), place(what)
             with start(whole, given.processes) as job:
-                assert job.codes() == [0] * given.processes, job.said()
+                assert job.codes(900) == [0] * given.processes, job.said()
             life = time.monotonic() - began
         expected = losses(whole / "log")
         assert losses(root / "first/log") == expected
