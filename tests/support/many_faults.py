@@ -18,15 +18,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples/language_model")]
 
+import jax  # noqa: E402
+import train  # noqa: E402
 from checkpoints import CheckpointError, Checkpoints  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 from job import Job  # noqa: E402
+from training import AXIS, Run, RunConfig  # noqa: E402
 
 STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
@@ -96,18 +102,23 @@ def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
         subprocess.run(["umount", str(here)], check=True)
 
 
+def fresh() -> Any:
+    """A state of such a run, for its structure."""
+    given = vars(train.parser().parse_args([*map(str, RUN)]))
+    config = RunConfig(**{field.name: given[field.name] for field in fields(RunConfig)})
+    return Run(config, Mesh(jax.devices()[:1], (AXIS,))).consolidated()
+
+
 def flipped(directory: Path, count: int) -> Counter:
     """Flips bits of the newest checkpoint: how many were refused, and how many changed nothing."""
-    rng, found = np.random.default_rng(0), Counter()
+    rng, found, like = np.random.default_rng(0), Counter(), fresh()
     newest = directory / str(saved(directory)[-1])
     files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
 
     def read() -> list[np.ndarray]:
         checkpoints = Checkpoints(directory, keep=3, resume=True)
         try:
-            import jax
-
-            return jax.tree.leaves((checkpoints.restore(None, {}) or [()])[0])
+            return jax.tree.leaves((checkpoints.restore(like, {}) or [()])[0])
         finally:
             checkpoints.close()
 
