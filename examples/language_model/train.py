@@ -156,9 +156,10 @@ class Log:
         """Begins the file; a resumed run keeps the records up to where it continues."""
         if path.is_dir():
             raise UsageError(f"{path} is a directory; --log needs a file")
-        self._path, kept = path, [{"config": asdict(config)}]
+        self._path = path
+        kept: list[dict[str, Any]] = [{"config": asdict(config)}]
         if start and path.is_file():
-            kept = []
+            kept.clear()
             for line in path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut off on a full disk
                     kept.append(json.loads(line))
@@ -208,7 +209,6 @@ def train(arguments: argparse.Namespace) -> int | None:
       The step that a signal stopped it after; None if none did.
     """
     config = RunConfig(**{f.name: getattr(arguments, f.name) for f in fields(RunConfig)})
-    config.check()
     devices = local_devices(arguments.devices)
     run = Run(config, Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
     checkpoints = open_checkpoints(arguments)

@@ -162,7 +162,7 @@ def main() -> None:
         expected = losses(whole / "log")
         assert losses(root / "first/log") == expected
         print(f"undisturbed: {life:.0f} s, saved {saved(whole / 'run')}", flush=True)
-        found = flipped(whole / "run", given.bits)
+        found = flipped(whole / "run", given.bits) if given.bits else Counter()
         print(f"{given.bits} flipped bits: {dict(found)}", flush=True)
         assert not found["UNNOTICED"] + found["NOT NAMED"]
         one = sum(x.stat().st_size for x in (whole / "run" / str(STEPS)).rglob("*")) // 1024

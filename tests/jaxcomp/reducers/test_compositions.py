@@ -91,7 +91,7 @@ def test_a_linen_train_state_trains_and_comes_back_from_bytes_and_orbax(tmp_path
     assert losses[-1] < 0.7 * losses[0]
 
     state = jax.device_get(jaxcomp.consolidate(state))
-    assert state.opt_state[0].residual["Dense_0"]["kernel"].shape == (16, 32)
+    assert state.opt_state[0].residual["Dense_1"]["kernel"].shape == (16, 32)
     data = flax.serialization.to_bytes(state)
     by_bytes = flax.serialization.from_bytes(jax.tree.map(np.zeros_like, state), data)
     with ocp.StandardCheckpointer() as checkpointer:
