@@ -84,22 +84,24 @@ def signalled(here: Path, number: int, after: float, expected: dict, processes: 
 
 
 def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
-    """On a disk of so many kilobytes, and again when it is larger; the exit codes of the first."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(here)]
+    """Saves on a disk of so many kilobytes, and again when it is larger; how the first ended."""
+    disk = here / "run"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(disk)]
     subprocess.run(mount, check=True)
     try:
         began = time.monotonic()
         with start(here, processes) as job:
             codes, said = job.codes(900), job.said()
-            before = saved(here / "run")
+            before = saved(disk)
         took = time.monotonic() - began
         assert 0 not in codes, said
-        subprocess.run(["mount", "-o", "remount,size=64m", str(here)], check=True)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         finish(here, expected, (before or [0])[-1], processes)
-        why = "could not be written" in said
-        return f"{codes} after {took:.1f} s, steps {before} saved, said why: {why}"
+        why = said.strip().splitlines()[-1]
+        return f"{codes} after {took:.1f} s, steps {before} saved: {why}"
     finally:
-        subprocess.run(["umount", str(here)], check=True)
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def fresh() -> Any:
