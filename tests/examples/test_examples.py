@@ -229,7 +229,6 @@ def refusal(capsys, *arguments):
         (["--batch-size", "9", "--devices", "4"], "--batch-size 9 is not a multiple of the 4"),
         (["--rank", "0", "--steps", "-1"], "--rank must be positive; --steps must be positive"),
         (["--process-id", "1"], "--processes and --process-id need --coordinator"),
-        (["--distributed"], "the other processes cannot be found: pass --coordinator, --processes"),
         (["--width", "30", "--heads", "4"], "--width 30 is not a multiple of --heads 4"),
         (["--devices", "9999"], "at most 8, got 9999"),
         (["--devices", "0"], "--devices must be positive"),

@@ -120,6 +120,13 @@ def test_processes_that_begin_with_different_parameters_are_refused(tmp_path):
         )
 
 
+def test_who_the_others_are_must_be_known(tmp_path):
+    with Job(1, tmp_path, *SHORT, scheduler=lambda process: {}) as job:
+        assert job.codes() == [2]
+        (line,) = job.said().splitlines()
+        assert "the other processes cannot be found: pass --coordinator, --processes" in line
+
+
 STATE = {"w": np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30), "b": np.ones(3)}
 
 
