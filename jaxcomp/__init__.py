@@ -25,6 +25,7 @@ from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.check_replicas import ReplicaMismatch, check_replicas
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
+from jaxcomp._training.hold_state import hold_state
 from jaxcomp._training.value_and_grad import value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
@@ -55,6 +56,7 @@ __all__ = [
     "data_parallel",
     "error_feedback",
     "extend",
+    "hold_state",
     "local_sgd",
     "local_sgd_round",
     "local_value_and_grad",

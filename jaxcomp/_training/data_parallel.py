@@ -15,33 +15,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
-from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.axes import axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.inside import Inside
+from jaxcomp._training.arguments import Arguments, arrays_only, check_argnums
+from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
-    batch_spec,
     check_batch_specs,
     check_differentiable,
     check_params,
     check_replica_axis,
-    check_same_rows,
-    check_something_is_split,
     errors_explained,
-    half,
-    is_shared,
-    local_axis,
     named_axis,
-    split_axis,
     the_mesh,
     weight_spec,
 )
-from jaxcomp._training.outputs import Reported, check_aux
+from jaxcomp._training.outputs import Outputs, Reported, check_aux
+from jaxcomp._training.replica import replica_step
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
@@ -56,7 +50,7 @@ class DataParallel:
     batch_specs: Any
     aux: PyTree
     check_vma: bool
-    argnums: int | tuple[int, ...] = 0  # which arguments are the parameters
+    argnums: int | tuple[int, ...]  # which arguments are the parameters
 
     def init(self, params: PyTree) -> PyTree:
         """The reducer's state before the first step, on the mesh.
@@ -75,7 +69,8 @@ class DataParallel:
         Raises:
           ValueError: If there is no mesh, or parameters are sharded over `axis_name`.
         """
-        mesh = the_mesh(self.mesh, self.axis_name)
+        params = arrays_only(params)
+        mesh = the_mesh(self.mesh, self.axis_name, params)
         check_params(params, mesh, axis_tuple(self.axis_name))
         check_differentiable(params)
         state = self.reducer.init(params)
@@ -95,8 +90,8 @@ class DataParallel:
         Raises:
           ValueError: Listing every leaf whose shape does not fit.
         """
-        mesh = the_mesh(self.mesh, self.axis_name)
-        return shard_state(state, mesh, self.axis_name, like=self.reducer.init(params))
+        mesh = the_mesh(self.mesh, self.axis_name, params)
+        return shard_state(state, mesh, self.axis_name, like=self.reducer.init(arrays_only(params)))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Value and averaged gradients.
@@ -105,7 +100,8 @@ class DataParallel:
         `axis_name`, with those of one replica, and without a mesh.
 
         Args:
-          state: From `init`, `restore`, `shard_state` or the last call.
+          state: The reducer's, from `init`, `restore`, `shard_state` or the last call; or a tree
+            that holds it, as a TrainState with `hold_state` in its optimizer does.
           *args: As the gradient function takes them, parameters first.
           weight: How much examples or replicas count: a mask or counts with the axis along which
             the batch is split, summed for each replica; or an array of shape (replicas,). 0 sits
@@ -122,20 +118,15 @@ class DataParallel:
             split between the replicas, parameters are sharded over `axis_name`, the state is of
             another number of replicas, or it is not clear what an auxiliary output is.
         """
-        if isinstance(state, dict):
-            raise ValueError(
-                "The first argument must be the reducer's state, as init(params) gives it, and the "
-                f"second the parameters; got a dict of {', '.join(map(repr, state))} first."
-            )
-        self._check_call(args, kwargs)
+        call = Arguments(args, kwargs, self.argnums)
+        own, held = state_in(state, self.reducer, lambda: call.params(call.arrays))
+        reported = Reported(self.aux, self.axis_name)
         if is_bound(self.axis_name):
-            return self._on_replica(state, args, kwargs, weight)
-        mesh, axes = the_mesh(self.mesh, self.axis_name), axis_tuple(self.axis_name)
-        replicas = math.prod(mesh.shape[name] for name in axes)
-        check_batch_specs(self.batch_specs, mesh)
-        check_replica_axis(state, replicas)
-        check_params(self.params_of(args), mesh, axes)
-        return self._on_mesh(mesh, replicas, state, args, kwargs, weight)
+            call.split_by(self.batch_specs, self.axis_name)
+            outputs, grads, own = replica_step(self, call, reported, own, call.arrays, weight)
+        else:
+            outputs, grads, own = self._on_mesh(call, reported, own, weight)
+        return (reported.together(outputs), grads), held(own)
 
     def check_mean(self, params: PyTree, *batch: Any, **kwargs: Any) -> None:
         """Refuses a loss that is not the mean of the examples that it is given.
@@ -152,17 +143,18 @@ class DataParallel:
         Raises:
           ValueError: If the halves have half the value each.
         """
-        given = self._for_each((params, *batch), self.batch_specs)
-        axes = [
-            jax.tree.map(lambda x, spec=spec: local_axis(x, spec), arg)
-            for arg, spec in zip(batch, given[1:], strict=True)
-        ]
+        call = Arguments((params, *batch), kwargs, 0)
+        call.split_by(self.batch_specs, self.axis_name, replicas=2)
 
         def value(part: int | None) -> float:
-            cut = jax.tree.map(lambda x, axis: half(x, axis, part), list(batch), axes)
+            arrays = dict(call.arrays)
+            if part is not None:
+                for i, axis in call.batch(arrays).items():
+                    arrays[i] = jnp.split(jnp.asarray(arrays[i]), 2, axis)[part]
+            args, kwargs = call.rebuilt(arrays)
             # An axis of one replica, for what asks for its index.
             run = jax.vmap(
-                lambda _: self._value(self.grad_fn(params, *cut, **kwargs)),
+                lambda _: jax.tree.leaves(self.grad_fn(*args, **kwargs)[0])[0],
                 axis_name=self.axis_name,
             )
             return float(run(jnp.zeros(1))[0])
@@ -175,133 +167,66 @@ class DataParallel:
                 "Divide by the number of examples that it is given, x.shape[0]."
             )
 
-    @staticmethod
-    def _value(result: Any) -> Array:
-        value = result[0]
-        return value[0] if isinstance(value, tuple) else value
-
-    def _on_replica(
-        self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
-    ) -> Any:
-        """The step inside a mapped function."""
-        given = self._for_each(args, self.batch_specs)
-        chosen = self.chosen(args)
-        axes = [
-            None if i in chosen else local_axis(x, spec)
-            for i, (arg, spec) in enumerate(zip(args, given, strict=True))
-            for x in jax.tree.leaves(arg)
-        ]
-        inside = Inside(self, args, kwargs, [*axes, *[None] * len(jax.tree.leaves(kwargs))])
-        reported = Reported(self.aux, self.axis_name, inside.rows(inside.arrays))
-        outputs, grads, state = inside.step(reported, state, inside.arrays, weight)
-        return (reported.together(outputs), grads), state
-
     def _on_mesh(
-        self,
-        mesh: Any,
-        replicas: int,
-        state: PyTree,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        weight: Any,
-    ) -> Any:
+        self, call: Arguments, reported: Reported, state: PyTree, weight: Any
+    ) -> tuple[Outputs, PyTree, PyTree]:
         """The step as a `shard_map` over the replicas."""
+        params = call.params(call.arrays)
+        mesh = the_mesh(self.mesh, self.axis_name, state, call.arrays)
         axes = axis_tuple(self.axis_name)
-        specs = jax.tree.leaves(self._arg_specs(args, kwargs, mesh, replicas))
-        check_something_is_split(specs, self.axis_name)
-        inside = Inside(self, args, kwargs, [split_axis(spec) for spec in specs])
-        rows = {axis: x.shape[axis] for axis, x in inside.split(inside.arrays)}
-        along = weight_spec(weight, rows, self.axis_name, replicas)
-        arrays = {i: resharded(x, mesh, specs[i], axes) for i, x in inside.arrays.items()}
+        replicas = math.prod(mesh.shape[name] for name in axes)
+        check_batch_specs(self.batch_specs, mesh)
+        check_replica_axis(state, replicas)
+        check_params(params, mesh, axes)
+        call.split_by(self.batch_specs, self.axis_name, mesh=mesh, replicas=replicas)
+
+        weights = {} if weight is None else {0: jnp.asarray(weight)}
+        along = weight_spec(weight, call.rows(call.arrays), self.axis_name, replicas)
+        given = state, call.arrays, weights
         state_spec = state_specs(state, self.axis_name)
-        state = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), state, state_spec)
-        weights = {} if weight is None else {0: resharded(jnp.asarray(weight), mesh, along, axes)}
-        reported = Reported(self.aux, self.axis_name, {n // replicas for n in rows.values()})
-        boundary, typed = Boundary(mesh, axes), typed_specs(arrays)
+        in_specs = state_spec, call.specs, dict.fromkeys(weights, along)
+        given = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), given, in_specs)
+        boundary = Boundary(mesh, axes)
+        explicit = functools.partial(boundary.explicit, specs=typed_specs(given[1]))
 
         def on_replica(state: PyTree, arrays: dict[int, Any], weights: dict[int, Any]) -> Any:
-            explicit = functools.partial(boundary.explicit, specs=typed)
-            return inside.step(reported, state, arrays, weights.get(0), explicit)
+            own = weights.get(0)
+            return replica_step(self, call, reported, state, arrays, own, explicit)
 
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        others = [name for name, size in mesh.shape.items() if size > 1]
+        if replicas == 1 and any(kinds[name] == AxisType.Auto for name in others):
+            return _only_replica(on_replica, mesh, axes)(*given)
         mapped = jax.shard_map(
             on_replica,
             mesh=boundary.mesh,
-            in_specs=(state_spec, {i: specs[i] for i in arrays}, dict.fromkeys(weights, along)),
+            in_specs=in_specs,
             out_specs=(reported.specs(), PartitionSpec(), state_spec),
             axis_names=set(axes),
             check_vma=self.check_vma,
         )
-        like = reported.specs(), typed_specs(self.params_of(args)), typed_specs(state)
+        like = reported.specs(), typed_specs(params), typed_specs(given[0])
         with errors_explained(axes):
-            outputs, grads, state = boundary.automatic(mapped, like)(state, arrays, weights)
-        return (reported.together(outputs), grads), state
+            return boundary.automatic(mapped, like)(*given)
 
-    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses too few arguments, and a batch by keyword.
 
-        Raises:
-          ValueError: With how to call it.
-        """
-        several = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        if not all(-len(args) <= index < len(args) for index in several):
-            raise ValueError(
-                f"This was called with {len(args)} arguments behind the state, and argnums="
-                f"{self.argnums}. Call it as (state, params, *batch), parameters by position."
-            )
-        arrays = [
-            leaf_name(path)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]
-            if not is_shared(leaf)
-        ]
-        if arrays:
-            raise ValueError(
-                f"The keyword argument {arrays[0]} holds an array with axes. Pass it by position, "
-                "where `batch_specs` says how it is split between the replicas."
-            )
+def _only_replica(
+    on_replica: Callable[..., Any], mesh: Any, axes: tuple[str, ...]
+) -> Callable[..., Any]:
+    """The step of one replica alone, beside automatic axes, where XLA compiles no all-reduce of it.
 
-    def chosen(self, args: tuple[Any, ...]) -> list[int]:
-        """The places of the parameters among the arguments."""
-        several = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        return [index % len(args) for index in several]
+    "Cross-partition allreduce must be in (partial) manual partitioning mode", it says of an array
+    that is laid out over such an axis. Under `jax.vmap` an average over the replicas is a sum.
+    """
+    for name in axes:
+        on_replica = jax.vmap(on_replica, in_axes=None, axis_name=name, axis_size=1)
 
-    def params_of(self, args: tuple[Any, ...]) -> PyTree:
-        """What gradients are taken of, in the form that they have."""
-        several = tuple(args[i] for i in self.chosen(args))
-        return several if isinstance(self.argnums, tuple) else several[0]
+    def run(*given: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            outputs = on_replica(*given)
+        return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), outputs)
 
-    def _for_each(self, args: tuple[Any, ...], given: Any) -> list[Any]:
-        """What `batch_specs` says of each argument; None of the parameters.
-
-        Raises:
-          ValueError: If there are more or fewer.
-        """
-        chosen = self.chosen(args)
-        others = [i for i in range(len(args)) if i not in chosen]
-        if not isinstance(given, (tuple, list)) or isinstance(given, PartitionSpec):
-            given = [given] * len(others)
-        if len(given) != len(others):
-            raise ValueError(
-                f"`batch_specs` has {len(given)} entries, and the function was called with "
-                f"{len(others)} arguments besides the parameters. Give one specification for all "
-                "of them, or a tuple with one for each."
-            )
-        by_place = dict(zip(others, given, strict=True))
-        return [by_place.get(i) for i in range(len(args))]
-
-    def _arg_specs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, replicas: int
-    ) -> PyTree:
-        """A PartitionSpec for each leaf of the arguments, over the replicas' axes only."""
-        chosen, given = self.chosen(args), self._for_each(args, self.batch_specs)
-        specs = [
-            batch_spec(spec, arg, i, mesh, self.axis_name, replicas)
-            if i not in chosen
-            else jax.tree.map(lambda _: PartitionSpec(), arg)
-            for i, (arg, spec) in enumerate(zip(args, given, strict=True))
-        ]
-        unasked = [i for i, spec in enumerate(given) if spec is None and i not in chosen]
-        check_same_rows({i: args[i] for i in unasked}, {i: specs[i] for i in unasked})
-        return tuple(specs), jax.tree.map(lambda _: PartitionSpec(), kwargs)
+    return run
 
 
 def data_parallel(
@@ -309,6 +234,7 @@ def data_parallel(
     reducer: optax.GradientTransformation,
     *,
     mesh: Mesh | None = None,
+    argnums: int | tuple[int, ...] = 0,
     batch_specs: Any = None,
     aux: PyTree = None,
     axis_name: AxisName | None = None,
@@ -332,7 +258,8 @@ def data_parallel(
         ``((value, auxiliary), gradients)``, where the value is a floating scalar, the mean over the
         examples, and the gradients are a tree like the parameters.
       reducer: A `Reducer`, or any Optax transformation that begins with one (give `axis_name`).
-      mesh: The mesh; None takes the one of `jax.set_mesh`.
+      mesh: The mesh; None takes the one of `jax.set_mesh`, else the one that the state lies on.
+      argnums: Which arguments are the parameters, as for `jax.value_and_grad`.
       batch_specs: How the other arguments are split between the replicas: a PartitionSpec for all,
         or a tuple with one for each, which may be a tree. By default as the arrays are known to
         lie, else along axis 0, as long for all of them. What lies on Auto axes inside `jax.jit` is
@@ -343,7 +270,7 @@ def data_parallel(
       aux: What becomes of auxiliary outputs. By default floating scalars are averaged, what grows
         with the batch is joined in its order, other floating arrays (BatchNorm) are averaged, and
         anything else is asked: "mean", "sum" (counts), "join" (rows), "stack" (an axis of
-        replicas), for all or as a tree, with None for the default.
+        replicas), for all or as a tree, with None, or nothing in a dictionary, for the default.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
         function that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent
@@ -376,22 +303,11 @@ def data_parallel(
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {grad_fn!r}."
         )
-    return checked(
-        DataParallel(
-            grad_fn, reducer, named_axis(reducer, axis_name), mesh, batch_specs, aux, check_vma
-        )
-    )
-
-
-def checked(run: DataParallel) -> DataParallel:
-    """`run`, if its arguments are usable.
-
-    Raises:
-      ValueError: Otherwise.
-    """
-    check_axis_name(run.axis_name)
-    check_aux(run.aux)
-    check_flag("check_vma", run.check_vma)
-    if run.mesh is not None:
-        check_mesh_axes(run.mesh, run.axis_name)
-    return run
+    check_argnums(argnums)
+    axis_name = named_axis(reducer, axis_name)
+    check_axis_name(axis_name)
+    check_aux(aux)
+    check_flag("check_vma", check_vma)
+    if mesh is not None:
+        check_mesh_axes(mesh, axis_name)
+    return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)

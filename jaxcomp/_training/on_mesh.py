@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -19,15 +21,25 @@ from jaxcomp._mesh.per_replica import map_leaves
 from jaxcomp._states.place import check_not_spread, known_spec
 
 
-def the_mesh(given: Any, axis_name: AxisName) -> Any:
-    """The mesh, from the arguments or the context.
+def the_mesh(given: Any, axis_name: AxisName, *trees: PyTree) -> Any:
+    """The mesh: given, of the context, or on which the arrays of the trees lie.
 
     Raises:
       ValueError: If there is none, or it lacks an axis.
     """
     mesh = context_mesh() if given is None else given
+    for leaf in jax.tree.leaves(trees) if mesh is None else ():
+        sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else None
+        sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
+        found = getattr(sharding, "mesh", None)
+        if found is not None and set(axis_tuple(axis_name)) <= set(found.axis_names):
+            mesh = found
+            break
     if mesh is None:
-        raise ValueError("There is no mesh. Pass mesh=, or call this under jax.set_mesh(mesh).")
+        raise ValueError(
+            "There is no mesh. Place the state with jaxcomp.shard_state(state, mesh, axis_name), "
+            "pass mesh=, or call this under jax.set_mesh(mesh)."
+        )
     check_mesh_axes(mesh, axis_name)
     return mesh
 
@@ -93,7 +105,7 @@ def batch_spec(
       spec: What the user says; None for as the arrays are known to lie, else along axis 0.
       arg: The argument.
       index: Its place, for messages.
-      mesh: The mesh.
+      mesh: The mesh; None where the arrays are those of one replica.
       axis_name: Its axis or axes of the replicas.
       replicas: How many there are.
 
@@ -105,7 +117,8 @@ def batch_spec(
     def found(leaf: Any) -> PartitionSpec:
         if is_shared(leaf):
             return PartitionSpec()
-        lies = PartitionSpec(*(_only(part, axes) for part in known_spec(leaf, mesh)))
+        known = () if mesh is None else known_spec(leaf, mesh)
+        lies = PartitionSpec(*(only(part, axes) for part in known))
         return lies if any(lies) else PartitionSpec(axis_name)
 
     if spec is None:
@@ -114,7 +127,7 @@ def batch_spec(
         specs = jax.tree.broadcast(spec, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def checked(path: KeyPath, leaf: Any, spec: PartitionSpec) -> PartitionSpec:
-        kept = [_only(part, axes) for part in spec]
+        kept = [only(part, axes) for part in spec]
         used = [d for d, part in enumerate(kept) if part]
         shape = np.shape(leaf) if is_array(leaf) else ()
         if any(d >= len(shape) or shape[d] % replicas for d in used):
@@ -149,40 +162,45 @@ def check_something_is_split(specs: list[PartitionSpec], axis_name: AxisName) ->
         )
 
 
-# What JAX says of arrays that differ between replicas, and of shardings that name their axis.
-_TYPES = ("manual axis types",)
-_BOXES = ("only valid for values of rank at least",)
-_SHARDINGS = ("manual_axis_type", "AxisType.Manual", "only refer to Auto axes", "context mesh")
+# What JAX says inside of a `jax.shard_map` that the user has not written, and what to do then.
+_NOTES = {
+    "manual axis types": (
+        "In jaxcomp.data_parallel the arguments are each replica's own, and what a loop carries, "
+        "or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
+        "zeros(shape) has not. Or pass check_vma=False: the same gradients."
+    ),
+    "Closing over inputs to shard_map": (
+        "What the function closes over lies on a mesh of Explicit axes. Pass it as an argument "
+        "behind the batch: scalars and random keys are the same for all replicas."
+    ),
+    "Going from `Manual` AxisType": (
+        "A layer calls jax.sharding.auto_axes, as flax's Embed does with out_sharding=; JAX allows "
+        "that in no mapped function. Call it without out_sharding."
+    ),
+    "manual_axis_type|AxisType.Manual|only refer to Auto axes|context mesh": (
+        "In jaxcomp.data_parallel a function runs on one replica; its shardings must not name "
+        "{axes}, nor hold a mesh on which it is an axis like any other: write jax.P(None, 'model') "
+        "where there was NamedSharding(mesh, P('data', 'model')), and take the axis out of the "
+        "rules for logical names."
+    ),
+    "only valid for values of rank at least": (
+        "flax's DenseGeneral with nn.with_partitioning fails like this wherever a mesh is set, as "
+        "inside jaxcomp.data_parallel: it makes a kernel of two axes under a specification of "
+        "three. Name its axes by nn.with_logical_partitioning, or apply a module made without "
+        "metadata; only init needs it."
+    ),
+}
 
 
 @contextlib.contextmanager
 def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
-    """Says what to do about a function that JAX refuses inside of a `jax.shard_map` over `axes`.
-
-    The user has written no `shard_map`, of which JAX's own messages speak.
-    """
+    """Says what to do about a function that JAX refuses inside of a `jax.shard_map` over `axes`."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        if any(words in str(error) for words in _TYPES):
-            error.add_note(
-                "In jaxcomp.data_parallel the arguments are each replica's own, and what a "
-                "loop carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the "
-                "type of x, zeros(shape) has not. Or pass check_vma=False: the same gradients."
-            )
-        elif any(words in str(error) for words in _SHARDINGS):
-            error.add_note(
-                "In jaxcomp.data_parallel a function runs on one replica; its shardings must not "
-                f"name {' or '.join(map(repr, axes))}, nor hold a mesh on which it is an axis like "
-                "any other: write jax.P(None, 'model') where there was NamedSharding(mesh, "
-                "P('data', 'model')), and take the axis out of the rules for logical names."
-            )
-        elif any(words in str(error) for words in _BOXES):
-            error.add_note(
-                "flax's DenseGeneral with nn.with_partitioning fails like this wherever a mesh is "
-                "set, also without jaxcomp: it makes a kernel of two axes under a specification of "
-                "three. Unbox the parameters, or pass mesh= and leave out jax.set_mesh."
-            )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        notes = (note for words, note in _NOTES.items() if re.search(words, str(error)))
+        if note := next(notes, None):
+            error.add_note(note.replace("{axes}", " or ".join(map(repr, axes))))
         raise
 
 
@@ -243,8 +261,8 @@ def _raw_key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.PRNGKey, 0)
 
 
-def _only(part: Any, axes: tuple[str, ...]) -> Any:
-    """One entry of a specification without the axes that are left to the compiler."""
+def only(part: Any, axes: tuple[str, ...]) -> Any:
+    """One entry of a specification with these axes alone."""
     names = part if isinstance(part, tuple) else (part,)
     kept = tuple(name for name in names if name in axes)
     return kept[0] if len(kept) == 1 else kept or None
@@ -311,18 +329,3 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
             "reducer; or, for a chain that begins with one, axis_name=."
         )
     return axis_name
-
-
-def local_axis(x: Any, spec: Any) -> int | None:
-    """The axis of a replica's examples in a mapped function, where no sharding tells."""
-    if is_shared(x):
-        return None
-    return split_axis(spec) if isinstance(spec, PartitionSpec) else 0
-
-
-def half(x: Any, axis: int | None, part: int | None) -> Any:
-    """One half of the examples, or all."""
-    if axis is None or part is None:
-        return x
-    size = x.shape[axis] // 2
-    return jax.lax.slice_in_dim(jnp.asarray(x), part * size, (part + 1) * size, axis=axis)

@@ -7,6 +7,8 @@ other floating arrays (BatchNorm's statistics) are means. Of all else nobody kno
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, known_equal
 from jaxcomp._mesh.collectives import mean_each, total
+from jaxcomp._mesh.weights import weighted_gradients
 
 CHOICES = ("mean", "sum", "join", "stack")
 
@@ -30,63 +33,70 @@ class Outputs(NamedTuple):
 
 
 class Reported:
-    """Value and auxiliary output of a step, taken apart on a replica and put together outside."""
+    """Value and auxiliary output of a step: judged, taken apart on a replica, and put together."""
 
-    def __init__(self, aux: PyTree, axis_name: AxisName, rows: set[int]):
-        """For one call.
-
-        Args:
-          aux: The user's choice: None, one of `CHOICES`, or a tree of them.
-          axis_name: The mapped axis or axes.
-          rows: How many examples one replica has.
-        """
-        self._aux, self._axis_name, self._rows = aux, axis_name, rows
+    def __init__(self, aux: PyTree, axis_name: AxisName):
+        """For one call; `aux` is the user's choice: None, one of `CHOICES`, or a tree of them."""
+        self._aux, self._axis_name = aux, axis_name
         self._treedef: Any = None
-        self._axes: dict[int, int] = {}  # where the examples of a joined leaf lie
+        # For each leaf "equal", one of CHOICES, or the axis along which its examples lie.
+        self._kinds: list[str | int] = []
 
-    def asks(self, value: Any) -> bool:
-        """Whether there is an output of which it matters how it grows with the batch."""
-        leaves = jax.tree.leaves(value)
-        return any(
-            jnp.ndim(x) and choice is None and not known_equal(x, self._axis_name)
-            for x, choice in zip(leaves, self._choices(value), strict=True)
-        )
-
-    def apart(self, value: Any, twice: PyTree | None, weight: Array | None) -> Outputs:
-        """On a replica: the leaves, averaged, summed, or as rows.
+    def decide(self, value: Any, rows: set[int], larger: Callable[[], PyTree]) -> None:
+        """Finds what becomes of each output.
 
         Args:
           value: A scalar, or (scalar, auxiliary).
-          twice: The same as shapes for a batch twice as large, if `asks`; None if unknown.
-          weight: How much this replica counts; None if all count the same.
+          rows: How many examples this replica has.
+          larger: Gives the same as shapes for a batch twice as large. It may fail.
 
         Raises:
           ValueError: Naming an output of which nobody knows what it is, with the choice.
         """
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(value)
         leaves = [jnp.asarray(x) for _, x in paths]
-        choices = self._choices(value)
-        larger = [None] * len(leaves) if twice is None else jax.tree.leaves(twice)
+        choices = [
+            "equal" if c in (None, "mean") and known_equal(x, self._axis_name) else c
+            for x, c in zip(leaves, self._choices(value), strict=True)
+        ]
+        twice: list[Any] = [None] * len(leaves)
+        if any(x.ndim and choice is None for x, choice in zip(leaves, choices, strict=True)):
+            # Whatever a function does that wants the one size of its batch: then nothing is known.
+            with contextlib.suppress(Exception):
+                twice = jax.tree.leaves(larger())
+        self._kinds = [
+            _kind(path, x, choice, large, rows)
+            for (path, _), x, choice, large in zip(paths, leaves, choices, twice, strict=True)
+        ]
+
+    def apart(self, value: Any, weight: Array | None) -> Outputs:
+        """On a replica: the leaves, averaged, summed, or as rows.
+
+        Args:
+          value: As for `decide`.
+          weight: How much this replica counts; None if all count the same.
+        """
         found = Outputs({}, {})
         averaged: dict[int, Array] = {}
-        for i, ((path, _), x, choice) in enumerate(zip(paths, leaves, choices, strict=True)):
-            if choice in (None, "mean") and known_equal(x, self._axis_name):
+        for i, (leaf, kind) in enumerate(zip(jax.tree.leaves(value), self._kinds, strict=True)):
+            x = jnp.asarray(leaf)
+            if kind == "equal":
                 found.whole[i] = x
                 continue
-            kind = choice or self._kind(path, x, larger[i])
             x = as_local(x, self._axis_name)
             if kind == "mean":
-                averaged[i] = _floating(path, x)
+                averaged[i] = x
             elif kind == "sum":
                 x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
                 found.whole[i] = total(x, self._axis_name)
-            elif kind == "stack":
-                self._axes[i], found.rows[i] = 0, x[None]
             else:
-                axis = kind if isinstance(kind, int) else _leading(path, x)
-                self._axes[i], found.rows[i] = axis, jnp.moveaxis(x, axis, 0)
-        means = _weighted(list(averaged.values()), weight, self._axis_name)
-        found.whole.update(zip(averaged, means, strict=True))
+                found.rows[i] = x[None] if kind == "stack" else jnp.moveaxis(x, int(kind), 0)
+        wide = {i: x.astype(compute_dtype(x.dtype)) for i, x in averaged.items()}
+        if weight is not None and wide:
+            wide = weighted_gradients(wide, weight, self._axis_name)
+        means = mean_each(list(wide.values()), self._axis_name)
+        for i, mean in zip(averaged, means, strict=True):
+            found.whole[i] = mean.astype(averaged[i].dtype)
         return found
 
     def specs(self) -> Outputs:
@@ -97,8 +107,10 @@ class Reported:
 
     def together(self, found: Outputs) -> Any:
         """Outside, or where everybody keeps its own rows: in the form that the function gave."""
-        rows = {i: jnp.moveaxis(x, 0, self._axes[i]) for i, x in found.rows.items()}
-        leaves = {**found.whole, **rows}
+        leaves = dict(found.whole)
+        for i, x in found.rows.items():
+            kind = self._kinds[i]
+            leaves[i] = x if kind == "stack" else jnp.moveaxis(x, 0, int(kind))
         return self._treedef.unflatten([leaves[i] for i in range(len(leaves))])
 
     def _choices(self, value: Any) -> list[str | None]:
@@ -106,29 +118,52 @@ class Reported:
         if not isinstance(value, tuple):
             return ["mean"]
         is_none = lambda x: x is None  # noqa: E731
-        given = jax.tree.broadcast(self._aux, value[1], is_leaf=is_none)
+        given = jax.tree.broadcast(_whole(self._aux, value[1]), value[1], is_leaf=is_none)
         flat = jax.tree.leaves(given, is_leaf=is_none)
         present = jax.tree.leaves(value[1], is_leaf=is_none)
         return ["mean", *(c for c, x in zip(flat, present, strict=True) if x is not None)]
 
-    def _kind(self, path: KeyPath, x: Array, twice: Any) -> str | int:
-        """The default: "mean", or the axis along which the leaf grows with the batch.
 
-        Raises:
-          ValueError: If it is neither.
-        """
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        if twice is not None and np.shape(twice) != x.shape:
-            pairs = enumerate(zip(np.shape(twice), x.shape, strict=False))
-            changed = [(axis, more, n) for axis, (more, n) in pairs if more != n]
-            if twice.ndim == x.ndim and len(changed) == 1 and changed[0][1] == 2 * changed[0][2]:
-                return changed[0][0]
-            raise ValueError(_question(path, x, "grows with the batch in an unusual way"))
-        if twice is None and self._rows & set(x.shape):
-            raise ValueError(_question(path, x, "may hold a row for each example, or may not"))
-        if not floating:
-            raise ValueError(_question(path, x, "has no rows of examples and no mean"))
-        return "mean"
+def _whole(choice: PyTree, aux: Any) -> PyTree:
+    """The choice with None for what a dictionary does not name.
+
+    Raises:
+      ValueError: If it names what is not there.
+    """
+    if not (isinstance(choice, Mapping) and isinstance(aux, Mapping)):
+        return choice
+    if unknown := sorted(str(name) for name in choice if name not in aux):
+        raise ValueError(
+            f"`aux` names {unknown[0]!r}; the auxiliary output has {', '.join(map(repr, aux))}."
+        )
+    kind: Any = type(aux)
+    return kind({name: _whole(choice.get(name), x) for name, x in aux.items()})
+
+
+def _kind(path: KeyPath, x: Array, choice: str | None, twice: Any, rows: set[int]) -> str | int:
+    """What becomes of an output: "equal", one of `CHOICES`, or the axis of its examples.
+
+    Raises:
+      ValueError: If nobody knows, or it cannot be what the user chose.
+    """
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if choice == "mean" and not floating:
+        raise ValueError(_question(path, x, "has no mean over the replicas"))
+    if choice == "join" and not x.ndim:
+        raise ValueError(_question(path, x, "is a scalar, of which nothing can be joined"))
+    if choice is not None:
+        return 0 if choice == "join" else choice
+    if twice is not None and np.shape(twice) != x.shape:
+        pairs = enumerate(zip(np.shape(twice), x.shape, strict=False))
+        changed = [(axis, more, n) for axis, (more, n) in pairs if more != n]
+        if twice.ndim == x.ndim and len(changed) == 1 and changed[0][1] == 2 * changed[0][2]:
+            return changed[0][0]
+        raise ValueError(_question(path, x, "grows with the batch in an unusual way"))
+    if twice is None and rows & set(x.shape):
+        raise ValueError(_question(path, x, "may hold a row for each example, or may not"))
+    if not floating:
+        raise ValueError(_question(path, x, "has no rows of examples and no mean"))
+    return "mean"
 
 
 def check_aux(aux: PyTree) -> None:
@@ -142,30 +177,6 @@ def check_aux(aux: PyTree) -> None:
         raise ValueError(
             f"`aux` must be one of {CHOICES}, a tree of them, or None, got {wrong[0]!r}."
         )
-
-
-def _weighted(xs: list[Array], weight: Array | None, axis_name: AxisName) -> list[Array]:
-    """Weighted means, in one all-reduce for each dtype; what a replica of weight 0 has is left."""
-    wide = [x.astype(compute_dtype(x.dtype)) for x in xs]
-    if weight is None:
-        means = mean_each(wide, axis_name)
-    else:
-        wide = [jnp.where(weight == 0, 0, x * weight.astype(x.dtype)) for x in wide]
-        *means, mean_weight = mean_each([*wide, weight], axis_name)
-        means = [mean / mean_weight.astype(mean.dtype) for mean in means]
-    return [mean.astype(x.dtype) for mean, x in zip(means, xs, strict=True)]
-
-
-def _floating(path: KeyPath, x: Array) -> Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    raise ValueError(_question(path, x, "has no mean over the replicas"))
-
-
-def _leading(path: KeyPath, x: Array) -> int:
-    if x.ndim:
-        return 0
-    raise ValueError(_question(path, x, "is a scalar, of which nothing can be joined"))
 
 
 def _question(path: KeyPath, x: Array, why: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxcomp._base.checks import check_flag
 from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._training.arguments import check_argnums
 from jaxcomp._training.data_parallel import DataParallel, data_parallel
 
 
@@ -72,16 +72,14 @@ def value_and_grad(
             f"The first argument, `fun`, must be a function, and the second the reducer, got "
             f"{fun!r}."
         )
-    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple) else (argnums,))):
-        raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")
-    grad_fn = jax.value_and_grad(fun, argnums, check_flag("has_aux", has_aux))
-    run = data_parallel(
-        grad_fn,
+    check_argnums(argnums)
+    return data_parallel(
+        jax.value_and_grad(fun, argnums, check_flag("has_aux", has_aux)),
         reducer,
         mesh=mesh,
+        argnums=argnums,
         batch_specs=batch_specs,
         aux=aux,
         axis_name=axis_name,
         check_vma=check_vma,
     )
-    return dataclasses.replace(run, argnums=argnums)

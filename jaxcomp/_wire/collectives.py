@@ -1,9 +1,8 @@
-"""The collectives of a compiled step: kind, bytes, mesh axes, and where they come from."""
+"""The collectives of a compiled step: kind, bytes, mesh axes, how often, and what made them."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -14,9 +13,8 @@ import numpy as np
 from jaxcomp._wire.hlo import Instruction, arrays, parse, replica_groups
 
 _KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-_Places: TypeAlias = dict[str, tuple[bool, tuple[str, ...]]]  # (in a loop, in which branches)
-_FRAME = r"stack_frame_id=(\d+)"
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+_Place: TypeAlias = tuple[bool, int, tuple[str, ...]]  # in a loop, how often, in which branches
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +23,13 @@ class Collective:
 
     kind: str  # all-reduce, all-gather, all-to-all, collective-permute or reduce-scatter
     arrays: tuple[tuple[str, int], ...]  # XLA's element type and the values of each result
-    bytes: int  # of the larger of what goes in and what comes out, on one device
+    bytes: int  # of the larger of what goes in and what comes out, on one device, each time
     axes: tuple[str, ...]  # mesh axes along which it joins devices; ("?",) without a mesh
     devices: int  # joined by it
     in_loop: bool
+    times: int  # that it runs in a step, by the loops around it; 1 for those of unknown length
     branch: tuple[str, ...]  # "conditional/branch" around it, outermost first; () if it always runs
     operation: str  # JAX's name of what it was made for, with the functions around it
-    source: str  # file:line that made it; "" where the program does not say
 
     @property
     def as_all_reduce(self) -> float:
@@ -41,15 +39,16 @@ class Collective:
     def __str__(self) -> str:
         """A line of a list."""
         dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
-        where = ", in one branch" * bool(self.branch) + ", in a loop" * self.in_loop
-        made = f", for {self.operation}" * bool(self.operation) + f", {self.source}".rstrip(", ")
+        where = ", in one branch" * bool(self.branch)
+        where += f", in a loop ({self.times} times)" * self.in_loop
+        made = f", for {self.operation}" * bool(self.operation)
         return f"{self.kind} of {self.bytes:,} bytes of {dtypes} over {self.axes}{where}{made}"
 
 
 def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled step, as XLA left them.
 
-    Every branch of a conditional is listed, and the body of a loop once.
+    Every branch of a conditional is listed, and the body of a loop once, with its `times`.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
@@ -92,7 +91,7 @@ def mesh_of(compiled: Any) -> Any:
 def read(text: str, mesh: Any = None) -> Iterator[Collective]:
     """The collectives in the text of a program, in its order."""
     computations = parse(text)
-    places, sources = _places(computations), _sources(text)
+    places = _places(computations)
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:10_000])
     everybody = [list(range(max(map(int, sizes), default=1)))]
     for name, lines in computations.items():
@@ -111,7 +110,6 @@ def read(text: str, mesh: Any = None) -> Iterator[Collective]:
                 devices,
                 *places[name],
                 "".join(re.findall(r'op_name="([^"]*)"', line.attributes)[:1]),
-                "".join(sources.get(x, "") for x in re.findall(_FRAME, line.attributes)[:1]),
             )
 
 
@@ -136,36 +134,21 @@ def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:
     )
 
 
-def _places(computations: dict[str, list[Instruction]]) -> _Places:
-    """Where each computation runs."""
+def _places(computations: dict[str, list[Instruction]]) -> dict[str, _Place]:
+    """Where each computation runs, from callers to what they call."""
     called = {name for lines in computations.values() for line in lines for _, name in line.calls}
-    places: _Places = {name: (False, ()) for name in computations if name not in called}
+    places: dict[str, _Place] = {
+        name: (False, 1, ()) for name in computations if name not in called
+    }
     waiting = list(places)
-    while waiting:  # from callers to what they call
-        in_loop, branch = places[caller := waiting.pop()]
+    while waiting:
+        in_loop, times, branch = places[caller := waiting.pop()]
         for line in computations[caller]:
+            trips = int(found[1]) if (found := _TRIPS.search(line.attributes)) else 1
             for how, name in line.calls:
                 if name in computations and name not in places:
                     taken = (f"{line.name}/{name}",) * (line.opcode == "conditional")
-                    places[name] = (in_loop or how in ("body", "condition"), branch + taken)
+                    looped = how in ("body", "condition")
+                    places[name] = (in_loop or looped, times * trips, branch + taken)
                     waiting.append(name)
     return places
-
-
-def _sources(text: str) -> dict[str, str]:
-    """For each frame of the table of calls, its innermost file:line outside of this package."""
-
-    def table(title: str, row: str) -> list[Any]:
-        found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
-        return re.findall(rf"^(\d+) {row}", found[1], re.M) if found else []
-
-    files = dict(table("FileNames", r'"(.*)"'))
-    locations = table("FileLocations", r"\{file_name_id=(\d+) .*? line=(\d+)")
-    lines = {key: f"{files.get(file, '?')}:{line}" for key, file, line in locations}
-    sources = dict[str, str]()
-    # A frame comes after its parent, whose number is given one too large.
-    for key, at, parent in table("StackFrames", r"\{file_location_id=(\d+) parent_frame_id=(\d+)"):
-        line = lines.get(at, "")
-        inner = line.startswith(_PACKAGE)
-        sources[key] = sources.get(str(int(parent) - 1), line) if inner else line
-    return sources

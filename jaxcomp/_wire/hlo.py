@@ -85,23 +85,22 @@ def replica_groups(attributes: str) -> list[list[int]] | None:
     if found := _LISTED.search(attributes):
         return [_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", found[1])]
     if found := _RANGE.search(attributes):
-        groups, dims, turned = (_numbers(part or "") for part in found.groups())
+        groups, dims, turned = map(_numbers, found.groups(""))
         return _turned(dims, turned).reshape(groups).tolist()
     if found := _MESH.search(attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
         joined = [list(sizes).index(name) for name in re.findall(r"'([^']*)'", found[4])]
         dims, turned = _numbers(found[2] or ""), _numbers(found[3] or "")
         devices = _turned(dims or list(sizes.values()), turned).reshape(*sizes.values())
-        groups = np.moveaxis(devices, joined, range(-len(joined), 0))
-        return groups.reshape(-1, math.prod(devices.shape[axis] for axis in joined)).tolist()
+        last = np.moveaxis(devices, joined, range(-len(joined), 0))
+        return last.reshape(-1, math.prod(last.shape[-len(joined) :])).tolist()
     if "replica_groups={}" in attributes or "replica_groups" not in attributes:
         return None
     raise ValueError(f"XLA writes replica groups in a form unknown here: {attributes[:300]}")
 
 
 def _turned(dims: list[int], order: list[int]) -> np.ndarray:
-    devices = np.arange(math.prod(dims)).reshape(dims)
-    return np.transpose(devices, order) if order else devices
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
 
 
 def _numbers(text: str) -> list[int]:

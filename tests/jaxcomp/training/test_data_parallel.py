@@ -8,65 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from classifier import (
+    CLASSES,
+    KINDS,
+    LENGTH,
+    allreduce,
+    batch,
+    close,
+    grid,
+    loss_fn,
+    new_params,
+    placed,
+)
 
 import jaxcomp
 
 P = jax.P
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-CLASSES, WIDTH, LENGTH = 5, 16, 3
-WHOLE = P()
-
-
-def grid(data, kind="auto"):
-    return jax.make_mesh(
-        (data,), ("data",), axis_types=(KINDS[kind],), devices=jax.devices()[:data]
-    )
-
-
-def placed(mesh, tree, spec=WHOLE):
-    return jax.device_put(tree, NamedSharding(mesh, spec))
-
-
-def new_params():
-    rng = np.random.default_rng(0)
-    return {
-        "up": (rng.normal(size=(WIDTH, 32)) / 4).astype(np.float32),
-        "down": (rng.normal(size=(32, CLASSES)) / 6).astype(np.float32),
-    }
-
-
-def batch(seed=1, size=16):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(size, LENGTH, WIDTH)).astype(np.float32)
-    return x, rng.integers(0, CLASSES, size=(size, LENGTH))
-
-
-def loss_fn(params, x, y):
-    """A sequence classifier, and everything that real loops return beside the loss."""
-    hidden = jnp.tanh(x @ params["up"])
-    logits = hidden @ params["down"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-    aux = {
-        "logits": logits,
-        "flat": logits.reshape(-1, CLASSES),
-        "per_example": losses.mean(1),
-        "hits": logits.argmax(-1) == y,
-        "accuracy": (logits.argmax(-1) == y).astype(jnp.float32).mean(),
-        "statistics": {"mean": hidden.mean((0, 1)), "square": (hidden**2).mean((0, 1))},
-        "time_first": jnp.swapaxes(losses, 0, 1),
-    }
-    return losses.mean(), aux
-
-
-def allreduce():
-    return jaxcomp.allreduce(axis_name="data")
-
-
-def close(found, expected, rtol=1e-5):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
-    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
@@ -117,7 +74,9 @@ def test_what_is_no_mean_is_asked_about(kind):
 
     with pytest.raises(ValueError, match=r"\['tokens'\].* has no rows of examples .*sum"):
         aux_of(None)
-    found = aux_of({"tokens": "sum", "step": None})
+    with pytest.raises(ValueError, match=r"`aux` names 'token'; .* has 'step', 'tokens'"):
+        aux_of({"token": "sum"})
+    found = aux_of({"tokens": "sum"})
     assert int(found["tokens"]) == (y > 0).sum()
     assert int(found["step"]) == 7  # JAX knows that it is the same everywhere
     stacked = aux_of("stack")

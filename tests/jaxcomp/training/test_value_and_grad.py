@@ -1,7 +1,6 @@
 """jaxcomp.value_and_grad in a jit loop: the losses of the shard_map form, and nothing else sent."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import jaxcomp
-from jaxcomp._wire.hlo import replica_groups
 
 P = jax.P
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -20,11 +18,6 @@ LAYOUTS = {
     "fsdp": {"up": P("model"), "down": P("model"), "bias": P("model")},
     "replicated": {},
 }
-COLLECTIVE = re.compile(
-    r"^.* = (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-    r"(?:-start)?\(.*$",
-    re.MULTILINE,
-)
 
 
 def grid(kind="auto", data=4, model=1):
@@ -124,15 +117,10 @@ def trained(kind):
     return params, state, grads
 
 
-def crossing(compiled, model):
+def crossing(compiled):
     """Bytes of every collective that joins devices of different replicas, largest first."""
-    found = []
-    for match in COLLECTIVE.finditer(compiled.as_text()):
-        groups = replica_groups(match[0])
-        if any(a // model != b // model for group in groups for a in group for b in group):
-            shapes = re.findall(r"(?:f32|s8|s32)\[([\d,]*)\]", match[1])
-            found.append(4 * sum(int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes))
-    return sorted(found, reverse=True)
+    found = jaxcomp.collectives(compiled)
+    return sorted((x.bytes for x in found if "data" in x.axes), reverse=True)
 
 
 REDUCERS = {
@@ -167,7 +155,7 @@ def test_the_step_has_two_thin_all_reduces_over_the_data_axis(kind):
     params = parameters(mesh)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
     *_, compiled = jit_loop(value_and_grad, params, batches(mesh, 1))
-    first, second, *rest = crossing(compiled(), 1)
+    first, second, *rest = crossing(compiled())
     stats = jaxcomp.powersgd(2, axis_name="data").bytes(params)
     assert sum(rest) <= 1024
     assert abs(first + second + sum(rest) - stats.bytes_after) <= 8  # the loss may ride along
@@ -183,7 +171,7 @@ def test_beside_sharded_weights_only_thin_factors_cross_the_data_axis(layout, ki
     losses, after, state, compiled = jit_loop(value_and_grad, params, batches(mesh))
     np.testing.assert_allclose(losses, shard_map_losses("powersgd"), rtol=1e-5)
     # Each device of a replica sends its share of the factors.
-    first, second, *rest = crossing(compiled(), 2)
+    first, second, *rest = crossing(compiled())
     assert first + second <= jaxcomp.powersgd(2, axis_name="data").bytes(params).bytes_after / 2 + 8
     assert sum(rest) <= 64
     for name, leaf in state.residual.items():
@@ -312,175 +300,3 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), grads, expected
     )
-
-
-def test_what_is_wrong_is_said_before_anything_runs():
-    mesh = grid()
-    reducer, params, x = REDUCERS["powersgd"](), parameters(mesh), batches(mesh)[0]
-    value_and_grad = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    state = value_and_grad.init(params)
-    with pytest.raises(ValueError, match="no mesh"):
-        jaxcomp.value_and_grad(loss, reducer).init(params)
-    with pytest.raises(ValueError, match="no axis 'data'"):
-        jaxcomp.value_and_grad(loss, reducer, mesh=jax.make_mesh((8,), ("replica",)))
-    with pytest.raises(ValueError, match="`aux` must be one of"):
-        jaxcomp.value_and_grad(loss, reducer, aux="first")
-    for wrong in (None, reducer):  # swapped
-        with pytest.raises(ValueError, match="must be a function, and the second the reducer"):
-            jaxcomp.value_and_grad(wrong, loss)
-    with pytest.raises(ValueError, match=r"first argument must be the reducer's state.*'down'"):
-        value_and_grad(params, state, x)
-    with pytest.raises(ValueError, match=r"`mesh` must be a mesh, as jax.make_mesh.*\(8,\)"):
-        jaxcomp.value_and_grad(loss, reducer, mesh=(8,))
-    with pytest.raises(ValueError, match=r"call it, allreduce\(axis_name=\.\.\.\)"):
-        jaxcomp.value_and_grad(loss, jaxcomp.allreduce)
-    plain = jaxcomp.value_and_grad(loss, optax.sgd(0.1), mesh=mesh, axis_name="data")
-    with pytest.raises(ValueError, match="different on every replica: it is no reducer"):
-        plain(plain.init(params), params, x)
-    with pytest.raises(ValueError, match=r"shape \(6, 32\), which .* cannot split between 4"):
-        value_and_grad(state, params, jnp.zeros((6, 32)))
-    with pytest.raises(ValueError, match=r"keyword argument .*'x'.* by position"):
-        value_and_grad(state, params, x=x)
-    with pytest.raises(ValueError, match=r"No argument is split .* not in a closure"):
-        jaxcomp.value_and_grad(lambda p: loss(p, x), reducer, mesh=mesh)(state, params)
-    with pytest.raises(ValueError, match="2 entries, and the function was called with 1"):
-        jaxcomp.value_and_grad(loss, reducer, mesh=mesh, batch_specs=(P(), P()))(state, params, x)
-    for specs, message in (
-        (P(), "No argument is split"),
-        (P("batch"), "names the axis 'batch'; the mesh has 'data'"),
-        ((P(None, ("data", "x")),), "names the axis 'x'"),
-        ("data", "such as jax.P.'data'.*got a str: 'data'"),
-        (NamedSharding(mesh, P("data")), "got a NamedSharding"),
-    ):
-        misread = jaxcomp.value_and_grad(loss, reducer, mesh=mesh, batch_specs=specs)
-        with pytest.raises(ValueError, match=message):
-            misread(state, params, x)
-    with pytest.raises(ValueError, match="called with 0 arguments behind the state, and argnums=0"):
-        value_and_grad(state, params=params)
-    with pytest.raises(ValueError, match="4 replicas need a leading axis"):
-        value_and_grad(reducer.init(params), params, x)
-    spread = jax.device_put(params, NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match=r"sharded over .*'data'.*, the axis of the replicas"):
-        value_and_grad.init(spread)
-    wrong = state._replace(q={**state.q, "up": jnp.zeros((3, 3))})
-    with pytest.raises(ValueError, match=r"q\['up'\]: expected \(32, 2\), got \(3, 3\)"):
-        value_and_grad.restore(wrong, params)
-    first = state._replace(residual=jax.tree.map(lambda x: x[0], state.residual))
-    with pytest.raises(ValueError, match="needs one leading axis of replicas"):
-        value_and_grad.restore(first, params)
-    with pytest.raises(ValueError, match=r"leaf \['count'\] of .* has dtype int32"):
-        value_and_grad.init({**params, "count": jnp.zeros([], jnp.int32)})
-
-
-def test_a_table_is_not_taken_for_a_batch():
-    mesh, table = grid(), jnp.arange(8.0)
-    params, x = parameters(mesh), batches(mesh)[0]
-
-    def weighted(params, x, table):
-        return loss(params, x) * table[jnp.arange(len(x)) % 8].mean()
-
-    def value(batch_specs):
-        value_and_grad = jaxcomp.value_and_grad(
-            weighted, REDUCERS["allreduce"](), mesh=mesh, batch_specs=batch_specs
-        )
-        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x, table)[0][0]
-
-    with pytest.raises(ValueError, match=r"argument 2 has 8 rows, and .* has 16\. .*batch_specs"):
-        value(None)
-    with pytest.raises(ValueError, match="has 8 rows"):
-        value((None, None))
-    np.testing.assert_allclose(value((P("data"), P())), loss(params, x) * 1.5, rtol=1e-6)
-
-
-def test_a_loss_that_averages_itself_is_refused():
-    """Its gradients would be too small, by the number of replicas, and train all the same."""
-    mesh = grid()
-    params, x = parameters(mesh), batches(mesh)[0]
-
-    def gradients(check_vma):
-        value_and_grad = jaxcomp.value_and_grad(
-            lambda params, x: jax.lax.pmean(loss(params, x), "data"),
-            REDUCERS["allreduce"](),
-            mesh=mesh,
-            check_vma=check_vma,
-        )
-        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x)[0][1]
-
-    with pytest.raises(ValueError, match=r"loss is the same on every replica along 'data'"):
-        gradients(check_vma=True)
-    # Without types, differentiation transposes the mean to a sum, and what comes out is right.
-    expected = jax.grad(loss)(params, x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        gradients(check_vma=False),
-        expected,
-    )
-
-
-def test_a_loop_that_begins_with_zeros_is_explained_and_works_unchecked():
-    mesh = grid()
-    params, x = parameters(mesh), batches(mesh)[0]
-
-    def recurrent(params, x):
-        def turn(h, _):
-            return jnp.tanh((h + x) @ params["up"] + params["bias"]) @ params["down"], None
-
-        return jnp.mean(jax.lax.scan(turn, jnp.zeros(x.shape), length=2)[0] ** 2)
-
-    def gradients(check_vma):
-        value_and_grad = jaxcomp.value_and_grad(
-            recurrent, REDUCERS["allreduce"](), mesh=mesh, check_vma=check_vma
-        )
-        return jax.jit(value_and_grad)(value_and_grad.init(params), params, x)[0][1]
-
-    with pytest.raises(TypeError) as error:
-        gradients(check_vma=True)
-    assert "check_vma=False" in error.value.__notes__[0]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        gradients(check_vma=False),
-        jax.grad(recurrent)(params, x),
-    )
-
-
-def test_shardings_within_the_loss_name_the_other_axes_only():
-    mesh = grid(data=2, model=2)
-    params, x = parameters(mesh, "tensor"), batches(mesh)[0]
-
-    def call(sharding):
-        def constrained(params, x):
-            hidden = jnp.tanh(x @ params["up"] + params["bias"])
-            hidden = jax.lax.with_sharding_constraint(hidden, sharding)
-            return jnp.mean((hidden @ params["down"] - x) ** 2)
-
-        run = jaxcomp.value_and_grad(constrained, REDUCERS["allreduce"](), mesh=mesh)
-        return jax.eval_shape(run, run.init(params), params, x)[0][0]
-
-    for sharding in (
-        NamedSharding(mesh, P("data", "model")),
-        NamedSharding(mesh, P(None, "model")),
-    ):
-        with pytest.raises(ValueError, match="Auto") as error:
-            call(sharding)
-        assert "must not name 'data'" in error.value.__notes__[0]
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Auto") as error:
-        call(P("data", "model"))
-    assert "must not name 'data'" in error.value.__notes__[0]
-    assert call(P(None, "model")).shape == ()
-
-
-def test_restore_says_what_it_was_given_and_casts_to_what_it_keeps():
-    params = {"w": jnp.zeros((16, 12))}
-    narrow = jaxcomp.powersgd(1, axis_name="data", residual_dtype=jnp.bfloat16)
-    compressed = jaxcomp.value_and_grad(loss, narrow, mesh=grid())
-    wide = jaxcomp.powersgd(1, axis_name="data").init(params)
-    assert compressed.restore(wide, params).residual["w"].dtype == jnp.bfloat16
-    for state, message in (
-        (wide._asdict(), "must be a PowerSGDState, got a dict. .*eval_shape"),
-        (None, "got a NoneType"),
-        (optax.EmptyState(), "got a EmptyState.*adapt_state"),
-        (narrow.init({"w": params["w"], "b": jnp.zeros(3)}), "is that of other parameters"),
-    ):
-        with pytest.raises(ValueError, match=message) as error:
-            compressed.restore(state, params)
-        assert len(str(error.value)) < 400

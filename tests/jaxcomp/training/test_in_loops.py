@@ -1,0 +1,174 @@
+"""What loops hand to jaxcomp.data_parallel: states inside others, metadata, functions."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from classifier import (
+    KINDS,
+    LENGTH,
+    WIDTH,
+    allreduce,
+    batch,
+    close,
+    grid,
+    loss_fn,
+    new_params,
+    placed,
+)
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+
+import jaxcomp
+
+P = jax.P
+
+
+def test_flax_metadata_that_names_an_axis_of_layers_is_read():
+    """Without norms or biases the shapes alone would not tell."""
+
+    def boxed(*names):
+        return {"blocks": {"kernel": nn.Partitioned(jnp.zeros((6, 32, 32)), names)}}
+
+    run = jaxcomp.value_and_grad(
+        lambda p, x: 0.0, jaxcomp.powersgd(2, axis_name="data"), mesh=grid(2)
+    )
+    with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
+        run.init(boxed("layers", "embed", "mlp"))
+    run.init(boxed("experts", "embed", "mlp"))
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "works"),
+    [(nn.with_partitioning, False), (nn.with_logical_partitioning, True)],
+)
+def test_dense_general_with_metadata_inside_a_mesh_is_explained(partitioning, works):
+    kernel_init = partitioning(nn.initializers.lecun_normal(), (None, None, "model"))
+    dense, x = nn.DenseGeneral((4, 8), kernel_init=kernel_init), jnp.ones((8, 16))
+    params = nn.unbox(dense.init(jax.random.key(0), x))
+    run = jaxcomp.value_and_grad(
+        lambda p, x: jnp.mean(dense.apply(p, x) ** 2), allreduce(), mesh=grid(2, model=2)
+    )
+    if works:
+        assert jax.eval_shape(run, run.init(params), params, x)[0][0].shape == ()
+        return
+    with pytest.raises(ValueError, match="with_sharding_constraint") as error:
+        jax.eval_shape(run, run.init(params), params, x)
+    assert "nn.with_logical_partitioning" in error.value.__notes__[0]
+
+
+def in_train_state(tx, params, state):
+    return TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=(state, ()))
+
+
+HOLDERS = {  # what holds the state, and where it is then
+    "TrainState": (in_train_state, lambda held: held.opt_state[0]),
+    "dict": (lambda tx, params, state: {"of": [params, state]}, lambda held: held["of"][1]),
+    "itself": (lambda tx, params, state: state, lambda held: held),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(holder, kind):
+    mesh, params, data = grid(4, kind), new_params(), batch()
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    tx = optax.chain(jaxcomp.hold_state(reducer), optax.identity())
+    loss = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
+    given = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    expected, after = jax.jit(given)(given.init(params), params, *data)
+    make, take = HOLDERS[holder]
+    held = jaxcomp.shard_state(make(tx, params, tx.init(params)[0]), mesh, "data")
+    run = jaxcomp.value_and_grad(loss, reducer)
+    found, held = jax.jit(run)(held, placed(mesh, params), *data)
+    jax.tree.map(np.testing.assert_array_equal, (found, take(held)), (expected, after))
+
+
+def test_a_reducer_without_a_state_takes_any_and_two_states_are_refused():
+    mesh, params, data = grid(2), new_params(), batch()
+    loss = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
+    _, held = jaxcomp.value_and_grad(loss, allreduce(), mesh=mesh)({"step": 3}, params, *data)
+    assert held == {"step": 3}
+    run = jaxcomp.value_and_grad(loss, jaxcomp.powersgd(2, axis_name="data"), mesh=mesh)
+    state = run.init(params)
+    for wrong, message in (((state, state), "has 2 that may be it"), (None, "has none")):
+        with pytest.raises(ValueError, match=f"must be the reducer's state, .*{message}"):
+            run(wrong, params, *data)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("spec", [P(), P("model"), P(None, "model")])
+def test_weights_keys_and_exact_steps_beside_an_automatic_axis(shape, spec):
+    """XLA compiles no all-reduce of one replica of what lies over such an axis."""
+    mesh, (x, y) = grid(shape[0], model=shape[1]), batch()
+    params = placed(mesh, new_params() | {"down": np.ones((32, 4), np.float32)}, spec)
+
+    def dropped(params, x, y, key):
+        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        kept = jax.random.bernoulli(key, 0.9, (len(x), LENGTH, 32))
+        hidden = jnp.where(kept, jnp.tanh(x @ params["up"]), 0)
+        hidden = jax.lax.with_sharding_constraint(hidden, P(None, None, "model"))
+        return optax.softmax_cross_entropy_with_integer_labels(
+            hidden @ params["down"], y % 4
+        ).mean()
+
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=1)
+    run = jaxcomp.value_and_grad(dropped, reducer, mesh=mesh)
+    weight, key = np.arange(1.0, 17.0, dtype=np.float32), jax.random.key(0)
+    step = jax.jit(lambda s, p: run(s, p, x, y, key, weight=weight))
+    (value, grads), state = step(run.init(params), params)
+    size = 16 // shape[0]
+    parts = [slice(i, i + size) for i in range(0, 16, size)]
+    with jax.set_mesh(mesh):
+        each = [
+            jax.vmap(  # for what asks for its index
+                lambda _, part=part: jax.value_and_grad(dropped)(params, x[part], y[part], key),
+                axis_name="data",
+            )(jnp.arange(i + 1.0))
+            for i, part in enumerate(parts)
+        ]
+    expected = jax.tree.map(
+        lambda *xs: (
+            sum(x[-1] * weight[part].sum() for x, part in zip(xs, parts, strict=True))
+            / weight.sum()
+        ),
+        *each,
+    )
+    close((value, grads), expected, rtol=1e-4)
+    assert int(step(state, params)[1].count) == 2
+    assert state.residual["up"].shape == (shape[0], WIDTH, 32)
+
+
+def test_what_is_no_array_goes_where_the_function_wants_it():
+    """As MaxText accumulates: parameters in the middle, with shardings and a configuration."""
+    mesh, params, (x, y) = grid(2, model=2), new_params(), batch()
+    shardings = {"up": NamedSharding(mesh, P("data", "model")), "down": NamedSharding(mesh, P())}
+
+    def gradients(scale, params, shardings, data):
+        laid = jax.tree.map(jax.lax.with_sharding_constraint, params, shardings)
+        loss = lambda p: scale(loss_fn(p, *data)[0])  # noqa: E731
+        return jax.value_and_grad(loss)(laid)
+
+    run = jaxcomp.data_parallel(gradients, allreduce(), mesh=mesh, argnums=1)
+    step = jax.jit(lambda s, p, data: run(s, jnp.negative, p, shardings, data))
+    found, _ = step(run.init(params), params, (x, y))
+    close(found, jax.value_and_grad(lambda p: -loss_fn(p, x, y)[0])(params))
+
+
+def test_a_model_may_hold_functions():
+    mesh, (x, y) = grid(2), batch()
+    model = {**new_params(), "activation": jnp.tanh}
+    arrays = {**new_params(), "activation": None}
+
+    def gradients(model, x, y):
+        value, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y)[0])(
+            {name: model[name] for name in ("up", "down")}
+        )
+        return value, {**grads, "activation": None}
+
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.data_parallel(gradients, reducer, mesh=mesh)
+    (_, grads), _ = run(run.init(model), model, x, y)
+    assert jax.tree.structure(grads) == jax.tree.structure(arrays)

@@ -1,0 +1,212 @@
+"""data_parallel and value_and_grad: what is wrong is one sentence, before anything runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from classifier import allreduce, close, grid, placed
+from jax.sharding import NamedSharding
+
+import jaxcomp
+
+P = jax.P
+REDUCER = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+PARAMS = {
+    "up": np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32) / 6,
+    "down": np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) / 8,
+}
+X = np.random.default_rng(2).normal(size=(16, 32)).astype(np.float32)
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
+
+
+@functools.cache
+def mesh_and_state():
+    mesh = grid(4)
+    return mesh, jaxcomp.shard_state(REDUCER.init(PARAMS), mesh, "data")
+
+
+def make(fun=loss, reducer=REDUCER, mesh=None, **options):
+    return jaxcomp.value_and_grad(fun, reducer, mesh=mesh or mesh_and_state()[0], **options)
+
+
+def state():
+    return mesh_and_state()[1]
+
+
+CASES = {
+    "no mesh": (
+        lambda: jaxcomp.value_and_grad(loss, REDUCER).init(PARAMS),
+        r"no mesh\. Place the state with jaxcomp.shard_state",
+    ),
+    "another mesh": (lambda: make(mesh=jax.make_mesh((8,), ("replica",))), "no axis 'data'"),
+    "a shape": (lambda: make(mesh=(8,)), r"`mesh` must be a mesh, as jax.make_mesh.*\(8,\)"),
+    "aux": (lambda: make(aux="first"), "`aux` must be one of"),
+    "no function": (lambda: make(None, loss), "must be a function, and the second the reducer"),
+    "swapped": (lambda: make(REDUCER, loss), "must be a function, and the second the reducer"),
+    "argnums": (lambda: make(argnums="w"), "`argnums` must be an integer or a tuple of them"),
+    "uncalled": (lambda: make(loss, jaxcomp.allreduce), r"call it, allreduce\(axis_name=\.\.\.\)"),
+    "a chain": (
+        lambda: make(loss, optax.chain(REDUCER, optax.sgd(0.1))),
+        "does not say along which axis",
+    ),
+    "an optimizer": (
+        lambda: (run := make(loss, optax.sgd(0.1), axis_name="data"))(run.init(PARAMS), PARAMS, X),
+        "different on every replica: it is no reducer",
+    ),
+    "parameters first": (
+        lambda: make()(PARAMS, state(), X),
+        r"first argument must be the reducer's state.*'down'",
+    ),
+    "six rows": (
+        lambda: make()(state(), PARAMS, jnp.zeros((6, 32))),
+        r"shape \(6, 32\), which .* cannot split between 4",
+    ),
+    "by keyword": (lambda: make()(state(), PARAMS, x=X), r"keyword argument .*'x'.* by position"),
+    "no parameters": (
+        lambda: make()(state(), params=PARAMS),
+        "called with 0 arguments behind the state, and argnums=0",
+    ),
+    "a closure": (
+        lambda: make(lambda p: loss(p, X))(state(), PARAMS),
+        r"No argument is split .* not in a closure",
+    ),
+    "consolidated": (
+        lambda: make()(REDUCER.init(PARAMS), PARAMS, X),
+        "4 replicas need a leading axis",
+    ),
+    "spread": (
+        lambda: make().init(placed(mesh_and_state()[0], PARAMS, P("data"))),
+        r"sharded over .*'data'.*, the axis of the replicas",
+    ),
+    "an integer": (
+        lambda: make().init({**PARAMS, "count": jnp.zeros([], jnp.int32)}),
+        r"leaf \['count'\] of .* has dtype int32",
+    ),
+    "restored of another rank": (
+        lambda: make().restore(state()._replace(q={**state().q, "up": jnp.zeros((3, 3))}), PARAMS),
+        r"q\['up'\]: expected \(32, 2\), got \(3, 3\)",
+    ),
+    "restored of one replica": (
+        lambda: make().restore(
+            state()._replace(residual=jax.tree.map(lambda x: x[0], state().residual)), PARAMS
+        ),
+        "needs one leading axis of replicas",
+    ),
+    "restored without classes": (
+        lambda: make().restore(REDUCER.init(PARAMS)._asdict(), PARAMS),
+        "must be a PowerSGDState, got a dict. .*eval_shape",
+    ),
+    "restored None": (lambda: make().restore(None, PARAMS), "got a NoneType"),
+    "restored of another reducer": (
+        lambda: make().restore(optax.EmptyState(), PARAMS),
+        "got a EmptyState.*adapt_state",
+    ),
+    "restored of other parameters": (
+        lambda: make().restore(REDUCER.init({"w": PARAMS["up"]}), PARAMS),
+        "is that of other parameters",
+    ),
+}
+SPECS = {
+    "two": ((P(), P()), "2 entries, and the function was called with 1"),
+    "shared": (P(), "No argument is split"),
+    "no axis": (P("batch"), "names the axis 'batch'; the mesh has 'data'"),
+    "one of two": ((P(None, ("data", "x")),), "names the axis 'x'"),
+    "a string": ("data", "such as jax.P.'data'.*got a str: 'data'"),
+    "a sharding": (NamedSharding(jax.make_mesh((1,), ("data",)), P("data")), "a NamedSharding"),
+}
+CASES |= {
+    f"specs {name}": (lambda s=specs: make(batch_specs=s)(state(), PARAMS, X), message)
+    for name, (specs, message) in SPECS.items()
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence(case):
+    attempt, message = CASES[case]
+    with pytest.raises(ValueError, match=message) as error:
+        attempt()
+    assert len(str(error.value)) < 400
+
+
+def test_restore_casts_to_what_the_reducer_keeps():
+    params = {"w": jnp.zeros((16, 12))}
+    narrow = jaxcomp.powersgd(1, axis_name="data", residual_dtype=jnp.bfloat16)
+    wide = jaxcomp.powersgd(1, axis_name="data").init(params)
+    assert make(reducer=narrow).restore(wide, params).residual["w"].dtype == jnp.bfloat16
+
+
+def test_a_table_is_not_taken_for_a_batch():
+    table = jnp.arange(8.0)
+
+    def weighted(params, x, table):
+        return loss(params, x) * table[jnp.arange(len(x)) % 8].mean()
+
+    def value(batch_specs):
+        run = make(weighted, allreduce(), batch_specs=batch_specs)
+        return jax.jit(run)(run.init(PARAMS), PARAMS, X, table)[0][0]
+
+    with pytest.raises(ValueError, match=r"argument 2 has 8 rows, and .* has 16\. .*batch_specs"):
+        value(None)
+    with pytest.raises(ValueError, match="has 8 rows"):
+        value((None, None))
+    np.testing.assert_allclose(value((P("data"), P())), loss(PARAMS, X) * 1.5, rtol=1e-6)
+
+
+def averaged(params, x):
+    """Its gradients would be too small, by the number of replicas, and train all the same."""
+    return jax.lax.pmean(loss(params, x), "data")
+
+
+def recurrent(params, x):
+    def turn(h, _):
+        return jnp.tanh((h + x) @ params["up"]) @ params["down"], None
+
+    return jnp.mean(jax.lax.scan(turn, jnp.zeros(x.shape), length=2)[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "whole", "error", "message"),
+    [
+        (averaged, loss, ValueError, "loss is the same on every replica along 'data'"),
+        (recurrent, recurrent, TypeError, "check_vma=False"),
+    ],
+)
+def test_what_the_types_refuse_is_right_without_them(fun, whole, error, message):
+    """Of a mean differentiation makes a sum there; a loop may begin with zeros."""
+
+    def gradients(check_vma):
+        run = make(fun, allreduce(), check_vma=check_vma)
+        return jax.jit(run)(run.init(PARAMS), PARAMS, X)[0][1]
+
+    with pytest.raises(error) as raised:
+        gradients(check_vma=True)
+    assert message in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    close(gradients(check_vma=False), jax.grad(whole)(PARAMS, X), rtol=1e-4)
+
+
+def test_shardings_within_the_loss_name_the_other_axes_only():
+    mesh = grid(2, model=2)
+
+    def call(sharding):
+        def constrained(params, x):
+            hidden = jnp.tanh(x @ params["up"])
+            hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+            return jnp.mean((hidden @ params["down"] - x) ** 2)
+
+        run = make(constrained, allreduce(), mesh=mesh)
+        return jax.eval_shape(run, run.init(PARAMS), PARAMS, X)[0][0]
+
+    for spec in (P("data", "model"), P(None, "model")):
+        with pytest.raises(ValueError, match="Auto") as error:
+            call(NamedSharding(mesh, spec))
+        assert "must not name 'data'" in error.value.__notes__[0]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Auto") as error:
+        call(P("data", "model"))
+    assert "must not name 'data'" in error.value.__notes__[0]
+    assert call(P(None, "model")).shape == ()

@@ -1,0 +1,64 @@
+"""A small sequence classifier with all that real loops return beside the loss, and its meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+
+import jaxcomp
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+CLASSES, WIDTH, LENGTH = 5, 16, 3
+WHOLE = jax.P()
+
+
+def grid(data, kind="auto", model=0):
+    shape, names = ((data, model), ("data", "model")) if model else ((data,), ("data",))
+    kinds, devices = (KINDS[kind],) * len(shape), jax.devices()[: data * (model or 1)]
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+def placed(mesh, tree, spec=WHOLE):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def new_params():
+    rng = np.random.default_rng(0)
+    return {
+        "up": (rng.normal(size=(WIDTH, 32)) / 4).astype(np.float32),
+        "down": (rng.normal(size=(32, CLASSES)) / 6).astype(np.float32),
+    }
+
+
+def batch(seed=1, size=16):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, LENGTH, WIDTH)).astype(np.float32)
+    return x, rng.integers(0, CLASSES, size=(size, LENGTH))
+
+
+def loss_fn(params, x, y):
+    """A sequence classifier, and everything that real loops return beside the loss."""
+    hidden = jnp.tanh(x @ params["up"])
+    logits = hidden @ params["down"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    aux = {
+        "logits": logits,
+        "flat": logits.reshape(-1, CLASSES),
+        "per_example": losses.mean(1),
+        "hits": logits.argmax(-1) == y,
+        "accuracy": (logits.argmax(-1) == y).astype(jnp.float32).mean(),
+        "statistics": {"mean": hidden.mean((0, 1)), "square": (hidden**2).mean((0, 1))},
+        "time_first": jnp.swapaxes(losses, 0, 1),
+    }
+    return losses.mean(), aux
+
+
+def allreduce():
+    return jaxcomp.allreduce(axis_name="data")
+
+
+def close(found, expected, rtol=1e-5):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
+    )
