@@ -171,7 +171,8 @@ def main() -> None:
         for i, part in enumerate(np.linspace(0.2, 3.2, given.disks)):
             said = full_disk(place(f"disk-{i}"), int(part * one) + 40, expected, given.processes)
             print(f"a disk for {part:.1f} checkpoints: {said}", flush=True)
-        for i, after in enumerate(np.linspace(0.1, life, given.each)):
+        moments = np.random.default_rng(0).permutation(np.linspace(0.1, life, given.each))
+        for i, after in enumerate(moments):
             for number in (signal.SIGKILL, signal.SIGTERM):
                 here = place(f"{number.name}-{i}")
                 said = signalled(here, number, after, expected, given.processes)
