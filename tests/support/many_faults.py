@@ -10,6 +10,7 @@ The disk that fills up is a small tmpfs, which takes root to mount.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -76,7 +77,8 @@ def signalled(here: Path, number: int, after: float, expected: dict, processes: 
         time.sleep(after)
         before = (saved(here / "run") or [0])[-1]
         sent = time.monotonic()
-        job.signal(number, processes - 1)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            job.signal(number, processes - 1)
         codes = job.codes(120)
         took = time.monotonic() - sent
     finish(here, expected, before, processes)
