@@ -47,9 +47,13 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         if not names_of(path) & set(names):
             return rule(path, leaf)
         layer = rule(path, jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf)))
-        if layer is None:
-            return None
-        batch, rows, cols = (tuple(axis + 1 if axis >= 0 else axis for axis in x) for x in layer)
+        try:
+            parts = [
+                tuple(axis + 1 if axis >= 0 else axis for axis in part) for part in layer or ()
+            ]
+            batch, rows, cols = parts
+        except (TypeError, ValueError):
+            return layer  # None, or what is refused with the name of the leaf
         return MatrixDims((0, *batch), rows, cols)
 
     def check_paths(paths: Sequence[KeyPath]) -> None:

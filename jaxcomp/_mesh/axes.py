@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
@@ -148,6 +149,8 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     """
     if len(branches) == 1:
         return branches[0]()
+    if not mesh_axes(AxisType.Manual):
+        return lax.switch(index, branches)
     shapes = [jax.eval_shape(branch) for branch in branches]
     axes = jax.tree.map(lambda *xs: frozenset().union(*map(varying, xs)), *shapes)
 
@@ -159,6 +162,4 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
 
 def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
     """`before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
-    if step == 0:
-        return after()
-    return lax.cond(count < step, before, after)
+    return switch((count >= step).astype(jnp.int32), [before, after]) if step else after()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +12,7 @@ from jaxcomp._base.checks import names_checked
 from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
 from jaxcomp._lowrank.matrices import product
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
-from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.axes import switch
 from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import (
@@ -111,12 +110,11 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
                 for x in (reduced.means, reduced.sent)
             )
             kept = {**starts, one: means[0 if left else 1]}
-            # One type for both turns, also for a factor that is the same on every replica.
-            return Averaged(means, as_local(sent, axis_name), kept, reduced.finite)
+            return Averaged(means, sent, kept, reduced.finite)
 
         def average(*arrays: Any) -> Averaged:
-            turns = (functools.partial(half, left, *arrays) for left in (True, False))
-            return jax.lax.cond(is_left, *turns)
+            turns = [functools.partial(half, left, *arrays) for left in (False, True)]
+            return switch(is_left.astype(jnp.int32), turns)
 
         return low_rank_step(leaves, state, fields, average)
 

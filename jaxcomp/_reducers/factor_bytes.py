@@ -40,7 +40,7 @@ def count_bytes(
     wire = wire_dtype(options.comm_dtype, (plan.dtype for plan in plans))
     if step is not None and step < options.start_step:
         return CompressionStats.of(dense_leaves(params, wire))
-    if isinstance(options.comm_dtype, Integers) and any(plan.view for plan in plans):
+    if isinstance(options.comm_dtype, Integers):
         wire, replicas = options.comm_dtype, needed_replicas(replicas)
     at = None if step is None else step - options.start_step
     leaves = []

@@ -76,7 +76,7 @@ class Averaged(NamedTuple):
     """What became of the gradients on the wire."""
 
     means: Factors
-    sent: Factors  # what this replica sent of them, typed as its own
+    sent: Factors  # what this replica sent of them
     kept: Stacks  # factors for the state
     finite: Array  # bool scalar, equal on every replica
 
@@ -134,10 +134,10 @@ class Leaves(NamedTuple):
                 whole[i] = leaf
         return self.treedef.unflatten(whole)
 
-    def mean(self, parts: list[Array], n_factors: int) -> Reduced:
+    def mean(self, parts: list[Array], n_factors: int, *, exact: bool = False) -> Reduced:
         """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather."""
         dtype, axis_name = self.options.comm_dtype, self.options.axis_name
-        if isinstance(dtype, Integers) and n_factors:
+        if isinstance(dtype, Integers) and not exact:
             # Each leaf of a stack is sent as it would be alone.
             stacks = {k for k, group in enumerate(self.groups) if len(group) > 1}
             return reduce_integers(
@@ -248,8 +248,7 @@ def power_iteration(
     p = orthonormal_bases(left, eps / axis_size(axis_name))
     right = [product(*each, transposed=True) for each in zip(views, totals, p, strict=True)]
     second = wire(right, n)
-    sent = as_local(Factors(p, second.sent, first.sent[n:]), axis_name)
-    means = Factors(p, second.means, first.means[n:])
+    means, sent = Factors(p, second.means, first.means[n:]), Factors(p, second.sent, first.sent[n:])
     return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
 
 
@@ -285,11 +284,11 @@ def low_rank_step(
         for name, xs in before.items()
     }
 
-    def nothing() -> Averaged:  # only its types matter: nobody reads it before the start
+    def nothing() -> Averaged:  # which nobody reads before the start
         p = [jnp.zeros(x.p_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         q = [jnp.zeros(x.q_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in rest])
-        return Averaged(zeros, as_local(zeros, axis_name), starts, jnp.array(True))
+        return Averaged(zeros, zeros, starts, jnp.array(True))
 
     def products(p: list[Array], q: list[Array]) -> list[Array]:
         each = zip(leaves.views, p, q, dtypes, strict=True)
@@ -299,9 +298,8 @@ def low_rank_step(
         # The sums, which are the gradients before the start: the gradients themselves would have to
         # be kept beside them.
         whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = leaves.mean([*whole, *rest], 0)
-        sent = as_local(reduced.sent, axis_name)
-        return nan_unless(reduced.finite, reduced.means), sent, reduced.finite
+        reduced = leaves.mean([*whole, *rest], 0, exact=True)
+        return nan_unless(reduced.finite, reduced.means), reduced.sent, reduced.finite
 
     def rebuilt() -> tuple[list[Array], list[Array], Array]:
         (p, q, means), finite = averaged.means, averaged.finite

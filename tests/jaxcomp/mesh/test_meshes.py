@@ -1,5 +1,6 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
+import functools
 from collections import Counter
 
 import hlo
@@ -285,3 +286,32 @@ def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
     step, params, state, batch = training(tx, {}, manual=both, axes="dcn")
     with pytest.raises(ValueError, match="the same on every replica along 'ici'"):
         step(params, state, batch)
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+@pytest.mark.parametrize("axes", ["data", ("data", "model")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        jaxcomp.powersgd,
+        jaxcomp.acp_sgd,
+        jaxcomp.batched_powersgd,
+        functools.partial(jaxcomp.powersgd, comm_dtype="int8"),
+        functools.partial(jaxcomp.powersgd, warm_start=False),
+    ],
+)
+def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
+    """Also its count and factors, which are equal; also along an axis beside the replicas'."""
+    grid = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    tx, n = make(1, axis_name="data", start_step=start_step), 2 * (1 if axes == "data" else 2)
+    grads = {"w": jnp.ones((n, 8, 8))}
+    state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init({"w": jnp.ones((8, 8))}))
+
+    def update(grads, state):
+        own = jax.tree.map(lambda x: x[0], (grads, state))
+        return jax.tree.map(lambda x: x[None], tx.update(*own))
+
+    spec = jax.P(axes)
+    step = jax.shard_map(update, mesh=grid, in_specs=spec, out_specs=spec)
+    found = jax.eval_shape(step, grads, state)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, (grads, state))
