@@ -5,15 +5,15 @@ from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.measure import measure
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
-from jaxcomp._local.local_sgd import LocalSGDState, local_sgd
+from jaxcomp._local.local_sgd import local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.sync import average
 from jaxcomp._lowrank.stacked import stacked
 from jaxcomp._mesh.axes import as_local
-from jaxcomp._reducers.acp_sgd import ACPSGDState, acp_sgd
+from jaxcomp._reducers.acp_sgd import acp_sgd
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd
-from jaxcomp._reducers.error_feedback import ErrorFeedbackState, error_feedback
+from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -32,9 +32,6 @@ from jaxcomp._wire.check import check
 from jaxcomp._wire.collectives import collectives
 
 __all__ = [
-    "ACPSGDState",
-    "ErrorFeedbackState",
-    "LocalSGDState",
     "MatrixDims",
     "PowerSGDState",
     "Ranks",

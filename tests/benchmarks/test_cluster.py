@@ -83,7 +83,7 @@ def test_what_is_no_rate(text):
         ("fp16", "fp16", 0, None, 1, True),
         ("int8", "int8", 0, None, 1, False),
         ("powersgd-16", "powersgd", 16, None, 1, True),
-        ("powersgd-2-fp16", "powersgd", 2, "float16", 1, True),
+        ("powersgd-2-fp16", "powersgd", 2, "float16", 1, False),
         ("powersgd-4-int8", "powersgd", 4, "int8", 1, False),
         ("powersgd-4-int6-every-8", "powersgd", 4, "int6", 8, False),
         ("local-sgd-8", "local-sgd", 8, None, 8, True),

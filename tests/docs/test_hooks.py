@@ -41,8 +41,8 @@ STATES = {
     "jaxcomp.powersgd": jaxcomp.PowerSGDState,
     "jaxcomp.batched_powersgd": jaxcomp.PowerSGDState,
     "jaxcomp.switch_at": jaxcomp.types.SwitchState,
-    "jaxcomp.error_feedback": jaxcomp.ErrorFeedbackState,
-    "jaxcomp.local_sgd": jaxcomp.LocalSGDState,
+    "jaxcomp.error_feedback": jaxcomp.types.ErrorFeedbackState,
+    "jaxcomp.local_sgd": jaxcomp.types.LocalSGDState,
     "optax.identity": optax.EmptyState,
     "optax.chain": tuple,
 }

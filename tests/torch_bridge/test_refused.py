@@ -286,6 +286,12 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     assert checkpoint.world_size is None  # which no run has
 
 
+def adam(step):
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
+    moments = {name: np.zeros((2, 3), np.float32) for name in ("exp_avg", "exp_avg_sq")}
+    return {"state": {0: {**moments, "step": step}}, "param_groups": [{**group, "params": [0]}]}
+
+
 def optimizer(**changes):
     group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
     state = {0: {"momentum_buffer": np.zeros((2, 3), np.float32), **changes.pop("kept", {})}}
@@ -302,8 +308,8 @@ def optimizer(**changes):
         (optimizer(params=0), "no optimizer state"),
         (optimizer(param_names=[b"w"]), "no optimizer state"),
         (optimizer(param_names="w"), "no optimizer state"),
-        (optimizer(kept={"step": float("inf")}), "`step` must be a count"),
-        (optimizer(kept={"step": "many"}), "`step` must be a number"),
+        (adam(float("inf")), "`step` must be a count"),
+        (adam("many"), "`step` must be a number"),
         (optimizer(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
         ({"state": [], "param_groups": []}, "no optimizer state"),
         ({"state": {}, "param_groups": {"lr": 0.1}}, "no optimizer state"),
