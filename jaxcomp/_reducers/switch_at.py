@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -15,7 +14,7 @@ from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.axes import as_local, from_step
 from jaxcomp._mesh.per_replica import mark_local
 from jaxcomp._reducers.plain import reducer_if_mapped, reduction_of
-from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, cast_as, other_state
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 
 
@@ -94,7 +93,7 @@ def switch_at(
             result = function(updates, own, params, **extra_args)
             states = (other, result.state) if swapped else (result.state, other)
             # One type for both branches, also where only one of them computes in float32.
-            sent = jax.tree.map(lambda x, g: x.astype(g.dtype), result.sent, updates)
+            sent = cast_as(result.sent, updates)
             sent = as_local(sent, axis_name) if axis_name else sent
             return result._replace(state=states, sent=sent)
 
