@@ -55,7 +55,7 @@ def pytest_unconfigure():
 LONGEST = (
     *("test_battery.py", "test_faults.py", "test_examples.py", "test_time_to_loss.py"),
     *("test_integer_factors.py", "test_docs.py", "test_adopt.py", "test_value_and_grad.py"),
-    *("test_programs.py", "test_mixed_precision.py", "test_migration.py", "test_powersgd.py"),
+    *("test_programs.py", "test_migration.py", "test_powersgd.py"),
     *("test_memory.py", "test_reducer_bytes.py", "test_ddp_equivalence.py", "test_overhead.py"),
     *("test_cluster.py", "test_meshes.py", "test_stacks.py"),
 )

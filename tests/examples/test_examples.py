@@ -1,7 +1,7 @@
 """The example scripts, at the smallest sizes that still compress.
 
-`train.py` and `hybrid_mesh.py` run once as a user runs them, in a process of their own; all else
-runs in this one, which has imported everything.
+`hybrid_mesh.py` runs once as a user runs it, in a process of its own, as `train.py` does in
+test_faults.py; all else runs in this one, which has imported everything.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import functools
 import importlib
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -58,19 +57,6 @@ def made_once():
         yield
 
 
-def script(name, *arguments):
-    """A process of its own."""
-    program = [name] if name == "-c" else [str(LANGUAGE_MODEL / name)]
-    return subprocess.run(
-        [sys.executable, *program, *map(str, arguments)],
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def here(module, *arguments):
     """What the script prints in this process, or SystemExit."""
     printed = io.StringIO()
@@ -106,13 +92,8 @@ def curve(path):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """As a user runs it."""
-    directory = tmp_path_factory.mktemp("whole")
-    arguments = ["--devices", 4, "--checkpoint-dir", directory / "checkpoints"]
-    result = script("train.py", *TINY, "--log", directory / "log", *arguments)
-    assert result.returncode == 0, result.stderr
-    return curve(directory / "log")
+def uninterrupted(trained):
+    return trained("whole", "--devices", 4)[0]
 
 
 @pytest.fixture(scope="module")
@@ -147,44 +128,6 @@ def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupte
     # Bit for bit: a run goes on with the state that it saved.
     for step, values in uninterrupted.items():
         np.testing.assert_array_equal(resumed[step], values)
-
-
-# Runs train.py, which dies at the very moment in which orbax would complete a certain step.
-KILLED = """
-import os, signal, sys
-
-sys.path.insert(0, sys.argv.pop(1))
-import train
-
-rename = os.rename
-
-def rename_or_die(source, target, **options):
-    if os.path.basename(target) == "{step}":
-        os.kill(os.getpid(), signal.SIGKILL)
-    rename(source, target, **options)
-
-os.rename = rename_or_die
-sys.exit(train.main())
-"""
-
-
-def test_a_checkpoint_that_was_half_written_is_passed_over(
-    trained, uninterrupted, interrupted, tmp_path
-):
-    directory, died = copied(interrupted, tmp_path), STOP + 2
-    arguments = [*TINY, "--devices", 4, "--checkpoint-dir", directory, "--resume"]
-    killed = script("-c", KILLED.format(step=died), LANGUAGE_MODEL, *arguments)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (left,) = directory.glob(f"{died}.*")  # orbax's temporary directory, not renamed
-    # All of it was written by then; a moment earlier not all of it would have been.
-    for data in left.glob("state*/d"):
-        shutil.rmtree(data)
-
-    resumed, output = trained("half", "--devices", 4, "--checkpoint-dir", directory, "--resume")
-    assert f"from step {STOP}" in output
-    for step, values in resumed.items():
-        np.testing.assert_array_equal(values, uninterrupted[step])
-    assert sorted(p.name for p in directory.glob("[!.]*")) == sorted(map(str, (died, 10, STEPS)))
 
 
 def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
@@ -268,9 +211,10 @@ def test_a_log_that_was_cut_off_goes_on(tmp_path):
 def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     arguments = ["--mode", mode, "--width", 32, "--steps", 20, "--rank", 2]
     if mode == "tensor":
-        result = script("hybrid_mesh.py", *arguments)
-        assert result.returncode == 0, result.stderr
-        printed = result.stdout
+        command = [sys.executable, LANGUAGE_MODEL / "hybrid_mesh.py", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
     else:
         printed = here(hybrid_mesh, *arguments)
     (sent,) = re.findall(r"bytes between hosts, per device and step: ([\d,]+)", printed)

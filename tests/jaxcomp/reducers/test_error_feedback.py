@@ -13,40 +13,9 @@ import jaxcomp
 
 SHAPES = {"bias": (16,), "dense": (24, 16)}
 
-REDUCERS = {
-    "int8": lambda: jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=32),
-    "bfloat16": lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.bfloat16),
-    "powersgd": lambda: jaxcomp.powersgd(
-        2, axis_name=AXIS, start_step=1, error_feedback=False, min_compression_rate=1.0
-    ),
-    "batched": lambda: jaxcomp.batched_powersgd(
-        2, axis_name=AXIS, start_step=1, error_feedback=False
-    ),
-    "switch": lambda: jaxcomp.switch_at(
-        2, REDUCERS["bfloat16"](), jaxcomp.quantized_allreduce(axis_name=AXIS)
-    ),
-}
 
-
-@pytest.mark.parametrize(
-    ("name", "mapping"),
-    [
-        *((name, "shard_map") for name in ("bfloat16", "batched", "switch")),
-        ("int8", "pmap"),
-        ("powersgd", "vmap"),
-    ],
-)
-def test_what_is_not_sent_is_kept(name, mapping):
-    n, steps = 3, 4
-    grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.error_feedback(REDUCERS[name]())
-    outputs, state = simulate(mapping, tx, grads, tx.init(zeros_of_one(grads)))
-    for leaf, x in grads.items():
-        sent = np.asarray(outputs[leaf]).sum(0)
-        given = np.asarray(x).mean(0).sum(0)
-        np.testing.assert_allclose(
-            sent + np.asarray(state.residual[leaf]).mean(0), given, atol=2e-5
-        )
+def int8():
+    return jaxcomp.quantized_allreduce(axis_name=AXIS)
 
 
 @pytest.mark.parametrize("wire", [None, jnp.int8])
@@ -67,7 +36,7 @@ def test_it_gives_powersgd_the_residual_that_powersgd_keeps_itself(wire):
 def test_the_residual_stays_bounded_where_the_contribution_is_known(foreign):
     """Without it the replicas' deviations from the mean are never sent, as with torch's hooks."""
     grads = {"w": random_grads({"w": (64,)}, 4, 400)["w"] * 1.0}
-    reducer = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    reducer = int8()
     if foreign:
         reducer = optax.GradientTransformationExtraArgs(reducer.init, reducer.update)
     tx = jaxcomp.error_feedback(reducer)
@@ -79,20 +48,6 @@ def test_the_residual_stays_bounded_where_the_contribution_is_known(foreign):
     # One level of what is rounded; of a foreign reducer the residuals have grown.
     largest = np.abs(grads["w"]).max() + np.abs(late.residual["w"]).max()
     assert np.abs(late.residual["w"].mean(0)).max() < (largest / 127 if foreign else 0.1)
-
-
-def test_a_fast_axis_in_front_leaves_the_residual_equal_along_it():
-    grads = random_grads({"w": (6, 5)}, 4, 1)["w"][:, 0].reshape(2, 2, 6, 5)
-    tx = optax.chain(
-        jaxcomp.allreduce(axis_name="fast"),
-        jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="slow")),
-    )
-    step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="fast")
-    outputs, (_, state) = jax.jit(jax.vmap(step, axis_name="slow"))(grads)
-    np.testing.assert_array_equal(state.residual[:, 0], state.residual[:, 1])
-    np.testing.assert_allclose(
-        outputs[0, 0] + state.residual.mean((0, 1)), grads.mean((0, 1)), atol=1e-6
-    )
 
 
 def low_rank(**options):
@@ -183,8 +138,8 @@ def test_a_switch_from_a_stateless_reducer_takes_no_half_step():
     [
         lambda: jaxcomp.powersgd(2, axis_name=AXIS),
         lambda: jaxcomp.batched_powersgd(2, axis_name=AXIS),
-        lambda: jaxcomp.switch_at(3, REDUCERS["int8"](), jaxcomp.powersgd(2, axis_name=AXIS)),
-        lambda: optax.chain(jaxcomp.error_feedback(REDUCERS["int8"]()), optax.scale(2.0)),
+        lambda: jaxcomp.switch_at(3, int8(), jaxcomp.powersgd(2, axis_name=AXIS)),
+        lambda: optax.chain(jaxcomp.error_feedback(int8()), optax.scale(2.0)),
     ],
     ids=["powersgd", "batched", "switch", "error_feedback"],
 )

@@ -141,6 +141,8 @@ def test_torchs_names_are_answered_with_ours(make):
         make(axis_name=AXIS, matrix_approximation_rank=2)
     with pytest.raises(TypeError, match=r"start_powerSGD_iter: it is `start_step` here"):
         make(2, axis_name=AXIS, start_powerSGD_iter=2)
+    with pytest.raises(TypeError, match=f"{make.__name__} has no argument colour"):
+        make(2, axis_name=AXIS, colour="blue")
 
 
 def test_a_misspelt_name_of_stacked_layers_is_refused():

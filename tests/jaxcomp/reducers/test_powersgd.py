@@ -94,16 +94,6 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
         np.testing.assert_allclose(came_out, went_in, atol=tolerance * np.abs(went_in).max())
 
 
-def test_full_rank_gives_the_exact_mean():
-    shapes = {"a": (6, 5), "b": (2, 3, 4), "c": (7, 1)}
-    grads = random_grads(shapes, 3, 2)
-    tx = shared_powersgd(64, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
-    outputs, final = simulate("vmap", tx, grads)
-    for name, x in grads.items():
-        np.testing.assert_allclose(outputs[name], x.mean(0), atol=1e-5)
-        np.testing.assert_allclose(final.residual[name].mean(0), 0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("rank", "wire"), [(2, None), (4, None), (4, jnp.int8)])
 def test_the_residual_stays_bounded(rank, wire):
     """torch's rule lets it grow like sqrt(steps): 3.2 times from 400 to 4 000."""
@@ -144,21 +134,6 @@ def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
     resumed, _ = simulate("vmap", tx, second, mean)
     for name, outputs in resumed.items():
         np.testing.assert_allclose(outputs, straight[name][half:], atol=2e-4)
-
-
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_before_start_step_gradients_are_averaged_exactly(mapping):
-    grads = random_grads(SHAPES, 4, 4)
-    tx = shared_powersgd(2, axis_name=AXIS, start_step=2)
-    outputs, state = simulate(mapping, tx, grads, tx.init(zeros()))
-    for name in SHAPES:
-        np.testing.assert_allclose(outputs[name][:2], grads[name].mean(0)[:2], rtol=1e-5, atol=1e-6)
-    late = shared_powersgd(2, axis_name=AXIS, start_step=0)
-    expected, _ = simulate(
-        "vmap", late, jax.tree.map(lambda g: g[:, 2:], grads), late.init(zeros())
-    )
-    np.testing.assert_allclose(outputs["dense"][2:], expected["dense"], atol=1e-5)
-    assert int(state.count) == 4
 
 
 def test_without_error_feedback_no_residual_is_kept():

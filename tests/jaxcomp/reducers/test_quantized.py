@@ -36,20 +36,6 @@ def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping):
             assert (np.abs(error).max(-1) <= largest / 127 * (1 + 1e-5)).all()
 
 
-def test_two_axes_of_vmap_are_one_axis_of_as_many_replicas():
-    grads = jax.tree.map(lambda x: x[:, 0], random_grads(SHAPES, 6, 1))
-
-    def mean(axis_name):
-        tx = jaxcomp.quantized_allreduce(axis_name=axis_name, block_size=16)
-        return lambda g: tx.update(g, tx.init(g))[0]
-
-    one = jax.jit(jax.vmap(mean(AXIS), axis_name=AXIS))(grads)
-    folded = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), grads)
-    nested = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")
-    two = jax.jit(nested)(folded)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.reshape(b.shape), b), two, one)
-
-
 @settings(max_examples=8)
 @given(
     size=st.integers(0, 70),
