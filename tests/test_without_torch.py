@@ -18,7 +18,7 @@ SENTENCE = 'This needs torch, which is not installed: pip install "jaxcomp[torch
 KERNEL = np.zeros((12, 8), np.float32)
 PARAMS = {"fc": {"kernel": KERNEL}}
 LIKE = torch_bridge.Checkpoint({"fc.weight": KERNEL.T})
-LAYOUT = torch_bridge.BucketLayout.from_manifest([[("fc.weight", (8, 12))]])
+LAYOUT = torch_bridge.BucketLayout.from_order([["fc.weight"]], {"fc.weight": KERNEL.T})
 REDUCER = jaxcomp.powersgd(1, axis_name="data").init(PARAMS)
 MOMENTUM = optax.sgd(0.1, momentum=0.9).init(PARAMS)
 GROUP = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
@@ -48,7 +48,7 @@ NEED_IT = {
 # They take modules or tensors of torch, or read its files, or have nothing to do with it.
 DO_NOT = {
     *("BucketEntry", "BucketLayout", "Checkpoint", "CheckpointMismatch", "FlaxRun", "Pair"),
-    *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "gradient_order", "infer_layout"),
+    *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "infer_layout"),
     *("load", "matrix_dims_of", "optimizer_from_torch", "pair"),
     *("params_from_torch", "params_to_torch", "powersgd_from_torch"),
     *("powersgd_kwargs_from_torch", "reducer_from_torch", "sharded_indices", "to_flax"),

@@ -7,11 +7,9 @@ What makes torch's tensors, and what runs in a torch job, needs torch: without i
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.schema import PowerSGDRecord, RandomStateRecord
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import optimizer_from_torch
-from torch_bridge._convert.optimizer_to_torch import optimizer_to_torch
+from torch_bridge._convert.optimizer import optimizer_from_torch, optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
-from torch_bridge._convert.powersgd_from_torch import powersgd_from_torch
-from torch_bridge._convert.powersgd_to_torch import powersgd_to_torch
+from torch_bridge._convert.powersgd import powersgd_from_torch, powersgd_to_torch
 from torch_bridge._convert.sampling import sharded_indices
 from torch_bridge._convert.to_flax import FlaxRun, to_flax
 from torch_bridge._convert.to_torch import to_torch
@@ -20,7 +18,7 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout
 from torch_bridge._hook.load import load
 from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting_hook
-from torch_bridge._job.save import gradient_order, record_layout, save_checkpoint
+from torch_bridge._job.save import record_layout, save_checkpoint
 from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
 from torch_bridge._pairing.pair import pair
 from torch_bridge._pairing.pairs import Pair
@@ -35,7 +33,6 @@ __all__ = [
     "PowerSGDRecord",
     "RandomStateRecord",
     "UnsafeCheckpoint",
-    "gradient_order",
     "infer_layout",
     "load",
     "matrix_dims_of",

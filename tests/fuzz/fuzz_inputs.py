@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
+import numpy as np
 import torch
 import torch_files as files
 from colliding_keys import colliding_keys
@@ -216,7 +217,9 @@ def _odd_entry(dice: Dice, document: Any) -> bytes:
 
 
 def _odd_layout(dice: Dice) -> bytes:
-    layout = torch_bridge.BucketLayout.from_manifest([[("w", (3,)), ("v", (2, 4))]]).to_json()
+    layout = torch_bridge.BucketLayout.from_order(
+        [["w", "v"]], {"w": np.zeros(3), "v": np.zeros((2, 4))}
+    ).to_json()
     layout = layout.replace('"v"', dice.choice(['"v"', '"v"', r'"\u0077"', r'"\u0076"']))
     text = list(layout)
     for _ in range(dice.randrange(1, 5)):

@@ -106,7 +106,7 @@ def test_a_table_has_fifty_rows_and_says_how_many_more(call):
 def test_full_rank_factors_of_a_small_file_are_not_multiplied(call):
     # 30 kB once took 375 MiB and 7 s.
     size = 2600
-    layout = torch_bridge.BucketLayout.from_manifest([[("w", (size, size))]])
+    layout = torch_bridge.BucketLayout.from_order([["w"]], {"w": torch.empty(size, size)})
     factors = {0: torch.zeros(size * size)}
     slots = {"matrix_approximation_rank": size, "iter": 9, "min_compression_rate": 0.4}
     slots |= {"error_dict": {}, "p_memory_dict": factors, "q_memory_dict": factors}

@@ -387,14 +387,10 @@ def test_a_state_born_in_jax():
     state = jaxcomp.powersgd(3, axis_name="data").init(params)._replace(count=jnp.int32(7))
     model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
     layout = BucketLayout.from_order([["a.bias", "a.weight"]], model)
-    back = powersgd_to_torch(
-        state, params, layout=layout, hyperparameters={"orthogonalization_epsilon": 1e-8}
-    )
-    assert (back.matrix_approximation_rank, back.orthogonalization_epsilon) == (3, 1e-8)
+    back = powersgd_to_torch(state, params, layout=layout)
+    assert (back.matrix_approximation_rank, back.orthogonalization_epsilon) == (3, 0)
     assert (back.iter, back.start_powerSGD_iter) == (7, 9)
     np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
-    with pytest.raises(ValueError, match="rank_of_everything"):
-        powersgd_to_torch(state, params, layout=layout, hyperparameters={"rank_of_everything": 1})
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -406,7 +402,9 @@ def test_no_state_and_unfit_layout():
     with pytest.raises(CheckpointMismatch, match="no PowerSGD state"):
         powersgd_from_torch(Checkpoint(model), params)
     checkpoint, _, _ = made(model, [["a.weight"]])
-    wrong = BucketLayout.from_manifest([[("a.weight", (24, 32)), ("a.bias", (24,))]])
+    wrong = BucketLayout.from_order(
+        [["a.weight", "a.bias"]], {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
+    )
     with pytest.raises(CheckpointMismatch, match="error of bucket 0 has 768 values"):
         powersgd_from_torch(checkpoint, params, layout=wrong)
     bare = dataclasses.replace(checkpoint, model={})
@@ -440,13 +438,13 @@ def test_a_state_that_is_not_consolidated_is_refused():
     params = {"a": {"kernel": jnp.zeros((32, 24))}}
     state = jaxcomp.powersgd(2, axis_name="data").init(params)._replace(count=jnp.int32(7))
     replicas = state._replace(residual=jax.tree.map(lambda x: jnp.stack([x, x]), state.residual))
-    layout = BucketLayout.from_manifest([[("a.weight", (24, 32))]])
+    layout = BucketLayout.from_order([["a.weight"]], {"a.weight": np.zeros((24, 32))})
     with pytest.raises(CheckpointMismatch, match="consolidated"):
         powersgd_to_torch(replicas, params, layout=layout)
     other = jaxcomp.powersgd(1, axis_name="data").init(params)._replace(count=jnp.int32(7))
     with pytest.raises(CheckpointMismatch, match="q of shape"):
         powersgd_to_torch(
-            other, params, layout=layout, hyperparameters={"matrix_approximation_rank": 2}
+            other, params, layout=layout, like=Checkpoint({}, (PowerSGDRecord(2, 5, {}, {}, {}),))
         )
 
 

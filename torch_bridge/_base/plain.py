@@ -13,10 +13,7 @@ from torch_bridge._base.tensors import is_tensor, to_tensor
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _OF_TORCH = ("dtype", "device", "Size")
 _DEEPEST = 100  # pickling goes as deep as a tree does
-
-
-class _NotPlain(Exception):
-    """A value that such a file cannot hold."""
+_LEFT_OUT = object()  # in the place of a value that such a file cannot hold
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -26,63 +23,51 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
       The copy, and the names of what it lacks, as ``args.callback``. Dictionaries lack single
       entries; lists, tuples and sets are there as a whole or not at all.
     """
-    copy = _Copy()
-    return copy.of(dict(entries), "", 0), copy.lacking
+    made: dict[int, Any] = {}  # of anything that the entries hold twice, too
+    lacking: list[str] = []
 
-
-class _Copy:
-    """One copy: of anything that the entries hold twice, too."""
-
-    def __init__(self) -> None:
-        self.lacking: list[str] = []
-        self._made: dict[int, Any] = {}
-        self._refused: set[int] = set()
-
-    def of(self, value: Any, name: str, depth: int) -> Any:
+    def copy(value: Any, name: str, depth: int) -> Any:
         value = _scalar(value)
         if type(value) in _SCALARS or is_tensor(value) or _is_of_torch(value):
             return value
-        if id(value) in self._made:
-            return self._made[id(value)]
-        if id(value) in self._refused or depth > _DEEPEST:
-            raise _NotPlain
-        try:
-            self._make(value, name, depth + 1)
-        except (_NotPlain, TypeError) as error:  # or a dtype that torch does not have
-            self._made.pop(id(value), None)
-            self._refused.add(id(value))
-            raise _NotPlain from error
-        return self._made[id(value)]
+        if depth > _DEEPEST:
+            return _LEFT_OUT
+        if id(value) not in made:
+            made[id(value)] = _LEFT_OUT  # where it holds itself
+            made[id(value)] = copy_of_parts(value, name, depth + 1)
+        return made[id(value)]
 
-    def _make(self, value: Any, name: str, depth: int) -> None:
-        made: Any
+    def copy_of_parts(value: Any, name: str, depth: int) -> Any:
         if isinstance(value, np.ndarray):
-            self._made[id(value)] = to_tensor(value)
-        elif isinstance(value, dict):
-            # A scheduler asks its Counter of milestones for what a dictionary does not have.
-            made = self._made[id(value)] = Counter() if type(value) is Counter else {}
-            for key, part in value.items():
-                inner = f"{name}.{key!s:.40}".removeprefix(".")
-                try:
-                    made[_key(key)] = self.of(part, inner, depth)
-                except _NotPlain:
-                    self.lacking.append(inner)
-        elif type(value) is list:
-            made = self._made[id(value)] = []  # which may hold itself
-            made.extend(self.of(part, name, depth) for part in value)
-        elif type(value) in (tuple, set):
-            self._made[id(value)] = type(value)([self.of(part, name, depth) for part in value])
-        else:
-            raise _NotPlain
+            try:
+                return to_tensor(value)
+            except TypeError:  # a dtype that torch does not have
+                return _LEFT_OUT
+        if type(value) in (list, tuple, set):
+            parts = [copy(part, name, depth) for part in value]
+            return _LEFT_OUT if any(p is _LEFT_OUT for p in parts) else type(value)(parts)
+        if not isinstance(value, dict):
+            return _LEFT_OUT
+        # A scheduler asks its Counter of milestones for what a dictionary does not have.
+        kept: dict[Any, Any] = Counter() if type(value) is Counter else {}
+        for key, part in value.items():
+            inner = f"{name}.{key!s:.40}".removeprefix(".")
+            plain = _plain_key(key), copy(part, inner, depth)
+            if any(p is _LEFT_OUT for p in plain):
+                lacking.append(inner)
+            else:
+                kept[plain[0]] = plain[1]
+        return kept
+
+    return copy(dict(entries), "", 0), lacking
 
 
-def _key(key: Any) -> Any:
+def _plain_key(key: Any) -> Any:
     if isinstance(key, tuple):
-        return tuple(map(_key, key))
+        parts = tuple(map(_plain_key, key))
+        return _LEFT_OUT if any(p is _LEFT_OUT for p in parts) else parts
     key = _scalar(key)
-    if type(key) not in _SCALARS:
-        raise _NotPlain
-    return key
+    return key if type(key) in _SCALARS else _LEFT_OUT
 
 
 def _scalar(value: Any) -> Any:

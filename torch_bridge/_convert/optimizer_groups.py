@@ -11,7 +11,6 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names, shape_of, tied
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.torch_updates import dampened_trace
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _MAX_STEPS = 2**31  # optax counts in int32
@@ -38,7 +37,7 @@ class Hyperparameters:
       lr: The learning rate, a number.
       weight_decay: Added to the gradient (sgd, adam) or to the update (adamw).
       maximize: Whether the gradient is negated first.
-      momentum, dampening, nesterov: Of sgd.
+      momentum, nesterov: Of sgd.
       betas, eps: Of adam and adamw.
     """
 
@@ -47,30 +46,26 @@ class Hyperparameters:
     weight_decay: float = 0.0
     maximize: bool = False
     momentum: float = 0.0
-    dampening: float = 0.0
     nesterov: bool = False
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
 
     @classmethod
-    def read(
-        cls, group: Mapping[str, Any], kept: Collection[str], asked: str | None
-    ) -> Hyperparameters:
+    def read(cls, group: Mapping[str, Any], kept: Collection[str]) -> Hyperparameters:
         """Reads one entry of ``param_groups``.
 
         Args:
           group: The entry.
           kept: What ``state`` holds for its parameters.
-          asked: ``'adam'`` or ``'adamw'``, for files that do not say it.
 
         Raises:
-          ValueError: If the algorithm is none of the three, or uses ``amsgrad``.
+          ValueError: If the algorithm is none of the three, or has no equal in optax.
         """
-        algorithm = _algorithm(group, kept, asked)
+        algorithm = _algorithm(group, kept)
         betas = group.get("betas", (0.9, 0.999))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        names = ("lr", "weight_decay", "momentum", "dampening", "eps")
+        names = ("lr", "weight_decay", "momentum", "eps")
         return cls(
             algorithm,
             **{name: _number(name, group[name]) for name in names if name in group},
@@ -80,14 +75,14 @@ class Hyperparameters:
 
     def transformation(
         self,
-        learning_rate: optax.ScalarOrSchedule,
+        learning_rate: optax.ScalarOrSchedule | None,
         terms: int,
         pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None,
     ) -> optax.GradientTransformation:
         """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
 
         Args:
-          learning_rate: A number or a schedule.
+          learning_rate: A number or a schedule; None for that of the group.
           terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
             what its own gradient says, so their sum moves `terms` times as fast.
           pause: Put around everything but the learning rate, whose schedule goes on for all.
@@ -96,20 +91,15 @@ class Hyperparameters:
         several = [optax.scale(float(terms))] if terms > 1 else []
         decay = [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
         if self.algorithm == "sgd":
-            parts += several + decay + [self._momentum()]
+            momentum = [optax.trace(self.momentum, self.nesterov)] if self.momentum else []
+            parts += several + decay + (momentum or [optax.identity()])
         else:
             adam = [optax.scale_by_adam(*self.betas, eps=self.eps), *several]
             late = [optax.add_decayed_weights(self.weight_decay)]
             parts += decay + adam if self.algorithm == "adam" else adam + late
         parts = [pause(optax.chain(*parts))] if pause else parts
-        return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
-
-    def _momentum(self) -> optax.GradientTransformation:
-        if not self.momentum:
-            return optax.identity()
-        if self.dampening:
-            return dampened_trace(self.momentum, self.dampening)
-        return optax.trace(self.momentum, self.nesterov)
+        rate = self.lr if learning_rate is None else learning_rate
+        return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
     @property
     def keeps_state(self) -> bool:
@@ -126,7 +116,7 @@ def _number(name: str, value: Any) -> float:
         ) from error
 
 
-def _algorithm(group: Mapping[str, Any], kept: Collection[str], asked: str | None) -> str:
+def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
     family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
     if family is None:
         raise ValueError(
@@ -154,20 +144,18 @@ def _algorithm(group: Mapping[str, Any], kept: Collection[str], asked: str | Non
             "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
             "second moment, torch that of the uncorrected one. Turn it off in torch first."
         )
-    decoupled = group.get("decoupled_weight_decay")
-    if family == "adam" and decoupled is None:
-        if asked is None and group.get("weight_decay"):
-            raise ValueError(
-                "This state dict is that of Adam or of AdamW, and does not say of which; pass "
-                "algorithm='adam' or algorithm='adamw'."
-            )
-        family = asked or family
-    family = "adamw" if decoupled else family
-    if asked not in (None, family):
+    if group.get("momentum") and group.get("dampening"):
         raise ValueError(
-            f"algorithm={asked!r} does not agree with the state dict, which is {family!r}."
+            "`dampening` has no equal in optax, whose optax.trace adds the whole gradient to the "
+            "momentum. Set it to 0 in torch first."
         )
-    return family
+    decoupled = group.get("decoupled_weight_decay")
+    if family == "adam" and decoupled is None and group.get("weight_decay"):
+        raise ValueError(
+            "This state dict is that of Adam or of AdamW, and does not say of which, as of older "
+            "torch. Set 'decoupled_weight_decay' in its `param_groups`: True for AdamW, else False."
+        )
+    return "adamw" if decoupled else family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +186,6 @@ def read_entries(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
     param_names: ParamNames = None,
-    algorithm: str | None = None,
     leftover: Collection[str] = (),
     trainable: Collection[str] = (),
 ) -> dict[str, Entry]:
@@ -209,7 +196,6 @@ def read_entries(
       model: Torch state dict of the model.
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
-      algorithm: ``'adam'`` or ``'adamw'``, for older files that do not say it.
       leftover: Tensors that go to no leaf. Where `model` has too many, these were buffers.
       trainable: What DDP has in its buckets. An optimizer of as many was given these alone.
 
@@ -230,7 +216,7 @@ def read_entries(
     for number, group in enumerate(optimizer["param_groups"]):
         states = {index: optimizer["state"].get(index, {}) for index in group["params"]}
         kept = {key for state in states.values() for key in state}
-        hyper = Hyperparameters.read(group, kept, algorithm)
+        hyper = Hyperparameters.read(group, kept)
         entries += [Entry(i, number, hyper, s, _step(s)) for i, s in states.items()]
     names = _names(optimizer, model, param_names, len(entries), leftover, trainable)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}

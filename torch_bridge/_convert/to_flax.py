@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from typing import Any, Unpack
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 import optax
 
 import jaxcomp
-from torch_bridge._convert.arguments import reducer_from_torch
-from torch_bridge._convert.optimizer_from_torch import OptimizerPlan, Rates, doubts
-from torch_bridge._convert.optimizer_groups import ParamNames
-from torch_bridge._convert.powersgd_from_torch import filled_state, powersgd_of
-from torch_bridge._convert.source import Source
+from torch_bridge._base.terminal import printable
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
+from torch_bridge._convert.optimizer import OptimizerPlan, Rates
+from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
+from torch_bridge._convert.powersgd import cut_of_torch, filled_state, layout_of
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
-from torch_bridge._pairing.pairs import leaves_from_torch, unpaired
+from torch_bridge._pairing.pairs import leaves_from_torch, names_in, unpaired
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,38 +140,33 @@ def to_flax(
     """
     checkpoint = checked(checkpoint)
     pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
-    own = pairs_of(trained(like), pairs)
-    leftover = unpaired(checkpoint.model, pairs)
-    leaves = leaves_from_torch(pairs, checkpoint.model)
-    params = flatten(like).with_leaves(leaves)
-    chosen = trained(params)
+    params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     layout = layout or checkpoint.layout
-    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names, leftover)
-    reducer, matrix_dims = _reducer(checkpoint, chosen, own, axis_name, matrix_dims)
+    links = _links(checkpoint, params, pairs, axis_name, layout, matrix_dims, param_names)
+    chosen, own, reducer, matrix_dims, plan = links
+    counted = plan.counted if plan else 0
+    hook = counted
     if checkpoint.powersgd:
-        source = Source.of(checkpoint, layout, missing_ranks, leftover)
-        source = source.named(own, checkpoint.aliases)
-        state = filled_state(checkpoint.powersgd[0], chosen, own, source, matrix_dims)
+        hook = checkpoint.powersgd[0].iter
+        known = layout_of(checkpoint, layout, unpaired(checkpoint.model, pairs))
+        state = filled_state(checkpoint, chosen, own, known, missing_ranks, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
-    counted = plan.counted if plan else 0
-    hook = checkpoint.powersgd[0].iter if checkpoint.powersgd else counted
     optimizer = optimizer_state = None
     if plan:
         optimizer = plan.transformation(chosen, learning_rate)
         taken = (counted or hook) if step is None else step
         optimizer_state = plan.state(optimizer.init(chosen), taken)
-    for text in doubts(checkpoint, layout, plan, learning_rate if step is None else None):
+    for text in _doubts(checkpoint, layout, plan, hook, learning_rate if step is None else None):
         warnings.warn(text, stacklevel=2)
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    return FlaxRun(
-        params, reducer, state, optimizer, optimizer_state, hook if step is None else step
-    )
+    step = hook if step is None else step
+    return FlaxRun(params, reducer, state, optimizer, optimizer_state, step)
 
 
 def checked(checkpoint: Any, name: str = "checkpoint") -> Checkpoint:
@@ -197,39 +192,107 @@ def shapes_of_run(
     param_names: ParamNames = None,
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
-    leaves = {p.path: _empty(p.shape, checkpoint.model[p.torch_name].dtype) for p in pairs}
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    leaves = {p.path: empty(p.shape, checkpoint.model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).with_leaves(leaves)
-    chosen = trained(params)
-    own = pairs_of(chosen, pairs)
-    layout, leftover = layout or checkpoint.layout, unpaired(checkpoint.model, pairs)
-    plan = OptimizerPlan.of_checkpoint(checkpoint, own, layout, param_names, leftover)
-    reducer, _ = _reducer(checkpoint, chosen, own, "data", matrix_dims)
+    layout = layout or checkpoint.layout
+    links = _links(checkpoint, params, pairs, "data", layout, matrix_dims, param_names)
+    chosen, _, reducer, _, plan = links
     optimizer = plan.transformation(chosen, None) if plan else None
     states = [
         None
         if link is None
-        else jax.tree.map(lambda x: _empty(x.shape, x.dtype), jax.eval_shape(link.init, chosen))
+        else jax.tree.map(lambda x: empty(x.shape, x.dtype), jax.eval_shape(link.init, chosen))
         for link in (reducer, optimizer)
     ]
     return FlaxRun(params, reducer, states[0], optimizer, states[1], 0)
 
 
-def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), dtype), shape)
+class _Links(NamedTuple):
+    """The links of the chain for a checkpoint, and what they train."""
+
+    params: Any
+    pairs: Pairs
+    reducer: optax.GradientTransformation
+    matrix_dims: MatrixDimsFn | None  # as the reducer got it
+    plan: OptimizerPlan | None  # None where the file has no optimizer
 
 
-def _reducer(
+def _links(
     checkpoint: Checkpoint,
     params: Any,
     pairs: Pairs,
     axis_name: str | tuple[str, ...],
+    layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
-) -> tuple[optax.GradientTransformation, MatrixDimsFn | None]:
-    """What averages the gradients, and the matrices that it sees."""
-    hook = checkpoint.hook
+    param_names: ParamNames,
+) -> _Links:
+    chosen, hook = trained(params), checkpoint.hook
+    own = pairs_of(chosen, pairs)
     if checkpoint.powersgd:
         record = checkpoint.powersgd[0]
-        return powersgd_of(record, hook, params, pairs, axis_name, matrix_dims)
-    if hook is None or "powerSGD" in hook:  # what DDP does without one
-        return jaxcomp.allreduce(axis_name=axis_name), None
-    return reducer_from_torch(hook, axis_name=axis_name), None
+        matrix_dims = matrix_dims or cut_of_torch(chosen, own, record)
+        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+        reducer = jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
+    elif hook is None or "powerSGD" in hook:  # what DDP does without one
+        reducer = jaxcomp.allreduce(axis_name=axis_name)
+    else:
+        reducer = reducer_from_torch(hook, axis_name=axis_name)
+    plan = None
+    if checkpoint.optimizer is not None:
+        frozen, entries = set[str](), {}
+        if layout is not None and layout.names:  # else written before compression began
+            entries = layout.entries
+            bucketed = names_in(own, entries, checkpoint.aliases)
+            frozen = {pair.torch_name for pair in own} - bucketed.keys()
+        model, leftover = checkpoint.model, unpaired(checkpoint.model, pairs)
+        read = read_entries(checkpoint.optimizer, model, param_names, leftover, entries)
+        plan = OptimizerPlan.of(read, own, frozen)
+    return _Links(chosen, own, reducer, matrix_dims, plan)
+
+
+def _doubts(
+    checkpoint: Checkpoint,
+    layout: BucketLayout | None,
+    plan: OptimizerPlan | None,
+    hook: int,
+    rates: Rates,
+) -> Iterator[str]:
+    """What the file does not tell, or tells in two ways, each a sentence with the way out."""
+    if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
+        if names := checkpoint.unread_optimizers:
+            yield (
+                "The checkpoint has no optimizer where one is looked for, so that the chain has "
+                f"none; checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on "
+                "from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
+            )
+        return
+    yield (
+        "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
+        "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
+    )
+    counted = plan.counted
+    each = rates if isinstance(rates, Sequence) else [rates]
+    if counted not in (0, hook) and any(map(callable, each)):
+        yield (
+            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
+            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
+            "to say where."
+        )
+    if held := plan.paused("held"):
+        yield (
+            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
+            "that they get no gradient. They are frozen here too; their state is kept."
+        )
+    # An inferred layout is accepted only where every parameter is in a bucket.
+    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
+    if (unused := plan.paused("unused")) and not said:
+        yield (
+            f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
+            "and the optimizer has no state for them. They are trained as soon as they get a "
+            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
+            "checkpoint.model), with the names of what is trained."
+        )

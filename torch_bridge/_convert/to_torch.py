@@ -17,11 +17,10 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
+from torch_bridge._convert.optimizer import fill_optimizer
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
-from torch_bridge._convert.optimizer_to_torch import fill_optimizer
 from torch_bridge._convert.params import params_to_torch
-from torch_bridge._convert.powersgd_from_torch import cut_of_torch
-from torch_bridge._convert.powersgd_to_torch import export_record, params_of
+from torch_bridge._convert.powersgd import cut_of_torch, export_record, params_of
 from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -150,7 +149,7 @@ def assemble(
         found = pairs_of(chosen, pairs)
         if like.powersgd and matrix_dims is None:
             matrix_dims = cut_of_torch(chosen, found, like.powersgd[0])
-        record = export_record(reducer, chosen, layout, like, matrix_dims, {}, found)
+        record = export_record(reducer, chosen, layout, like, matrix_dims, found)
         del reducer
         # Every rank goes on from the mean error.
         flats = record.error_dict
@@ -161,7 +160,7 @@ def assemble(
         notify("converting the optimizer")
         names = layout.names if layout else ()
         leftover = unpaired(like.model, pairs)
-        entries = read_entries(fresh, like.model, param_names, None, leftover, names)
+        entries = read_entries(fresh, like.model, param_names, leftover, names)
         optimizer = fill_optimizer(parts.pop("optimizer"), fresh, entries, pairs)
     return make_document(
         model=model,

@@ -11,6 +11,7 @@ and Q.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,13 +24,7 @@ import numpy as np
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import shape_of, unwrapped
-from torch_bridge._hook.entries import (
-    BucketEntry,
-    FactorSlot,
-    contiguous_strides,
-    dense_strides,
-    matrix_shape,
-)
+from torch_bridge._hook.entries import BucketEntry, FactorSlot, dense_strides, matrix_shape
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
@@ -114,21 +109,6 @@ class BucketLayout:
 
         return cls(tuple(tuple(map(entry, bucket)) for bucket in order))
 
-    @classmethod
-    def from_manifest(cls, manifest: Sequence[Sequence[Any]]) -> BucketLayout:
-        """A layout from plain entries.
-
-        Args:
-          manifest: Per bucket a list of ``(name, shape)``, ``(name, shape, strides)`` or mappings
-            with these keys; without strides a parameter is contiguous.
-
-        Raises:
-          CheckpointMismatch: An entry has another form.
-        """
-        if not all(isinstance(part, list | tuple) for part in (manifest, *(manifest or ()))):
-            raise CheckpointMismatch("A layout manifest must be a list of buckets, each a list.")
-        return cls(tuple(tuple(map(_entry, bucket)) for bucket in manifest))
-
     def to_json(self) -> str:
         """The layout as JSON text."""
         buckets = [[dataclasses.asdict(entry) for entry in bucket] for bucket in self.buckets]
@@ -158,7 +138,10 @@ class BucketLayout:
                 f"This bucket layout has version {document.get('version')!r:.20}; this release "
                 f"reads version {_FORMAT['version']}. Upgrade it."
             )
-        return cls.from_manifest(document.get("buckets", ()))
+        buckets = document.get("buckets")
+        if not isinstance(buckets, list) or not all(isinstance(part, list) for part in buckets):
+            raise CheckpointMismatch("The buckets of a layout must be a list of lists.")
+        return cls(tuple(tuple(map(_entry, bucket)) for bucket in buckets))
 
     def split(self, bucket: int, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Cut a bucket's error buffer into named parameters (views of `flat`)."""
@@ -226,22 +209,12 @@ def pack(
 
 
 def _entry(item: Any) -> BucketEntry:
-    """An entry of a manifest, checked; torch has no more than 64 axes."""
-    try:
-        if isinstance(item, BucketEntry):
-            item = dataclasses.asdict(item)
-        if isinstance(item, Mapping):
-            item = (item["name"], item["shape"], item.get("strides"))
-        name, shape, strides, *_ = (*item, None)
-        if len(shape) > _MAX_AXES or not isinstance(name, str):
-            raise ValueError
-        shape = tuple(shape)
-        strides = contiguous_strides(shape) if strides is None else tuple(strides)
+    """An entry as `BucketLayout.to_json` writes it, checked; torch has no more than 64 axes."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        name, shape, strides = item["name"], tuple(item["shape"]), tuple(item["strides"])
         counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))
-        if counts and len(shape) == len(strides):
+        if counts and isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES:
             return BucketEntry(name, shape, strides)
-    except (TypeError, ValueError, KeyError):
-        pass
     raise CheckpointMismatch(
-        f"A layout entry must be (name, shape) or (name, shape, strides), got {item!r:.80}."
+        f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
     )

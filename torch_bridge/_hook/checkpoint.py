@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.tensors import tied
+from torch_bridge._base.tensors import storage_key, tied
 from torch_bridge._hook.buckets import BucketLayout
 
 
@@ -84,22 +84,19 @@ class Checkpoint:
 
     def mean_error(self, bucket: int) -> np.ndarray:
         """The mean of the errors of the ranks at hand in one bucket, flat, float32."""
-        # `to_torch` writes one buffer for all ranks: what they share is read once.
         errors = [record.error_dict[bucket] for record in self.powersgd]
-        keys = [
-            (error.__array_interface__["data"][0], error.shape, error.strides, error.dtype.str)
-            for error in errors
-        ]
-        ranks = collections.Counter(keys)
-        first, *others = dict(zip(keys, errors, strict=True)).items()
+        # `to_torch` writes one buffer for all ranks: what they share is read once.
+        keys = [storage_key(error) for error in errors]
+        (first, one), *others = dict(zip(keys, errors, strict=True)).items()
         # One buffer is only read, so it needs no copy.
-        mean = first[1].astype(np.float32, copy=bool(others))
+        mean = one.astype(np.float32, copy=bool(others))
         if others:
-            mean *= ranks[first[0]]
+            ranks = collections.Counter(keys)
+            mean *= ranks[first]
             for key, error in others:
                 part = error.astype(np.float32, copy=False)
                 mean += part if ranks[key] == 1 else part * ranks[key]
-            mean /= len(self.powersgd)
+            mean /= len(errors)
         return mean
 
     def mean_errors(self, layout: BucketLayout) -> dict[str, np.ndarray]:

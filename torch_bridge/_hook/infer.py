@@ -34,7 +34,6 @@ _HOW_TO = (
 def infer_layout(
     checkpoint: Checkpoint,
     *,
-    orders: Mapping[str, Sequence[str]] | None = None,
     frozen: Collection[str] = (),
 ) -> BucketLayout:
     """The only bucket layout, of those torch produces, that fits the hook state.
@@ -44,8 +43,6 @@ def infer_layout(
 
     Args:
       checkpoint: With a model and the hook state; all ranks' files decide more than one.
-      orders: Further candidates: label -> all trainable parameters in one order, for example from
-        `gradient_order`.
       frozen: Names of parameters that were not trained, and of buffers other than running
         statistics; the file does not mark them.
 
@@ -67,7 +64,7 @@ def infer_layout(
     record = checkpoint.powersgd[0]
     fitting: dict[Hashable, tuple[str, BucketLayout]] = {}
     reasons = []
-    for label, order in _candidates(checkpoint, orders or {}, frozen):
+    for label, order in _candidates(checkpoint, frozen):
         layout = BucketLayout.from_order(order, checkpoint.model)
         if reason := _misfit(layout, checkpoint):
             reasons.append(f"{label}: {reason}")
@@ -113,7 +110,7 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
 
 
 def _candidates(
-    checkpoint: Checkpoint, orders: Mapping[str, Sequence[str]], frozen: Collection[str]
+    checkpoint: Checkpoint, frozen: Collection[str]
 ) -> Iterator[tuple[str, list[list[str]]]]:
     """Label and parameter names per bucket of every order that can be cut at the right lengths."""
     model, names = checkpoint.model, [n for n in trainable(checkpoint) if n not in frozen]
@@ -134,7 +131,6 @@ def _candidates(
         "gradient-ready order": [name for part in reversed_modules for name in ready(part)],
         "reversed definition order": names[::-1],
         "reversed modules": [name for part in reversed_modules for name in part],
-        **orders,
     }
     for label, order in flat.items():
         if buckets := _cut(order, lengths, model):

@@ -93,7 +93,7 @@ def resume_powersgd(
 
       >>> import torch
       >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
-      >>> layout = BucketLayout.from_manifest([[("bias", (4,)), ("weight", (4, 8))]])
+      >>> layout = BucketLayout.from_order([["bias", "weight"]], model.module.state_dict())
       >>> record = PowerSGDRecord(1, 20, {0: np.ones(36, np.float32)}, {}, {})
       >>> state = state_from_record(record)
       >>> resume_powersgd(model, state, layout, lambda: model(torch.ones(2, 8)).sum().backward())

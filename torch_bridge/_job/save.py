@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.atomic import replacing
@@ -166,43 +166,6 @@ def _check_state(
             "one: their order is not the state's. Wait for two iterations, or for three with "
             "static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
         )
-
-
-def gradient_order(model: torch.nn.Module, backward: Callable[[], object]) -> list[str]:
-    """The order in which the gradients of `model` become ready: DDP's order of parameters.
-
-    For a checkpoint whose layout was not recorded. Gradients are left as they were.
-
-    Args:
-      model: The model, not wrapped in DDP.
-      backward: Runs one forward and backward pass on it.
-
-    Returns:
-      Parameter names, for ``infer_layout(..., orders={"ready": ...})``.
-
-    Example:
-      >>> import torch
-      >>> model = torch.nn.Linear(8, 4)
-      >>> gradient_order(model, lambda: model(torch.ones(2, 8)).sum().backward())
-      ['bias', 'weight']
-    """
-    ready: list[str] = []
-    saved = [parameter.grad for parameter in model.parameters()]
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: None if name in ready else ready.append(name)
-        )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, grad in zip(model.parameters(), saved, strict=True):
-            parameter.grad = grad
-    return ready
 
 
 # --- saving ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, TypedDict
 
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 Flatten: TypeAlias = Mapping[str, tuple[int, ...] | None]
-Shapes: TypeAlias = dict[str, tuple[int, ...] | None]
 
 
 class PairOptions(TypedDict, total=False):
@@ -31,20 +30,24 @@ class PairOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `pair`, see there.
+    """The options of `pair`, see there, in one form.
 
     Raises:
-      ValueError: A pattern is no regular expression.
+      TypeError: `pair` has no such argument.
+      ValueError: One of them has another form, or is no regular expression.
     """
 
-    rules: tuple[tuple[str, str], ...]
-    flatten: Shapes
-    unflatten: Shapes
-    conv_transpose: str | None
-    conv1d: str | None
-    ignore: str | None
+    rules: Any = ()  # kept as pairs of a pattern and a path
+    flatten: Any = None  # kept as pattern -> tuple of positive integers or None
+    unflatten: Any = None
+    conv_transpose: str | None = None
+    conv1d: str | None = None
+    ignore: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _rules(self.rules))
+        for name in ("flatten", "unflatten"):
+            object.__setattr__(self, name, _shapes(name, getattr(self, name)))
         for name, pattern in self.patterns():
             try:
                 re.compile(pattern)
@@ -62,25 +65,6 @@ class Options:
                 yield name, said
 
 
-def pair_options(
-    rules: Rules = (),
-    *,
-    flatten: Flatten | None = None,
-    unflatten: Flatten | None = None,
-    conv_transpose: str | None = None,
-    conv1d: str | None = None,
-    ignore: str | None = None,
-) -> Options:
-    """The arguments of `pair`, checked.
-
-    Raises:
-      TypeError: `pair` has no such argument.
-      ValueError: One of them has another form.
-    """
-    shapes = _shapes("flatten", flatten), _shapes("unflatten", unflatten)
-    return Options(_rules(rules), *shapes, conv_transpose, conv1d, ignore)
-
-
 def _rules(said: Any) -> tuple[tuple[str, str], ...]:
     with contextlib.suppress(TypeError, ValueError):
         pairs = said.items() if isinstance(said, Mapping) else said
@@ -90,8 +74,7 @@ def _rules(said: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _shapes(name: str, said: Any) -> Shapes:
-    """`flatten` or `unflatten`, with shapes as tuples of positive integers."""
+def _shapes(name: str, said: Any) -> dict[str, tuple[int, ...] | None]:
     with contextlib.suppress(TypeError, AttributeError):
         items = (said or {}).items()
         shapes = {p: None if s is None else tuple(map(operator.index, s)) for p, s in items}

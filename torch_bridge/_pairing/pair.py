@@ -14,7 +14,7 @@ from torch_bridge._pairing.layers import Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Match
-from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules, pair_options
+from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
 
@@ -92,14 +92,7 @@ def pair(
       >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
       [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
     """
-    options = pair_options(
-        rules,
-        flatten=flatten,
-        unflatten=unflatten,
-        conv_transpose=conv_transpose,
-        conv1d=conv1d,
-        ignore=ignore,
-    )
+    options = Options(rules, flatten, unflatten, conv_transpose, conv1d, ignore)
     return _pair(named(model), flatten_tree(like), options)
 
 
@@ -114,7 +107,7 @@ def pairs_of_whole(
         way to JAX, and stale on the way back.
     """
     if pairs is None:
-        return _pair(named(model), flatten_tree(like), pair_options(**options), whole=True)
+        return _pair(named(model), flatten_tree(like), Options(**options), whole=True)
     if given := [name for name, value in options.items() if value]:
         raise ValueError(
             f"`pairs` says already what belongs together. Leave out {', '.join(given)}, or give "
