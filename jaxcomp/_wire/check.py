@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
+from jaxcomp._base.leaves import floating_leaves
+from jaxcomp._base.stats import LeafStats
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.axes import axis_tuple
 from jaxcomp._mesh.collectives import WIDENED
@@ -35,8 +34,7 @@ def check(
       params: The parameters, laid out as in the step, or their shapes.
       mesh: As for `collectives`.
       allow: Bytes that may cross besides what the reducer sends: losses, metrics, BatchNorm
-        statistics. By default 1% of the gradients or half of what the reducer sends, whichever is
-        less, and 1 kB at least.
+        statistics. By default half of what the reducer sends, and 1 kB at least.
 
     Returns:
       What the step sends, as from `collectives`.
@@ -57,55 +55,47 @@ def check(
       >>> sum(x.bytes for x in sent if "data" in x.axes) < 64 * 64 * 4 / 30
       True
     """
-    found = collectives(compiled, mesh=mesh)
-    if getattr(reducer, "axis_name", None) is None:
+    if not isinstance(reducer, Reducer):
         raise ValueError(
             f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Pass the first "
             "link of the chain."
         )
+    mesh = mesh_of(compiled) if mesh is None else mesh
+    found = collectives(compiled, mesh=mesh)
     axes = axis_tuple(reducer.axis_name)
-    crossing = [x for x in found if set(axes) & set(x.axes) or x.axes == ("?",)]
-    sizes = dict(getattr(mesh or mesh_of(compiled), "shape", {}))
+    crossing = [x for x in found if set(axes) & set(x.axes)]
+    sizes = dict(mesh.shape) if mesh is not None else {}
     replicas = math.prod(sizes.get(name, 1) for name in axes)
-    if not sizes:
-        replicas = max((x.devices for x in crossing), default=1)
+    integers = any(dtype in ("s8", "u8") for x in crossing for dtype, _ in x.arrays)
     first, *turns = (  # ACP-SGD's factors take turns
-        _on_one_device(reducer, params, replicas, step, crossing)
+        _on_one_device(reducer.bytes(params, replicas=replicas, step=step).leaves, params, integers)
         for step in (0, _LATER, _LATER + 1)
     )
     # Before `start_step` a step takes another branch, of a conditional of its own.
     expected = max(turns) + (first if first > max(turns) else 0)
-    if allow is None:
-        dense = sum(x.size * x.dtype.itemsize * _share(x) for x in jax.tree.leaves(params))
-        allow = max(_SMALL, min(int(dense) // 100, expected // 2))
+    allow = max(_SMALL, expected // 2) if allow is None else allow
     # Beside other axes every device of a replica may send a share of what it has.
     least = min(turns) / max(1, math.prod(sizes.values()) // replicas)
-    sent = _in_one_step(crossing)
-    if least / 2 <= sent <= expected + allow:
+    if least / 2 <= _in_one_step(crossing) <= expected + allow:
         return found
     largest = sorted(crossing, key=lambda x: -x.as_all_reduce * x.times)[:6]
     raise ValueError(
-        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where {reducer!r} "
-        f"sends {expected:,} and {allow:,} besides are allowed (allow=)."
+        f"The compiled step sends {_in_one_step(crossing):,.0f} bytes over {', '.join(axes)}, "
+        f"where {reducer!r} sends {expected:,} and {allow:,} besides are allowed (allow=)."
         + "".join(f"\n  {x}" for x in largest)
     )
 
 
-def _on_one_device(
-    reducer: Reducer, params: PyTree, replicas: int, step: int, crossing: Sequence[Collective]
-) -> int:
+def _on_one_device(stats: Sequence[LeafStats], params: PyTree, integers: bool) -> int:
     """The most that one device sends: of a leaf that is sharded, a share, but whole integers."""
-    stats = reducer.bytes(params, replicas=replicas, step=step)
-    leaves = [x for x in jax.tree.leaves(params) if np.issubdtype(x.dtype, np.inexact)]
-    if len(stats.leaves) != len(leaves):
-        return stats.bytes_after
-    integers = any(dtype in ("s8", "u8") for x in crossing for dtype, _ in x.arrays)
-    return math.ceil(
-        sum(
-            x.bytes_after * (1 if integers and x.ratio > 1 else _share(leaf))
-            for x, leaf in zip(stats.leaves, leaves, strict=True)
-        )
+    leaves = floating_leaves(params)
+    if len(stats) != len(leaves):
+        return sum(x.bytes_after for x in stats)
+    sent = (
+        x.bytes_after * (1 if integers and x.ratio > 1 else _share(leaf))
+        for x, leaf in zip(stats, leaves, strict=True)
     )
+    return math.ceil(sum(sent))
 
 
 def _share(leaf: Any) -> float:
@@ -121,15 +111,15 @@ def _in_one_step(found: Sequence[Collective], depth: int = 0) -> float:
 
     XLA's CPU backend sends it as float32; a reducer counts what it sends elsewhere.
     """
-    conditionals: dict[str, dict[str, list[Collective]]] = {}
     always = 0.0
+    branches: dict[str, list[Collective]] = {}
     for x in found:
         if len(x.branch) == depth:
             always += x.times * x.as_all_reduce / (2 if WIDENED in x.operation else 1)
         else:
-            conditional, branch = x.branch[depth].split("/")
-            conditionals.setdefault(conditional, {}).setdefault(branch, []).append(x)
-    return always + sum(
-        max(_in_one_step(inside, depth + 1) for inside in branches.values())
-        for branches in conditionals.values()
-    )
+            branches.setdefault(x.branch[depth], []).append(x)
+    most: dict[str, float] = {}  # of the branches of each conditional
+    for branch, inside in branches.items():
+        conditional = branch.partition("/")[0]
+        most[conditional] = max(most.get(conditional, 0.0), _in_one_step(inside, depth + 1))
+    return always + sum(most.values())

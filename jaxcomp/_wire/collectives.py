@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxcomp._wire.hlo import Instruction, arrays, parse, replica_groups
+from jaxcomp._wire.hlo import parse, replica_groups
 
 _KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-_Place: TypeAlias = tuple[bool, int, tuple[str, ...]]  # in a loop, how often, in which branches
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -24,7 +23,7 @@ class Collective:
     kind: str  # all-reduce, all-gather, all-to-all, collective-permute or reduce-scatter
     arrays: tuple[tuple[str, int], ...]  # XLA's element type and the values of each result
     bytes: int  # of the larger of what goes in and what comes out, on one device, each time
-    axes: tuple[str, ...]  # mesh axes along which it joins devices; ("?",) without a mesh
+    axes: tuple[str, ...]  # mesh axes along which it joins devices
     devices: int  # joined by it
     in_loop: bool
     times: int  # that it runs in a step, by the loops around it; 1 for those of unknown length
@@ -46,7 +45,7 @@ class Collective:
 
 
 def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
-    """Lists the collectives of a compiled step, as XLA left them.
+    """Lists the collectives of a compiled step as XLA left them, in the order of the program.
 
     Every branch of a conditional is listed, and the body of a loop once, with its `times`.
 
@@ -59,7 +58,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
       Every collective, with its bytes on one device.
 
     Raises:
-      ValueError: If `compiled` is no compiled program.
+      ValueError: If `compiled` is no compiled program, or `mesh` is missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -78,7 +77,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
             f"`compiled` must be a compiled program, got {type(compiled).__name__}. Pass "
             "jax.jit(step).lower(...).compile()."
         )
-    return tuple(read(text, mesh_of(compiled) if mesh is None else mesh))
+    return tuple(_read(text, mesh_of(compiled) if mesh is None else mesh))
 
 
 def mesh_of(compiled: Any) -> Any:
@@ -88,67 +87,50 @@ def mesh_of(compiled: Any) -> Any:
     return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
-def read(text: str, mesh: Any = None) -> Iterator[Collective]:
-    """The collectives in the text of a program, in its order."""
+def _read(text: str, mesh: Any) -> Iterator[Collective]:
+    """The collectives of a program, found from its entry."""
     computations = parse(text)
-    places = _places(computations)
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:10_000])
     everybody = [list(range(max(map(int, sizes), default=1)))]
-    for name, lines in computations.items():
-        for line in lines:
-            if (kind := line.opcode.removesuffix("-start")) not in _KINDS:
-                continue
-            groups = replica_groups(line.attributes) or everybody
-            devices, results = max(map(len, groups)), _results(line, kind)
-            # What goes into a reduce-scatter is as large as what comes out on all devices.
-            factor = devices if kind == "reduce-scatter" else 1
-            yield Collective(
-                kind,
-                tuple((dtype, values) for dtype, values, _ in results),
-                factor * sum(size for *_, size in results),
-                _axes(groups, mesh),
-                devices,
-                *places[name],
-                "".join(re.findall(r'op_name="([^"]*)"', line.attributes)[:1]),
-            )
 
+    def of(name: str, in_loop: bool, times: int, branch: tuple[str, ...]) -> Iterator[Collective]:
+        for line in computations[name]:
+            if (kind := line.opcode.removesuffix("-start")) in _KINDS:
+                groups = replica_groups(line.attributes) or everybody
+                devices, results = max(map(len, groups)), line.arrays
+                if line.opcode != kind != "all-reduce":
+                    # What starts yields its operands, its results, and here and there a context.
+                    results = [x for x in results if x[0] != "u32"] or results
+                    results = results[len(results) // 2 :]
+                # What goes into a reduce-scatter is as large as what comes out on all devices.
+                factor = devices if kind == "reduce-scatter" else 1
+                yield Collective(
+                    kind,
+                    arrays=tuple((dtype, values) for dtype, values, _ in results),
+                    bytes=factor * sum(size for *_, size in results),
+                    axes=_axes(groups, mesh),
+                    devices=devices,
+                    in_loop=in_loop,
+                    times=times,
+                    branch=branch,
+                    operation="".join(re.findall(r'op_name="([^"]*)"', line.attributes)[:1]),
+                )
+            trips = int(found[1]) if (found := _TRIPS.search(line.attributes)) else 1
+            for how, called in line.calls:
+                if called in computations:
+                    chosen = (f"{line.name}/{called}",) * (line.opcode == "conditional")
+                    looped = in_loop or how in ("body", "condition")
+                    yield from of(called, looped, times * trips, branch + chosen)
 
-def _results(line: Instruction, kind: str) -> list[tuple[str, int, int]]:
-    """Element type, values and bytes of each result."""
-    found = list(arrays(line.shape))
-    if line.opcode == kind or kind == "all-reduce":
-        return found
-    # An asynchronous start yields its operands, its results, and here and there a context.
-    half = [x for x in found if x[0] != "u32"] or found
-    return half[len(half) // 2 :]
+    return of(list(computations)[-1], False, 1, ())
 
 
 def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:
     """The axes of the mesh along which devices of one group differ."""
     if mesh is None:
-        return ("?",)
+        raise ValueError("`mesh` is missing: no argument or result of the program names it.")
     sizes = dict(mesh.shape)
     places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
     return tuple(
         name for i, name in enumerate(sizes) if any(np.ptp(place[i]) > 0 for place in places)
     )
-
-
-def _places(computations: dict[str, list[Instruction]]) -> dict[str, _Place]:
-    """Where each computation runs, from callers to what they call."""
-    called = {name for lines in computations.values() for line in lines for _, name in line.calls}
-    places: dict[str, _Place] = {
-        name: (False, 1, ()) for name in computations if name not in called
-    }
-    waiting = list(places)
-    while waiting:
-        in_loop, times, branch = places[caller := waiting.pop()]
-        for line in computations[caller]:
-            trips = int(found[1]) if (found := _TRIPS.search(line.attributes)) else 1
-            for how, name in line.calls:
-                if name in computations and name not in places:
-                    taken = (f"{line.name}/{name}",) * (line.opcode == "conditional")
-                    looped = how in ("body", "condition")
-                    places[name] = (in_loop or looped, times * trips, branch + taken)
-                    waiting.append(name)
-    return places

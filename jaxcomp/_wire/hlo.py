@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +18,12 @@ _CALL = re.compile(
     r"(body|condition|to_apply|calls|true_computation|false_computation|branch_computations"
     r"|called_computations)=(?:\{([^}]*)\}|(%?[\w.-]+))"
 )
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
-_RANGE = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_TURNED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # devices counted in a shape, its axes then in an order
+_RANGE = re.compile(rf"replica_groups=\[([\d,]+)\]<={_TURNED}")
 _MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
-    r"\{('[^}]*')\}"
+    rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_TURNED}\))? \{{('[^}}]*')\}}"
 )
 
 
@@ -45,13 +44,18 @@ class Instruction(NamedTuple):
             for name in (several or one).split(",")
         ]
 
+    @property
+    def arrays(self) -> list[tuple[str, int, int]]:
+        """Element type, number of values and bytes of every array in the shape."""
+        found: list[tuple[str, int, int]] = []
+        for dtype, bits, dims in _ARRAY.findall(self.shape):
+            values = math.prod(_numbers(dims.replace("<=", "")))
+            found.append((dtype, values, -(-values * int(bits or 8) // 8)))  # pred is a byte
+        return found
+
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """The computations of a program by their names, the entry last, from ``compiled.as_text()``.
-
-    Raises:
-      ValueError: If there are none.
-    """
+    """The computations of a program by their names, the entry last, from ``compiled.as_text()``."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -59,16 +63,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             current.append(Instruction(*found.groups()))
         elif found := _COMPUTATION.match(line):
             current = computations.setdefault(found[1], [])
-    if not computations:
-        raise ValueError("The text is no HLO module: it has no ENTRY computation.")
     return computations
-
-
-def arrays(shape: str) -> Iterator[tuple[str, int, int]]:
-    """Element type, number of values and bytes of every array in a shape or a tuple of shapes."""
-    for dtype, dims in _ARRAY.findall(shape):
-        values, bits = math.prod(_numbers(dims.replace("<=", ""))), re.search(r"\d+", dtype)
-        yield dtype, values, -(-values * (int(bits[0]) if bits else 8) // 8)  # pred is a byte
 
 
 def replica_groups(attributes: str) -> list[list[int]] | None:
@@ -85,13 +80,12 @@ def replica_groups(attributes: str) -> list[list[int]] | None:
     if found := _LISTED.search(attributes):
         return [_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", found[1])]
     if found := _RANGE.search(attributes):
-        groups, dims, turned = map(_numbers, found.groups(""))
-        return _turned(dims, turned).reshape(groups).tolist()
+        return _turned(found[2], found[3]).reshape(_numbers(found[1])).tolist()
     if found := _MESH.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
         joined = [list(sizes).index(name) for name in re.findall(r"'([^']*)'", found[4])]
-        dims, turned = _numbers(found[2] or ""), _numbers(found[3] or "")
-        devices = _turned(dims or list(sizes.values()), turned).reshape(*sizes.values())
+        devices = _turned(found[2] or ",".join(sizes.values()), found[3])
+        devices = devices.reshape([int(size) for size in sizes.values()])
         last = np.moveaxis(devices, joined, range(-len(joined), 0))
         return last.reshape(-1, math.prod(last.shape[-len(joined) :])).tolist()
     if "replica_groups={}" in attributes or "replica_groups" not in attributes:
@@ -99,8 +93,10 @@ def replica_groups(attributes: str) -> list[list[int]] | None:
     raise ValueError(f"XLA writes replica groups in a form unknown here: {attributes[:300]}")
 
 
-def _turned(dims: list[int], order: list[int]) -> np.ndarray:
-    return np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
+def _turned(dims: str, order: str | None) -> np.ndarray:
+    shape = _numbers(dims)
+    turned = _numbers(order) if order else range(len(shape))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(turned)
 
 
 def _numbers(text: str) -> list[int]:
