@@ -22,10 +22,9 @@ import jaxcomp
 ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (
-    "tests/jaxcomp/reducers/test_contract.py",
+    "tests/jaxcomp/reducers/test_contract.py::test_what_can_be_averaged_is",
     "tests/docs/test_adopt.py::test_all_loops_are_there",
 )
-
 
 # What GitHub sets for a job of a branch, and for one of a tag.
 BRANCH = {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}
@@ -73,7 +72,7 @@ def test_the_sdist_installs_into_an_empty_environment_and_its_tests_run_there(
         if file.is_file() and "__pycache__" not in file.parts
     }
     assert not [str(file) for file in here if not (unpacked / file).exists()]
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     outside = os.environ | {"PYTHONPATH": str(pathlib.Path(pytest.__file__).parents[1])}
 

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import networks
 import pytest
 from paths import ROOT
 
 import benchmarks.cluster.__main__ as cluster
 from benchmarks.cluster.jax_trainer import payload
-from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import (
     parse_rate,
     parse_strategy,
@@ -27,18 +27,6 @@ from benchmarks.cluster.report import Case, all_figures, compare, figures_of, ta
 
 def command(*arguments):
     return [sys.executable, "-m", "benchmarks.cluster", *map(str, arguments)]
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        command(*arguments),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        **options,
-    )
 
 
 def case(strategy="none", framework="jax", seconds=((0.1, 0.1),), **changes):
@@ -70,12 +58,6 @@ def test_rates(text, bits, shown):
     assert (parse_rate(text).bits_per_second, parse_rate(text).shown) == (bits, shown)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "100", "0mbit", "-1mbit", "1gbps", "nan mbit"])
-def test_what_is_no_rate(text):
-    with pytest.raises(ValueError, match=r"`--rates` takes 'unlimited' or a rate such as 100mbit"):
-        parse_rate(text)
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "number", "comm_dtype", "round_steps", "in_torch"),
     [
@@ -105,21 +87,25 @@ def test_a_round_promises_a_part_of_what_its_reducer_sends():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("parse", "texts", "message"),
     [
-        "",
-        "powersgd",
-        "powersgd-0",
-        "powersgd-x",
-        "none-1",
-        "zip",
-        "local-sgd-4-every-8",
-        "powersgd-4-every-0",
+        (
+            parse_rate,
+            "fast 100 0mbit -1mbit 1gbps nanmbit",
+            "`--rates` takes 'unlimited' or a rate such as 100mbit",
+        ),
+        (
+            parse_strategy,
+            "powersgd powersgd-0 powersgd-x none-1 zip local-sgd-4-every-8 powersgd-4-every-0",
+            r"`--strategies` has no .*powersgd-N \(N: rank\)",
+        ),
     ],
+    ids=["rates", "strategies"],
 )
-def test_what_is_no_strategy(text):
-    with pytest.raises(ValueError, match=r"`--strategies` has no .*powersgd-N \(N: rank\)"):
-        parse_strategy(text)
+def test_what_is_none(parse, texts, message):
+    for text in ("", *texts.split()):
+        with pytest.raises(ValueError, match=message):
+            parse(text)
 
 
 def test_figures_are_per_step_and_over_all_processes():
@@ -167,17 +153,6 @@ def test_ratios():
     assert row in lines
 
 
-def networks_work_here():
-    """Whether this machine has shaped networks: root alone does not say so."""
-    try:
-        check_available()
-        with Network(1) as network:
-            network.shape(parse_rate("100mbit"))
-    except NetworkUnavailable:
-        return False
-    return True
-
-
 def namespaces_of(run):
     if shutil.which("ip") is None:
         return []
@@ -190,8 +165,11 @@ TINY = ("--tiny", "--models", "mlp", "--rates", "100mbit", "--strategies", "powe
 
 @pytest.mark.torch
 def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
-    done = run(*TINY, "--steps", 20, "--out", tmp_path)
-    if not networks_work_here():
+    arguments = command(*TINY, "--steps", 20, "--out", tmp_path)
+    done = subprocess.run(
+        arguments, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    if not networks.work_here():
         assert done.returncode == cluster.EXIT_UNAVAILABLE
         assert "benchmarks.cluster" in done.stderr
         assert "Traceback" not in done.stderr
@@ -245,7 +223,7 @@ def test_a_run_that_ends_early_leaves_nothing_behind(tmp_path, end, code, messag
     log = tmp_path / "log"
     with log.open("w") as file:
         run = subprocess.Popen(command(*TINY, "--out", tmp_path / "out"), cwd=ROOT, stderr=file)
-    if networks_work_here():
+    if networks.work_here():
         wait_for(lambda: processes_of(run))
         end(run)
         assert run.wait(60) == code, log.read_text()

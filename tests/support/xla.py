@@ -27,9 +27,6 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 1
 _OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
-_USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
-
-
 def compile_quickly(cache: str) -> None:
     """To be called before JAX starts; processes that the tests start inherit it.
 
@@ -38,14 +35,9 @@ def compile_quickly(cache: str) -> None:
         JAX may read what another process has written half.
     """
     flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK.items()]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, _USERS_FLAGS])
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-
-
-def users_environment() -> dict[str, str]:
-    """For a process that runs for longer than it would take to optimise it."""
-    return os.environ | {"XLA_FLAGS": _USERS_FLAGS}
 
 
 def users_program(lowered: Any) -> Any:

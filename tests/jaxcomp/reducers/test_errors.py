@@ -91,13 +91,6 @@ def test_a_residual_of_other_shapes_or_another_tree_is_refused():
         update({"v": jnp.zeros((2, 2, 3))}, state)
 
 
-def test_the_state_of_the_whole_chain_is_refused():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    state = (tx.init({"a": jnp.zeros((16, 16))}), optax.EmptyState())
-    with pytest.raises(ValueError, match="its own PowerSGDState, got tuple"):
-        jax.vmap(lambda g: tx.update(g, state), axis_name=AXIS)({"a": jnp.zeros((2, 16, 16))})
-
-
 def test_a_residual_that_was_not_sharded_says_how():
     tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
     state = jaxcomp.stack_replicas(tx.init({"w": jnp.zeros((16, 16))}), 2)

@@ -10,7 +10,7 @@ from runners import AXIS, simulate
 
 import jaxcomp
 
-SHAPES = {"wide": (160, 300), "tall": (300, 160), "twin": (160, 300), "stack": (3, 150, 140)}
+SHAPES = {"wide": (136, 200), "tall": (200, 136), "twin": (136, 200), "stack": (2, 150, 132)}
 
 
 def dims(path, leaf):
@@ -43,8 +43,8 @@ def on_gpus(monkeypatch):
     ],
 )
 def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
-    """Outputs and residuals over three steps; bases of one space may differ, and do not show."""
-    grads = {name: x.astype(dtype) for name, x in random_grads(SHAPES, 2, 3).items()}
+    """Outputs and residuals over two steps; bases of one space may differ, and do not show."""
+    grads = {name: x.astype(dtype) for name, x in random_grads(SHAPES, 2, 2).items()}
     options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": dims}
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
     expected, after = simulate("shard_map", tx, grads)

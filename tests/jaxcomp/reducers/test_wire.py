@@ -69,21 +69,6 @@ def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
     assert all("bf16>" in region for region in regions), regions
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(None, "f32"), (jnp.float16, "f16")])
-def test_what_is_on_the_wire_has_the_dtype_that_was_asked_for(dtype, kind):
-    params = transformer(2)
-    text = program(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=dtype), params)
-    values = sum(x.size for x in jax.tree.leaves(params))
-    assert collectives(text) == [("all-reduce", kind, values)]
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=5, comm_dtype=dtype)
-    found = collectives(text := program(tx, params))
-    # The branch of the exact averages holds one all-reduce, the other two.
-    assert [(op, wire) for op, wire, _ in found] == [("all-reduce", kind)] * 3
-    assert "conditional" in text
-    each = sent_bytes(found) - sent_bytes([("all-reduce", kind, values)])
-    assert each == tx.bytes(params).bytes_after
-
-
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():
     """Of more than 64 columns the sums are widened once, and known to be replicated."""
     tx = jaxcomp.powersgd(

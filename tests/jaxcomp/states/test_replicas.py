@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from leaves import random_grads
-from runners import AXIS, MAPPINGS, mesh_of, simulate
+from runners import AXIS, mesh_of, simulate
 
 import jaxcomp
 
@@ -42,33 +42,20 @@ def test_init_is_consolidated_and_mirrors_the_parameters():
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_consolidate_gives_every_replica_the_mean(mapping):
+def test_consolidate_gives_every_replica_the_mean():
+    """Under shard_map, which proves it; under pmap see test_owners.py."""
     tx = chain()
     grads = random_grads({"kernel": (24, 16), "bias": (16,)}, 4, 3)
     _, state = simulate("vmap", tx, grads, tx.init(PARAMS))
+    run = jax.shard_map(
+        lambda s: jaxcomp.consolidate(s, AXIS),
+        mesh=mesh_of(4),
+        in_specs=(jaxcomp.state_specs(state, AXIS),),
+        out_specs=jax.P(),
+    )
+    result = jax.jit(run)(state)
     mean = np.asarray(state[1].residual["kernel"].mean(0))
-
-    if mapping == "shard_map":
-        specs = jaxcomp.state_specs(state, AXIS)
-        run = jax.shard_map(
-            lambda s: jaxcomp.consolidate(s, AXIS),
-            mesh=mesh_of(4),
-            in_specs=(specs,),
-            out_specs=jax.P(),  # proved replicated
-        )
-        result = jax.jit(run)(state)
-        np.testing.assert_allclose(result[1].residual["kernel"], mean, atol=1e-6)
-    else:
-        specs = jaxcomp.state_specs(state, AXIS)
-        stacked = jax.tree.map(
-            lambda x, s: x if s == jax.P(AXIS) else jnp.broadcast_to(x, (4, *x.shape)), state, specs
-        )
-        mapped = {"vmap": jax.vmap, "pmap": jax.pmap}[mapping]
-        result = mapped(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS)(stacked)
-        for replica in range(4):
-            np.testing.assert_allclose(result[1].residual["kernel"][replica], mean, atol=1e-6)
-        result = jax.tree.map(lambda x: x[0], result)
+    np.testing.assert_allclose(result[1].residual["kernel"], mean, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, result[1].q, state[1].q)
     jax.tree.map(np.testing.assert_array_equal, result[2], state[2])
 
