@@ -17,7 +17,6 @@ from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import PowerSGDState, powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.switch_at import switch_at
 from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.consolidate import consolidate
 from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
@@ -67,7 +66,6 @@ __all__ = [
     "stacked",
     "state_axes",
     "state_specs",
-    "switch_at",
     "types",
     "value_and_grad",
 ]

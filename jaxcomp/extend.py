@@ -18,7 +18,6 @@ from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.plain import reduction_of
 from jaxcomp._reducers.reducer import takes_rows
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "orthogonalize",
     "plan_leaves",
     "reduce_mean",
-    "reduction_of",
     "round_to",
     "takes_rows",
     "unboxed",

@@ -8,7 +8,6 @@ from jaxcomp._local.local_sgd import LocalSGDState
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
-from jaxcomp._reducers.switch_at import SwitchState
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._training.check_replicas import ReplicaCheck
 from jaxcomp._training.data_parallel import DataParallel
@@ -28,6 +27,5 @@ __all__ = [
     "LocalSGDState",
     "Prediction",
     "ReplicaCheck",
-    "SwitchState",
     "Transformation",
 ]

@@ -46,11 +46,6 @@ def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
     )
 
 
-def mark_local(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks what a replica has of its own as such, so that two branches of a conditional agree."""
-    return map_leaves(lambda path, leaf, local: as_local(leaf, axis_name) if local else leaf, state)
-
-
 def everybodys(axis_name: AxisName | None) -> Array:
     """The owner of a residual before the first step: float32 scalar 0."""
     owner = jnp.zeros([], jnp.float32)

@@ -11,7 +11,6 @@ import optax
 
 from jaxcomp._base.checks import check_int, check_number, names_checked
 from jaxcomp._base.leaves import (
-    all_finite,
     checked_residual_dtype,
     compute_dtype,
     floating_leaves,
@@ -26,9 +25,8 @@ from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, is_bound
 from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._mesh.per_replica import everybodys
-from jaxcomp._reducers.plain import reducer_if_mapped, reduction_of
-from jaxcomp._reducers.reducer import Reduction, fitted, is_reducer_state
-from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text, shown
+from jaxcomp._reducers.reducer import Reducer, Reduction, fitted, is_reducer_state
+from jaxcomp._reducers.transformation import call_text, shown
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -46,12 +44,12 @@ class ErrorFeedbackState(NamedTuple):
 
 @names_checked
 def error_feedback(
-    reducer: optax.GradientTransformation,
+    reducer: Reducer,
     *,
     every: int = 1,
     decay: float | Schedule = 1.0,
     residual_dtype: DType | None = None,
-) -> Transformation:
+) -> Reducer:
     r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
 
     With local gradient :math:`g_w`, residual :math:`e_w` and the reducer :math:`\mathcal{C}`, of
@@ -67,10 +65,9 @@ def error_feedback(
     output is not finite, all outputs are NaN and the state stays as it was, bit for bit.
 
     Args:
-      reducer: A reducer of this package, or a `Reducer` of your own. Of any other transformation
-        it is not known what a replica sent; there the residual is :math:`m_w` minus the output, as
-        in torch's hooks. Its mean is right, but each replica's deviation from the mean is never
-        sent, and grows like the square root of the step count.
+      reducer: A reducer of this package, or a `Reducer` of your own: it says what a replica sent.
+        The residual of torch's hooks, :math:`m_w` minus the output, has the right mean too; but
+        each replica's deviation from it grows like the square root of the step count.
       every: Add the residual back every so many updates only; it accumulates in between.
       decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule of
         the update count. Other values than 1 lose what they leave out: docs/convergence.md says
@@ -102,8 +99,15 @@ def error_feedback(
       ICML 2019.
     """
     made_by = call_text("error_feedback", locals())
-    inner = reduction_of(reducer)
-    axis_name = getattr(reducer, "axis_name", None)
+    if not isinstance(reducer, Reducer):
+        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
+        if not isinstance(reducer, optax.GradientTransformation):
+            fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
+        raise ValueError(
+            "error_feedback needs a reducer, which says what a replica sent, got "
+            f"{shown(reducer)}. {fix}"
+        )
+    axis_name = reducer.axis_name
     every = check_int("every", every, 1)
     decay = decay if callable(decay) else check_number("decay", decay, 0, 1)
     dtype = checked_residual_dtype(residual_dtype)
@@ -116,7 +120,7 @@ def error_feedback(
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
 
         residual = jax.tree.map(zeros, params)
-        if axis_name and is_bound(axis_name):
+        if is_bound(axis_name):
             # init() called inside the mapped function: a scan can then carry the state.
             residual = as_local(residual, axis_name)
         inner_state = reducer.init(params)
@@ -130,41 +134,36 @@ def error_feedback(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> Reduction:
-        residual = _fitted_residual(updates, state)
-        residual = as_local(residual, axis_name) if axis_name else residual
+        residual = as_local(_fitted_residual(updates, state), axis_name)
         due = (state.count + 1) % every == 0
         scale: Any = decay(state.count) if callable(decay) else decay
         if every > 1:
             scale = jnp.where(due, scale, 0.0)
         gradients = floating_leaves(updates)
         totals = [_add(g, e, scale) for g, e in zip(gradients, residual, strict=True)]
-        result = inner(with_leaves(updates, totals), state.inner, params, **extra_args)
-
-        pairs = zip(floating_leaves(result.updates), gradients, strict=True)
-        means = [mean.astype(gradient.dtype) for mean, gradient in pairs]
-        # A float16 output can overflow where the float32 mean did not.
-        finite = result.finite & all_finite(means)
-        unsent = []
+        result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
+        finite, unsent = result.finite, []
         for e, total, own in zip(residual, totals, floating_leaves(result.sent), strict=True):
             left = total - own
             if every > 1:  # what was not added is still to come
                 left += jnp.where(due, 0, e.astype(left.dtype))
             unsent.append(jnp.where(finite, left.astype(e.dtype), e))
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state.inner)
         new = ErrorFeedbackState(
             jax.tree.structure(state.residual).unflatten(unsent),
-            kept,
+            result.state,
             jnp.where(finite, optax.safe_increment(state.count), state.count),
-            jnp.where(finite, this_replica(axis_name), state.owner) if axis_name else state.owner,
+            jnp.where(finite, this_replica(axis_name), state.owner),
         )
-        return Reduction(with_leaves(updates, nan_unless(finite, means)), new, result.sent, finite)
+        # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
+        means = nan_unless(finite, floating_leaves(result.updates))
+        return result._replace(updates=with_leaves(updates, means), state=new)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32, whatever the gradients are.
-        counted = bytes_of(reducer, in_compute_dtype(params), replicas, step)
+        counted = reducer.bytes(in_compute_dtype(params), replicas=replicas, step=step)
         return counted.instead_of(params)
 
-    return reducer_if_mapped(init, reduce, axis_name, made_by, count_bytes)
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
 
 
 def _refuse_second_residual(reducer: Any, state: PyTree) -> None:

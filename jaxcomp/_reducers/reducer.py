@@ -35,7 +35,7 @@ from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
 class Reduction(NamedTuple):
-    """One update of a `Reducer`, with what `error_feedback` and `switch_at` need to know of it."""
+    """One update of a `Reducer`, with what `error_feedback` needs to know of it."""
 
     updates: PyTree  # the average, equal on every replica
     state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
@@ -170,8 +170,8 @@ def _reduce_checked(
         gradients = weighted_gradients(updates, weight, axis_name)
     result = reduce(gradients, state, params, **extra_args)
     means, sent = (cast_as(x, updates) for x in (result.updates, result.sent))
-    pairs = zip(jax.tree.leaves(result.updates), jax.tree.leaves(means), strict=True)
-    if not any(new.dtype == jnp.float16 != old.dtype for old, new in pairs):
+    pairs = zip(floating_leaves(result.updates), floating_leaves(means), strict=True)
+    if all(jnp.finfo(old.dtype).max <= jnp.finfo(new.dtype).max for old, new in pairs):
         return result._replace(updates=means, sent=sent)
     # What was finite may not fit: then it is as if it had not been.
     finite = result.finite & all_finite(jax.tree.leaves(means))

@@ -17,11 +17,9 @@ from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.reducer import has_rows
-from jaxcomp._reducers.switch_at import SwitchState
 from jaxcomp._states.consolidate import consolidate
 
-_WITH_RESIDUAL = (PowerSGDState, ACPSGDState, ErrorFeedbackState)
-_REDUCERS = (*_WITH_RESIDUAL, SwitchState)
+_REDUCERS = (PowerSGDState, ACPSGDState, ErrorFeedbackState)
 
 
 def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> PyTree:
@@ -38,8 +36,8 @@ def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation)
 
     Reducers are matched in order, each with one of the same kind; those with a residual that are
     left then with each other. `batched_powersgd`, whose residual is one matrix made of all leaves,
-    and `switch_at` go with their like only. Restore a checkpoint with the transformation that it
-    was written with, then adapt it, then `shard_state` it.
+    goes with its like only. Restore a checkpoint with the transformation that it was written with,
+    then adapt it, then `shard_state` it.
 
     Args:
       state: The state of the earlier transformation: consolidated, or as it stands between two
@@ -126,11 +124,8 @@ def _matched(old: list[Any], new: list[Any]) -> list[Any]:
 
 
 def _fits(old: Any, new: Any, *, same: bool) -> bool:
-    """Whether `old` is of the kind of `new`; or, not the `same`, has a residual of that form."""
-    alike = type(old) is type(new)
-    if not (isinstance(old, _WITH_RESIDUAL) and isinstance(new, _WITH_RESIDUAL)):
-        return same and alike
-    return (alike or not same) and _is_one(old) == _is_one(new)
+    """Whether `old` has a residual of the form of `new`'s, and is, if it shall be, of its kind."""
+    return (type(old) is type(new) or not same) and _is_one(old) == _is_one(new)
 
 
 def _is_one(state: Any) -> bool:
@@ -140,15 +135,8 @@ def _is_one(state: Any) -> bool:
 
 
 def _adapted(old: Any, new: Any) -> Any:
-    """`old` in the form of `new`, a fresh state; of another kind only its residual, if any."""
-    same = _fits(old, new, same=True)
-    if same and isinstance(new, SwitchState):
-        before, after = _adapted(old.before, new.before), _adapted(old.after, new.after)
-        return SwitchState(old.count, before, after)
-    if same and not isinstance(new, _WITH_RESIDUAL):
-        return old
-    if not (same or _fits(old, new, same=False)):
-        return new
+    """`old` in the form of `new`, a fresh state; of another kind only its residual."""
+    same = type(old) is type(new)
     fields = {
         "residual": _carried(_same_shape, old.residual, new.residual, "residual"),
         "owner": old.owner,
@@ -158,8 +146,9 @@ def _adapted(old: Any, new: Any) -> Any:
             fields[name] = _carried(_resized, getattr(old, name), getattr(new, name), name)
     if same:
         fields["count"] = old.count
-    if isinstance(new, ErrorFeedbackState):
-        fields["inner"] = _adapted(old.inner, new.inner) if same else new.inner
+    if same and isinstance(new, ErrorFeedbackState) and type(old.inner) is type(new.inner):
+        inside = _is_reducer(new.inner)
+        fields["inner"] = _adapted(old.inner, new.inner) if inside else old.inner
     return new._replace(**fields)
 
 

@@ -54,9 +54,6 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "feedback-late": lambda start: jaxcomp.error_feedback(
         powersgd(error_feedback=False)(start), every=2, decay=0.5
     ),
-    "switch": lambda start: jaxcomp.switch_at(
-        start, REDUCERS["feedback-fp16"](start), powersgd(1)(0)
-    ),
 }
 
 

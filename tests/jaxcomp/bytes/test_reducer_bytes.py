@@ -36,7 +36,6 @@ CASES = {
     "error feedback of halves": (
         jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)), HALF, [None]
     ),
-    "switch": (jaxcomp.switch_at(4, jaxcomp.allreduce(axis_name=AXIS), POWERSGD), PARAMS, [3, 4]),
     "local": (jaxcomp.local_sgd(optax.sgd(0.1), sync_every=3, axis_name=AXIS), PARAMS, [1, 2]),
     "local with momenta": (
         jaxcomp.local_sgd(
@@ -141,5 +140,5 @@ def test_a_transformation_shows_the_arguments_it_was_made_with():
     )
     assert repr(run).startswith("local_sgd_round(step_fn=on_the_wire, sync_every=2, axis_name=")
     assert "fragments=['a', 'b|c'], fragment_sync_delay=0, " in repr(run)
-    for outer in (local, run, jaxcomp.accumulate(local, 2), jaxcomp.switch_at(1, POWERSGD, tx)):
+    for outer in (local, run, jaxcomp.accumulate(local, 2)):
         assert repr(tx) in repr(outer)

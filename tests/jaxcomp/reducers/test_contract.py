@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from runners import AXIS, mesh_of, simulate
 
@@ -95,15 +94,6 @@ def test_a_users_reducer_refuses_gradients_that_were_reduced(check):
     )
     with pytest.raises(ValueError, match=r"already summed by jax\.grad"):
         mapped(jnp.ones(2), jnp.ones(4))
-
-
-def test_a_plain_transformation_counts_as_sending_its_average():
-    grads = {"w": jnp.array([[1.0], [3.0]])}
-    plain = optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), g))
-    reduced = jax.vmap(lambda g: extend.reduction_of(plain)(g, plain.init(g)), axis_name=AXIS)(
-        grads
-    )
-    assert reduced.sent["w"].tolist() == reduced.updates["w"].tolist() == [[2.0], [2.0]]
 
 
 class Owned(NamedTuple):

@@ -24,7 +24,6 @@ FAULTS = {
     "batched": NOT_FINITE,
     "int8": NOT_FINITE,
     "feedback-int8": NOT_FINITE,
-    "switch": (*NOT_FINITE, "3e38"),
 }
 
 

@@ -26,7 +26,6 @@ EXACT = {
     "acp-sgd": jaxcomp.acp_sgd(**FULL),
     "batched": jaxcomp.batched_powersgd(9, axis_name=AXIS, start_step=0),
     "feedback": jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)),
-    "switch": jaxcomp.switch_at(0, jaxcomp.allreduce(axis_name=AXIS), jaxcomp.powersgd(**FULL)),
 }
 ROUNDED = {  # with what part of the largest value a value may be off
     "bfloat16": (jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.bfloat16), 2**-7),
@@ -239,12 +238,6 @@ def test_weights_that_are_no_number_of_this_replica_are_refused():
     for wrong in ([1, 2], "3"):
         with pytest.raises(ValueError, match="`weight` must be one number for this replica"):
             jax.vmap(lambda g: step(g, wrong), axis_name=AXIS)(gradients())  # noqa: B023
-
-
-def test_a_weight_without_an_axis_is_refused():
-    plain = jaxcomp.error_feedback(optax.identity())
-    with pytest.raises(ValueError, match="does not say along which axis"):
-        mapped_update(plain, 1.0)
 
 
 def test_a_bfloat16_gradient_loses_nothing_to_its_weight():

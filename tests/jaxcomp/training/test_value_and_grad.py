@@ -131,11 +131,6 @@ REDUCERS = {
     "quantized": lambda: jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data")),
     "allreduce": lambda: jaxcomp.allreduce(axis_name="data"),
     "batched": lambda: jaxcomp.batched_powersgd(2, axis_name="data", start_step=1),
-    "switch": lambda: jaxcomp.switch_at(
-        2,
-        jaxcomp.allreduce(axis_name="data"),
-        jaxcomp.powersgd(2, axis_name="data", start_step=0),
-    ),
 }
 
 
