@@ -17,15 +17,16 @@ from jaxcomp._adviser.model import (
     ASSUMED,
     Calibration,
     Link,
+    Software,
     Traffic,
     break_even,
     communication_time,
     time_of_step,
 )
-from jaxcomp._adviser.shapes import assumed_params, count_values, typical_width
+from jaxcomp._adviser.shapes import assumed_params, typical_width
 from jaxcomp._adviser.units import RATES, SHARES, TIMES, parse, with_unit
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -49,21 +50,35 @@ class Prediction:
 
     name: str
     make: _Make = dataclasses.field(repr=False)
-    rank: int = 0  # of PowerSGD
+    step_time: float
+    communication: float  # per step, before any overlap
+    compression: float  # per step
+    bytes_per_step: float  # handed to the collectives by each replica
+    ratio: float  # how many times fewer than gradients as they are
+    speedup: float  # over the faster baseline
     compressed: bool = False  # False for the exact averages, which are the baselines
+    rank: int = 0  # of PowerSGD
     gap: float = 0.0  # how far above the exact run the loss is expected to end
     half_width: float = 0.0  # of its 95% interval
-    step_time: float = 0.0
-    communication: float = 0.0  # per step, before any overlap
-    compression: float = 0.0  # per step
-    bytes_per_step: float = 0.0  # handed to the collectives by each replica
-    ratio: float = 1.0  # how many times fewer than gradients as they are
-    speedup: float = 1.0  # over the faster baseline
     break_even: float | None = None  # bytes per second below which it is faster; inf always
 
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes it, for the replicas along `axis_name`."""
         return self.make(axis_name=axis_name)
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Its line in the table of all."""
+        limit = self.break_even
+        named = {None: "-", 0: "never", math.inf: "always"}
+        return (
+            self.name,
+            with_unit(self.step_time, "s"),
+            with_unit(self.bytes_per_step, "B"),
+            f"{self.speedup:.2f}x",
+            named[limit] if limit in named else with_unit(8 * (limit or 0), "bit/s"),
+            f"+{self.gap:.1%} ± {100 * self.half_width:.1f}" if self.compressed else "-",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +86,13 @@ class Advice:
     """What to use, why, and what was expected of every candidate; `str` gives the table."""
 
     values: int  # floating-point values in the parameters
-    link: Link  # its bandwidth is infinite where what was measured holds it
+    link: Link
     compute_time: float  # seconds
     device: Calibration
     law: Law  # of what a rank costs in loss
     predictions: tuple[Prediction, ...]
     baseline: Prediction  # the faster all-reduce
     recommended: Prediction  # the baseline itself where compression does not pay
-    reason: str
     notes: tuple[str, ...]  # what was assumed, and how far it holds
 
     @property
@@ -99,16 +113,37 @@ class Advice:
         """
         return self.recommended.reducer(axis_name)
 
+    @property
+    def reason(self) -> str:
+        """Why this one, in a sentence or two."""
+        best = self.recommended
+        if best.compressed:
+            low, high = best.gap - best.half_width, best.gap + best.half_width
+            return (
+                f"The step is {best.speedup:.2f} times faster than with the {self.baseline.name}, "
+                f"with {best.ratio:.1f} times fewer bytes than float32 and {best.ratio / 2:.1f} "
+                f"than bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
+                f"(95% of runs: {low:.1%} to {high:.1%})."
+            )
+        if self.link.workers == 1:
+            return "There is one worker, so nothing is sent."
+        best = min((p for p in self.predictions if p.compressed), key=lambda p: p.step_time)
+        own, other = (
+            with_unit(p.step_time - self.compute_time, "s") for p in (self.baseline, best)
+        )
+        return (
+            f"The {self.baseline.name} adds {own} to {with_unit(self.compute_time, 's')} of "
+            f"computation, and the best alternative, {best.name}, {other}: too little to win."
+        )
+
     def __str__(self) -> str:
-        rate, latency = with_unit(8 * self.link.bandwidth, "bit/s"), self.link.latency
-        link = f"{rate}, latency {with_unit(latency, 's')}"
-        if math.isinf(self.link.bandwidth):
-            link = "the measured link"
-        rows = [_HEADER, *map(_row, self.predictions)]
+        rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
         lines = [
-            f"{self.values:,} parameters, {self.link.workers} workers, {link}, "
+            f"{self.values:,} parameters, {self.link.workers} workers, "
+            f"{with_unit(8 * self.link.bandwidth, 'bit/s')}, latency "
+            f"{with_unit(self.link.latency, 's')}, "
             f"{with_unit(self.compute_time, 's')} of computation a step",
             "",
         ]
@@ -121,59 +156,35 @@ class Advice:
         return "\n".join(lines)
 
 
-def _row(prediction: Prediction) -> tuple[str, ...]:
-    limit = prediction.break_even
-    named = {None: "-", 0: "never", math.inf: "always"}
-    pays = named[limit] if limit in named else with_unit(8 * (limit or 0), "bit/s")
-    loss = f"+{prediction.gap:.1%} ± {100 * prediction.half_width:.1f}"
-    return (
-        prediction.name,
-        with_unit(prediction.step_time, "s"),
-        with_unit(prediction.bytes_per_step, "B"),
-        f"{prediction.speedup:.2f}x",
-        pays,
-        loss if prediction.compressed else "-",
-    )
-
-
 def advise(
     params: PyTree | int,
     *,
     workers: int,
+    bandwidth: str | float,
     step_time: str | float,
-    bandwidth: str | float | None = None,
     latency: str | float = "50us",
     loss_budget: str | float = "0.5%",
     optimizer: str = "adamw",
     matrix_dims: MatrixDimsFn | None = None,
     device: str | Calibration = "gpu",
 ) -> Advice:
-    r"""Says whether to compress on a network, and which reducer keeps the loss within a budget.
+    """Says whether to compress on a network, and which reducer keeps the loss within a budget.
 
     The time of a step comes from that of a ring all-reduce, which docs/performance.md has. Exact
     averages overlap with the backward pass, for which two thirds of `step_time` are taken;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
-    all-reduce.
-
-    The rank comes from a law for PowerSGD with ``comm_dtype="int6"`` from the first step on:
-
-    .. math::
-        \mathrm{gap} = \max\bigl(0,\; a\, (w / 128)^{b} / r - c\bigr) \%
-
-    with rank :math:`r`, width :math:`w` and three coefficients for each optimizer, fitted to some
-    twenty runs of small language models. The answer has the interval that 95% of single runs are
-    expected in. It is wide: behind AdamW 0.7 points to both sides at width 128 and 1.9 at width
-    512, behind Muon 2.4, more at widths that no run had.
+    all-reduce. The rank comes from a `Law` for PowerSGD with ``comm_dtype="int6"`` from the first
+    step on, with the interval that 95% of single runs are expected in. It is wide: behind AdamW 0.7
+    points to both sides at width 128 and 1.9 at width 512, behind Muon 2.4, more at widths that no
+    run had.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
         for which a transformer's shapes are assumed.
       workers: Number of replicas.
+      bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, or bytes per second.
       step_time: A step without any communication: ``"120ms"``, or seconds.
-      bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, or bytes per second. None
-        for what `measure` found among the devices.
-      latency: From one replica to the next, one way: ``"50us"``, or seconds. It is in what was
-        measured, and does not count where `bandwidth` is None.
+      latency: From one replica to the next, one way: ``"50us"``, or seconds.
       loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,
         or 0.005.
       optimizer: ``"adamw"`` or ``"muon"``.
@@ -196,7 +207,11 @@ def advise(
       >>> jaxcomp.advise(124_000_000, workers=8, bandwidth="3.2Tbit", step_time="120ms").compress
       False
     """
-    workers = check_int("workers", workers, 1)
+    link = Link(
+        check_int("workers", workers, 1),
+        parse("bandwidth", bandwidth, RATES, "10Gbit or 12.5GB/s", positive=True),
+        parse("latency", latency, TIMES, "50us"),
+    )
     compute = parse("step_time", step_time, TIMES, "120ms", positive=True)
     budget = parse("loss_budget", loss_budget, SHARES, "0.5%", below=1)
     if optimizer not in LAWS:
@@ -210,7 +225,6 @@ def advise(
             f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
             f"{device!r}."
         )
-    link = _link(workers, bandwidth, latency, constants)
     notes = [f"device: {constants.device}"]
     if isinstance(params, (int, np.integer)):
         params, sentence = assumed_params(int(params))
@@ -232,7 +246,7 @@ def advise(
             f"width: yours is {width:,}, which no run had; compare with an exact run of your own"
         )
 
-    predictions = _predictions(params, link, compute, constants, law, budget, width, matrix_dims)
+    predictions = _predictions(params, link, compute, constants, law, budget, matrix_dims)
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
     # The one that sends most among those that pay and are about as fast as the fastest.
     paying = [
@@ -242,7 +256,7 @@ def advise(
     near = [p for p in paying if p.step_time <= _AS_FAST * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
     return Advice(
-        values=count_values(params),
+        values=sum(leaf.size for leaf in dense_leaves(params)),
         link=link,
         compute_time=compute,
         device=constants,
@@ -250,24 +264,8 @@ def advise(
         predictions=predictions,
         baseline=baseline,
         recommended=recommended,
-        reason=_reason(predictions, baseline, recommended, workers, compute),
         notes=tuple(notes),
     )
-
-
-def _link(workers: int, bandwidth: Any, latency: Any, constants: Calibration) -> Link:
-    if bandwidth is not None:
-        speed = parse("bandwidth", bandwidth, RATES, "10Gbit or 12.5GB/s", positive=True)
-        return Link(workers, speed, parse("latency", latency, TIMES, "50us"))
-    if constants.devices == 1:
-        raise ValueError(
-            "`bandwidth` is missing, and no all-reduce was measured. Give it (10Gbit), or measure "
-            "where JAX sees several devices."
-        )
-    # What was measured holds the link. More workers than were measured take more of a ring's steps.
-    hop = constants.allreduce.overhead / (2 * (constants.devices - 1))
-    more = max(0, workers - constants.devices)
-    return Link(workers, math.inf, hop * more / (workers - 1) if more else 0.0)
 
 
 def _predictions(
@@ -277,19 +275,19 @@ def _predictions(
     constants: Calibration,
     law: Law,
     budget: float,
-    width: int,
     matrix_dims: MatrixDimsFn | None,
 ) -> tuple[Prediction, ...]:
     """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
+    width = typical_width(params, matrix_dims)
     # XLA's CPU backend sends bfloat16 as float32.
     narrow = "float16" if constants.platform == "cpu" else "bfloat16"
-    exact = {
-        "all-reduce float32": (constants.allreduce, partial(allreduce, comm_dtype=None)),
+    exact: dict[str, tuple[Software, _Make]] = {
+        "all-reduce float32": (constants.allreduce, allreduce),
         f"all-reduce {narrow}": (constants.allreduce_16, partial(allreduce, comm_dtype=narrow)),
     }
-    ranks = [law.rank(budget, width) << k for k in range(_RANKS)]
     options = {"start_step": 0, "comm_dtype": "int6", "matrix_dims": matrix_dims}
-    compressed = {"int8 all-reduce": (0, _int8)} | {
+    ranks = [law.rank(budget, width) << k for k in range(_RANKS)]
+    compressed: dict[str, tuple[int, _Make]] = {"int8 all-reduce": (0, _int8)} | {
         f"powersgd rank {rank} int6": (rank, partial(powersgd, rank, **options)) for rank in ranks
     }
 
@@ -328,37 +326,20 @@ def _predictions(
             continue
         seconds, collectives = constants.compression_time(stats), 2 if rank else 1
         traffic = Traffic(stats.bytes_after, collectives, constants.exchange, seconds)
-        pays = break_even(traffic, baselines, link, compute) if link.workers > 1 else 0.0
-        gap, half_width = law.gap(rank, width), law.half_width(rank, width)
-        fields = {"rank": rank, "gap": gap, "half_width": half_width, "break_even": pays}
-        found.append(predict(name, make, traffic, compressed=True, **fields))
+        found.append(
+            predict(
+                name,
+                make,
+                traffic,
+                compressed=True,
+                rank=rank,
+                gap=law.gap(rank, width),
+                half_width=law.half_width(rank, width),
+                break_even=break_even(traffic, baselines, link, compute),
+            )
+        )
     return tuple(found)
 
 
 def _int8(axis_name: AxisName) -> Transformation:
     return error_feedback(quantized_allreduce(axis_name=axis_name))
-
-
-def _reason(
-    predictions: tuple[Prediction, ...],
-    baseline: Prediction,
-    recommended: Prediction,
-    workers: int,
-    compute: float,
-) -> str:
-    if recommended.compressed:
-        low, high = (recommended.gap + sign * recommended.half_width for sign in (-1, 1))
-        return (
-            f"The step is {recommended.speedup:.2f} times faster than with the {baseline.name}, "
-            f"with {recommended.ratio:.1f} times fewer bytes than float32 and "
-            f"{recommended.ratio / 2:.1f} than bfloat16. The loss is expected to end "
-            f"{recommended.gap:.1%} above the exact run (95% of runs: {low:.1%} to {high:.1%})."
-        )
-    if workers == 1:
-        return "There is one worker, so nothing is sent."
-    best = min((p for p in predictions if p.compressed), key=lambda p: p.step_time)
-    own, other = (with_unit(p.step_time - compute, "s") for p in (baseline, best))
-    return (
-        f"The {baseline.name} adds {own} to {with_unit(compute, 's')} of computation, and the best "
-        f"alternative, {best.name}, {other}: too little to win."
-    )

@@ -42,8 +42,8 @@ def measure(
     """Times compression and an all-reduce on the present devices, for `advise`.
 
     On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
-    is then the network's. Give `advise` no bandwidth, and it uses what was measured here; give it
-    one, and what was measured is taken for the software: the slower of it and the link counts.
+    is then the network's. Of what was measured and the link that `advise` is given the slower
+    counts.
 
     Args:
       params: The model to compress, arrays or shapes, or a number of parameters.
@@ -81,7 +81,6 @@ def measure(
         platform=own.platform,
         powersgd=1.0,
         int8=1.0,
-        devices=len(devices),
         **(_collectives(devices) if len(devices) > 1 else {}),
     )
     plain = _step_time(optax.identity(), tree, own)

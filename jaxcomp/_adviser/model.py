@@ -65,7 +65,6 @@ class Calibration:
     allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
     exchange: Software  # of integers: an all-to-all and an all-gather
     overlap: float  # the share of the backward pass with which an exact average overlaps
-    devices: int = 1  # among so many the collectives were measured; 1: they are assumed
 
     def compression_time(self, sent: CompressionStats) -> float:
         """Seconds to compress, and to keep the residual.
@@ -165,7 +164,7 @@ def break_even(traffic: Traffic, baselines: Sequence[Traffic], link: Link, compu
         return all(own < time_of_step(other, at, compute) for other in baselines)
 
     low, high = _SLOWEST, _FASTEST
-    if not wins(low):
+    if link.workers == 1 or not wins(low):
         return 0.0
     if wins(high):
         return math.inf

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.stats import dense_leaves
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matrices import plan_leaves
 
@@ -55,11 +54,6 @@ def assumed_params(count: int) -> tuple[PyTree, str]:
         f"{rows:,} x {width:,}, {values + rows * width:,} parameters in float32; better pass "
         "yours to jaxcomp.advise"
     )
-
-
-def count_values(params: PyTree) -> int:
-    """Number of floating-point values."""
-    return sum(leaf.size for leaf in dense_leaves(params))
 
 
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:

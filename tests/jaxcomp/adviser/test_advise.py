@@ -114,22 +114,16 @@ def test_compression_by_hand():
     assert whole.compression == pytest.approx(3 * 9 * 4 * (values + 50) / 1e9)
 
 
-def test_a_measured_link_is_used_when_none_is_given():
-    constants = device(devices=3, allreduce=(8e-3, 1e7), device="measured")
-    given = {"workers": 5, "step_time": 0.02, "device": constants}
-    advice = jaxcomp.advise(PARAMS, **given)
-    assert "5 workers, the measured link, " in str(advice)
+@pytest.mark.parametrize(("bandwidth", "counts"), [(1e6, 1e6), (1e8, 1e7)])
+def test_the_slower_of_the_link_and_what_was_measured_counts(bandwidth, counts):
+    constants = device(allreduce=(8e-3, 1e7))
+    advice = jaxcomp.advise(
+        PARAMS, workers=5, bandwidth=bandwidth, step_time=0.02, device=constants
+    )
     exact = by_name(advice)["all-reduce float32"]
-    # 8 ms were those of the four hops of three devices; five workers have eight hops.
-    expected = 16e-3 + 2 * 4 / 5 * exact.bytes_per_step / 1e7
-    assert exact.communication == pytest.approx(expected)
-    # With a link, the slower of it and what was measured counts, and its latency.
-    for bandwidth, counts in ((1e6, 1e6), (1e8, 1e7)):
-        again = jaxcomp.advise(PARAMS, bandwidth=bandwidth, **given)
-        communication = by_name(again)["all-reduce float32"].communication
-        assert communication == pytest.approx(
-            8e-3 + 8 * 50e-6 + 2 * 4 / 5 * exact.bytes_per_step / counts
-        )
+    assert exact.communication == pytest.approx(
+        8e-3 + 8 * 50e-6 + 2 * 4 / 5 * exact.bytes_per_step / counts
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -259,7 +253,7 @@ def test_units(argument, text, expected):
     ("argument", "values"),
     [
         ("workers", [0]),
-        ("bandwidth", [None, "", "10", "fast", "10Gbit/h", "-1Gbit", "0bit", "nanGB", math.inf]),
+        ("bandwidth", ["", "10", "fast", "10Gbit/h", "-1Gbit", "0bit", "nanGB", math.inf]),
         ("latency", ["50", "1h", "-1ms", "1e999s", "ms", -1.0]),
         ("step_time", ["0ms", 0.0, math.nan]),
         ("loss_budget", ["little", 1, "100%"]),
@@ -318,22 +312,17 @@ def test_the_programs_in_the_documentation_run():
 def test_measured_constants_are_positive_and_finite(number):
     params = shapes(w=(256, 512), b=(512,))
     found = jaxcomp.measure(params, rank=2, devices=jax.devices()[:number])
-    assert (found.platform, found.devices) == (jax.devices()[0].platform, number)
+    assert found.platform == jax.devices()[0].platform
     figures = [found.memory_bandwidth, found.flops, found.int8, found.powersgd]
     collectives = [found.allreduce, found.allreduce_16, found.exchange]
     figures += [x for way in collectives for x in way]
     assert all(0 < figure < math.inf for figure in figures)
-    given = {"workers": 2, "step_time": "20ms", "device": found}
     if number == 1:
-        assert (
-            found.allreduce == jaxcomp.advise(PARAMS, **{**SLOW, "device": "cpu"}).device.allreduce
-        )
-        with pytest.raises(ValueError, match="no all-reduce was measured"):
-            jaxcomp.advise(PARAMS, **given)
-    else:
-        advice = jaxcomp.advise(PARAMS, **given)
-        assert "measured: 2 x" in str(advice)
-        assert all(p.compression > 0 for p in powersgd(advice))
+        assumed = jaxcomp.advise(PARAMS, **{**SLOW, "device": "cpu"}).device
+        assert found.allreduce == assumed.allreduce
+    advice = jaxcomp.advise(PARAMS, **{**SLOW, "device": found})
+    assert f"measured: {number} x" in str(advice)
+    assert all(p.compression > 0 for p in powersgd(advice))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
