@@ -169,20 +169,16 @@ def _reduce_checked(
     if not weighs and (weight := extra_args.pop("weight", None)) is not None:
         gradients = weighted_gradients(updates, weight, axis_name)
     result = reduce(gradients, state, params, **extra_args)
-    means, sent = (cast_as(x, updates) for x in (result.updates, result.sent))
-    pairs = zip(floating_leaves(result.updates), floating_leaves(means), strict=True)
-    if all(jnp.finfo(old.dtype).max <= jnp.finfo(new.dtype).max for old, new in pairs):
+    cast = lambda x, g: x if x.dtype == g.dtype else x.astype(g.dtype)  # noqa: E731
+    means, sent = (jax.tree.map(cast, x, updates) for x in (result.updates, result.sent))
+    pairs = zip(jax.tree.leaves(result.updates), jax.tree.leaves(means), strict=True)
+    if all(old.dtype.itemsize <= new.dtype.itemsize for old, new in pairs):
         return result._replace(updates=means, sent=sent)
     # What was finite may not fit: then it is as if it had not been.
     finite = result.finite & all_finite(jax.tree.leaves(means))
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
     whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
     return Reduction(whole, kept, sent, finite)
-
-
-def cast_as(tree: PyTree, like: PyTree) -> PyTree:
-    """The same tree in the dtypes of the gradients."""
-    return jax.tree.map(lambda x, g: x if x.dtype == g.dtype else x.astype(g.dtype), tree, like)
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
