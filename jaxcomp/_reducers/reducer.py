@@ -43,6 +43,7 @@ class Reduction(NamedTuple):
     finite: Array  # bool scalar, equal on every replica: whether all updates are finite
 
 
+@jax.tree_util.register_static
 class Reducer(Transformation):
     """An Optax transformation that also says what this replica contributed to the average.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import jax
 import numpy as np
 import optax
 
@@ -17,6 +18,7 @@ from jaxcomp._base.typing import PyTree
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
+@jax.tree_util.register_static  # else a tuple of two functions, of which nobody can make it again
 class Transformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation that shows how it was made and says what it sends.
 

@@ -298,6 +298,8 @@ def test_no_operand_is_broadcast_to_more_dimensions(name):
 @pytest.mark.parametrize("name", REDUCERS)
 def test_a_reducer_can_be_copied_and_its_state_pickled(name):
     tx = reducer(name)
+    # In a tree, as in a module that holds one, it is no leaf and stays what it is.
+    assert jax.tree.map(lambda x: x + 1, {"tx": tx, "w": 1}) == {"tx": tx, "w": 2}
     for other in (copy.copy(tx), copy.deepcopy(tx)):
         assert other.axis_name == tx.axis_name
         assert isinstance(other, jaxcomp.Reducer)
