@@ -1,14 +1,101 @@
 """Outputs of every set of options, as they were before the step was written anew (d55f995)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import record
+from leaves import zeros
 from paths import ROOT
+from runners import AXIS
+
+import jaxcomp
 
 RECORDED = np.load(ROOT / "tests/jaxcomp/reducers/data/recorded.npz")
-CASES = record.cases()
-STEPS, EVERY = (0, 4, 9), 8  # which of ten steps, and which values of their outputs
+REPLICAS, STEPS = 4, 10
+SHOWN, EVERY = [0, 4, 9], 8  # which of the steps, and which values of their outputs
+SHAPES = {
+    "bias": (16,),
+    "conv": (3, 3, 4, 12),
+    "dense": (24, 16),
+    "embedding": (40, 10),
+    "same": (24, 16),
+    "stack": (3, 12, 10),
+}
+
+
+def power(rank=4, make=jaxcomp.powersgd, **options):
+    return make(rank, axis_name=AXIS, **{"start_step": 0, "min_compression_rate": 1.0, **options})
+
+
+def batched(rank, start_step):
+    return jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=start_step)
+
+
+def exact(**options):
+    return jaxcomp.allreduce(axis_name=AXIS, **options)
+
+
+def int8(**options):
+    return jaxcomp.quantized_allreduce(axis_name=AXIS, **options)
+
+
+def feedback(reducer, **options):
+    return jaxcomp.error_feedback(reducer, **options)
+
+
+def by_layer(path, leaf):
+    if len(leaf.shape) == 3:
+        return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+    return jaxcomp.extend.default_matrix_dims(path, leaf)
+
+
+CASES = {
+    "default": power(),
+    "rank 1": power(1),
+    "rank 2 eps": power(2, eps=1e-3),
+    "rank 1 eps": power(1, eps=0.1),
+    "start 3": power(start_step=3),
+    "cold": power(warm_start=False),
+    "cold start 3": power(2, warm_start=False, start_step=3),
+    "no feedback": power(error_feedback=False),
+    "bfloat16": power(comm_dtype=jnp.bfloat16),
+    "float16": power(comm_dtype=jnp.float16),
+    "float32": power(comm_dtype=jnp.float32, start_step=2),
+    "int8": power(comm_dtype=jnp.int8),
+    "int6": power(comm_dtype="int6"),
+    "int8 start 3": power(comm_dtype=jnp.int8, start_step=3),
+    "int6 cold": power(comm_dtype="int6", warm_start=False, error_feedback=False),
+    "residual bfloat16": power(residual_dtype=jnp.bfloat16),
+    "rank by leaf": power(lambda path, leaf: 2 if len(leaf.shape) == 2 else None),
+    "by layer": power(3, matrix_dims=by_layer),
+    "rate 4": power(1, min_compression_rate=4.0),
+    "seed 7": power(3, seed=7),
+    "full rank": power(64, min_compression_rate=0.1),
+    "allreduce": exact(),
+    "allreduce bfloat16": exact(comm_dtype=jnp.bfloat16),
+    "allreduce float16": exact(comm_dtype=jnp.float16),
+    "quantized": int8(),
+    "quantized one scale": int8(block_size=None),
+    "feedback quantized": feedback(int8()),
+    "feedback float16": feedback(exact(comm_dtype=jnp.float16)),
+    "batched": batched(2, start_step=0),
+    "batched start 2": batched(4, start_step=2),
+    "decay": feedback(power(error_feedback=False), decay=0.9),
+    "every 2": feedback(power(error_feedback=False), every=2),
+    "acp": power(make=jaxcomp.acp_sgd),
+    "acp start 2 int8": power(make=jaxcomp.acp_sgd, start_step=2, comm_dtype=jnp.int8),
+}
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """Of each step a tree ``(replicas, *shape)``, in float32."""
+    rng = np.random.default_rng(3)
+    common = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+    return [
+        {k: np.float32(x + rng.normal(size=(REPLICAS, *x.shape))) for k, x in common.items()}
+        for _ in range(STEPS)
+    ]
 
 
 def allowed(name):
@@ -21,11 +108,14 @@ def allowed(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_are_those_that_were_recorded(name):
-    steps = record.run(CASES[name], jnp.float32, "vmap", None)
-    outputs = [
-        np.concatenate([x.reshape(-1) for x in steps[t][: len(record.SHAPES)]]) for t in STEPS
-    ]
-    expected = RECORDED[name]
-    found = np.stack(outputs)[:, ::EVERY]
+def test_outputs_are_those_that_were_recorded(name, gradients):
+    tx = CASES[name]
+    state = jaxcomp.stack_replicas(tx.init(zeros(SHAPES)), REPLICAS)
+    axes = jaxcomp.state_axes(state)
+    step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
+    steps = []
+    for grads in gradients:
+        outputs, state = step(grads, state)
+        steps.append(np.concatenate([np.ravel(outputs[k]) for k in SHAPES]))
+    expected, found = RECORDED[name], np.stack(steps)[SHOWN, ::EVERY]
     assert np.abs(found - expected).max() <= allowed(name) * np.abs(expected).max()
