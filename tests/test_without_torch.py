@@ -48,7 +48,7 @@ NEED_IT = {
 # They take modules or tensors of torch, or read its files, or have nothing to do with it.
 DO_NOT = {
     *("BucketEntry", "BucketLayout", "Checkpoint", "CheckpointMismatch", "FlaxRun", "Pair"),
-    *("PowerSGDRecord", "RandomStateRecord", "UnsafeCheckpoint", "infer_layout"),
+    *("PowerSGDRecord", "UnsafeCheckpoint", "infer_layout"),
     *("load", "matrix_dims_of", "optimizer_from_torch", "pair"),
     *("params_from_torch", "params_to_torch", "powersgd_from_torch"),
     *("powersgd_kwargs_from_torch", "reducer_from_torch", "sharded_indices", "to_flax"),

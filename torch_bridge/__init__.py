@@ -5,7 +5,7 @@ What makes torch's tensors, and what runs in a torch job, needs torch: without i
 """
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
-from torch_bridge._base.schema import PowerSGDRecord, RandomStateRecord
+from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import optimizer_from_torch, optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
@@ -31,7 +31,6 @@ __all__ = [
     "FlaxRun",
     "Pair",
     "PowerSGDRecord",
-    "RandomStateRecord",
     "UnsafeCheckpoint",
     "infer_layout",
     "load",

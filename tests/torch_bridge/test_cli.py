@@ -65,7 +65,6 @@ def test_inspect_shows_hyperparameters_parameters_and_what_is_missing(call):
         assert part in out
     assert "not compressed" in out
     assert "missing" not in out
-    assert "kB" in err  # progress
     code, out, err = call("inspect", "checkpoint.pt", "--json", "--quiet")
     assert (code, err) == (OK, "")
     summary = json.loads(out)
@@ -177,14 +176,14 @@ def test_there_and_back(call, out):
         assert int(state.opt_state[0].count) == 20
     back = ("to-torch", out, "--like", "checkpoint.pt", *PARAMS, "--out", "sub/back.pt")
     code, _, err = call(*back)
-    assert (code, "converting the optimizer" in err) == (OK, True)
+    assert (code, "converting" in err) == (OK, True)
     torch.load("sub/back.pt", weights_only=True)
     old, new = (torch_bridge.load(path) for path in ("checkpoint.pt", "sub/back.pt"))
     jax.tree.map(np.testing.assert_array_equal, old.model, new.model)
     one, other = old.powersgd[0], new.powersgd[0]
     np.testing.assert_array_equal(one.q_memory_dict[0], other.q_memory_dict[0])
     np.testing.assert_array_equal(one.p_memory_dict[0], other.p_memory_dict[0])
-    np.testing.assert_array_equal(one.rng.key, other.rng.key)
+    np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
     assert one.hyperparameters == other.hyperparameters
     buffers = [c.optimizer["state"][2]["momentum_buffer"] for c in (old, new)]
     np.testing.assert_array_equal(*buffers)

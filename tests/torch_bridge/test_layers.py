@@ -187,7 +187,7 @@ def test_attention_with_one_packed_kernel(flat):
     like = jax.eval_shape(layer.init, jax.random.key(0), jnp.asarray(x))
     variables = params_from_torch(module.state_dict(), like)
     close(layer.apply(variables, jnp.asarray(x)), output(module, x, x, x))
-    assert all(found.whole for found in pair(module.state_dict(), like))
+    assert all(found.rows is None and found.terms == 1 for found in pair(module.state_dict(), like))
     assert_equal_states(params_to_torch(variables, module.state_dict()), module.state_dict())
 
 

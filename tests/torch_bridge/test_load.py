@@ -49,7 +49,7 @@ def test_documented_form(put, protocol):
         same(getattr(record, name)[0], getattr(state, name)[0].numpy())
     for name in (*record.hyperparameters, "iter", "next_stats_report"):
         assert getattr(record, name) == getattr(state, name)
-    assert record.rng.rebuild().randint(10**9) == state.rng.randint(10**9)
+    assert record.rng.randint(10**9) == state.rng.randint(10**9)
     assert checkpoint.extra["epoch"] == 3
     assert checkpoint.missing_ranks
 
@@ -185,13 +185,10 @@ def test_one_file_per_rank(put):
     for rank in range(3):
         document["comm_hook_state"].error_dict[0] = torch.full((100,), float(rank))
         paths.append(put(files.saved(document), f"rank{rank}.pt"))
-    seen = []
-    checkpoint = load(paths, progress=lambda done, total: seen.append((done, total)))
+    checkpoint = load(paths)
     assert [r.error_dict[0][0] for r in checkpoint.powersgd] == [0, 1, 2]
     assert checkpoint.world_size == 3
     assert not checkpoint.missing_ranks
-    assert seen == sorted(seen)
-    assert seen[-1][1] == sum(path.stat().st_size for path in paths)
 
 
 def test_files_of_different_runs_are_refused_together(put):

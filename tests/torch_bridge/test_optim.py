@@ -296,25 +296,6 @@ def test_packed_and_summed_parameters(make, keywords, kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), ours, theirs)
 
 
-def test_nnx_state_and_a_chain_with_a_reducer_in_front():
-    module = network()
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    torch_steps(module, optimizer, range(3))
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(2, 3, (3, 3), rngs=rngs)
-            self.head = nnx.Linear(12, 4, use_bias=False, rngs=rngs)
-
-    params = params_from_torch(module.state_dict(), nnx.state(Model(nnx.Rngs(0)), nnx.Param))
-    tx, state = optimizer_from_torch(optimizer.state_dict(), module.state_dict(), params)
-    updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    chained = (optax.EmptyState(), state)
-    back = optimizer_to_torch(chained, params, optimizer.state_dict(), module.state_dict())
-    assert float(back["state"][0]["step"]) == 4
-
-
 def test_schedule_goes_on_where_torch_stopped():
     module = network()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)

@@ -602,7 +602,7 @@ def test_matrix_order_of_packed_and_flattened_weights():
     row, col = parts["key"].matrix_order((1, 2), (0,))
     leaf = parts["key"].to_flax(weight)
     np.testing.assert_array_equal(leaf.reshape(8, 8).T, weight[row][:, col])
-    assert not parts["key"].whole
+    assert parts["key"].rows == (8, 16)
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims"):
         parts["key"].matrix_order((2,), (0, 1))
     weight = values(5, 12)

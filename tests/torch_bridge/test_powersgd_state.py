@@ -158,7 +158,7 @@ def test_there_and_back_is_the_identity(run):
     assert {name: getattr(new, name) for name in kept} == kept
     for name in ("iter", "total_numel_before_compression", "next_stats_report"):
         assert getattr(new, name) == getattr(old, name)
-    assert new.rng.randint(10**9) == old.rng.rebuild().randint(10**9)
+    assert new.rng.randint(10**9) == old.rng.randint(10**9)
     again = dataclasses.replace(checkpoint, powersgd=(_record(new),), world_size=1)
     back = powersgd_from_torch(again, flax_params())
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
@@ -182,30 +182,13 @@ def test_the_complete_file_is_readable_with_weights_only(run):
     complete, single = load(run / "complete.pt"), load([run / "rank0.pt", run / "rank1.pt"])
     for one, other in zip(complete.powersgd, single.powersgd, strict=True):
         np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
-        np.testing.assert_array_equal(one.rng.key, other.rng.key)
+        np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
     assert complete.layout == BucketLayout.from_json((run / "layout.json").read_text())
     assert complete.extra == {"epoch": 3}
     (group,) = complete.optimizer["param_groups"]
     assert group["momentum"] == 0.9
     assert group["param_names"] == [n for n, _ in ddp_worker.Feed().named_parameters()]
     assert list(complete.model) == list(ddp_worker.Feed().state_dict())
-
-
-def test_a_file_for_torch_out_of_flax_parts(run, tmp_path):
-    checkpoint = load(run / "complete.pt")
-    params = params_from_torch(checkpoint.model, flax_params())
-    state = powersgd_from_torch(checkpoint, params)
-    path = tmp_path / "back.pt"
-    like = dataclasses.replace(checkpoint, optimizer=None)
-    torch_bridge.to_torch(params, (state,), like, path=path)
-    document = torch.load(path, weights_only=True)
-    assert document["optimizer"] is None
-    ddp_worker.Feed().load_state_dict(document["state_dict"])
-    back = load(path)
-    assert (back.layout, back.world_size) == (checkpoint.layout, 2)
-    one, other = back.powersgd
-    np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
-    np.testing.assert_array_equal(one.q_memory_dict[0], checkpoint.powersgd[0].q_memory_dict[0])
 
 
 def test_one_rank_alone_needs_a_choice(run):

@@ -195,12 +195,18 @@ def test_a_large_file_that_is_no_archive_is_not_read(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # kilobytes
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
     # A file that was mapped into memory would end the process: SIGBUS.
-    path = tmp_path / "f.pt"
+    path, empty = tmp_path / "f.pt", np.empty
+
+    def cut(*args):
+        os.truncate(path, 5_000)
+        return empty(*args)
+
+    monkeypatch.setattr(np, "empty", cut)
     path.write_bytes(files.saved({str(k): torch.full((1000,), k) for k in range(30)}))
     with pytest.raises(CheckpointMismatch, match="damaged entry"):
-        load(path, progress=lambda *_: os.truncate(path, 5_000))
+        load(path)
 
 
 def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch):

@@ -127,6 +127,7 @@ def test_a_whole_run_there_and_back(algorithm, tmp_path):
     mean = document["state_dict"]["norm.running_mean"]
     np.testing.assert_array_equal(mean, source.model["norm.running_mean"] + 1)
     back = torch_bridge.load(path)
+    assert (back.layout, back.world_size) == (source.layout, 2)
     for name in ("fc1.weight", "conv.weight", "head.bias", "frozen.weight"):
         np.testing.assert_array_equal(back.model[name], source.model[name])
     error = back.mean_errors(back.layout)

@@ -17,68 +17,30 @@ from torch_bridge._base.errors import CheckpointMismatch
 _WORDS = 624
 _MAX_NUMBER = 2**62
 _MAX_STEPS = 2**31  # jaxcomp counts in int32
-_RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomStateRecord:
-    """A ``numpy.random.RandomState`` as plain numbers; `rebuild` makes the generator.
+def random_state(
+    key: Any, pos: Any, has_gauss: Any = 0, cached_gaussian: Any = 0.0
+) -> np.random.RandomState:
+    """A generator in the state that a file says, as ``RandomState.get_state()`` has it.
 
-    Attributes:
-      key: The Mersenne Twister's words, shape (624,), uint32.
-      pos: Position in `key`, 0 to 624.
+    Args:
+      key: The Mersenne Twister's words, shape (624,), integers.
+      pos: Position in `key`, 0 to 624, which ``set_state`` does not check.
       has_gauss: 1 when one normal sample is kept back.
       cached_gaussian: That sample.
 
-    Example:
-      >>> record = RandomStateRecord.of(np.random.RandomState(3))
-      >>> record.rebuild().randint(1000) == np.random.RandomState(3).randint(1000)
-      True
+    Raises:
+      CheckpointMismatch: They are no state.
     """
-
-    key: np.ndarray
-    pos: int
-    has_gauss: int = 0
-    cached_gaussian: float = 0.0
-
-    def __post_init__(self) -> None:
-        key = self.key
-        if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
-            raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
-        if not 0 <= int(self.pos) <= _WORDS:
-            raise CheckpointMismatch(f"`rng` position must lie in 0 to {_WORDS}, got {self.pos}")
-        object.__setattr__(self, "key", key.astype(np.uint32))
-        for name, kind in (("pos", int), ("has_gauss", int), ("cached_gaussian", float)):
-            object.__setattr__(self, name, kind(getattr(self, name)))
-
-    @classmethod
-    def of(cls, generator: np.random.RandomState) -> RandomStateRecord:
-        """The record of a live generator."""
-        state: Any = generator.get_state(legacy=True)
-        return cls(*state[1:])
-
-    @classmethod
-    def from_plain(cls, value: Any) -> RandomStateRecord:
-        """The inverse of `plain`.
-
-        Raises:
-          CheckpointMismatch: `value` is no such dictionary.
-        """
-        try:
-            return cls(*(value[name] for name in _RNG_FIELDS))
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
-
-    def plain(self) -> dict[str, Any]:
-        """The same as an array and numbers, for a file."""
-        # int64: torch.load(weights_only=True) of older releases has no uint32.
-        return dataclasses.asdict(self) | {"key": self.key.astype(np.int64)}
-
-    def rebuild(self) -> np.random.RandomState:
-        """A generator that goes on where the recorded one stopped."""
-        generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
-        generator.set_state(("MT19937", self.key, self.pos, self.has_gauss, self.cached_gaussian))
-        return generator
+    if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
+        raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
+    if not 0 <= int(pos) <= _WORDS:
+        raise CheckpointMismatch(f"`rng` position must lie in 0 to {_WORDS}, got {pos}")
+    generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
+    state = ("MT19937", key.astype(np.uint32), int(pos), int(has_gauss), float(cached_gaussian))
+    generator.set_state(state)
+    return generator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +74,7 @@ class PowerSGDRecord:
     use_error_feedback: bool = True
     warm_start: bool = True
     batch_tensors_with_same_shape: bool = False
-    rng: RandomStateRecord | None = None
+    rng: np.random.RandomState | None = None
     total_numel_before_compression: int = 0
     total_numel_after_compression: int = 0
     compression_stats_logging_frequency: int = 10_000
@@ -181,7 +143,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     }
     values |= {name: bucket_arrays(name, slots[name]) for name in BUFFERS}
     rng = slots.get("rng")
-    if rng is not None and not isinstance(rng, RandomStateRecord):
+    if rng is not None and not isinstance(rng, np.random.RandomState):
         raise CheckpointMismatch(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
     if values["matrix_approximation_rank"] < 1 or not 0 <= values["iter"] < _MAX_STEPS:
         raise CheckpointMismatch(

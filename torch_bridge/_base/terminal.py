@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
 
 def printable(text: str, keep: str = "") -> str:
     r"""`text` with everything written out that a terminal would act on, or that nobody would see.
@@ -20,15 +15,3 @@ def printable(text: str, keep: str = "") -> str:
       'red \\x1b[31m'
     """
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
-
-
-def plain(text: str) -> Text:
-    """`printable` text that rich shows as it is: a layer may be called ``layers[red].w``.
-
-    Example:
-      >>> str(plain("layers[red].w"))
-      'layers[red].w'
-    """
-    from rich.text import Text
-
-    return Text(printable(text))

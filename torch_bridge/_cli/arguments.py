@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._read.values import Budget, Malformed
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         add = command.add_argument
         add("--layout", type=pathlib.Path, metavar="JSON", help="of record_layout(...).to_json()")
         add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
-        add("--quiet", action="store_true", help="show no progress")
+        add("--quiet", action="store_true", help="do not say what is being done")
     return main
 
 
@@ -124,7 +125,7 @@ def conversion(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "layout": layout(options),
         "matrix_dims": torch_matrix_dims if options.torch_dims else None,
-        "param_names": _parsed(options, "param_names", _names),
+        "param_names": _parsed(options.param_names, _names, options.max_bytes),
     }
 
 
@@ -134,7 +135,29 @@ def layout(options: argparse.Namespace) -> BucketLayout | None:
     Raises:
       CheckpointMismatch: It is no layout, or takes more than `max_bytes`.
     """
-    return _parsed(options, "layout", BucketLayout.from_json)
+    return _parsed(options.layout, BucketLayout.from_json, options.max_bytes)
+
+
+def notify(options: argparse.Namespace, stage: str) -> None:
+    """Say on standard error what is being done."""
+    if not options.quiet:
+        print(printable(stage), file=sys.stderr)
+
+
+def _parsed(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
+    """A file of JSON, charged with what parsing it may take before it is read."""
+    if path is None:
+        return None
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointMismatch(f"{path} is no file, and must be one of JSON.")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            Budget.of_file(size, max_bytes).claim(PARSED_BYTES * size)
+            return parse(file.read(size).decode())
+        except (Malformed, ValueError, RecursionError) as error:
+            names = getattr(error, "parameters", ())
+            raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
 
 
 def _names(text: str) -> Any:
@@ -143,23 +166,6 @@ def _names(text: str) -> Any:
     if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
         raise ValueError("--param-names must be a list of names, or one list for each param group.")
     return names
-
-
-def _parsed(options: argparse.Namespace, name: str, parse: Callable[[str], Any]) -> Any:
-    """A file of JSON, charged with what parsing it may take before it is read."""
-    path: pathlib.Path | None = getattr(options, name)
-    if path is None:
-        return None
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise CheckpointMismatch(f"{path} is no file, and must be one of JSON.")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            Budget.of_file(size, options.max_bytes).claim(PARSED_BYTES * size)
-            return parse(file.read(size).decode())
-        except (Malformed, ValueError, RecursionError) as error:
-            names = getattr(error, "parameters", ())
-            raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
 
 
 def _params(reference: str) -> Any:

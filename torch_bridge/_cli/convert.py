@@ -2,75 +2,101 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxcomp import PowerSGDState
-from torch_bridge._cli.files import read_flax
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.framework import import_torch
+from torch_bridge._base.terminal import printable
+from torch_bridge._cli import arguments
+from torch_bridge._cli.files import read_flax, write_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
-from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run
-from torch_bridge._convert.to_torch import assemble, hollow
-from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._pairing.leaves import flatten, in_collections
-from torch_bridge._pairing.options import PairOptions
+from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
+from torch_bridge._convert.to_torch import assemble
+from torch_bridge._hook.load import load
+from torch_bridge._job.save import write_document
+from torch_bridge._pairing.leaves import flatten, hollow
 from torch_bridge._pairing.pair import pairs_of_whole
 
 
-def entries(run: FlaxRun) -> dict[str, Any]:
+def convert_to_flax(options: argparse.Namespace) -> None:
+    """``to-flax``: torch files to an orbax directory or a msgpack file."""
+    pairing, conversion = arguments.pairing(options), arguments.conversion(options)
+    _refuse_overwriting(options)
+    arguments.notify(options, "reading")
+    checkpoint = load(options.files, max_bytes=options.max_bytes)
+    arguments.notify(options, "converting")
+    config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
+    if checkpoint.powersgd:
+        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
+        if "comm_dtype" in kwargs:
+            kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
+        config = {"powersgd": kwargs}
+    conversion |= {"missing_ranks": options.missing_ranks, "consume": True}
+    state = _entries(to_flax(checkpoint, options.params, **conversion, **pairing))
+    arguments.notify(options, f"writing {options.out}")
+    write_flax(options.out, state, config, force=options.force)
+    size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
+    print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
+
+
+def convert_to_torch(options: argparse.Namespace) -> None:
+    """``to-torch``: what a training script or ``to-flax`` wrote, as `save_checkpoint` writes."""
+    import_torch()  # before large files are read
+    pairing, conversion = arguments.pairing(options), arguments.conversion(options)
+    if not options.checkpoint.exists():
+        raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
+    _refuse_overwriting(options)
+    arguments.notify(options, "reading")
+    like = load(options.like, max_bytes=options.max_bytes)
+    pairs = pairs_of_whole(like.model, options.params, None, pairing)
+    template = _entries(shapes_of_run(like, options.params, pairs, **conversion))
+    for record in like.powersgd:  # the way back needs their shapes only
+        record.error_dict.update(hollow(record.error_dict))
+    fresh = hollow(like.optimizer)
+    (like.optimizer or {}).clear()
+    read = read_flax(options.checkpoint, template)
+    reducer, *links = read.pop("opt_state")
+    del read["step"]
+    parts = {
+        "params": read if _is_linen(read) else read["params"],
+        "powersgd": PowerSGDState(*reducer) if like.powersgd else None,
+        "optimizer": tuple(links),
+    }
+    del read, reducer, links
+    arguments.notify(options, "converting")
+    document = assemble(parts, like, fresh, pairs, **conversion)
+    arguments.notify(options, f"writing {options.out}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_document(options.out, document)
+    print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _entries(run: FlaxRun) -> dict[str, Any]:
     """As a ``TrainState`` has them: other collections of linen variables beside ``params``."""
     collections = run.params if _is_linen(run.params) else {"params": run.params}
     return {"step": np.int32(run.step), **collections, "opt_state": run.opt_state}
 
 
 def _is_linen(params: Any) -> bool:
-    return in_collections(flatten(params).paths)
+    return flatten(params).collections
 
 
-def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What to store beside the state: the arguments with which ``jaxcomp.powersgd`` goes on."""
-    if not checkpoint.powersgd:
-        return {}
-    kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
-    if "comm_dtype" in kwargs:
-        kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
-    return {"powersgd": kwargs}
-
-
-def torch_document(
-    source: pathlib.Path,
-    like: Checkpoint,
-    params: Any,
-    pairing: PairOptions,
-    conversion: Mapping[str, Any],
-    notify: Callable[[str], None],
-) -> dict[str, Any]:
-    """A complete torch document (see `save_checkpoint`) from a Flax checkpoint.
-
-    Args:
-      source: The Flax checkpoint.
-      like: The torch checkpoint that the run came from. Emptied on the way.
-      params: The Flax tree, arrays or shapes.
-      pairing: Keyword arguments of `pair`.
-      conversion: ``layout``, ``matrix_dims`` and ``param_names``.
-      notify: Called with the name of each stage.
-    """
-    notify("reading the Flax checkpoint")
-    pairs = pairs_of_whole(like.model, params, None, pairing)
-    template = entries(shapes_of_run(like, params, pairs, **conversion))
-    for record in like.powersgd:  # the way back needs their shapes only
-        record.error_dict.update(hollow(record.error_dict))
-    fresh = hollow(like.optimizer)
-    (like.optimizer or {}).clear()
-    read = read_flax(source, template)
-    reducer, *links = read.pop("opt_state")
-    del read["step"]
-    parts = {
-        "params": read if _is_linen(params) else read["params"],
-        "powersgd": PowerSGDState(*reducer) if like.powersgd else None,
-        "optimizer": tuple(links),
-    }
-    del read, reducer, links
-    return assemble(parts, like, fresh, pairs, notify=notify, **conversion)
+def _refuse_overwriting(options: argparse.Namespace) -> None:
+    """Before the work begins. A folder is looked into when its step is known."""
+    out: pathlib.Path = options.out
+    to_folder = options.command == "to-flax" and out.suffix != ".msgpack"
+    kind = "folder, or a file that ends in .msgpack" if to_folder else "file here"
+    if not os.path.lexists(out):  # a link to nowhere is there, too
+        return
+    if out.is_dir() != to_folder:
+        found = "folder" if out.is_dir() else "file"
+        raise CheckpointMismatch(f"{out} is a {found}. --out must be a {kind}.")
+    if not (to_folder or options.force):
+        raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +13,14 @@ import numpy as np
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.terminal import plain, printable
+from torch_bridge._base.terminal import printable
+from torch_bridge._cli import arguments
 from torch_bridge._convert.optimizer_groups import is_optimizer
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.entries import matrix_shape
 from torch_bridge._hook.infer import infer_layout, length_misfit, trainable
+from torch_bridge._hook.load import load
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
 _BLOCK = 1 << 16  # values
@@ -24,6 +28,21 @@ _NUMBERS = ("bucket", "q_norm", "error_norm")
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """``inspect``: tables, or JSON."""
+    from rich.console import Console
+
+    layout = arguments.layout(options)
+    arguments.notify(options, "reading")
+    summary = summarize(load(options.files, max_bytes=options.max_bytes), layout)
+    if options.json:
+        print(json.dumps(summary, indent=2, allow_nan=False))
+        return
+    console = Console()
+    # A pipe has no width: whole lines are easier to search there than folded ones.
+    render(summary, console if console.is_terminal else Console(width=200))
 
 
 def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dict[str, Any]:
@@ -56,14 +75,9 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
     if record is not None:
         facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
         if layout is not None:
-            _measure(rows, checkpoint, record, layout)
-    wild = [name for name, row in rows.items() if math.nan in (row["q_norm"], row["error_norm"])]
-    if wild:
-        missing.append(
-            f"a finite state of {_some(wild)} (never used, or the run diverged); it starts afresh"
-        )
-    for row in rows.values():  # JSON has no NaN
-        row |= {key: None for key, value in row.items() if value is math.nan}
+            wild = _measure(rows, checkpoint, record, layout)
+            afresh = "(never used, or the run diverged); it starts afresh"
+            missing += [f"a finite state of {_some(wild)} {afresh}"] if wild else []
     if problem is not None:
         missing.append(f"the bucket layout: {problem}")
     return {"facts": facts, "parameters": list(rows.values()), "missing": missing}
@@ -118,27 +132,36 @@ def _measure(
     checkpoint: Checkpoint,
     record: PowerSGDRecord,
     layout: BucketLayout,
-) -> None:
-    """Fill in the buckets, and the norms of Q and of the mean error."""
+) -> list[str]:
+    """Fill in the buckets, and the norms of Q and of the mean error; names of those not finite."""
+    wild: dict[str, None] = {}
+
+    def put(name: str, key: str, array: np.ndarray) -> None:
+        norm = _norm(array)
+        if math.isfinite(norm):
+            rows[name][key] = norm
+        else:  # JSON has no NaN
+            wild[name] = None
+
     slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
     for slot in slots:
         if (q := record.q_memory_dict.get(slot.bucket)) is not None:
-            rows[slot.entry.name]["q_norm"] = _norm(slot.q(q))
+            put(slot.entry.name, "q_norm", slot.q(q))
     for index, bucket in enumerate(layout.buckets):
         for entry in bucket:
             rows[entry.name]["bucket"] = index
         if index in record.error_dict:  # one bucket after the other, as each is a copy
             for name, error in layout.split(index, checkpoint.mean_error(index)).items():
-                rows[name]["error_norm"] = _norm(error)
+                put(name, "error_norm", error)
+    return list(wild)
 
 
 def _norm(array: np.ndarray) -> float:
-    """The Frobenius norm, in float64, without a copy of all of `array`; `math.nan` for inf, too."""
+    """The Frobenius norm, in float64, without a copy of all of `array`."""
     array = np.atleast_2d(array)
     step = max(_BLOCK // max(array[0].size, 1), 1) if len(array) else 1
     blocks = (array[k : k + step].astype(np.float64) for k in range(0, len(array), step))
-    norm = math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
-    return norm if math.isfinite(norm) else math.nan
+    return math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -153,7 +176,7 @@ def render(summary: Mapping[str, Any], console: Console) -> None:
 
     facts = Table.grid(padding=(0, 2))
     for title, value in summary["facts"].items():
-        facts.add_row(f"[bold]{title}[/bold]", plain(value))
+        facts.add_row(f"[bold]{title}[/bold]", Text(printable(value)))
     console.print(facts)
     table = Table(title="Parameters", title_justify="left")
     for title in ("name", "shape"):
@@ -164,7 +187,7 @@ def render(summary: Mapping[str, Any], console: Console) -> None:
     for row in parameters[:_ROWS]:
         name, rank = row["name"], row["rank"]
         table.add_row(
-            plain(name if len(name) <= _LONG else f"{name[:_LONG]}..."),
+            Text(printable(name if len(name) <= _LONG else f"{name[:_LONG]}...")),
             "x".join(map(str, row["shape"])) or "scalar",
             "x".join(map(str, row["matrix"])) if rank else "",
             str(rank) if rank else "not compressed",

@@ -1,7 +1,7 @@
 """Arguments of torch's communication hooks, in jaxcomp's words.
 
 A widely copied tutorial gives ``PowerSGDState`` arguments that no release of torch has had. People
-paste it, so each of them is understood here, or refused with what to use instead.
+paste it, so each of them is refused here with what to use instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -31,7 +30,7 @@ _ARGUMENTS: dict[str, tuple[str, type] | None] = {
     "batch_tensors_with_same_shape": None,
 }
 _POSITIONS = tuple(_ARGUMENTS)
-# Neither torch's nor a reducer's, with what to do instead.
+# Not torch's, with what to do instead.
 _REFUSED = {
     "lr_scheduler": "put the schedule in the optimizer, as in "
     "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))",
@@ -42,12 +41,17 @@ _REFUSED = {
     "scales the residual as it is added back, at the cost of what it leaves out",
     "feedback_every_n_iters": "jaxcomp.error_feedback(jaxcomp.powersgd(..., error_feedback=False), "
     "every=n) adds the residual back every n updates",
+    "error_feedback": "torch calls it use_error_feedback",
+    "bytes_per_weight": "jaxcomp.powersgd sends 4; comm_dtype=jnp.bfloat16 makes it 2, and "
+    "comm_dtype=jnp.int8 one (without factors it is jaxcomp.quantized_allreduce)",
+    "comm_device": "leave it out, as XLA communicates from where the gradients are; to send less "
+    "set comm_dtype=jnp.bfloat16 or a lower rank",
     "update_state": "update() returns the new state; nothing is updated in place. To leave a state "
     "as it is, as in an evaluation, keep the old one",
     "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
     "(Accelerate's LocalSGD(enabled=False) is optax.chain(jaxcomp.allreduce(...), inner))",
 }
-_KNOWN = (*_POSITIONS, "error_feedback", "bytes_per_weight", "comm_device", *_REFUSED)
+_KNOWN = (*_POSITIONS, *_REFUSED)
 _HOOKS = {
     "ALLREDUCE": "allreduce_hook",
     "FP16_COMPRESS": "fp16_compress_hook",
@@ -78,11 +82,9 @@ _ELSEWHERE = {
 def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -> dict[str, Any]:
     """The keyword arguments of `jaxcomp.powersgd` for those of torch's ``PowerSGDState``.
 
-    Beside torch's own arguments these are understood: ``error_feedback`` (use_error_feedback) and
-    ``bytes_per_weight`` (4: float32, 2: bfloat16 on the wire). ``feedback_every_n_iters``,
-    ``error_decay``, ``warm_up_beta_factor``, ``lr_scheduler``, ``update_state``, ``enabled`` and a
-    ``comm_device`` that is not where the gradients are belong elsewhere; they are refused with what
-    to do instead.
+    ``feedback_every_n_iters``, ``error_decay``, ``warm_up_beta_factor``, ``lr_scheduler``,
+    ``error_feedback``, ``bytes_per_weight``, ``update_state``, ``enabled`` and ``comm_device``,
+    which torch does not have, are refused with what to do instead.
 
     Args:
       *args: One ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
@@ -90,7 +92,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
       hook: The registered hook, if it is wrapped: ``fp16_compress_wrapper(powerSGD_hook)`` and
         ``bf16_compress_wrapper(powerSGD_hook)``, as a function or as a string, set ``comm_dtype``.
         torch then computes in that type too; jaxcomp narrows the wire only.
-      **arguments: Arguments of ``PowerSGDState`` and those named above.
+      **arguments: Arguments of ``PowerSGDState``.
 
     Returns:
       Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that were given, or all of
@@ -111,25 +113,9 @@ def _kwargs(given: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The arguments of `jaxcomp.powersgd` for torch's, and the dtype of the hook's wrapper."""
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
-            raise ValueError(f"`{name}` does not belong to a reducer: {instead}.")
-    _refuse_other_device(given.get("comm_device"))
-    kwargs: dict[str, Any] = {}
-    for name, value in given.items():
-        ours = ("error_feedback", bool) if name == "error_feedback" else _ARGUMENTS.get(name)
-        if ours is not None:
-            converted = _converted(name, ours[1], value)
-            if kwargs.setdefault(ours[0], converted) != converted:
-                raise ValueError(
-                    "`error_feedback` and `use_error_feedback` contradict each other; give one of "
-                    "them."
-                )
-    asked = _of_weight(given.get("bytes_per_weight"))
-    if asked is not None and dtype not in (None, asked):
-        raise ValueError(
-            "`bytes_per_weight` and the compression wrapper of `hook` ask for different types on "
-            "the wire; give one of the two."
-        )
-    dtype = asked if dtype is None else dtype
+            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {instead}.")
+    known = {name: ours for name in given if (ours := _ARGUMENTS.get(name))}
+    kwargs = {ours: _converted(name, kind, given[name]) for name, (ours, kind) in known.items()}
     return kwargs if dtype is None else {**kwargs, "comm_dtype": dtype}
 
 
@@ -207,27 +193,3 @@ def _converted(name: str, kind: type, value: Any) -> Any:
         pass
     names = {bool: "True or False", int: "an integer", float: "a number"}
     raise ValueError(f"`{name}` must be {names[kind]}, got {value!r}.")
-
-
-def _of_weight(size: Any) -> Any:
-    """The type on the wire for so many bytes of a weight."""
-    if size not in (None, 2, 4):
-        raise ValueError(
-            f"`bytes_per_weight` must be 4 (float32) or 2 (bfloat16), got {size!r}. For one byte "
-            "pass comm_dtype=jnp.int8 to jaxcomp.powersgd (int8 factors); without factors it is "
-            "jaxcomp.quantized_allreduce."
-        )
-    return {None: None, 2: jnp.bfloat16, 4: jnp.float32}[size]
-
-
-def _refuse_other_device(device: Any) -> None:
-    if device is None:
-        return
-    platform = str(getattr(device, "platform", getattr(device, "type", device))).split(":")[0]
-    names = {"cuda": "gpu", "rocm": "gpu", "hip": "gpu"}
-    here = jax.default_backend()
-    if names.get(platform.lower(), platform.lower()) != names.get(here, here):
-        raise ValueError(
-            f"`comm_device` = {device!r} is refused: XLA communicates from where the gradients are "
-            f"({here}). Leave it out; to send less, set comm_dtype=jnp.bfloat16 or a lower rank."
-        )

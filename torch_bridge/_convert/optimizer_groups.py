@@ -217,7 +217,11 @@ def read_entries(
         states = {index: optimizer["state"].get(index, {}) for index in group["params"]}
         kept = {key for state in states.values() for key in state}
         hyper = Hyperparameters.read(group, kept)
-        entries += [Entry(i, number, hyper, s, _step(s)) for i, s in states.items()]
+        for index, state in states.items():
+            step = _number("step", state.get("step", 0))
+            if not 0 <= step < _MAX_STEPS:
+                raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
+            entries.append(Entry(index, number, hyper, state, int(step)))
     names = _names(optimizer, model, param_names, len(entries), leftover, trainable)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)
@@ -238,13 +242,6 @@ def read_entries(
             mis_shaped=mis_shaped,
         )
     return found
-
-
-def _step(state: Mapping[str, Any]) -> int:
-    step = _number("step", state.get("step", 0))
-    if not 0 <= step < _MAX_STEPS:
-        raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
-    return int(step)
 
 
 def is_optimizer(value: Mapping[str, Any]) -> bool:

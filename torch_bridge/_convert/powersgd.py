@@ -24,7 +24,7 @@ from torch_bridge._hook.entries import FactorSlot
 from torch_bridge._hook.infer import infer_without, length_misfit
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import flatten, plain_path
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in, unpaired
 
@@ -331,21 +331,6 @@ def _pairs_for_trained(
         if pairs is not None or not kept:
             raise
     return pairs_for(kept, params, None)
-
-
-def cut_of_torch(params: Any, pairs: Pairs, record: PowerSGDRecord) -> MatrixDimsFn | None:
-    """Torch's matrices, where jaxcomp's default rule makes others of a leaf; else None."""
-    wanted = matrix_dims_of(pairs)
-    arguments = (params, record.matrix_approximation_rank, record.min_compression_rate)
-    for ours, theirs in zip(plan_leaves(*arguments), plan_leaves(*arguments, wanted), strict=True):
-        one, other = ours.view, theirs.view
-        if (one is None) != (other is None):
-            return wanted
-        if one is not None and other is not None:
-            wide = {axis for axis, size in enumerate(ours.shape) if size > 1}
-            if wide & set(one.dims.rows) != wide & set(other.dims.rows):
-                return wanted
-    return None
 
 
 # --- to torch -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
-import numpy as np
 import optax
 
 import jaxcomp
@@ -16,11 +15,11 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
-from torch_bridge._convert.powersgd import cut_of_torch, filled_state, layout_of
+from torch_bridge._convert.powersgd import filled_state, layout_of
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._pairing.leaves import flatten, trained
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.leaves import flatten, hollow, trained
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
 from torch_bridge._pairing.pairs import leaves_from_torch, names_in, unpaired
@@ -100,8 +99,8 @@ def to_flax(
       layout: As for `powersgd_from_torch`. What is in no bucket gets no gradient in torch, and is
         frozen here, whether the optimizer was given it or not.
       missing_ranks: As for `powersgd_from_torch`.
-      matrix_dims: How leaves become matrices. None: as jaxcomp does by default, or as torch does
-        where the two cut a leaf apart.
+      matrix_dims: How leaves become matrices. None: as torch does, which is as jaxcomp does by
+        default for all but unusual shapes.
       learning_rate: As for `optimizer_from_torch`: a schedule is not in the file.
       param_names: As for `optimizer_from_torch`; an optimizer that was given the trainable
         parameters alone needs none, since they are in the layout.
@@ -128,6 +127,7 @@ def to_flax(
         Adam's count, and the hook has another.
 
     Example:
+      >>> import numpy as np
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32)}}
       >>> run = to_flax(checkpoint, like)
@@ -192,23 +192,16 @@ def shapes_of_run(
     param_names: ParamNames = None,
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), shape)
-
-    leaves = {p.path: empty(p.shape, checkpoint.model[p.torch_name].dtype) for p in pairs}
-    params = flatten(like).with_leaves(leaves)
+    model = checkpoint.model
+    leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
+    params = flatten(like).with_leaves(hollow(leaves))
     layout = layout or checkpoint.layout
     links = _links(checkpoint, params, pairs, "data", layout, matrix_dims, param_names)
     chosen, _, reducer, _, plan = links
     optimizer = plan.transformation(chosen, None) if plan else None
-    states = [
-        None
-        if link is None
-        else jax.tree.map(lambda x: empty(x.shape, x.dtype), jax.eval_shape(link.init, chosen))
-        for link in (reducer, optimizer)
-    ]
-    return FlaxRun(params, reducer, states[0], optimizer, states[1], 0)
+    state = hollow(jax.eval_shape(reducer.init, chosen))
+    optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
+    return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
 
 
 class _Links(NamedTuple):
@@ -233,9 +226,8 @@ def _links(
     chosen, hook = trained(params), checkpoint.hook
     own = pairs_of(chosen, pairs)
     if checkpoint.powersgd:
-        record = checkpoint.powersgd[0]
-        matrix_dims = matrix_dims or cut_of_torch(chosen, own, record)
-        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+        matrix_dims = matrix_dims or matrix_dims_of(own)
+        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
         reducer = jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
     elif hook is None or "powerSGD" in hook:  # what DDP does without one
         reducer = jaxcomp.allreduce(axis_name=axis_name)

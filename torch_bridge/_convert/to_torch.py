@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -20,19 +20,19 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer import fill_optimizer
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
 from torch_bridge._convert.params import params_to_torch
-from torch_bridge._convert.powersgd import cut_of_torch, export_record, params_of
+from torch_bridge._convert.powersgd import export_record, params_of
 from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.leaves import hollow
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
 from torch_bridge._pairing.pairs import unpaired
 
-_SMALL = 1024  # values; what is smaller may be a step count or a seed
 _SHOWN = 10  # names in a warning
 
 
@@ -115,7 +115,6 @@ def assemble(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
-    notify: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """The torch document out of Flax parts.
 
@@ -127,10 +126,8 @@ def assemble(
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_torch`.
       param_names: As for `to_torch`.
-      notify: Called with the name of each stage.
     """
     import_torch()
-    notify("converting the parameters")
     params = parts.pop("params")
     arrays = params_to_torch(params, like.model, pairs=pairs)
     unchanged = {id(value) for value in like.model.values()}
@@ -142,13 +139,11 @@ def assemble(
     params = hollow(params)
     record, errors, layout = None, [], layout or like.layout
     if parts["powersgd"] is not None and (like.powersgd or layout):
-        notify("converting the PowerSGD state")
         reducer = parts.pop("powersgd")
         layout = layout or _inferred(like, reducer, unpaired(like.model, pairs))
         chosen = params_of(reducer, params)
         found = pairs_of(chosen, pairs)
-        if like.powersgd and matrix_dims is None:
-            matrix_dims = cut_of_torch(chosen, found, like.powersgd[0])
+        matrix_dims = matrix_dims or matrix_dims_of(found)
         record = export_record(reducer, chosen, layout, like, matrix_dims, found)
         del reducer
         # Every rank goes on from the mean error.
@@ -157,7 +152,6 @@ def assemble(
         errors = [error] * (like.world_size or 1)
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
-        notify("converting the optimizer")
         names = layout.names if layout else ()
         leftover = unpaired(like.model, pairs)
         entries = read_entries(fresh, like.model, param_names, leftover, names)
@@ -171,18 +165,6 @@ def assemble(
         world_size=like.world_size,
         hook=like.hook,
         extra=_plain_extra(like.extra),
-    )
-
-
-def hollow(tree: Any) -> Any:
-    """The tree with large arrays replaced by ones of the same shape and dtype without memory."""
-    return jax.tree.map(
-        lambda leaf: (
-            leaf
-            if np.size(leaf) <= _SMALL and not isinstance(leaf, jax.ShapeDtypeStruct)
-            else np.broadcast_to(np.zeros((), leaf.dtype), np.shape(leaf))
-        ),
-        tree,
     )
 
 

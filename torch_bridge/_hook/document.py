@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import (
     COUNTERS,
     HYPERPARAMETERS,
     PowerSGDRecord,
-    RandomStateRecord,
     bucket_arrays,
+    random_state,
     record_from_slots,
 )
 from torch_bridge._base.tensors import to_tensor
@@ -22,6 +24,7 @@ from torch_bridge._read.values import brief
 FORMAT = "torch_bridge.checkpoint"
 _VERSION = 1
 _MAX_BUFFERS = 1 << 20
+_RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")  # of RandomState.get_state()
 MAX_RANKS = 1 << 14
 
 
@@ -66,8 +69,12 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
     slots: dict[str, Any] = {name: getattr(record, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
     for name in ("p_memory_dict", "q_memory_dict"):
         slots[name] = {bucket: to_tensor(flat) for bucket, flat in getattr(record, name).items()}
-    plain = None if record.rng is None else record.rng.plain()
-    slots["rng"] = plain and plain | {"key": to_tensor(plain["key"])}
+    slots["rng"] = None
+    if record.rng is not None:
+        state: Any = record.rng.get_state()
+        # int64: torch.load(weights_only=True) of older releases has no uint32.
+        key = to_tensor(state[1].astype(np.int64))
+        slots["rng"] = dict(zip(_RNG_FIELDS, (key, *state[2:]), strict=True))
     return slots
 
 
@@ -98,7 +105,11 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
     if ranks * len(errors[0]) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     rng = hook.get("rng")
-    rng = None if rng is None else RandomStateRecord.from_plain(rng)
+    if rng is not None:
+        try:
+            rng = random_state(*(rng[name] for name in _RNG_FIELDS))
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
     first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
     records = {
         key: dataclasses.replace(first, error_dict=bucket_arrays("error_dict", error))

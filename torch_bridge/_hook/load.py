@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ def load(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     max_bytes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a PyTorch checkpoint without executing anything from it and without importing torch.
 
@@ -52,7 +51,6 @@ def load(
       max_bytes: The most bytes that the tensors of one file may unpack to; None for three times the
         size of the file and 64 MiB more. torch does not compress, so that only a decompression
         bomb (or an archive that was compressed again) needs more.
-      progress: Called with (bytes read, bytes in all) over all files.
 
     Returns:
       The checkpoint; tensors that shared memory in torch still do.
@@ -77,24 +75,18 @@ def load(
     files = [pathlib.Path(path) for path in given]
     if not files:
         raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
-    sizes = [_size_of(file) for file in files]
-    parts = []
-    for position, file in enumerate(files):
-
-        def report(done: int, _: int, before: int = sum(sizes[:position])) -> None:
-            if progress is not None:
-                progress(before + done, sum(sizes))
-
-        parts.append(_read(file, max_bytes, report))
+    for file in files:
+        _refuse_unreadable(file)
+    parts = [_read(file, max_bytes) for file in files]
     return parts[0] if len(parts) == 1 else _merge(files, parts)
 
 
-def _size_of(file: pathlib.Path) -> int:
-    """Its size; what is no file is refused before it is opened, as a FIFO would wait for ever."""
-    facts = os.stat(file)
-    if stat.S_ISREG(facts.st_mode):
-        return facts.st_size
-    kind = "a directory" if stat.S_ISDIR(facts.st_mode) else "a pipe, a socket or a device"
+def _refuse_unreadable(file: pathlib.Path) -> None:
+    """What is no file is refused before it is opened, as a FIFO would wait for ever."""
+    mode = os.stat(file).st_mode
+    if stat.S_ISREG(mode):
+        return
+    kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
     if (file / ".metadata").exists():
         kind = (
             "a distributed checkpoint (torch.distributed.checkpoint); convert it first with "
@@ -103,11 +95,9 @@ def _size_of(file: pathlib.Path) -> int:
     raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
 
 
-def _read(
-    file: pathlib.Path, max_bytes: int | None, progress: Callable[[int, int], None]
-) -> Checkpoint:
+def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
     try:
-        value, budget = read_archive(file, max_bytes, progress)
+        value, budget = read_archive(file, max_bytes)
         if not isinstance(value, dict):
             raise Malformed(f"a {type(value).__name__}")
         if isinstance(layout := value.get("layout"), str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
         arrays = getattr(record, name)
         setattr(state, name, {bucket: to_tensor(array) for bucket, array in arrays.items()})
     if record.rng is not None:
-        state.rng = record.rng.rebuild()
+        state.rng = copy.deepcopy(record.rng)
     return state
 
 

@@ -20,7 +20,6 @@ from torch_bridge._base.schema import (
     COUNTERS,
     HYPERPARAMETERS,
     PowerSGDRecord,
-    RandomStateRecord,
     record_from_slots,
 )
 from torch_bridge._base.tensors import to_numpy
@@ -222,6 +221,7 @@ def save_checkpoint(
     begun = state is not None and holds_buffers(state)
     layout = record_layout(ddp_model, state) if begun else None
     errors = [] if state is None else _gather_errors(state, group)
+    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -234,7 +234,7 @@ def save_checkpoint(
                 else _plain(_named_groups(optimizer, ddp_model), "the optimizer"),
                 layout=layout,
                 world_size=dist.get_world_size(group),
-                hook=_registered(ddp_model),
+                hook=hook_name(hooks[-1][0]) if hooks else None,
                 extra=_plain(extra or {}, "`extra`"),
             )
             write_document(pathlib.Path(path), document)
@@ -289,16 +289,11 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     return gathered
 
 
-def _registered(ddp_model: DistributedDataParallel) -> str | None:
-    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
-    return hook_name(hooks[-1][0]) if hooks else None
-
-
 def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
     """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
     slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
     slots |= dict(zip(BUFFERS, arrays_of(state), strict=True))
-    return record_from_slots({**slots, "rng": RandomStateRecord.of(state.rng)})
+    return record_from_slots({**slots, "rng": state.rng})
 
 
 def arrays_of(state: PowerSGDState) -> list[dict[int, np.ndarray]]:

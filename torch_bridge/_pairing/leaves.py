@@ -18,6 +18,7 @@ from torch_bridge._base.tensors import shape_of
 
 # The collections of linen variables that hold what a torch state dict holds.
 COLLECTIONS = ("params", "batch_stats")
+_SMALL = 1024  # values; what is smaller may be a step count or a seed
 # Decoding caches of attention: floating point, but not parameters.
 _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
@@ -77,12 +78,6 @@ class Tree:
         return self.treedef.unflatten([leaves.get(path, value) for path, value in pairs])
 
 
-def in_collections(paths: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether the paths are those of linen variables, ``{'params': ..., ...}``."""
-    heads = {path[0] for path in paths if path}
-    return "params" in heads and all(len(path) > 1 for path in paths if path[:1] == ("params",))
-
-
 def trained(tree: Any) -> Any:
     """The part of a Flax tree that an optimizer gets: parameters without running statistics."""
     if any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__):
@@ -107,7 +102,8 @@ def flatten(tree: Any) -> Tree:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = tuple(plain_path(path) for path, _ in leaves)
     values = tuple(value for _, value in leaves)
-    collections = in_collections(paths)
+    owned = [len(path) for path in paths if path[:1] == ("params",)]
+    collections = bool(owned) and min(owned) > 1
     shapes = {
         path: shape_of(value)
         for path, value in zip(paths, values, strict=True)
@@ -115,6 +111,18 @@ def flatten(tree: Any) -> Tree:
     }
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
     return Tree(ordered, values, paths, treedef, collections)
+
+
+def hollow(tree: Any) -> Any:
+    """The tree with large arrays replaced by ones of the same shape and dtype without memory."""
+    return jax.tree.map(
+        lambda leaf: (
+            leaf
+            if np.size(leaf) <= _SMALL and not isinstance(leaf, jax.ShapeDtypeStruct)
+            else np.broadcast_to(np.zeros((), leaf.dtype), np.shape(leaf))
+        ),
+        tree,
+    )
 
 
 def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:

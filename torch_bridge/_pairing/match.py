@@ -76,7 +76,8 @@ class Match:
                 target, leaf = targets.get(paths[0] if len(paths) == 1 else (), (None, ""))
                 if target is None or leaf is None or (target, leaf) in taken:
                     continue
-                if _kept_apart(layer, target, leaf):
+                of_arrays = layer.kind == "array" and layer.shape("") != target.shape(leaf)
+                if layer.kind != target.kind or of_arrays:  # parts that cannot meet as layers
                     mine, other = _alone(layer, key, target, leaf)
                     taken[layer, key], taken[target, leaf] = mine, other
                     self.partners[mine] = other
@@ -87,7 +88,10 @@ class Match:
             for pattern, paths in _followed(rules, own):
                 shares = [layer]
                 if len(paths) > 1 and layer in self.torch:
-                    shares = _shares(layer, len(paths))
+                    shares = [
+                        Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
+                        for k in range(len(paths))
+                    ]
                     place = self.torch.index(layer)
                     self.torch[place : place + 1] = shares
                 for share, path in zip(shares, paths, strict=False):
@@ -204,18 +208,13 @@ def _followed(
             yield pattern, [tuple(path.strip("/").split("/")) for path in paths]
 
 
-def _kept_apart(layer: Layer, target: Layer, leaf: str) -> bool:
-    """Whether a tensor and a leaf cannot meet as parts of their layers."""
-    if layer.kind != target.kind:
-        return True
-    return layer.kind == "array" and layer.shape("") != target.shape(leaf)
-
-
 def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
     """A tensor and a leaf as layers of their own: a kernel if it may be turned, or an array."""
     ours, theirs = layer.shape(key), target.shape(leaf)
     named = "weight" in layer.parts[key][0].rpartition(".")[2] or leaf == "kernel"
-    kernel = leaf not in _AS_THEY_ARE and _may_turn(ours, theirs) and (ours != theirs or named)
+    usual, swapped = orders(ours, theirs)
+    turns = usual or (swapped and len(ours) > 2)
+    kernel = leaf not in _AS_THEY_ARE and turns and (ours != theirs or named)
     segments = layer.segments if key in ("", "weight") else (*layer.segments, key)
     path = (*target.segments, leaf) if leaf else target.segments
     tensor, place = ("weight", "kernel") if kernel else ("", "")
@@ -224,11 +223,6 @@ def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
         Layer(segments, kind, {tensor: layer.parts[key]}),
         Layer(path, kind, {place: target.parts[leaf]}, "/"),
     )
-
-
-def _may_turn(ours: Shape, theirs: Shape) -> bool:
-    usual, swapped = orders(ours, theirs)
-    return usual or (swapped and len(ours) > 2)
 
 
 def _without(layers: Sequence[Layer], taken: Mapping[Part, Layer]) -> list[Layer]:
@@ -242,10 +236,6 @@ def _without(layers: Sequence[Layer], taken: Mapping[Part, Layer]) -> list[Layer
         elif rest:
             kept.append(Layer(layer.segments, layer.kind, rest, layer.sep))
     return kept
-
-
-def _shares(layer: Layer, count: int) -> list[Layer]:
-    return [Layer(layer.segments, layer.kind, layer.parts, share=(k, count)) for k in range(count)]
 
 
 def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
@@ -297,22 +287,16 @@ def _nesting(numbers: Sequence[Shape]) -> list[Shape]:
 def _rule(mine: Sequence[Layer], theirs: Sequence[Layer]) -> tuple[str, str] | None:
     """One rule that sends a group to another, where the numbers of the one are in the other."""
     two = _in_order(mine, theirs, same_words=True)
-    if two is None or len(two) == 1:
-        return (two[0][0].name, two[0][1].name) if two else None
-    pattern, template = (_template([pair[side].name for pair in two]) for side in (0, 1))
-    for number in range(template.count("#")):
-        template = template.replace("#", f"\\{number + 1}", 1)
-    pattern = re.escape(pattern).replace(r"\#", r"(\d+)")
-    found = [(re.fullmatch(pattern, a.name), b.name) for a, b in two]
-    fits = all(f and len(f.groups()) >= template.count("\\") for f, _ in found)
-    return (
-        (pattern, template)
-        if fits and all(f.expand(template) == n for f, n in found if f)
-        else None
-    )
-
-
-def _template(names: Sequence[str]) -> str:
-    """The name that layers share, with # for the numbers in which they differ."""
-    pieces = zip(*(re.split(r"(\d+)", name) for name in names), strict=False)
-    return "".join(same[0] if len(set(same)) == 1 else "#" for same in pieces)
+    if not two:
+        return None
+    ours, other = (layer.name for layer in two[-1])
+    if len(two) == 1:
+        return ours, other
+    columns = zip(*(layer.numbers for layer, _ in two), strict=True)
+    varies = [len(set(column)) > 1 for column in columns]
+    found = [n for n, vary in zip(re.findall(r"\d+", ours), varies, strict=True) if vary]
+    turns = iter(varies)
+    pattern = re.sub(r"\d+", lambda n: r"(\d+)" if next(turns) else n[0], re.escape(ours))
+    path = re.sub(r"\d+", lambda n: f"\\{found.index(n[0]) + 1}" if n[0] in found else n[0], other)
+    sent = [(re.fullmatch(pattern, a.name), b.name) for a, b in two]
+    return (pattern, path) if all(m and m.expand(path) == name for m, name in sent) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -192,7 +192,7 @@ def _pair_layers(
     built = [Build(a, b, questions.hints[a]) for a, b in match.partners.items()]
     left = [layer for layer in match.open_flax if layer not in match.undecided]
     extra = [layer for layer in match.open_torch if layer not in match.undecided]
-    idle = list(dict.fromkeys([*_unmatched(match, options, tensors), *questions.idle]))
+    idle = list(questions.idle(tensors))
     problems = {
         "missing": [line for part in built for line in part.missing]
         + [f"{'/'.join(path)} {s}" for layer in left for path, s in layer.parts.values()],
@@ -227,16 +227,6 @@ def _pair_layers(
         names.setdefault(name, []).append(alias)
     pairs = sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
     return tuple(dataclasses.replace(p, aliases=tuple(names.get(p.torch_name, ()))) for p in pairs)
-
-
-def _unmatched(match: Match, options: Options, tensors: Collection[str]) -> Iterator[str]:
-    """Patterns that match nothing: what is misspelled would be ignored without a word."""
-    modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in match.torch}
-    for option, pattern in options.patterns():
-        names = {*tensors, *modules} if option == "rules" else modules
-        free = option in ("conv_transpose", "ignore") or not pattern
-        if not free and not any(re.fullmatch(pattern, name) for name in names):
-            yield f"{option}: {pattern}"
 
 
 def _options_in(problems: Mapping[str, Sequence[str]]) -> list[str]:

@@ -69,11 +69,6 @@ class Pair:
     aliases: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> bool:
-        """Whether one whole tensor is one whole leaf, so that optimizer state maps one to one."""
-        return self.rows is None and self.terms == 1
-
-    @property
     def row_range(self) -> tuple[int, int]:
         """The range of torch's first axis that this pair covers."""
         if self.rows is not None:

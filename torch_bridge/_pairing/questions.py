@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from torch_bridge._pairing.build import Hints, orders
@@ -44,7 +44,6 @@ class Questions:
     Attributes:
       hints: What each layer was answered, or shows.
       asked: The questions, each a line with its answers.
-      idle: Patterns of `flatten` and `unflatten` that name layers in which nothing can move.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Questions:
             )
         self.asked += self._lines("flatten", self._flattened())
         self.asked += self._lines("unflatten", self._unflattened())
-        self.idle = self._idle()
 
     def _lines(self, option: str, questions: Mapping[Layer, _Question]) -> list[str]:
         """One line for layers that differ in their numbers only."""
@@ -104,15 +102,21 @@ class Questions:
             )
         return lines
 
-    def _idle(self) -> list[str]:
-        movable = [a for a, s in self._sizes.items() if a.is_vector or s.matrix]
-        readers = [a for a, s in self._sizes.items() if s.reads]
-        return [
-            f"{option}: {pattern}"
-            for option, layers in (("flatten", movable + readers), ("unflatten", movable))
-            for pattern, shape in getattr(self.options, option).items()
-            if shape and not any(re.fullmatch(pattern, layer.name) for layer in layers)
-        ]
+    def idle(self, tensors: Collection[str]) -> Iterator[str]:
+        """Patterns that match nothing, or with a shape no layer in which anything moves.
+
+        What is misspelled would be ignored without a word.
+        """
+        modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in self.layers}
+        movable = {a.name for a, size in self._sizes.items() if a.is_vector or size.matrix}
+        readers = movable | {a.name for a, size in self._sizes.items() if size.reads}
+        for option, pattern in self.options.patterns():
+            names = {"rules": modules.union(tensors), "conv1d": modules}.get(option)
+            if option in ("flatten", "unflatten"):
+                moving = readers if option == "flatten" else movable
+                names = moving if getattr(self.options, option)[pattern] else modules
+            if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
+                yield f"{option}: {pattern}"
 
     # --- a flatten ------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import pathlib
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from torch_bridge._read.globals import constructors, is_value
 from torch_bridge._read.tensors import storage_reader
 from torch_bridge._read.unpickle import STORAGE, unpickle
 from torch_bridge._read.values import Budget, Malformed
-
-Progress = Callable[[int, int], None]
 
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _CHUNK = 1 << 20
@@ -40,9 +37,7 @@ _ZIP_DAMAGE = (
 )
 
 
-def read_archive(
-    path: pathlib.Path, max_bytes: int | None, progress: Progress | None
-) -> tuple[Any, Budget]:
+def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget]:
     """The value that ``torch.save`` wrote to `path`, and the budget that it was charged to.
 
     The arguments are those of `torch_bridge.load`. The value has plain containers, numbers, NumPy
@@ -67,23 +62,13 @@ def read_archive(
         except _ZIP_DAMAGE as error:
             raise Malformed("a damaged zip archive, cut short perhaps") from error
         with archive:
-            done = 0
-
-            def report(count: int) -> None:
-                nonlocal done
-                done = min(done + count, size)
-                if progress is not None:
-                    progress(done, size)
-
-            entries, values = _Entries(archive, budget, report), Values(budget)
+            entries, values = _Entries(archive, budget), Values(budget)
             callables = constructors(values, budget)
             allowed = lambda name: name in callables or is_value(name)  # noqa: E731
             tree = unpickle(entries.read("data.pkl"), allowed, budget)
             # No global may be the constructor of storages: its name has no module.
             values.constructors = callables | {STORAGE: storage_reader(entries.read)}
-            value = values.of(tree)
-    report(size)  # what was not needed counts as read
-    return value, budget
+            return values.of(tree), budget
 
 
 def _other_kind(head: bytes) -> str:
@@ -122,10 +107,8 @@ class _Directory:
 class _Entries:
     """The entries of one archive that is laid out as torch does, with their CRCs checked."""
 
-    def __init__(
-        self, archive: zipfile.ZipFile, budget: Budget, report: Callable[[int], None]
-    ) -> None:
-        self._archive, self._budget, self._report = archive, budget, report
+    def __init__(self, archive: zipfile.ZipFile, budget: Budget) -> None:
+        self._archive, self._budget = archive, budget
         names = archive.namelist()
         roots = [name[: -len("data.pkl")] for name in names if name.endswith("/data.pkl")]
         roots = [root for root in roots if root.count("/") == 1]
@@ -155,7 +138,6 @@ class _Entries:
                 while chunk := entry.read(_CHUNK):  # zipfile checks the CRC at the end
                     raw[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
                     filled += len(chunk)
-                    self._report(len(chunk))
             if filled != raw.size:
                 raise zipfile.BadZipFile("shorter than its directory says")
         except _ZIP_DAMAGE as error:

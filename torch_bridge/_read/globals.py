@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._base.schema import RandomStateRecord
+from torch_bridge._base.schema import random_state
 from torch_bridge._read.evaluate import Values
 from torch_bridge._read.tensors import STORAGES, tensor_constructors
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief, expect
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _MAX_PATH = 4096
-_GENERATOR_BYTES = 4 * 624 + 1000
+_GENERATOR_BYTES = 4 * 624 + 4000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
 _TORCH_DTYPE = re.compile(
     r"torch\.(?:q?u?int|b?float|b?complex|bits|bool|per_tensor|per_channel)\w*"
@@ -113,7 +113,7 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         _version, shape, dtype, fortran, raw = _listed(state)
         return array(raw, dtype, shape, "F" if fortran is True else "C")
 
-    def generator(*_: Any, state: Any) -> RandomStateRecord:
+    def generator(*_: Any, state: Any) -> np.random.RandomState:
         budget.claim(_GENERATOR_BYTES)  # it has words of its own
         if isinstance(state, dict):
             words = state["state"]
@@ -122,7 +122,7 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         kind, *fields = _listed(state)
         if _text(kind) != "MT19937" or len(fields) > 4:
             raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
-        return RandomStateRecord(*fields)
+        return random_state(*fields)
 
     return rebuild | {
         "torch._tensor._rebuild_from_type_v2": from_type,
