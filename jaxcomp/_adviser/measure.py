@@ -28,7 +28,7 @@ from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
-_PAYLOADS = tuple(1 << k for k in (12, 18, 22, 25))  # bytes
+_SMALL, _LARGE = 1 << 12, 1 << 25  # bytes of the collectives that are timed
 _REPEATED = 2  # collectives in one program: a step does not wait for Python between them
 _REPEATS = 5  # of each program
 
@@ -143,7 +143,7 @@ def _collectives(devices: Sequence[_Device]) -> dict[str, Any]:
 def _software(
     devices: Sequence[_Device], dtype: Any, width: int, average: Callable[[Array], Array]
 ) -> Software:
-    """Seconds per average and bytes sent per second: the line with the least relative errors.
+    """The time of a small average, and from that of a large one the bytes sent per second.
 
     Args:
       devices: Among which.
@@ -159,20 +159,17 @@ def _software(
 
     mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     compiled = jax.jit(mapped, donate_argnums=0)
-    sent, seconds = list[float](), list[float]()
-    for size in _PAYLOADS:
+
+    def seconds(payload: int) -> float:
         # Both halves of a vector, and each replica's share of it, are whole numbers of values.
-        count = -(-size // (width * 2 * mesh.size)) * 2 * mesh.size
+        count = -(-payload // (width * 2 * mesh.size)) * 2 * mesh.size
         # Made on the devices: of several processes no one could hand over the whole array.
-        ones = jax.jit(lambda n=count: jnp.ones(mesh.size * n, dtype), out_shardings=sharding)
-        sent.append(2 * (mesh.size - 1) / mesh.size * width * count)
-        seconds.append(_median_time(compiled, ones()) / _REPEATED)
-    weights = 1 / np.asarray(seconds)
-    columns = np.stack([np.ones(len(sent)), np.asarray(sent)], axis=1) * weights[:, None]
-    (overhead, per_byte), *_ = np.linalg.lstsq(columns, np.ones(len(sent)), rcond=None)
-    # Noise may tilt the line beyond the axes; no line is better there than the nearest one inside.
-    least = min(t / b for t, b in zip(seconds, sent, strict=True))
-    return Software(max(float(overhead), 0.01 * min(seconds)), 1 / max(per_byte, 0.01 * least))
+        ones = jax.jit(lambda: jnp.ones(mesh.size * count, dtype), out_shardings=sharding)
+        return _median_time(compiled, ones()) / _REPEATED
+
+    small, large = seconds(_SMALL), seconds(_LARGE)
+    sent = 2 * (mesh.size - 1) / mesh.size * (_LARGE - _SMALL)
+    return Software(small, sent / max(large - small, 0.01 * large))  # noise may turn them round
 
 
 def _median_time(function: Callable[[Any], Any], carry: Any) -> float:

@@ -19,7 +19,6 @@ from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, switch
 from jaxcomp._mesh.collectives import maximum, replica_index
 from jaxcomp._mesh.per_replica import map_leaves
-from jaxcomp._training.checksum import checksum, mix
 
 
 class ReplicaMismatch(ValueError):
@@ -123,19 +122,56 @@ def _check(tree: PyTree, axis_name: AxisName) -> ReplicaCheck:
         del path
         if local or leaf_dtype(leaf) == jax.dtypes.float0:
             return None
-        hashes.append(checksum(as_local(jnp.asarray(leaf), axis_name)))
+        hashes.append(_checksum(as_local(jnp.asarray(leaf), axis_name)))
         return len(hashes) - 1
 
     treedef = jax.tree.structure(tree)
     places = treedef.flatten_up_to(map_leaves(place, tree))
     own = jnp.stack(hashes) if hashes else jnp.zeros(0, jnp.uint32)
-    whole = mix(jnp.sum(mix(own + lax.iota(jnp.uint32, own.size)), dtype=jnp.uint32))
+    whole = _mix(jnp.sum(_mix(own + lax.iota(jnp.uint32, own.size)), dtype=jnp.uint32))
     slots = jnp.zeros(axis_size(axis_name), jnp.uint32)
     slots = as_local(slots, axis_name).at[replica_index(axis_name)].set(whole)
     largest = maximum(jnp.concatenate([own, ~own, slots]), axis_name)
     same = largest[: own.size] == ~largest[own.size : 2 * own.size]
     leaves = [jnp.array(True) if place is None else same[place] for place in places]
     return ReplicaCheck(treedef.unflatten(leaves), largest[2 * own.size :])
+
+
+@jax.jit  # traced once for a shape, of which a model has few
+def _checksum(leaf: Array) -> Array:
+    """A 32-bit hash of bits and positions. A sum: a sharded leaf is summed where it lies."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    total = jnp.zeros([], jnp.uint32)
+    positions = jnp.zeros(leaf.shape, jnp.uint32)
+    for axis in range(leaf.ndim):
+        positions = positions * jnp.uint32(leaf.shape[axis] & 0xFFFFFFFF)
+        positions = positions + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    for word, bits in enumerate(_words(leaf)):
+        salted = bits ^ _mix(positions + jnp.uint32(0x9E3779B9 * (word + 1) & 0xFFFFFFFF))
+        total = total + jnp.sum(_mix(salted), dtype=jnp.uint32)
+    return _mix(total)
+
+
+def _words(leaf: Array) -> list[Array]:
+    """The bits of each element, as one or two uint32."""
+    if leaf.dtype == jnp.bool_:
+        return [leaf.astype(jnp.uint32)]
+    width = leaf.dtype.itemsize
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
+    bits = lax.bitcast_convert_type(leaf, unsigned)  # 8 bytes give a new last axis of 2
+    if width == 8:
+        return [bits[..., 0], bits[..., 1]]
+    return [bits.astype(jnp.uint32)]
+
+
+def _mix(x: Array) -> Array:
+    """Murmur3's finaliser: every bit of the result depends on every bit of `x`."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _local(x: Any) -> np.ndarray:

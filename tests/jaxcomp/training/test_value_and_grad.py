@@ -295,3 +295,16 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), grads, expected
     )
+
+
+def test_a_call_outside_of_jit_beside_an_explicit_axis_gives_the_same():
+    mesh = grid("explicit", data=2, model=2)
+    params, x = parameters(mesh, "tensor"), batches(mesh, steps=1)[0]
+    run = jaxcomp.value_and_grad(typed_loss, REDUCERS["powersgd"](), mesh=mesh)
+    state = run.init(params)
+    (value, grads), _ = run(state, params, x)
+    (expected, means), _ = jax.jit(run)(state, params, x)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(means), strict=True):
+        assert got.sharding.spec == want.sharding.spec
+        np.testing.assert_allclose(got, want, atol=1e-6)
