@@ -126,7 +126,7 @@ class Boundary:
         if not self._around:
             return mapped
         shardings = jax.tree.map(lambda spec: NamedSharding(self._outer, spec), like)
-        # Run op by op, outside of `jax.jit`, what `explicit` returns would close over its arguments.
+        # Run op by op, outside of `jax.jit`, what `explicit` gives would close over its arguments.
         return jax.jit(jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings))
 
     def _only_around(self, spec: PartitionSpec) -> PartitionSpec:

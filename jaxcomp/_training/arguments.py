@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, mesh_axes
 from jaxcomp._training.on_mesh import (
     batch_spec,
@@ -98,6 +99,10 @@ class Arguments:
         """How many examples there are, by the axis that they lie along."""
         return {axis: arrays[i].shape[axis] for i, axis in self.batch(arrays).items()}
 
+    def with_twice_the_batch(self, arrays: dict[int, Any]) -> dict[int, Any]:
+        """These arrays with the same examples once more behind them; to be traced only."""
+        return {**arrays, **{i: _twice(arrays[i], axis) for i, axis in self.batch(arrays).items()}}
+
     def params(self, arrays: dict[int, Any]) -> PyTree:
         """What gradients are taken of; None for what is no array, as functions in a model."""
         args, _ = self.rebuilt(arrays)
@@ -134,6 +139,15 @@ def check_argnums(argnums: Any) -> None:
 def arrays_only(tree: PyTree) -> PyTree:
     """The tree with None in the place of what is no array."""
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
+
+
+def _twice(x: Array, axis: int) -> Array:
+    spec = jax.typeof(x).sharding.spec
+    if axis < len(spec) and spec[axis]:  # no concatenation along an Explicit axis
+        free = PartitionSpec(*(None if i == axis else part for i, part in enumerate(spec)))
+        x = jax.sharding.reshard(x, free)
+    double = jnp.concatenate([x, x], axis)
+    return jax.sharding.reshard(double, spec) if any(spec) else double
 
 
 def _on_replica(leaf: Any) -> Any:

@@ -18,11 +18,14 @@ import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
-from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
+from jaxcomp._mesh.weights import weighted_gradients
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import Arguments, arrays_only, check_argnums
+from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
     check_batch_specs,
@@ -35,7 +38,6 @@ from jaxcomp._training.on_mesh import (
     weight_spec,
 )
 from jaxcomp._training.outputs import Outputs, Reported, check_aux
-from jaxcomp._training.replica import replica_step
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
@@ -123,7 +125,7 @@ class DataParallel:
         reported = Reported(self.aux, self.axis_name)
         if is_bound(self.axis_name):
             call.split_by(self.batch_specs, self.axis_name)
-            outputs, grads, own = replica_step(self, call, reported, own, call.arrays, weight)
+            outputs, grads, own = self._on_replica(call, reported, own, call.arrays, weight)
         else:
             outputs, grads, own = self._on_mesh(call, reported, own, weight)
         return (reported.together(outputs), grads), held(own)
@@ -190,8 +192,7 @@ class DataParallel:
         explicit = functools.partial(boundary.explicit, specs=typed_specs(given[1]))
 
         def on_replica(state: PyTree, arrays: dict[int, Any], weights: dict[int, Any]) -> Any:
-            own = weights.get(0)
-            return replica_step(self, call, reported, state, arrays, own, explicit)
+            return self._on_replica(call, reported, state, arrays, weights.get(0), explicit)
 
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         others = [name for name, size in mesh.shape.items() if size > 1]
@@ -208,6 +209,65 @@ class DataParallel:
         like = reported.specs(), typed_specs(params), typed_specs(given[0])
         with errors_explained(axes):
             return boundary.automatic(mapped, like)(*given)
+
+    def _on_replica(
+        self,
+        call: Arguments,
+        reported: Reported,
+        state: PyTree,
+        arrays: dict[int, Any],
+        weight: Any,
+        explicit: Callable[..., Any] = lambda function: function,
+    ) -> tuple[Outputs, PyTree, PyTree]:
+        """Outputs, averaged gradients and the new state of one replica.
+
+        Args:
+          call: What this was called with.
+          reported: What becomes of value and auxiliary output.
+          state: The reducer's, with the row that shard_map leaves or without.
+          arrays: This replica's, by their places in `call`.
+          weight: How much its examples count, or it does; None if all count the same.
+          explicit: Gives the user's function the types that its arguments had outside.
+        """
+
+        def value_and_gradients(arrays: dict[int, Any]) -> Any:
+            args, kwargs = call.local(arrays, self.axis_name)
+            result = self.grad_fn(*args, **kwargs)
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise ValueError(
+                    "The gradient function must return (value, gradients) or ((value, auxiliary), "
+                    f"gradients), got {jax.tree.structure(result)}."
+                )
+            return result
+
+        def inside(arrays: dict[int, Any]) -> Any:
+            value, grads = value_and_gradients(arrays)
+            check_loss(value[0] if isinstance(value, tuple) else value, self.axis_name)
+            of_twice = lambda x: value_and_gradients(call.with_twice_the_batch(x))[0]  # noqa: E731
+            rows = set(call.rows(arrays).values())
+            reported.decide(value, rows, lambda: jax.eval_shape(of_twice, arrays))
+            return value, grads
+
+        value, grads = explicit(inside)(arrays)
+        own = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+        means, state = self._reduced(grads, state, call.params(arrays), own)
+        return reported.apart(value, own), means, state
+
+    def _reduced(
+        self, grads: PyTree, state: PyTree, params: PyTree, weight: Array | None
+    ) -> tuple[PyTree, PyTree]:
+        """Averaged gradients and the new state."""
+        update = optax.with_extra_args_support(self.reducer).update
+        if weight is None:
+            means, state = update(grads, state, params)
+        elif isinstance(self.reducer, Reducer):
+            means, state = update(grads, state, params, weight=weight)
+        else:
+            # Each link of a chain would weigh along its own axis, and a plain one not at all.
+            means, state = update(weighted_gradients(grads, weight, self.axis_name), state, params)
+            means = jax.tree.map(lambda mean, g: mean.astype(g.dtype), means, grads)
+        check_averaged(means, self.axis_name)
+        return means, state
 
 
 def _only_replica(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, axes_known_equal
 
@@ -76,6 +77,24 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
             "too small by the number of replicas. Return the mean over this replica's examples "
             "alone, and average what is reported behind the gradients."
         )
+
+
+def check_averaged(means: PyTree, axis_name: AxisName) -> None:
+    """Refuses gradients that the transformation has left different on every replica.
+
+    Raises:
+      ValueError: Naming a leaf. Known under ``check_vma=True`` only.
+    """
+    checked_axes = axes_known_equal(jnp.zeros([]), axis_name)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(means)[0]:
+        if leaf.dtype == jax.dtypes.float0:
+            continue
+        if len(axes_known_equal(leaf, axis_name)) < len(checked_axes):
+            raise ValueError(
+                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica: it "
+                "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "
+                "optax.chain that begins with one; the optimizer comes behind this call."
+            )
 
 
 def set_to_zero() -> optax.GradientTransformation:
