@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_flag, check_int
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.axes import switch
@@ -23,7 +23,7 @@ class AccumulateState(NamedTuple):
     mini_step: Array  # int32 scalar: micro-batches since the last optimizer step; replicated
     gradient_step: Array  # int32 scalar: optimizer steps taken; replicated
     inner_opt_state: PyTree  # the state of what gets the accumulated gradients
-    acc_grads: PyTree  # tree like params: the mean, or sum, so far; per replica
+    acc_grads: PyTree  # tree like params: the mean so far; per replica
 
     per_replica = ("acc_grads",)
 
@@ -32,7 +32,6 @@ def accumulate(
     tx: optax.GradientTransformation,
     every_k: int | Callable[[Array], Array | int],
     *,
-    use_grad_mean: bool = True,
     accumulator_dtype: DType = jnp.float32,
 ) -> Transformation:
     r"""`optax.MultiSteps` that runs `tx`, and so its collectives, on every k-th call only.
@@ -57,7 +56,6 @@ def accumulate(
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
       every_k: Micro-batches per optimizer step: a number, or a function of the number of optimizer
         steps taken.
-      use_grad_mean: Average the gradients of the micro-batches; if False, add them up.
       accumulator_dtype: How the accumulated gradients are stored.
 
     Returns:
@@ -83,7 +81,6 @@ def accumulate(
     made_by = call_text("accumulate", locals())
     if not callable(every_k):
         every_k = check_int("every_k", every_k, 1)
-    check_flag("use_grad_mean", use_grad_mean)
     if not jnp.issubdtype(jnp.dtype(accumulator_dtype), jnp.floating):
         raise ValueError(
             f"`accumulator_dtype` must be a floating dtype, got {jnp.dtype(accumulator_dtype)}: "
@@ -117,8 +114,7 @@ def accumulate(
                 return total
             gradient = gradient.astype(total.dtype)
             # As optax does it: the mean so far, which does not overflow where the sum would.
-            share = (gradient - total) / seen.astype(total.dtype) if use_grad_mean else gradient
-            return total + share
+            return total + (gradient - total) / seen.astype(total.dtype)
 
         total = jax.tree.map(add, state.acc_grads, updates)
         mean = jax.tree.map(_cast, total, updates)

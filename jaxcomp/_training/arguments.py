@@ -126,16 +126,6 @@ class Arguments:
         return args, kwargs
 
 
-def check_argnums(argnums: Any) -> None:
-    """Refuses what are no places of arguments.
-
-    Raises:
-      ValueError: Showing it.
-    """
-    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple) else (argnums,))):
-        raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")
-
-
 def arrays_only(tree: PyTree) -> PyTree:
     """The tree with None in the place of what is no array."""
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)

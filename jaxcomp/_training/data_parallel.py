@@ -24,7 +24,7 @@ from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_s
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.arguments import Arguments, arrays_only, check_argnums
+from jaxcomp._training.arguments import Arguments, arrays_only
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
@@ -363,7 +363,8 @@ def data_parallel(
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {grad_fn!r}."
         )
-    check_argnums(argnums)
+    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple) else (argnums,))):
+        raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")
     axis_name = named_axis(reducer, axis_name)
     check_axis_name(axis_name)
     check_aux(aux)

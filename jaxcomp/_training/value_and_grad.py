@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ from jax.sharding import Mesh
 
 from jaxcomp._base.checks import check_flag
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._training.arguments import check_argnums
 from jaxcomp._training.data_parallel import DataParallel, data_parallel
 
 
@@ -67,14 +67,9 @@ def value_and_grad(
       >>> float(loss), state.residual["w"].shape
       (1.0, (2, 16, 16))
     """
-    if isinstance(fun, optax.GradientTransformation) or not callable(fun):
-        raise ValueError(
-            f"The first argument, `fun`, must be a function, and the second the reducer, got "
-            f"{fun!r}."
-        )
-    check_argnums(argnums)
-    return data_parallel(
-        jax.value_and_grad(fun, argnums, check_flag("has_aux", has_aux)),
+    has_aux = check_flag("has_aux", has_aux)
+    checked = data_parallel(
+        fun,
         reducer,
         mesh=mesh,
         argnums=argnums,
@@ -83,3 +78,4 @@ def value_and_grad(
         axis_name=axis_name,
         check_vma=check_vma,
     )
+    return dataclasses.replace(checked, grad_fn=jax.value_and_grad(fun, argnums, has_aux))

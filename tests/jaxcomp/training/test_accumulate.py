@@ -135,12 +135,12 @@ def test_a_scalar_parameter(mapping):
     assert got["scale"].shape == (2, 5)
 
 
-def test_a_schedule_and_a_sum():
+def test_a_schedule_of_micro_batches():
     targets = random_grads(SHAPES, 2, 6)
     tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.1))
     schedule = lambda step: jnp.where(step < 1, 2, 4)  # noqa: E731
-    got, state = run("vmap", jaxcomp.accumulate(tx, schedule, use_grad_mean=False), PARAMS, targets)
-    theirs = optax.MultiSteps(tx, schedule, use_grad_mean=False)
+    got, state = run("vmap", jaxcomp.accumulate(tx, schedule), PARAMS, targets)
+    theirs = optax.MultiSteps(tx, schedule)
     expected, _ = run_optax("vmap", theirs, targets)
     np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5, atol=1e-6)
     assert state.gradient_step.tolist() == [2, 2]
@@ -192,7 +192,5 @@ def test_bad_input_is_refused():
         jaxcomp.accumulate(None, 2)
     with pytest.raises(ValueError, match="every_k=0"):
         jaxcomp.accumulate(optax.sgd(0.1), 0)
-    with pytest.raises(ValueError, match="use_grad_mean"):
-        jaxcomp.accumulate(optax.sgd(0.1), 2, use_grad_mean=1)
     with pytest.raises(ValueError, match="`accumulator_dtype` must be a floating dtype, got int32"):
         jaxcomp.accumulate(optax.sgd(0.1), 2, accumulator_dtype=jnp.int32)
