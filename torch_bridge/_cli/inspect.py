@@ -16,10 +16,9 @@ from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
 from torch_bridge._convert.optimizer_groups import is_optimizer
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import BucketLayout, matrix_shape
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.entries import matrix_shape
-from torch_bridge._hook.infer import infer_layout, length_misfit, trainable
+from torch_bridge._hook.infer import infer_layout, trainable
 from torch_bridge._hook.load import load
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
@@ -66,7 +65,7 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
             layout, source = infer_layout(checkpoint), "inferred"
         except CheckpointMismatch as error:
             problem = error.message
-    if layout is not None and record is not None and (misfit := length_misfit(layout, record)):
+    if layout is not None and record is not None and (misfit := layout.misfit(record)):
         layout, problem = None, misfit
     shapes = {name: checkpoint.model[name].shape for name in trainable(checkpoint)}
     if layout is not None and record is not None:

@@ -18,10 +18,9 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
-from torch_bridge._hook.buckets import BucketLayout, pack
+from torch_bridge._hook.buckets import BucketLayout, FactorSlot, pack
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.entries import FactorSlot
-from torch_bridge._hook.infer import infer_without, length_misfit
+from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import flatten, plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
@@ -126,7 +125,7 @@ def layout_of(
     if not record.buckets:  # before the start
         return layout
     layout = layout or infer_without(checkpoint, leftover)
-    if reason := length_misfit(layout, record):
+    if reason := layout.misfit(record):
         raise CheckpointMismatch(
             f"The layout does not fit the hook state: {reason}. Record it in the same run with "
             f"torch_bridge.record_layout.",

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,13 +24,103 @@ import numpy as np
 
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import shape_of, unwrapped
-from torch_bridge._hook.entries import BucketEntry, FactorSlot, dense_strides, matrix_shape
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
 PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketEntry:
+    """One parameter in a bucket.
+
+    Attributes:
+      name: Its name in the model, without ``module.``.
+      shape: Length per axis.
+      strides: Distance per axis in elements, as the gradient lies in the bucket.
+
+    Example:
+      >>> entry = BucketEntry("w", (2, 3), (1, 2))  # its columns lie one after the other
+      >>> entry.flatten(np.array([[1, 2, 3], [4, 5, 6]]))
+      array([1, 4, 2, 5, 3, 6])
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def unflatten(self, flat: np.ndarray) -> np.ndarray:
+        """The parameter's elements, stored in memory order, as an array of `shape` (a view)."""
+        return flat.reshape([self.shape[axis] for axis in self._memory_order]).transpose(
+            np.argsort(self._memory_order)
+        )
+
+    def flatten(self, array: np.ndarray) -> np.ndarray:
+        """The inverse of `unflatten`."""
+        return np.ascontiguousarray(array.transpose(self._memory_order)).reshape(-1)
+
+    @property
+    def _memory_order(self) -> list[int]:
+        # Slowest axis first; an axis of length 1 may carry any stride, so it keeps its place.
+        axes = range(len(self.shape))
+        wide = sorted((a for a in axes if self.shape[a] > 1), key=lambda a: -self.strides[a])
+        queue = iter(wide)
+        return [next(queue) if self.shape[axis] > 1 else axis for axis in axes]
+
+    def column_order(self) -> np.ndarray | None:
+        """Columns of the hook's matrix, as positions in ``array.reshape(shape[0], -1)``.
+
+        The hook reads the bucket's memory as ``(shape[0], -1)``, whatever the strides. For a
+        channels_last kernel its columns are therefore ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
+
+        Returns:
+          Positions, shape (cols,), or None if the hook's rows are not the first axis at all.
+        """
+        order = self._memory_order
+        if order and order[0] != 0:
+            return None
+        cols = np.arange(math.prod(self.shape[1:])).reshape(self.shape[1:])
+        return cols.transpose([axis - 1 for axis in order[1:]]).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorSlot:
+    """Where the factors of one compressed parameter lie in its bucket.
+
+    Attributes:
+      entry: The parameter.
+      bucket: Index of its bucket.
+      rows, cols, rank: Sizes of the matrix and its factors.
+      p_start, q_start: First element in the bucket's P and Q buffer.
+    """
+
+    entry: BucketEntry
+    bucket: int
+    rows: int
+    cols: int
+    rank: int
+    p_start: int
+    q_start: int
+
+    def p(self, buffer: np.ndarray) -> np.ndarray:
+        """P, shape (rows, rank), as a view of the bucket's buffer."""
+        return buffer[self.p_start : self.p_start + self.rows * self.rank].reshape(
+            self.rows, self.rank
+        )
+
+    def q(self, buffer: np.ndarray) -> np.ndarray:
+        """Q, shape (cols, rank), as a view of the bucket's buffer."""
+        return buffer[self.q_start : self.q_start + self.cols * self.rank].reshape(
+            self.cols, self.rank
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +265,25 @@ class BucketLayout:
                         p_start += rows * used
                         q_start += cols * used
 
+    def misfit(self, record: PowerSGDRecord) -> str | None:
+        """The first buffer of another length than the layout gives it; None if all fit."""
+        wanted = {("error", bucket): size for bucket, size in enumerate(self.sizes)}
+        wanted |= {(kind, bucket): 0 for kind in "PQ" for bucket in range(len(self.buckets))}
+        for slot in self.factor_slots(
+            record.matrix_approximation_rank, record.min_compression_rate
+        ):
+            wanted["P", slot.bucket] += slot.rows * slot.rank
+            wanted["Q", slot.bucket] += slot.cols * slot.rank
+        buffers = {"error": record.error_dict, "P": record.p_memory_dict, "Q": record.q_memory_dict}
+        for kind, arrays in buffers.items():
+            for bucket, array in arrays.items():
+                if wanted.get((kind, bucket)) != array.size:
+                    return (
+                        f"{kind} of bucket {bucket} has {array.size} values, the layout gives it "
+                        f"{wanted.get((kind, bucket), 'no such bucket')}"
+                    )
+        return None
+
 
 def pack(
     layout: BucketLayout,
@@ -218,3 +328,36 @@ def _entry(item: Any) -> BucketEntry:
     raise CheckpointMismatch(
         f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
     )
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of ``tensor.view(shape[0], -1)``; an empty or scalar tensor has none."""
+    rows = shape[0] if len(shape) else 0
+    return rows, math.prod(shape) // rows if rows else 0
+
+
+def dense_strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements with which DDP lays out the gradient of `array`.
+
+    DDP keeps a parameter's own strides if it fills its memory without gaps (channels_last does),
+    and makes the gradient contiguous otherwise.
+    """
+    shape = tuple(map(int, array.shape))
+    if callable(getattr(array, "stride", None)):
+        strides = tuple(map(int, array.stride()))
+    elif isinstance(array, np.ndarray):
+        strides = tuple(step // array.itemsize for step in array.strides)
+    else:
+        return contiguous_strides(shape)
+    expected = 1
+    for axis in sorted(range(len(shape)), key=lambda a: (strides[a], shape[a])):
+        if shape[axis] > 1:
+            if strides[axis] != expected:
+                return contiguous_strides(shape)
+            expected *= shape[axis]
+    return strides
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a row-major array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

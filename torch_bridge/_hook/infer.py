@@ -18,9 +18,8 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.entries import BucketEntry
 
 # torch keeps running statistics in buffers, which have no gradient; nothing else marks them.
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
@@ -173,7 +172,7 @@ def _cut(
 def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     """Why `layout` contradicts the hook state; None if it does not."""
     record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
-    if reason := length_misfit(layout, record):
+    if reason := layout.misfit(record):
         return reason
     slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
     by_name = {slot.entry.name: slot for slot in slots}
@@ -209,24 +208,6 @@ def _unlike_the_hook(entry: BucketEntry, p: np.ndarray, error: np.ndarray | None
         matrix = entry.flatten(error).reshape(len(p), -1)
         if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
             return f"the error of {entry.name} would not be what its factors left over"
-    return None
-
-
-def length_misfit(layout: BucketLayout, record: PowerSGDRecord) -> str | None:
-    """The first buffer whose length is not the one that `layout` gives it; None if all fit."""
-    wanted = {("error", bucket): size for bucket, size in enumerate(layout.sizes)}
-    wanted |= {(kind, bucket): 0 for kind in "PQ" for bucket in range(len(layout.buckets))}
-    for slot in layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate):
-        wanted["P", slot.bucket] += slot.rows * slot.rank
-        wanted["Q", slot.bucket] += slot.cols * slot.rank
-    buffers = {"error": record.error_dict, "P": record.p_memory_dict, "Q": record.q_memory_dict}
-    for kind, arrays in buffers.items():
-        for bucket, array in arrays.items():
-            if wanted.get((kind, bucket)) != array.size:
-                return (
-                    f"{kind} of bucket {bucket} has {array.size} values, the layout gives it "
-                    f"{wanted.get((kind, bucket), 'no such bucket')}"
-                )
     return None
 
 
