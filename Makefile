@@ -50,7 +50,7 @@ QUICK := tests/jaxcomp/reducers/test_battery.py tests/jaxcomp/reducers/test_powe
 	tests/torch_bridge/test_powersgd_state.py
 
 quick: $(VENV)/.test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
 
 # What rounds otherwise must pass too: other kernels in OpenBLAS, shorter vectors in XLA. An
 # instruction that the processor lacks would end the process, so it is always an older one.

@@ -1,10 +1,16 @@
-"""Eight CPU devices, strict dtype promotion, quick compilation; all set before JAX starts."""
+"""Eight CPU devices, strict dtype promotion, quick compilation, one thread for each QR; all set
+before JAX and NumPy start.
+"""
 
 import gc
 import importlib.util
+import os
 import tempfile
 
 import xla
+
+# Of each QR: beside another worker, more threads spin for longer than they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # What was compiled serves this run only, in the modules to come and in processes that tests start.
 CACHE = tempfile.TemporaryDirectory(prefix="jaxcomp-tests-", ignore_cleanup_errors=True)
@@ -53,11 +59,11 @@ def pytest_unconfigure():
 
 # A worker that begins one of these as the last would keep the others waiting.
 LONGEST = (
-    *("test_battery.py", "test_faults.py", "test_examples.py", "test_time_to_loss.py"),
-    *("test_integer_factors.py", "test_docs.py", "test_adopt.py", "test_value_and_grad.py"),
-    *("test_programs.py", "test_migration.py", "test_powersgd.py"),
-    *("test_memory.py", "test_reducer_bytes.py", "test_ddp_equivalence.py", "test_overhead.py"),
-    *("test_cluster.py", "test_meshes.py", "test_stacks.py"),
+    *("test_battery.py", "test_examples.py", "test_adopt.py", "test_recorded.py", "test_docs.py"),
+    *("test_faults.py", "test_time_to_loss.py", "test_migration.py", "test_integer_factors.py"),
+    *("test_value_and_grad.py", "test_gpu_form.py", "test_programs.py", "test_non_finite.py"),
+    *("test_powersgd.py", "test_memory.py", "test_reducer_bytes.py", "test_ddp_equivalence.py"),
+    *("test_overhead.py", "test_cluster.py", "test_meshes.py", "test_stacks.py"),
 )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from hlo import text
 from runners import AXIS, first, mesh_of, placed, spread, stack, steps_of, types_of
-from xla import users_program
 
 import jaxcomp
 
@@ -173,5 +173,4 @@ def compile_step(tx: Any, params: Any, n: int) -> str:
     state = jax.eval_shape(tx.init, params)
     specs = jaxcomp.state_specs(state, AXIS)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
-    lowered = _mapped("shard_map", tx, n, specs).lower(stacked, placed(state, specs, n), stacked)
-    return users_program(lowered).as_text()
+    return text(_mapped("shard_map", tx, n, specs), stacked, placed(state, specs, n), stacked)

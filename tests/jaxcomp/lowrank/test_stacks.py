@@ -65,14 +65,6 @@ def test_an_update_of_many_leaves_is_that_of_each_alone(mapping, options):
                 np.testing.assert_allclose(a, b, atol=max(atol, 2e-2))
 
 
-def test_a_value_that_is_not_finite_in_one_leaf_stops_all():
-    grads, tx = random_grads(SHAPES, 2, 2), powersgd()
-    grads["a1"][1, 1, 0, 0] = np.nan
-    outputs, state = simulate("vmap", tx, grads, start(tx))
-    assert all(np.isnan(x[1]).all() for x in outputs.values())
-    assert int(state.count) == 1
-
-
 def test_leaves_of_half_the_width_are_stacks_of_their_own():
     grads, tx = random_grads(SHAPES, 2, 2), powersgd()
     grads["a0"] = grads["a0"].astype(np.float16)

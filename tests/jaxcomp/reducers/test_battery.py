@@ -256,6 +256,16 @@ def test_float0_none_scalar_and_empty_leaves_pass(name):
 
 
 @pytest.mark.parametrize("name", REDUCERS)
+def test_a_tree_may_have_nothing_to_compress(name):
+    tx = reducer(name)
+    for shapes in ({}, {"empty": (0, 3)}, {"bias": (5,), "scalar": ()}):
+        many = jax.tree.map(lambda x: np.stack([x] * 2), zeros(shapes))
+        update = lambda i, g: tx.update(g, tx.init(zeros(shapes)))[0]  # noqa: B023, E731
+        found = jax.eval_shape(jax.vmap(update, axis_name=AXIS), np.arange(2), many)
+        assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, many)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
 def test_gradients_that_are_not_floating_are_all_named(name):
     tx = reducer(name)
     grads = {"w": jnp.ones((2, 8, 8)), "odd": jnp.ones((2, 3), int), "z": jnp.ones((2, 3), complex)}

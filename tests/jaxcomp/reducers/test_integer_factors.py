@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import shared_powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, consolidated, lower_update, mesh_of, simulate
+from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
@@ -270,19 +270,3 @@ def test_float64_gradients_keep_their_digits():
         total = outputs["w"][0] + state.residual["w"].mean(0)
         np.testing.assert_allclose(total, grads["w"].mean(0), atol=1e-14)
         np.testing.assert_allclose(outputs["bias"][0], grads["bias"].mean(0), rtol=1e-14)
-
-
-def test_trees_without_anything_to_compress():
-    tx = reducer()
-    for shapes in ({}, {"empty": (0, 3)}, {"bias": (5,), "scalar": ()}):
-        grads = random_grads(shapes, 2, 1)
-        step = jax.shard_map(
-            lambda g: tx.update(jax.tree.map(lambda x: x[0, 0], g), tx.init(zeros(shapes)))[0],  # noqa: B023
-            mesh=mesh_of(2),
-            in_specs=jax.P(AXIS),
-            out_specs=jax.P(),
-        )
-        outputs = jax.jit(step)(grads)
-        jax.tree.map(
-            lambda x, g: np.testing.assert_allclose(x, g[:, 0].mean(0), rtol=1e-6), outputs, grads
-        )
