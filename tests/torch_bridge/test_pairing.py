@@ -136,6 +136,14 @@ def test_what_fits_several_is_listed_with_the_rules():
     assert len([line for line in error.ambiguous if "could be x or y" in line]) == 2
     assert "rules={'slow': 'x'}" in str(error)
     assert "neither a leaf nor a module" in str(refused(model, like, {"slow": "z"}))
+    words = ("fc1", "out2"), ("x", "y")  # whose numbers are no numbers of blocks
+    model = model_of(**{f"enc1__{k}__{n}": (4, 4) for k in range(12) for n in words[0]})
+    like = {f"layer_{k}": kernels(**dict.fromkeys(words[1], (4, 4))) for k in range(12)}
+    error = refused(model, like)
+    proposed = [eval(line.rpartition("rules=")[2]) for line in error.ambiguous]
+    assert proposed == [{rf"enc1\.(\d+)\.{n}": r"layer_\1/x"} for n in words[0]]
+    rules = {rf"enc1\.(\d+)\.{n}": rf"layer_\1/{leaf}" for n, leaf in zip(*words, strict=True)}
+    there_and_back(model, like, rules, conv1d="")
     model = {
         f"layers.{k}.{name}.{n}": np.ones(s)
         for name in TWO

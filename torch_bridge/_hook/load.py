@@ -153,9 +153,7 @@ def _documented(value: dict[Any, Any]) -> tuple[dict[str, Any], list[PowerSGDRec
     model, hook = (None if flat else _take(rest, keys) for keys in (_MODEL_KEYS, _HOOK_KEYS))
     if hook is not None and not is_slots(hook):
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
-    # A list of them is kept as it is, in `extra`.
-    named = [name for name in _OPTIMIZER_KEYS if isinstance(rest.get(name), dict)]
-    optimizer = rest.pop(named[0]) if named else None
+    optimizer = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
     if model is None and hook is None:
         model, rest = rest, {}
     layout, registered = rest.pop("layout", None), rest.get("comm_hook")
@@ -172,9 +170,9 @@ def _documented(value: dict[Any, Any]) -> tuple[dict[str, Any], list[PowerSGDRec
     return entries, [] if hook is None else [record_from_slots(hook)]
 
 
-def _take(mapping: dict[Any, Any], names: Sequence[str]) -> Any:
+def _take(mapping: dict[Any, Any], names: Sequence[str], kind: type = object) -> Any:
     for name in names:
-        if mapping.get(name) is not None:
+        if mapping.get(name) is not None and isinstance(mapping[name], kind):
             return mapping.pop(name)
     return None
 
