@@ -11,7 +11,7 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
-from jaxcomp._local.sync import AverageInnerState, InnerInit, Outer, Sync, check_sync
+from jaxcomp._local.sync import AverageInnerState, InnerInit, Sync, check_sync
 from jaxcomp._mesh.explicit import check_mesh_axes
 from jaxcomp._reducers.transformation import call_text
 
@@ -22,7 +22,7 @@ def local_sgd_round(
     sync_every: int,
     axis_name: AxisName,
     reducer: optax.GradientTransformation | None = None,
-    outer: Outer | None = None,
+    outer: optax.GradientTransformation | None = None,
     average_inner_state: AverageInnerState = False,
     fragments: int | Sequence[str] = 1,
     fragment_sync_delay: int = 0,
@@ -63,8 +63,8 @@ def local_sgd_round(
       sync_every: Local steps in a round.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       reducer: A jaxcomp reducer for the pseudo-gradients, as in `local_sgd`.
-      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`; or a list of them, one
-        for each fragment.
+      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`; of each fragment it has
+        a state.
       average_inner_state: As in `local_sgd`. BatchNorm statistics, or anything else floating that
         shall always be averaged, can be a part of `params` where there is no outer optimizer.
       fragments: Average one such part of the leaves at a time: the same bytes in total, peaks that
@@ -126,9 +126,7 @@ def local_sgd_round(
     check_axis_name(axis_name)
     length = check_int("sync_every", sync_every, 1)
     streaming = check_streaming(fragments, fragment_sync_delay, fragment_update_alpha, length)
-    sync = check_sync(
-        axis_name, reducer, outer, average_inner_state, drop_non_finite, len(streaming.ends)
-    )
+    sync = check_sync(axis_name, reducer, outer, average_inner_state, drop_non_finite)
     if len(streaming.ends) > 1 or streaming.delay:
         _check_whole(sync)
     if not callable(step_fn):

@@ -73,14 +73,13 @@ class LocalSGDRound:
                 )
             inner_state = self.inner_init(params)
         fragments, sync = make_fragments(params, self.streaming.split), self.sync
-        numbers = range(len(self.streaming.ends))
-        states = [sync.init(fragments.take(params, k), k) for k in numbers]
+        states = [sync.init(fragments.take(params, k)) for k in range(len(self.streaming.ends))]
         state = LocalSGDState.first(
             sync.axis_name,
             inner_state,
             fragments.take(params) if self.streaming.keeps_local else (),
             anchor=(),  # between rounds the parameters are the anchor
-            outer=tuple(outer for outer, _ in states) if sync.outers else (),
+            outer=tuple(outer for outer, _ in states) if sync.outer else (),
             reducer=tuple(reducer for _, reducer in states),
         )
         if self.mesh is None or is_bound(sync.axis_name):
@@ -168,7 +167,7 @@ class LocalSGDRound:
             part = Part(fragments.take(here, k), inner, outer, state.reducer[k])
             init = self.inner_init or (lambda params: inner)
             begin = lambda new: init(fragments.put(here, new, k))  # noqa: E731
-            return self.sync.step(fragments.take(params, k), part, begin, weight, k=k)
+            return self.sync.step(fragments.take(params, k), part, begin, weight)
 
         for k, end in enumerate(streaming.ends):
             begin, sent = (0, *streaming.ends)[k], end - streaming.delay
@@ -246,18 +245,12 @@ class LocalSGDRound:
         return carry
 
     def bytes(
-        self,
-        params: PyTree,
-        *,
-        inner_state: PyTree = None,
-        replicas: int | None = None,
-        step: int | None = None,
+        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
     ) -> CompressionStats:
         """What each replica sends in a local step, as `Reducer.bytes`: a round ends in an average.
 
         Args:
           params: Parameters: arrays, or anything with ``shape`` and ``dtype``.
-          inner_state: What `init` got, where it is averaged; by default ``inner_init(params)``.
           replicas: Number of replicas, where the reducer needs it.
           step: Which local step, counted from 0 over all rounds; None for the mean over a round.
 
@@ -268,11 +261,12 @@ class LocalSGDRound:
           ValueError: If the reducer does not know what it sends, or the inner state is averaged and
             not known.
         """
-        if inner_state is None and self.sync.average_inner is True:
+        inner_state = None
+        if self.sync.average_inner is True:
             if self.inner_init is None:
                 raise ValueError(
-                    "The inner state is averaged too, and its size is not known. Pass "
-                    "inner_state=, or make the round with inner_init=optimizer.init."
+                    "The inner state is averaged too, and its size is not known. Make the round "
+                    "with inner_init=optimizer.init."
                 )
             inner_state = jax.eval_shape(self.inner_init, params)
         fragments = make_fragments(params, self.streaming.split)

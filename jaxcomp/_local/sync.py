@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -29,8 +29,6 @@ from jaxcomp._reducers.transformation import bytes_of
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
-# One for all fragments, or one for each.
-Outer: TypeAlias = optax.GradientTransformation | Sequence[optax.GradientTransformation]
 
 
 def average(
@@ -122,7 +120,7 @@ class Sync:
 
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
-    outers: tuple[optax.GradientTransformationExtraArgs, ...]  # for each fragment, or none
+    outer: optax.GradientTransformationExtraArgs | None
     exact: bool  # no reducer was given: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
     drop_non_finite: bool  # who comes with a value that is not finite does not count
@@ -130,11 +128,11 @@ class Sync:
     @property
     def plain(self) -> bool:
         """Whether the parameters themselves are averaged: neither reducer nor outer optimizer."""
-        return self.exact and not self.outers
+        return self.exact and self.outer is None
 
-    def init(self, params: PyTree, k: int = 0) -> tuple[PyTree, PyTree]:
-        """The outer optimizer's and the reducer's state for fragment `k` of the parameters."""
-        outer = self.outers[k].init(params) if self.outers else ()
+    def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The outer optimizer's and the reducer's state for these parameters."""
+        outer = self.outer.init(params) if self.outer else ()
         return outer, self.reducer.init(params)
 
     def step(
@@ -144,7 +142,6 @@ class Sync:
         begin: InnerInit,
         weight: Any = None,
         *,
-        k: int = 0,
         axes: AxisName | None = None,
     ) -> Part:
         """The average over all replicas, or the outer step with the mean pseudo-gradient.
@@ -155,7 +152,6 @@ class Sync:
           part: This replica's parameters and states.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
           weight: How much this replica counts; None if all count the same.
-          k: Which fragment the parameters are.
           axes: Take the plain average over these instead.
         """
         plain, averages_inner = self.plain or axes is not None, self.average_inner is True
@@ -182,8 +178,8 @@ class Sync:
             params = _unless_nobody(counted, mean, before)
         else:
             updates = jax.tree.map(jnp.negative, mean)
-            if self.outers:
-                updates, outer = self.outers[k].update(mean, outer, anchor)
+            if self.outer:
+                updates, outer = self.outer.update(mean, outer, anchor)
             params = optax.apply_updates(anchor, updates)
             if self.exact:
                 before = anchor, part.outer
@@ -249,13 +245,13 @@ def check_sync(
     outer: Any,
     average_inner_state: Any,
     drop_non_finite: Any = False,
-    fragments: int = 1,
 ) -> Sync:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share; refuses unusable ones."""
-    if not (reducer is None or is_transformation(reducer)):
-        raise ValueError(
-            f"`reducer` must be an Optax gradient transformation or None, got {reducer!r}."
-        )
+    for name, value in (("reducer", reducer), ("outer", outer)):
+        if not (value is None or is_transformation(value)):
+            raise ValueError(
+                f"`{name}` must be an Optax gradient transformation or None, got {value!r}."
+            )
     axes = getattr(reducer, "axis_name", axis_name)
     if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
         raise ValueError(
@@ -269,31 +265,11 @@ def check_sync(
     return Sync(
         axis_name,
         optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
-        _check_outer(outer, fragments),
+        None if outer is None else optax.with_extra_args_support(outer),
         reducer is None,
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
     )
-
-
-def _check_outer(outer: Any, fragments: int) -> tuple[Any, ...]:
-    """An optimizer for each fragment, or none."""
-    if outer is None:
-        return ()
-    each = isinstance(outer, (list, tuple)) and not is_transformation(outer)
-    outers: tuple[Any, ...] = tuple(outer) if each else (outer,) * fragments
-    for optimizer in outers:
-        if not is_transformation(optimizer):
-            raise ValueError(
-                "`outer` must be an Optax gradient transformation, one for each fragment or None, "
-                f"got {optimizer!r}."
-            )
-    if len(outers) != fragments:
-        raise ValueError(
-            f"`outer` has {len(outers)} optimizers, and there are {fragments} fragments. Pass "
-            "one for each, or a single one for all."
-        )
-    return tuple(map(optax.with_extra_args_support, outers))
 
 
 def is_transformation(value: Any) -> bool:

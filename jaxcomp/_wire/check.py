@@ -34,7 +34,8 @@ def check(
       params: The parameters, laid out as in the step, or their shapes.
       mesh: As for `collectives`.
       allow: Bytes that may cross besides what the reducer sends: losses, metrics, BatchNorm
-        statistics. By default half of what the reducer sends, and 1 kB at least.
+        statistics. By default 1% of the gradients or half of what the reducer sends, whichever is
+        less, and 1 kB at least.
 
     Returns:
       What the step sends, as from `collectives`.
@@ -73,7 +74,9 @@ def check(
     )
     # Before `start_step` a step takes another branch, of a conditional of its own.
     expected = max(turns) + (first if first > max(turns) else 0)
-    allow = max(_SMALL, expected // 2) if allow is None else allow
+    if allow is None:
+        dense = sum(x.size * x.dtype.itemsize * _share(x) for x in floating_leaves(params))
+        allow = max(_SMALL, min(int(dense) // 100, expected // 2))
     # Beside other axes every device of a replica may send a share of what it has.
     least = min(turns) / max(1, math.prod(sizes.values()) // replicas)
     if least / 2 <= _in_one_step(crossing) <= expected + allow:

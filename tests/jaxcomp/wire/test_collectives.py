@@ -179,21 +179,32 @@ def test_a_right_step_passes_beside_another_axis_and_a_pmean_in_it_does_not(name
     kinds = {"axis_types": (AUTO, AUTO), "devices": jax.devices()[:4]}
     mesh = jax.make_mesh((2, 2), ("data", "model"), **kinds)
     params, reducer = parameters(mesh, LAYOUTS[layout]), REDUCERS[name]
+    check_alone_and_beside_a_pmean(reducer, mesh, params, X)
+
+
+def test_of_parameters_of_16_bits_a_device_sends_its_share_too():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AUTO, AUTO), devices=jax.devices()[:4])
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(mesh, LAYOUTS["fsdp"]))
+    check_alone_and_beside_a_pmean(REDUCERS["bfloat16"], mesh, params, X.astype(jnp.bfloat16))
+
+
+def check_alone_and_beside_a_pmean(reducer, mesh, params, x):
     run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
+    jaxcomp.check(compiled(run, run.init(params), params, x), reducer, params)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
     )
     def pmean(params, x):
         grads = jax.grad(loss)(jaxcomp.as_local(params, "data"), x)
-        return jax.lax.pmean(grads, "data")
+        # XLA's CPU backend aborts at a bfloat16 all-reduce beside an automatic axis.
+        return jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), "data")
 
     def both(state, params, x):
         return run(state, params, x), pmean(params, x)
 
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(compiled(both, run.init(params), params, X), reducer, params)
+        jaxcomp.check(compiled(both, run.init(params), params, x), reducer, params)
 
 
 def left_in(reducer):
