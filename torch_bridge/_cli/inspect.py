@@ -16,9 +16,10 @@ from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
 from torch_bridge._convert.optimizer_groups import is_optimizer
+from torch_bridge._convert.powersgd import layout_of
 from torch_bridge._hook.buckets import BucketLayout, matrix_shape
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.infer import infer_layout, trainable
+from torch_bridge._hook.infer import trainable
 from torch_bridge._hook.load import load
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
@@ -57,18 +58,15 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
     """
     record = checkpoint.powersgd[0] if checkpoint.powersgd else None
     facts, missing = _facts(checkpoint, record), _missing(checkpoint, record)
-    source, problem = "given", None
-    if layout is None and checkpoint.layout is not None:
-        layout, source = checkpoint.layout, "in the file"
-    elif layout is None and record is not None and record.buckets:
-        try:
-            layout, source = infer_layout(checkpoint), "inferred"
-        except CheckpointMismatch as error:
-            problem = error.message
-    if layout is not None and record is not None and (misfit := layout.misfit(record)):
-        layout, problem = None, misfit
+    source = "inferred" if checkpoint.layout is None else "in the file"
+    source = source if layout is None else "given"
+    try:
+        layout = layout_of(checkpoint, layout, ()) if record is not None else None
+    except CheckpointMismatch as error:
+        layout = None
+        missing.append(f"the bucket layout: {error.message}")
     shapes = {name: checkpoint.model[name].shape for name in trainable(checkpoint)}
-    if layout is not None and record is not None:
+    if layout is not None:
         shapes = {name: entry.shape for name, entry in layout.entries.items()}
     rows = {name: _row(name, shape, record) for name, shape in shapes.items()}
     if record is not None:
@@ -77,8 +75,6 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
             wild = _measure(rows, checkpoint, record, layout)
             afresh = "(never used, or the run diverged); it starts afresh"
             missing += [f"a finite state of {_some(wild)} {afresh}"] if wild else []
-    if problem is not None:
-        missing.append(f"the bucket layout: {problem}")
     return {"facts": facts, "parameters": list(rows.values()), "missing": missing}
 
 
