@@ -25,10 +25,7 @@ import lm
 import numpy as np
 import pytest
 import train
-import training
-from hlo import collectives
 from paths import LANGUAGE_MODEL
-from runners import mesh_of
 
 import jaxcomp
 
@@ -137,22 +134,6 @@ def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupt
     assert min(resumed) > STOP
     for step, values in resumed.items():
         np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
-
-
-def test_int8s_bytes_are_those_of_the_compiled_program():
-    config = training.RunConfig("int8", layers=1, width=32, heads=2, context=16, batch_size=4)
-    with jax.numpy_dtype_promotion("standard"):
-        run = training.Run(config, mesh_of(4))
-        batch = jnp.zeros((4, config.context + 1), jnp.int32)
-        found = collectives(run._train.lower(run.state, batch).compile().as_text())
-    sizes = {}
-    for op, kind, values in found:
-        sizes[op, kind] = sizes.get((op, kind), 0) + values
-    # An all-reduce is both of these in one, and each of them sends half as much as it would.
-    reducer = training.STRATEGIES["int8"](config, config.rank)
-    counted = reducer.bytes(run.state.params, replicas=4).bytes_after
-    assert sizes.pop(("all-reduce", "f32")) == 1  # the loss that is logged, of the whole batch
-    assert sizes == {("all-to-all", "s8"): counted, ("all-gather", "s8"): counted}
 
 
 def refusal(capsys, *arguments):

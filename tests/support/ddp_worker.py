@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bridge
-from torch_bridge._job.resume import state_from_record
 
 START, SAVE_AT, STEPS = 3, 6, 10
 STATIC = {4}  # ranks of the hook at which DDP has a static graph, whose buckets it rebuilds later
@@ -105,7 +104,7 @@ def worker(rank, mode, out, hook_rank):
         run(model, out, rank, 0, STEPS, state)
     else:
         record = torch_bridge.load(out / "exported.pt").powersgd[0]
-        state = state_from_record(record)
+        state = torch_bridge.state_from_record(record)
         layout = torch_bridge.BucketLayout.from_json((out / "exported.json").read_text())
         calls = iter(range(100, 110))  # other gradients: the warm-up must leave no trace
         torch_bridge.resume_powersgd(

