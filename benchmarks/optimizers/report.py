@@ -47,10 +47,10 @@ def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
     Raises:
       ValueError: No search has come to its end, or the page has no place for the tables.
     """
-    kinds = (config, longer(config), wider(config))
+    kinds = (config, longer(config), *(wider(config, name) for name in WIDE))
     counted = [[run for run in runs if run["config"] == asdict(kind)] for kind in kinds]
-    found, later, wide = (results(some, Setting) for some in counted)
-    rows = list[list[str]]()
+    found, later, *wides = (results(some, Setting) for some in counted)
+    wide_of, rows = dict(zip(WIDE, wides, strict=True)), list[list[str]]()
     for optimizer in GRID:
         if (exact := _best(optimizer, found, GRID)) is None:
             continue
@@ -58,9 +58,9 @@ def paged(page: str, runs: Sequence[dict[str, Any]], config: Config) -> str:
         rows += _rows(exact, wanted, found, "")
         if exact in later:
             rows += _rows(exact, wanted, later, f", {longer(config).steps:,} steps")
-        if optimizer in WIDE and (exact := _best(optimizer, wide, WIDE)):
-            note = f", width {wider(config).width}"
-            rows += _rows(exact, frontier_of_width(exact), wide, note)
+        if optimizer in WIDE and (exact := _best(optimizer, wide_of[optimizer], WIDE)):
+            note = f", width {wider(config, optimizer).width}"
+            rows += _rows(exact, frontier_of_width(exact), wide_of[optimizer], note)
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     made = made_on(provenance([run for some in counted for run in some]))

@@ -25,9 +25,9 @@ GRID: Grid = {
     "adafactor": ((1e-2, None), (3e-2, None), (1e-1, None)),
 }
 MAIN = ("adamw", "muon")  # with three seeds
-# The same in a model of four times the width and twice the blocks. What AdamW loses there is in
-# `benchmarks.time_to_loss`.
+# The same in a model of four times the width and twice the blocks.
 WIDE: Grid = {
+    "adamw": tuple((rate, None) for rate in (2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)),
     "muon": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8)),
 }
 
@@ -121,16 +121,26 @@ def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
 
 
 def frontier_of_width(exact: Setting) -> Iterator[Setting]:
-    """What is compressed in a model of four times the width: some 20 and 40 times fewer bytes."""
-    yield replace(exact, rank=84, wire="int6")
-    yield replace(exact, rank=43, wire="int6")
+    """What is compressed in a model of four times the width."""
+    if exact.optimizer == "adamw":
+        yield replace(exact, rank=32, wire="int6")
+    else:
+        yield replace(exact, rank=84, wire="int6")
+        yield replace(exact, rank=43, wire="int6")
 
 
-def wider(config: Config) -> Config:
-    """A model of four times the width, as in `benchmarks.time_to_loss`: 12.9 million parameters."""
-    return replace(
+def wider(config: Config, optimizer: str) -> Config:
+    """A model of four times the width, as in `benchmarks.time_to_loss`: 12.9 million parameters.
+
+    Behind AdamW the gap is half a per cent and the claim of the README: the final loss is that of
+    131,072 held-out bytes, and nothing is evaluated before.
+    """
+    wide = replace(
         config, width=4 * config.width, heads=2 * config.heads, layers=2 * config.layers, replicas=2
     )
+    if optimizer == "adamw":
+        return replace(wide, eval_every=wide.steps, eval_sequences=2048)
+    return wide
 
 
 def longer(config: Config) -> Config:

@@ -65,6 +65,6 @@ class Law:
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(runs=25, a=41.10, b=-0.15, c=0.77, spread=(0.30, 0.91), error=0.11),
+    "adamw": Law(runs=33, a=40.45, b=-0.11, c=0.69, spread=(0.31, 0.65), error=0.095),
     "muon": Law(runs=19, a=106.2, b=0.28, c=1.32, spread=(1.11, 1.11), error=0.18),
 }

@@ -84,13 +84,16 @@ def test_the_tables_have_what_was_searched_to_its_end():
     adamw = Setting("adamw", *GRID["adamw"][1])
     for setting in (adamw, replace(adamw, rank=21, wire="int6")):
         loss(longer(TINY), setting, 0)
-    wide = report.best("muon", lambda s, seed: loss(wider(TINY), s, seed), WIDE)
-    for setting in frontier_of_width(wide):
-        loss(wider(TINY), setting, 0)
+    for name in WIDE:
+        config = wider(TINY, name)
+        wide = report.best(name, lambda s, seed, own=config: loss(own, s, seed), WIDE)
+        for setting in frontier_of_width(wide):
+            loss(config, setting, 0)
     page = f"before\n<!-- {report.COMMAND} -->\nold\n<!-- end -->\nafter"
     text = report.paged(page, runs, TINY)
     assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | loss 2.500 | 1.0x |" in text
     assert "|  | rank 21, int6, 16 steps | 1 | +0.2% | 4.8x |" in text
+    assert text.count("width 64") == 5
     assert "lion" not in text
     with pytest.raises(ValueError, match="no search has come to its end"):
         report.paged(page, [], TINY)
