@@ -55,7 +55,11 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """The computations of a program by their names, the entry last, from ``compiled.as_text()``."""
+    """The computations of a program by their names, the entry last, from ``compiled.as_text()``.
+
+    Raises:
+      ValueError: If there are none.
+    """
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -63,6 +67,8 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             current.append(Instruction(*found.groups()))
         elif found := _COMPUTATION.match(line):
             current = computations.setdefault(found[1], [])
+    if not computations:
+        raise ValueError("The text is no HLO module: it has no ENTRY computation.")
     return computations
 
 
