@@ -110,6 +110,7 @@ class Boundary:
         """For what is mapped over `axes`."""
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
+        self._beside = bool(others)
         self._around = tuple(others) if jax.__version_info__ < (0, 12) else ()
         self._outer = mesh
         self.mesh = None if self._around else mesh  # None: the one of the context
@@ -123,11 +124,13 @@ class Boundary:
 
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
         """Outside: the mapped function; its results are typed as `like`."""
-        if not self._around:
+        if not self._beside:
             return mapped
-        shardings = jax.tree.map(lambda spec: NamedSharding(self._outer, spec), like)
-        # Run op by op, outside of `jax.jit`, what `explicit` gives would close over its arguments.
-        return jax.jit(jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings))
+        if self._around:
+            shardings = jax.tree.map(lambda spec: NamedSharding(self._outer, spec), like)
+            mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
+        # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole mesh.
+        return jax.jit(mapped)
 
     def _only_around(self, spec: PartitionSpec) -> PartitionSpec:
         parts = [
