@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.axes import local_if_bound
 from jaxcomp._mesh.per_replica import everybodys
 
 
@@ -44,9 +44,7 @@ class LocalSGDState(NamedTuple):
         """The state before the first step; `shared` are the fields anchor, outer and reducer."""
         # Two arrays: a training step that donates its state must not see one buffer twice.
         count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-        inner, local = jax.tree.map(jnp.asarray, (inner, local))
-        if is_bound(axis_name):
-            # Made inside the mapped function: under check_vma a scan can then carry the state.
-            inner, local = as_local((inner, local), axis_name)
+        arrays = jax.tree.map(jnp.asarray, (inner, local))
+        inner, local = local_if_bound(arrays, axis_name)
         owner = everybodys(axis_name)
         return cls(count, last_sync, inner, local=local, owner=owner, **shared)

@@ -126,6 +126,14 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
 
 
+def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """A fresh state, `as_local` where it is made inside of the mapped function.
+
+    Under ``check_vma=True`` a scan can then carry it.
+    """
+    return as_local(tree, axis_name) if is_bound(axis_name) else tree
+
+
 def _marked(x: Any, axes: frozenset[str]) -> Any:
     """`x`, typed as varying over these axes too."""
     missing = tuple(sorted(axes - varying(x)))

@@ -26,7 +26,7 @@ import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.axes import local_if_bound
 
 # States of other libraries that hold something of each replica's own. MultiSteps accumulates local
 # gradients, of which, as of a residual, only the mean matters.
@@ -46,10 +46,9 @@ def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
     )
 
 
-def everybodys(axis_name: AxisName | None) -> Array:
+def everybodys(axis_name: AxisName) -> Array:
     """The owner of a residual before the first step: float32 scalar 0."""
-    owner = jnp.zeros([], jnp.float32)
-    return as_local(owner, axis_name) if axis_name and is_bound(axis_name) else owner
+    return local_if_bound(jnp.zeros([], jnp.float32), axis_name)
 
 
 def without_row(state: PyTree) -> PyTree:

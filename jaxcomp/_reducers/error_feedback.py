@@ -22,7 +22,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
-from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.axes import as_local, local_if_bound
 from jaxcomp._mesh.collectives import this_replica
 from jaxcomp._mesh.per_replica import everybodys
 from jaxcomp._reducers.reducer import Reducer, Reduction, fitted, is_reducer_state
@@ -119,10 +119,7 @@ def error_feedback(
                 return optax.MaskedNode()
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
 
-        residual = jax.tree.map(zeros, params)
-        if is_bound(axis_name):
-            # init() called inside the mapped function: a scan can then carry the state.
-            residual = as_local(residual, axis_name)
+        residual = local_if_bound(jax.tree.map(zeros, params), axis_name)
         inner_state = reducer.init(params)
         _refuse_second_residual(reducer, inner_state)
         owner = everybodys(axis_name)

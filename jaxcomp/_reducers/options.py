@@ -24,7 +24,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, plan_leaves
-from jaxcomp._mesh.axes import as_local, is_bound
+from jaxcomp._mesh.axes import local_if_bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,7 @@ class LowRank:
             return jnp.zeros_like(leaf, dtype=dtype)
 
         residual = treedef.unflatten(map(zeros, leaves, self.plan(params)))
-        # init() called inside the mapped function: under check_vma a scan can then carry the state.
-        return as_local(residual, self.axis_name) if is_bound(self.axis_name) else residual
+        return local_if_bound(residual, self.axis_name)
 
     def random_factor(self, shape: tuple[int, ...], dtype: Any, *path: Any) -> Array:
         """A factor to start from: the same on every replica, another for every path of numbers."""
