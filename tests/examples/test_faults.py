@@ -145,8 +145,6 @@ def test_the_newest_is_restored_and_the_last_are_kept(tmp_path):
     assert saved(tmp_path / "run") == [2, 3]
 
 
-# tensorstore answers for every leaf, some of them after orbax has given up because of one.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_flipped_bit_is_named_or_harmless_and_never_goes_unnoticed(tmp_path):
     """A bit in the middle and at the end of each file; what was saved is what is restored."""
     newest = written(tmp_path / "run", 1, 2) / "2"
