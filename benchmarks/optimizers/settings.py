@@ -123,6 +123,7 @@ def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
 def frontier_of_width(exact: Setting) -> Iterator[Setting]:
     """What is compressed in a model of four times the width."""
     if exact.optimizer == "adamw":
+        yield replace(exact, rank=48, wire="int6")
         yield replace(exact, rank=32, wire="int6")
     else:
         yield replace(exact, rank=84, wire="int6")
