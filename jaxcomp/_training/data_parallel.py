@@ -233,12 +233,13 @@ class DataParallel:
         def value_and_gradients(arrays: dict[int, Any]) -> Any:
             args, kwargs = call.local(arrays, self.axis_name)
             result = self.grad_fn(*args, **kwargs)
-            if not (isinstance(result, tuple) and len(result) == 2):
+            if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise ValueError(
-                    "The gradient function must return (value, gradients) or ((value, auxiliary), "
-                    f"gradients), got {jax.tree.structure(result)}."
+                    "The gradient function must return (value, gradients), ((value, auxiliary), "
+                    "gradients) or (value, auxiliary, gradients), got "
+                    f"{jax.tree.structure(result)}."
                 )
-            return result
+            return result if len(result) == 2 else (result[:2], result[2])
 
         def inside(arrays: dict[int, Any]) -> Any:
             value, grads = value_and_gradients(arrays)
@@ -314,9 +315,10 @@ def data_parallel(
     accumulates over micro-batches, per-example clipping.
 
     Args:
-      grad_fn: From parameters and one replica's part of the batch to ``(value, gradients)`` or
-        ``((value, auxiliary), gradients)``, where the value is a floating scalar, the mean over the
-        examples, and the gradients are a tree like the parameters.
+      grad_fn: From parameters and one replica's part of the batch to ``(value, gradients)``,
+        ``((value, auxiliary), gradients)`` or ``(value, auxiliary, gradients)``, where the value is
+        a floating scalar, the mean over the examples, and the gradients are a tree like the
+        parameters.
       reducer: A `Reducer`, or any Optax transformation that begins with one (give `axis_name`).
       mesh: The mesh; None takes the one of `jax.set_mesh`, else the one that the state lies on.
       argnums: Which arguments are the parameters, as for `jax.value_and_grad`.

@@ -38,6 +38,21 @@ def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind
     assert found[0][1]["hits"].dtype == jnp.bool_
 
 
+def test_value_auxiliary_and_gradients_may_also_come_as_three():
+    mesh, params, data = grid(2), new_params(), batch()
+    pair = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def three(params, *data):
+        (value, aux), grads = pair(params, *data)
+        return value, aux, grads
+
+    outputs = []
+    for function in (pair, three):
+        run = jaxcomp.data_parallel(function, allreduce(), mesh=mesh)
+        outputs.append(run(run.init(params), params, *data)[0])
+    close(*outputs)
+
+
 def test_statistics_as_long_as_the_batch_are_not_taken_for_rows():
     """16 features and 16 examples on one replica: what grows with the batch is told apart."""
     mesh, params = grid(2), {"w": jnp.eye(16)}
