@@ -203,8 +203,9 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     size = fits[0] if fits else _BLOCK_ROWS[-1]
     runs = _runs([-(-n // size) for n in rows])
     blocks = _cut(factors, size)
-    row, inside = _row_numbers(rows, size)
-    dense = jnp.where(inside[..., None], spare_directions(row, rank, dtype), 0)
+    numbers = [lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], 1), x.ndim - 2) for x in factors]
+    row = _cut(numbers, size, padding=-1)
+    dense = jnp.where(row >= 0, spare_directions(row[..., 0], rank, dtype), 0)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
     largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), runs)
@@ -318,24 +319,14 @@ def _of_blocks(matrices: Array, runs: Sequence[tuple[int, int]]) -> Array:
     return jnp.concatenate(results)
 
 
-def _row_numbers(rows: Sequence[int], size: int) -> tuple[Array, Array]:
-    """Which row of its matrix each row of a block is, and whether there is one; both (b, size)."""
-    numbers, inside = [], []
-    for number, n in _runs(rows):
-        row = jnp.arange(-(-n // size) * size).reshape(1, -1, size)
-        row = jnp.broadcast_to(row, (number, *row.shape[1:])).reshape(-1, size)
-        numbers.append(row)
-        inside.append(row < n)
-    return jnp.concatenate(numbers), jnp.concatenate(inside)
-
-
-def _cut(factors: Sequence[Array], size: int) -> Array:
-    """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
-    rank, parts = factors[0].shape[-1], []
+def _cut(factors: Sequence[Array], size: int, padding: int = 0) -> Array:
+    """Blocks ``(number, size, r)`` of the matrices behind each other, padded."""
+    parts = []
     for x in factors:
-        flat = x.reshape(-1, *x.shape[-2:])
-        parts.append(jnp.pad(flat, ((0, 0), (0, -x.shape[-2] % size), (0, 0))).reshape(-1))
-    return jnp.concatenate(parts).reshape(-1, size, rank)
+        flat, more = x.reshape(-1, *x.shape[-2:]), -x.shape[-2] % size
+        flat = jnp.pad(flat, ((0, 0), (0, more), (0, 0)), constant_values=padding)
+        parts.append(flat.reshape(-1, size, x.shape[-1]))
+    return jnp.concatenate(parts)
 
 
 def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
