@@ -23,7 +23,7 @@ from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state
 from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.check_replicas import ReplicaMismatch, check_replicas
 from jaxcomp._training.data_parallel import data_parallel
-from jaxcomp._training.gradients import local_value_and_grad, set_to_zero
+from jaxcomp._training.gradients import local_value_and_grad
 from jaxcomp._training.hold_state import hold_state
 from jaxcomp._training.value_and_grad import value_and_grad
 from jaxcomp._version import __version__ as __version__
@@ -60,7 +60,6 @@ __all__ = [
     "powersgd",
     "quantized_allreduce",
     "ranks_by_spectrum",
-    "set_to_zero",
     "shard_state",
     "stack_replicas",
     "stacked",

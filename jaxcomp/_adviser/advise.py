@@ -54,17 +54,21 @@ class Prediction:
     communication: float  # per step, before any overlap
     compression: float  # per step
     bytes_per_step: float  # handed to the collectives by each replica
-    ratio: float  # how many times fewer than gradients as they are
     speedup: float  # over the faster baseline
-    compressed: bool = False  # False for the exact averages, which are the baselines
     rank: int = 0  # of PowerSGD
     gap: float = 0.0  # how far above the exact run the loss is expected to end
     half_width: float = 0.0  # of its 95% interval
-    break_even: float | None = None  # bytes per second below which it is faster; inf always
+    # Bytes per second below which it is faster; inf always, None for the baselines themselves.
+    break_even: float | None = None
 
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes it, for the replicas along `axis_name`."""
         return self.make(axis_name=axis_name)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it is anything but an exact average."""
+        return self.break_even is not None
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -119,10 +123,11 @@ class Advice:
         best = self.recommended
         if best.compressed:
             low, high = best.gap - best.half_width, best.gap + best.half_width
+            ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
             return (
                 f"The step is {best.speedup:.2f} times faster than with the {self.baseline.name}, "
-                f"with {best.ratio:.1f} times fewer bytes than float32 and {best.ratio / 2:.1f} "
-                f"than bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
+                f"with {ratio:.1f} times fewer bytes than float32 and {ratio / 2:.1f} than "
+                f"bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
                 f"(95% of runs: {low:.1%} to {high:.1%})."
             )
         if self.link.workers == 1:
@@ -281,14 +286,9 @@ def _predictions(
     width = typical_width(params, matrix_dims)
     # XLA's CPU backend sends bfloat16 as float32.
     narrow = "float16" if constants.platform == "cpu" else "bfloat16"
-    exact: dict[str, tuple[Software, _Make]] = {
-        "all-reduce float32": (constants.allreduce, allreduce),
-        f"all-reduce {narrow}": (constants.allreduce_16, partial(allreduce, comm_dtype=narrow)),
-    }
-    options = {"start_step": 0, "comm_dtype": "int6", "matrix_dims": matrix_dims}
-    ranks = [law.rank(budget, width) << k for k in range(_RANKS)]
-    compressed: dict[str, tuple[int, _Make]] = {"int8 all-reduce": (0, _int8)} | {
-        f"powersgd rank {rank} int6": (rank, partial(powersgd, rank, **options)) for rank in ranks
+    exact: dict[str, tuple[_Make, Software]] = {
+        "all-reduce float32": (allreduce, constants.allreduce),
+        f"all-reduce {narrow}": (partial(allreduce, comm_dtype=narrow), constants.allreduce_16),
     }
 
     def sent(make: _Make) -> CompressionStats:
@@ -296,48 +296,42 @@ def _predictions(
 
     baselines = [
         Traffic(sent(make).bytes_after, 1, software, overlap=constants.overlap)
-        for software, make in exact.values()
+        for make, software in exact.values()
     ]
     best = min(time_of_step(traffic, link, compute) for traffic in baselines)
 
     def predict(name: str, make: _Make, traffic: Traffic, **fields: Any) -> Prediction:
-        seconds = time_of_step(traffic, link, compute)
         return Prediction(
             name,
             make,
-            step_time=seconds,
+            step_time=(seconds := time_of_step(traffic, link, compute)),
             communication=communication_time(traffic, link),
             compression=traffic.compression,
             bytes_per_step=traffic.payload,
-            ratio=baselines[0].payload / traffic.payload if traffic.payload else 1.0,
             speedup=best / seconds,
             **fields,
         )
 
     found = [
         predict(name, make, traffic)
-        for (name, (_, make)), traffic in zip(exact.items(), baselines, strict=True)
+        for (name, (make, _)), traffic in zip(exact.items(), baselines, strict=True)
     ]
-    for name, (rank, make) in compressed.items():
+    for rank in (0, *(law.rank(budget, width) << k for k in range(_RANKS))):
+        name, make, collectives = "int8 all-reduce", _int8, 1
+        if rank:
+            options = {"start_step": 0, "comm_dtype": "int6", "matrix_dims": matrix_dims}
+            name, make = f"powersgd rank {rank} int6", partial(powersgd, rank, **options)
+            collectives = 2
         stats = sent(make)
         # Where no leaf is compressed, or hardly any, there is nothing to say of a rank.
         helps = any(leaf.rank for leaf in stats.leaves) and stats.bytes_after < baselines[1].payload
         if rank and not helps:
             continue
-        seconds, collectives = constants.compression_time(stats), 2 if rank else 1
+        seconds = constants.compression_time(stats)
         traffic = Traffic(stats.bytes_after, collectives, constants.exchange, seconds)
-        found.append(
-            predict(
-                name,
-                make,
-                traffic,
-                compressed=True,
-                rank=rank,
-                gap=law.gap(rank, width),
-                half_width=law.half_width(rank, width),
-                break_even=break_even(traffic, baselines, link, compute),
-            )
-        )
+        expected = {"gap": law.gap(rank, width), "half_width": law.half_width(rank, width)}
+        limit = break_even(traffic, baselines, link, compute)
+        found.append(predict(name, make, traffic, rank=rank, break_even=limit, **expected))
     return tuple(found)
 
 

@@ -19,7 +19,6 @@ from jaxcomp._adviser.model import ASSUMED, Calibration, Software
 from jaxcomp._adviser.shapes import assumed_params
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._mesh.axes import axis_size
 from jaxcomp._mesh.collectives import exchange, gather, reduce_mean
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
@@ -99,84 +98,71 @@ def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
 
     The step is around it because XLA fuses a reducer's output with what the optimizer does to it.
     """
-    mesh = Mesh(np.array([device]), (_AXIS,), axis_types=(AxisType.Auto,))
+    mesh = _mesh([device])
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
     state = reducer.init(grads)
-    specs = (jax.P(), state_specs(state, _AXIS))
+    specs = (jax.P(), state_specs(state, _AXIS), jax.P())
 
-    def step(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
-        params, state = carry
+    def step(carry: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+        params, state, grads = carry
         updates, state = reducer.update(grads, state)
         scaled = [u * jnp.asarray(-1e-3, u.dtype) for u in updates]
-        return [p + u for p, u in zip(params, scaled, strict=True)], state
+        return [p + u for p, u in zip(params, scaled, strict=True)], state, grads
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, jax.P()), out_specs=specs, check_vma=False
-    )
-    # As in training, the new parameters and state take the place of the old ones.
-    compiled = jax.jit(mapped, donate_argnums=0)
     params, grads = (jax.device_put(grads, NamedSharding(mesh, jax.P())) for _ in range(2))
-    carry = params, shard_state(state, mesh, _AXIS)
-    return _median_time(lambda carry: compiled(carry, grads), carry)
+    return _median_time(step, (params, shard_state(state, mesh, _AXIS), grads), specs, mesh)
 
 
-def _collectives(devices: Sequence[_Device]) -> dict[str, Any]:
-    """The times of each way to average, as the library does it: packing and rounding included."""
+def _collectives(devices: Sequence[_Device]) -> dict[str, Software]:
+    """The times of each way to average, as the library does it: packing and rounding included.
+
+    That of a small payload, and from that of a large one the bytes sent per second.
+    """
+    mesh = _mesh(devices)
     narrow = jnp.float16 if devices[0].platform == "cpu" else jnp.bfloat16
 
     def mean(x: Array, wire: Any) -> Array:
         return jnp.concatenate(reduce_mean(jnp.split(x, 2), _AXIS, wire).means)
 
     def swap(x: Array) -> Array:
-        received = exchange(x.reshape(axis_size(_AXIS), -1), _AXIS)
+        received = exchange(x.reshape(mesh.size, -1), _AXIS)
         return gather(received[0], _AXIS).reshape(x.shape)
 
-    return {
-        "allreduce": _software(devices, jnp.float32, 4, lambda x: mean(x, jnp.float32)),
-        "allreduce_16": _software(devices, jnp.float32, 2, lambda x: mean(x, narrow)),
-        "exchange": _software(devices, jnp.int8, 1, swap),
+    def seconds(average: Callable[[Array], Array], dtype: Any, width: int, payload: int) -> float:
+        # Both halves of a vector, and each replica's share of it, are whole numbers of values.
+        count = -(-payload // (width * 2 * mesh.size)) * 2 * mesh.size
+        ones = jax.device_put(np.ones(count, dtype), NamedSharding(mesh, jax.P()))
+
+        def repeated(x: Array) -> Array:
+            return lax.fori_loop(0, _REPEATED, lambda _, x: average(x), x)
+
+        return _median_time(repeated, ones, jax.P(), mesh) / _REPEATED
+
+    def software(average: Callable[[Array], Array], dtype: Any, width: int) -> Software:
+        small, large = (seconds(average, dtype, width, payload) for payload in (_SMALL, _LARGE))
+        sent = 2 * (mesh.size - 1) / mesh.size * (_LARGE - _SMALL)
+        return Software(small, sent / max(large - small, 0.01 * large))  # noise may turn them round
+
+    return {  # with the bytes of a value on the wire
+        "allreduce": software(lambda x: mean(x, jnp.float32), jnp.float32, 4),
+        "allreduce_16": software(lambda x: mean(x, narrow), jnp.float32, 2),
+        "exchange": software(swap, jnp.int8, 1),
     }
 
 
-def _software(
-    devices: Sequence[_Device], dtype: Any, width: int, average: Callable[[Array], Array]
-) -> Software:
-    """The time of a small average, and from that of a large one the bytes sent per second.
+def _mesh(devices: Sequence[_Device]) -> Mesh:
+    return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
-    Args:
-      devices: Among which.
-      dtype: Of the values on the device.
-      width: Bytes of each on the wire.
-      average: From a vector to its average.
-    """
-    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-    spec, sharding = jax.P(_AXIS), NamedSharding(mesh, jax.P(_AXIS))
 
-    def repeated(x: Array) -> Array:
-        return lax.fori_loop(0, _REPEATED, lambda _, x: average(x), x)
-
-    mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+def _median_time(step: Callable[[Any], Any], carry: Any, specs: Any, mesh: Mesh) -> float:
+    """The median time of calls that each take the last one's result, in the same memory."""
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
     compiled = jax.jit(mapped, donate_argnums=0)
-
-    def seconds(payload: int) -> float:
-        # Both halves of a vector, and each replica's share of it, are whole numbers of values.
-        count = -(-payload // (width * 2 * mesh.size)) * 2 * mesh.size
-        # Made on the devices: of several processes no one could hand over the whole array.
-        ones = jax.jit(lambda: jnp.ones(mesh.size * count, dtype), out_shardings=sharding)
-        return _median_time(compiled, ones()) / _REPEATED
-
-    small, large = seconds(_SMALL), seconds(_LARGE)
-    sent = 2 * (mesh.size - 1) / mesh.size * (_LARGE - _SMALL)
-    return Software(small, sent / max(large - small, 0.01 * large))  # noise may turn them round
-
-
-def _median_time(function: Callable[[Any], Any], carry: Any) -> float:
-    """The median time of calls that each take the last one's result, and may donate it."""
     times: list[float] = []
     for _ in range(2 + _REPEATS):  # compile; fill caches
         start = time.perf_counter()
-        carry = jax.block_until_ready(function(carry))
+        carry = jax.block_until_ready(compiled(carry))
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import PyTree
+from jaxcomp._base.typing import KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, make_fragments
 from jaxcomp._local.state import LocalSGDState
 from jaxcomp._local.sync import InnerInit, Part, Sync, total
@@ -26,12 +26,8 @@ from jaxcomp._mesh.explicit import resharded
 from jaxcomp._mesh.per_replica import with_row, without_row
 from jaxcomp._reducers.reducer import has_rows
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.on_mesh import (
-    batch_spec,
-    check_params,
-    check_replica_axis,
-    weight_spec,
-)
+from jaxcomp._training.arguments import split_spec
+from jaxcomp._training.on_mesh import check_params, check_replica_axis, weight_spec
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -124,12 +120,16 @@ class LocalSGDRound:
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, replicas)
         check_params(params, mesh, axes)
-        rows = jax.tree.map(lambda x: P(None, axis_name) if np.ndim(x) > 1 else P(), batches)
+
+        def rows(path: KeyPath, x: Any) -> P:
+            along = P(None, axis_name) if np.ndim(x) > 1 else P()
+            return split_spec(f"{leaf_name(path)} of the batches", x, along, axis_name, replicas)
+
         specs = (
             P(),
             state_specs(state, axis_name),
-            batch_spec(rows, batches, 2, mesh, axis_name, replicas),
-            None if weight is None else weight_spec(weight, {}, axis_name, replicas),
+            jax.tree_util.tree_map_with_path(rows, batches),
+            weight_spec(weight, {}, axis_name, replicas),
         )
         weight = None if weight is None else jnp.asarray(weight)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,7 @@ class AccumulateState(NamedTuple):
 
 def accumulate(
     tx: optax.GradientTransformation,
-    every_k: int | Callable[[Array], Array | int],
+    every_k: int,
     *,
     accumulator_dtype: DType = jnp.float32,
 ) -> Transformation:
@@ -54,8 +53,7 @@ def accumulate(
 
     Args:
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
-      every_k: Micro-batches per optimizer step: a number, or a function of the number of optimizer
-        steps taken.
+      every_k: Micro-batches per optimizer step.
       accumulator_dtype: How the accumulated gradients are stored.
 
     Returns:
@@ -79,8 +77,7 @@ def accumulate(
       [[0.0, 0.0], [-3.0, -3.0]]
     """
     made_by = call_text("accumulate", locals())
-    if not callable(every_k):
-        every_k = check_int("every_k", every_k, 1)
+    every_k = check_int("every_k", every_k, 1)
     if not jnp.issubdtype(jnp.dtype(accumulator_dtype), jnp.floating):
         raise ValueError(
             f"`accumulator_dtype` must be a floating dtype, got {jnp.dtype(accumulator_dtype)}: "
@@ -106,7 +103,6 @@ def accumulate(
                 "gradients of each before, or accumulate in the function that data_parallel is "
                 "given."
             )
-        k = every_k(state.gradient_step) if callable(every_k) else every_k
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:
@@ -117,7 +113,9 @@ def accumulate(
             return total + (gradient - total) / seen.astype(total.dtype)
 
         total = jax.tree.map(add, state.acc_grads, updates)
-        mean = jax.tree.map(_cast, total, updates)
+        mean = jax.tree.map(
+            lambda m, g: g if g.dtype == jax.dtypes.float0 else m.astype(g.dtype), total, updates
+        )
 
         def emit() -> tuple[PyTree, PyTree, PyTree]:
             result, new = inner.update(mean, state.inner_opt_state, params, **extra_args)
@@ -127,7 +125,7 @@ def accumulate(
             shapes, _, _ = jax.eval_shape(emit)
             return optax.tree.zeros_like(shapes), state.inner_opt_state, total
 
-        due = seen >= jnp.asarray(k, seen.dtype)
+        due = seen >= every_k
         result, new, total = switch(due.astype(jnp.int32), [wait, emit])
         return result, AccumulateState(
             mini_step=jnp.where(due, 0, seen),
@@ -137,16 +135,7 @@ def accumulate(
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        if callable(every_k):
-            raise ValueError(
-                "`every_k` is a function, so the steps that communicate are not known. Ask `tx`."
-            )
         counted = bytes_of(tx, params, replicas, None if step is None else step // every_k)
         return counted.scaled(1 / every_k if step is None else (step + 1) % every_k == 0)
 
     return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)
-
-
-def _cast(total: Array, gradient: Array) -> Array:
-    """The accumulated gradient in its own dtype again."""
-    return gradient if gradient.dtype == jax.dtypes.float0 else total.astype(gradient.dtype)

@@ -6,20 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, mesh_axes
-from jaxcomp._training.on_mesh import (
-    batch_spec,
-    check_same_rows,
-    check_something_is_split,
-    is_array,
-    is_shared,
-    only,
-    split_axis,
-)
+from jaxcomp._mesh.axes import as_local, axis_tuple, mesh_axes
+from jaxcomp._states.place import known_spec
+
+_AS_IT_LIES = object()  # in the place of a specification that nobody gave
 
 
 class Arguments:
@@ -76,19 +71,39 @@ class Arguments:
                 f"{len(others)} arguments besides the parameters. Give one specification for all "
                 "of them, or a tuple with one for each."
             )
-        asked = dict(zip(others, given, strict=True))
-        specs = [
-            batch_spec(asked[i], arg, i, mesh, axis_name, replicas)
-            if i in asked
-            else jax.tree.map(lambda _: PartitionSpec(), arg)
-            for i, arg in enumerate(self._args)
-        ]
-        flat = jax.tree.leaves(specs)  # those of arguments by name follow, and are shared
-        self.specs = {i: flat[i] if i < len(flat) else PartitionSpec() for i in self.arrays}
+        asked = jax.tree.map(
+            lambda spec: _AS_IT_LIES if spec is None else _checked(spec, axis_name, mesh),
+            dict(zip(others, given, strict=True)),
+            is_leaf=lambda x: x is None,
+        )
+        wanted = tuple(asked.get(i, PartitionSpec()) for i in range(len(self._args)))
+        wanted = jax.tree.leaves(jax.tree.broadcast(wanted, self._args))
+        self.specs = dict.fromkeys(self.arrays, PartitionSpec())
+        rows, keys = list[tuple[str, int]](), list[str]()
+        paths = jax.tree_util.tree_flatten_with_path(self._args)[0]
+        for i, ((path, leaf), spec) in enumerate(zip(paths, wanted, strict=True)):
+            name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
+            lies = _as_it_lies(leaf, axis_name, mesh) if spec is _AS_IT_LIES else spec
+            found = split_spec(name, leaf, lies, axis_name, replicas)
+            if i in self.arrays:
+                self.specs[i] = found
+            if spec is _AS_IT_LIES and (axis := split_axis(found)) is not None:
+                rows.append((name, np.shape(leaf)[axis]))
+            elif spec is _AS_IT_LIES and _is_raw_key(leaf):
+                keys.append(name)
         if mesh is not None:
-            unasked = [i for i, spec in asked.items() if spec is None]
-            check_same_rows({i: self._args[i] for i in unasked}, {i: specs[i] for i in unasked})
-            check_something_is_split(list(self.specs.values()), axis_name)
+            _check_rows(rows, keys)
+            self._check_something_is_split(axis_name)
+
+    def _check_something_is_split(self, axis_name: AxisName) -> None:
+        """Refuses a batch that every replica would compute whole: that saves nobody any work."""
+        if not self.batch(self.arrays):
+            raise ValueError(
+                "No argument is split between the replicas: each would compute the whole batch. "
+                "Pass the batch as an argument, not in a closure, with batch_specs that name "
+                f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
+                "jax.random.split(key, replicas)."
+            )
 
     def batch(self, arrays: dict[int, Any]) -> dict[int, int]:
         """Of these arrays those that hold examples, with the axis of them."""
@@ -129,6 +144,110 @@ class Arguments:
 def arrays_only(tree: PyTree) -> PyTree:
     """The tree with None in the place of what is no array."""
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
+
+
+def _checked(spec: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
+    """Refuses what would split nothing without a word: no PartitionSpec, or an unknown axis."""
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
+            f"them, got a {type(spec).__name__}: {spec!r}."
+        )
+    names = [n for part in spec for n in (part if isinstance(part, tuple) else (part,))]
+    known = names if mesh is None else mesh.axis_names
+    if unknown := [n for n in names if isinstance(n, str) and n not in known]:
+        raise ValueError(
+            f"`batch_specs` names the axis {unknown[0]!r}; the mesh has "
+            f"{', '.join(map(repr, known))}."
+        )
+    return spec
+
+
+def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
+    """How a leaf is known to be split between the replicas, else along axis 0."""
+    if is_shared(leaf):
+        return PartitionSpec()
+    known = () if mesh is None else known_spec(leaf, mesh)
+    lies = PartitionSpec(*(only(part, axis_tuple(axis_name)) for part in known))
+    return lies if any(lies) else PartitionSpec(axis_name)
+
+
+def split_spec(
+    name: str, leaf: Any, spec: PartitionSpec, axis_name: AxisName, replicas: int
+) -> PartitionSpec:
+    """A specification for one leaf of a batch, of the axes of the replicas only.
+
+    Raises:
+      ValueError: If an axis of it cannot be split so, with its `name`.
+    """
+    kept = [only(part, axis_tuple(axis_name)) for part in spec]
+    shape = np.shape(leaf) if is_array(leaf) else ()
+    if any(part and (d >= len(shape) or shape[d] % replicas) for d, part in enumerate(kept)):
+        raise ValueError(
+            f"The leaf {name} has shape {shape}, which {PartitionSpec(*kept)} cannot split between "
+            f"{replicas} replicas. Give batch_specs with P() for what every replica shall see "
+            "whole, or a batch that the number of replicas divides."
+        )
+    return PartitionSpec(*kept) if any(kept) else PartitionSpec()
+
+
+def split_axis(spec: PartitionSpec) -> int | None:
+    """The axis along which a leaf is split between the replicas; None for what all see whole."""
+    return next((axis for axis, part in enumerate(spec) if part), None)
+
+
+def _check_rows(rows: list[tuple[str, int]], keys: list[str]) -> None:
+    """Refuses to take for a batch, unasked, what is none: a table, statistics, another model.
+
+    Args:
+      rows: Of the leaves to be split that nobody said how to split, names and lengths.
+      keys: Names of those that look like a random key.
+
+    Raises:
+      ValueError: If there are not as many rows in all, naming two that differ; or a leaf may be a
+        key as well as two examples.
+    """
+    for name, length in rows[1:]:
+        if length != rows[0][1]:
+            raise ValueError(
+                f"The leaf {name} has {length} rows, and {rows[0][0]} has {rows[0][1]}. By default "
+                "everything with axes is taken for examples and split between the replicas. Give "
+                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
+                "shall see whole (tables, statistics, another model's weights)."
+            )
+    if keys and (not rows or rows[0][1] == _raw_key().shape[0]):
+        raise ValueError(
+            f"The leaf {keys[0]} is {_raw_key().dtype} of shape {_raw_key().shape}: a key of "
+            "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or batch_specs "
+            "with P() for a key and the axis of the replicas for examples."
+        )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is split or shared at all; a flag, a function, a ConfigDict is neither."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
+    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """A key of `jax.random.PRNGKey` has an axis, which is not one of examples."""
+    raw = _raw_key()
+    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (raw.shape, raw.dtype)
+
+
+def _raw_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.PRNGKey, 0)
+
+
+def only(part: Any, axes: tuple[str, ...]) -> Any:
+    """One entry of a specification with these axes alone."""
+    names = part if isinstance(part, tuple) else (part,)
+    kept = tuple(name for name in names if name in axes)
+    return kept[0] if len(kept) == 1 else kept or None
 
 
 def _twice(x: Array, axis: int) -> Array:

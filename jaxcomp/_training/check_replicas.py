@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, switch
 from jaxcomp._mesh.collectives import maximum, replica_index
 from jaxcomp._mesh.per_replica import map_leaves
@@ -115,26 +115,20 @@ def _nothing_found(tree: PyTree, axis_name: AxisName) -> ReplicaCheck:
 
 
 def _check(tree: PyTree, axis_name: AxisName) -> ReplicaCheck:
-    hashes: list[Array] = []
-
-    def place(path: KeyPath, leaf: Any, local: bool) -> int | None:
-        """The leaf's place among the hashes; None for one that is not compared."""
-        del path
-        if local or leaf_dtype(leaf) == jax.dtypes.float0:
-            return None
-        hashes.append(_checksum(as_local(jnp.asarray(leaf), axis_name)))
-        return len(hashes) - 1
-
-    treedef = jax.tree.structure(tree)
-    places = treedef.flatten_up_to(map_leaves(place, tree))
+    leaves, treedef = jax.tree.flatten(tree)
+    skip = lambda path, leaf, local: local or leaf_dtype(leaf) == jax.dtypes.float0  # noqa: E731
+    compared = [not skipped for skipped in jax.tree.leaves(map_leaves(skip, tree))]
+    arrays = [jnp.asarray(x) for x, due in zip(leaves, compared, strict=True) if due]
+    hashes = [_checksum(x) for x in as_local(arrays, axis_name)]
     own = jnp.stack(hashes) if hashes else jnp.zeros(0, jnp.uint32)
     whole = _mix(jnp.sum(_mix(own + lax.iota(jnp.uint32, own.size)), dtype=jnp.uint32))
     slots = jnp.zeros(axis_size(axis_name), jnp.uint32)
     slots = as_local(slots, axis_name).at[replica_index(axis_name)].set(whole)
     largest = maximum(jnp.concatenate([own, ~own, slots]), axis_name)
     same = largest[: own.size] == ~largest[own.size : 2 * own.size]
-    leaves = [jnp.array(True) if place is None else same[place] for place in places]
-    return ReplicaCheck(treedef.unflatten(leaves), largest[2 * own.size :])
+    found = iter(same)
+    flags = [next(found) if due else jnp.array(True) for due in compared]
+    return ReplicaCheck(treedef.unflatten(flags), largest[2 * own.size :])
 
 
 @jax.jit  # traced once for a shape, of which a model has few
@@ -144,27 +138,17 @@ def _checksum(leaf: Array) -> Array:
         leaf = jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    total = jnp.zeros([], jnp.uint32)
-    positions = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis in range(leaf.ndim):
-        positions = positions * jnp.uint32(leaf.shape[axis] & 0xFFFFFFFF)
-        positions = positions + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    for word, bits in enumerate(_words(leaf)):
-        salted = bits ^ _mix(positions + jnp.uint32(0x9E3779B9 * (word + 1) & 0xFFFFFFFF))
-        total = total + jnp.sum(_mix(salted), dtype=jnp.uint32)
-    return _mix(total)
-
-
-def _words(leaf: Array) -> list[Array]:
-    """The bits of each element, as one or two uint32."""
     if leaf.dtype == jnp.bool_:
-        return [leaf.astype(jnp.uint32)]
-    width = leaf.dtype.itemsize
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
-    bits = lax.bitcast_convert_type(leaf, unsigned)  # 8 bytes give a new last axis of 2
-    if width == 8:
-        return [bits[..., 0], bits[..., 1]]
-    return [bits.astype(jnp.uint32)]
+        leaf = leaf.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    # Of 8 bytes there are two numbers, along a new last axis.
+    bits = lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+    positions = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, length in enumerate(bits.shape):
+        positions = positions * jnp.uint32(length & 0xFFFFFFFF)
+        positions = positions + lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    salted = bits ^ _mix(positions + jnp.uint32(0x9E3779B9))
+    return _mix(jnp.sum(_mix(salted), dtype=jnp.uint32))
 
 
 def _mix(x: Array) -> Array:

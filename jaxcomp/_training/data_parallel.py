@@ -28,7 +28,6 @@ from jaxcomp._training.arguments import Arguments, arrays_only
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
-    check_batch_specs,
     check_differentiable,
     check_params,
     check_replica_axis,
@@ -177,22 +176,21 @@ class DataParallel:
         mesh = the_mesh(self.mesh, self.axis_name, state, call.arrays)
         axes = axis_tuple(self.axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
-        check_batch_specs(self.batch_specs, mesh)
         check_replica_axis(state, replicas)
         check_params(params, mesh, axes)
         call.split_by(self.batch_specs, self.axis_name, mesh=mesh, replicas=replicas)
 
-        weights = {} if weight is None else {0: jnp.asarray(weight)}
-        along = weight_spec(weight, call.rows(call.arrays), self.axis_name, replicas)
-        given = state, call.arrays, weights
+        weight = None if weight is None else jnp.asarray(weight)
+        given = state, call.arrays, weight
         state_spec = state_specs(state, self.axis_name)
-        in_specs = state_spec, call.specs, dict.fromkeys(weights, along)
+        along = weight_spec(weight, call.rows(call.arrays), self.axis_name, replicas)
+        in_specs = state_spec, call.specs, along
         given = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), given, in_specs)
         boundary = Boundary(mesh, axes)
         explicit = functools.partial(boundary.explicit, specs=typed_specs(given[1]))
 
-        def on_replica(state: PyTree, arrays: dict[int, Any], weights: dict[int, Any]) -> Any:
-            return self._on_replica(call, reported, state, arrays, weights.get(0), explicit)
+        def on_replica(state: PyTree, arrays: dict[int, Any], weight: Any) -> Any:
+            return self._on_replica(call, reported, state, arrays, weight, explicit)
 
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         others = [name for name, size in mesh.shape.items() if size > 1]

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
@@ -95,32 +94,3 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
                 "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "
                 "optax.chain that begins with one; the optimizer comes behind this call."
             )
-
-
-def set_to_zero() -> optax.GradientTransformation:
-    """`optax.set_to_zero` for frozen parameters beside a reducer, inside a mapped function.
-
-    Zeros are the same on every replica, and here they are typed so: made like a local gradient,
-    optax's count as different under ``shard_map(check_vma=True)``, and ``out_specs=P()`` of the
-    parameters is refused. With `jaxcomp.value_and_grad`, where the optimizer is outside, optax's
-    own does.
-
-    Returns:
-      A transformation without a state.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxcomp, optax
-      >>> tx = optax.multi_transform(
-      ...     {"lora": optax.chain(jaxcomp.powersgd(axis_name="data"), optax.adam(1e-3)),
-      ...      "frozen": jaxcomp.set_to_zero()},
-      ...     {"w": "frozen", "a": "lora", "b": "lora"})
-      >>> zero = jaxcomp.set_to_zero()
-      >>> zero.update({"w": jnp.ones(2)}, zero.init(None))[0]["w"].tolist()
-      [0.0, 0.0]
-    """
-
-    def zeros(updates: PyTree, params: PyTree | None) -> PyTree:
-        del params
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates)
-
-    return optax.stateless(zeros)

@@ -71,97 +71,6 @@ def check_differentiable(params: PyTree) -> None:
             )
 
 
-def check_batch_specs(specs: PyTree, mesh: Any) -> None:
-    """Refuses what would split nothing without a word: an axis that the mesh lacks.
-
-    Raises:
-      ValueError: Naming it, or what is no PartitionSpec.
-    """
-
-    def is_spec(node: Any) -> bool:
-        return node is None or isinstance(node, PartitionSpec)
-
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
-        if not is_spec(spec):
-            raise ValueError(
-                f"`batch_specs` must be a PartitionSpec such as jax.P({mesh.axis_names[0]!r}), or "
-                f"a tree of them, got a {type(spec).__name__}: {spec!r}."
-            )
-        for part in spec or ():
-            for name in part if isinstance(part, tuple) else (part,):
-                if isinstance(name, str) and name not in mesh.axis_names:
-                    raise ValueError(
-                        f"`batch_specs` names the axis {name!r}; the mesh has "
-                        f"{', '.join(map(repr, mesh.axis_names))}."
-                    )
-
-
-def batch_spec(
-    spec: Any, arg: Any, index: int, mesh: Any, axis_name: AxisName, replicas: int
-) -> PyTree:
-    """A PartitionSpec for each leaf of an argument, of the axes of the replicas only.
-
-    Args:
-      spec: What the user says; None for as the arrays are known to lie, else along axis 0.
-      arg: The argument.
-      index: Its place, for messages.
-      mesh: The mesh; None where the arrays are those of one replica.
-      axis_name: Its axis or axes of the replicas.
-      replicas: How many there are.
-
-    Raises:
-      ValueError: If an axis of a leaf cannot be split so.
-    """
-    axes = axis_tuple(axis_name)
-
-    def found(leaf: Any) -> PartitionSpec:
-        if is_shared(leaf):
-            return PartitionSpec()
-        known = () if mesh is None else known_spec(leaf, mesh)
-        lies = PartitionSpec(*(only(part, axes) for part in known))
-        return lies if any(lies) else PartitionSpec(axis_name)
-
-    if spec is None:
-        specs = jax.tree.map(found, arg)
-    else:
-        specs = jax.tree.broadcast(spec, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-    def checked(path: KeyPath, leaf: Any, spec: PartitionSpec) -> PartitionSpec:
-        kept = [only(part, axes) for part in spec]
-        used = [d for d, part in enumerate(kept) if part]
-        shape = np.shape(leaf) if is_array(leaf) else ()
-        if any(d >= len(shape) or shape[d] % replicas for d in used):
-            raise ValueError(
-                f"The leaf {leaf_name(path)} of argument {index} has shape {shape}, which "
-                f"{PartitionSpec(*kept)} cannot split between {replicas} replicas. Give "
-                "batch_specs with P() for what every replica shall see whole, or a batch that the "
-                "number of replicas divides."
-            )
-        return PartitionSpec(*kept) if used else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(checked, arg, specs)
-
-
-def split_axis(spec: PartitionSpec) -> int | None:
-    """The axis along which a leaf is split between the replicas; None for what all see whole."""
-    return next((axis for axis, part in enumerate(spec) if part), None)
-
-
-def check_something_is_split(specs: list[PartitionSpec], axis_name: AxisName) -> None:
-    """Refuses a batch that every replica would compute whole: it works, and saves nobody any work.
-
-    Raises:
-      ValueError: If every argument is the same for all replicas.
-    """
-    if all(split_axis(spec) is None for spec in specs):
-        raise ValueError(
-            "No argument is split between the replicas: each would compute the whole batch. Pass "
-            "the batch as an argument, not in a closure, with batch_specs that name "
-            f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
-            "jax.random.split(key, replicas)."
-        )
-
-
 # What JAX says inside of a `jax.shard_map` that the user has not written, and what to do then.
 _NOTES = {
     "manual axis types": (
@@ -204,70 +113,6 @@ def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-def check_same_rows(args: dict[int, Any], specs: dict[int, PyTree]) -> None:
-    """Refuses to take for a batch, unasked, what is none: a table, statistics, another model.
-
-    Args:
-      args: By position, those that nobody said how to split.
-      specs: For each a PartitionSpec for every leaf.
-
-    Raises:
-      ValueError: If the leaves to be split have not as many rows, naming two that differ; or a
-        leaf may be a key as well as two examples.
-    """
-    rows: list[tuple[str, int]] = []
-    keys: list[str] = []
-    for i, arg in args.items():
-        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
-        for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs[i]), strict=True):
-            name, axis = f"{leaf_name(path)} of argument {i}", split_axis(spec)
-            if axis is not None:
-                rows.append((name, np.shape(leaf)[axis]))
-            elif _is_raw_key(leaf):
-                keys.append(name)
-    for name, length in rows[1:]:
-        if length != rows[0][1]:
-            raise ValueError(
-                f"The leaf {name} has {length} rows, and {rows[0][0]} has {rows[0][1]}. By default "
-                "everything with axes is taken for examples and split between the replicas. Give "
-                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
-                "shall see whole (tables, statistics, another model's weights)."
-            )
-    if keys and (not rows or rows[0][1] == _raw_key().shape[0]):
-        raise ValueError(
-            f"The leaf {keys[0]} is {_raw_key().dtype} of shape {_raw_key().shape}: a key of "
-            "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or batch_specs "
-            "with P() for a key and the axis of the replicas for examples."
-        )
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is split or shared at all; a flag, a function, a ConfigDict is neither."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def is_shared(leaf: Any) -> bool:
-    """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
-    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
-
-
-def _is_raw_key(leaf: Any) -> bool:
-    """A key of `jax.random.PRNGKey` has an axis, which is not one of examples."""
-    raw = _raw_key()
-    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (raw.shape, raw.dtype)
-
-
-def _raw_key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.PRNGKey, 0)
-
-
-def only(part: Any, axes: tuple[str, ...]) -> Any:
-    """One entry of a specification with these axes alone."""
-    names = part if isinstance(part, tuple) else (part,)
-    kept = tuple(name for name in names if name in axes)
-    return kept[0] if len(kept) == 1 else kept or None
-
-
 def check_replica_axis(state: PyTree, replicas: int) -> None:
     """Refuses a state that was not made for so many replicas.
 
@@ -298,8 +143,10 @@ def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas
     Raises:
       ValueError: If it is neither.
     """
+    if weight is None:
+        return None
     shape = np.shape(weight)
-    if weight is None or shape == (replicas,):
+    if shape == (replicas,):
         return PartitionSpec(axis_name)
     for axis, length in rows.items():
         if len(shape) > axis and shape[axis] == length:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
-from jaxcomp._base.checks import check_flag
-from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._base.checks import check_flag, names_checked
 from jaxcomp._training.data_parallel import DataParallel, data_parallel
 
 
+@functools.partial(names_checked, options=data_parallel, but=("grad_fn",))
 def value_and_grad(
     fun: Callable[..., Any],
     reducer: optax.GradientTransformation,
     *,
-    mesh: Mesh | None = None,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
-    aux: PyTree = None,
-    batch_specs: Any = None,
-    axis_name: AxisName | None = None,
-    check_vma: bool = True,
+    **options: Any,
 ) -> DataParallel:
     """`jax.value_and_grad` whose gradients are averaged by a reducer, for loops in `jax.jit`.
 
@@ -35,13 +31,10 @@ def value_and_grad(
       fun: The mean loss of the examples that it is given: a scalar, or (scalar, auxiliary) with
         `has_aux`. Parameters come first, or where `argnums` says.
       reducer: As for `data_parallel`.
-      mesh: As for `data_parallel`.
       argnums: As for `jax.value_and_grad`.
       has_aux: As for `jax.value_and_grad`.
-      aux: As for `data_parallel`.
-      batch_specs: As for `data_parallel`, for the arguments that are not differentiated.
-      axis_name: As for `data_parallel`.
-      check_vma: As for `data_parallel`.
+      **options: Of `data_parallel`: mesh, batch_specs (for the arguments that are not
+        differentiated), aux, axis_name, check_vma.
 
     Returns:
       A `DataParallel`; a call ``(state, params, *batch)`` gives ``((value, gradients), state)``.
@@ -68,14 +61,5 @@ def value_and_grad(
       (1.0, (2, 16, 16))
     """
     has_aux = check_flag("has_aux", has_aux)
-    checked = data_parallel(
-        fun,
-        reducer,
-        mesh=mesh,
-        argnums=argnums,
-        batch_specs=batch_specs,
-        aux=aux,
-        axis_name=axis_name,
-        check_vma=check_vma,
-    )
+    checked = data_parallel(fun, reducer, argnums=argnums, **options)
     return dataclasses.replace(checked, grad_fn=jax.value_and_grad(fun, argnums, has_aux))

@@ -14,10 +14,7 @@ import numpy as np
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)$")
-_CALL = re.compile(
-    r"(body|condition|to_apply|calls|true_computation|false_computation|branch_computations"
-    r"|called_computations)=(?:\{([^}]*)\}|(%?[\w.-]+))"
-)
+_CALL = re.compile(r"(body|condition|to_apply|calls|\w+_computations?)=(?:\{([^}]*)\}|(%?[\w.-]+))")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _TURNED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # devices counted in a shape, its axes then in an order
@@ -86,23 +83,20 @@ def replica_groups(attributes: str) -> list[list[int]] | None:
     if found := _LISTED.search(attributes):
         return [_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", found[1])]
     if found := _RANGE.search(attributes):
-        return _turned(found[2], found[3]).reshape(_numbers(found[1])).tolist()
-    if found := _MESH.search(attributes):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
-        joined = [list(sizes).index(name) for name in re.findall(r"'([^']*)'", found[4])]
-        devices = _turned(found[2] or ",".join(sizes.values()), found[3])
-        devices = devices.reshape([int(size) for size in sizes.values()])
-        last = np.moveaxis(devices, joined, range(-len(joined), 0))
-        return last.reshape(-1, math.prod(last.shape[-len(joined) :])).tolist()
-    if "replica_groups={}" in attributes or "replica_groups" not in attributes:
+        sizes, joined, (dims, order) = _numbers(found[1]), [1], found.group(2, 3)
+    elif found := _MESH.search(attributes):
+        axes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
+        joined = [list(axes).index(name) for name in re.findall(r"'([^']*)'", found[4])]
+        sizes, (dims, order) = [int(size) for size in axes.values()], found.group(2, 3)
+    elif "replica_groups={}" in attributes or "replica_groups" not in attributes:
         return None
-    raise ValueError(f"XLA writes replica groups in a form unknown here: {attributes[:300]}")
-
-
-def _turned(dims: str, order: str | None) -> np.ndarray:
-    shape = _numbers(dims)
-    turned = _numbers(order) if order else range(len(shape))
-    return np.arange(math.prod(shape)).reshape(shape).transpose(turned)
+    else:
+        raise ValueError(f"XLA writes replica groups in a form unknown here: {attributes[:300]}")
+    shape = _numbers(dims) if dims else sizes
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    devices = devices.transpose(_numbers(order) if order else range(len(shape))).reshape(sizes)
+    last = np.moveaxis(devices, joined, range(-len(joined), 0))
+    return last.reshape(-1, math.prod(sizes[i] for i in joined)).tolist()
 
 
 def _numbers(text: str) -> list[int]:

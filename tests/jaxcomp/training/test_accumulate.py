@@ -135,17 +135,6 @@ def test_a_scalar_parameter(mapping):
     assert got["scale"].shape == (2, 5)
 
 
-def test_a_schedule_of_micro_batches():
-    targets = random_grads(SHAPES, 2, 6)
-    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.1))
-    schedule = lambda step: jnp.where(step < 1, 2, 4)  # noqa: E731
-    got, state = run("vmap", jaxcomp.accumulate(tx, schedule), PARAMS, targets)
-    theirs = optax.MultiSteps(tx, schedule)
-    expected, _ = run_optax("vmap", theirs, targets)
-    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5, atol=1e-6)
-    assert state.gradient_step.tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
 def test_a_micro_batch_that_is_not_finite_costs_one_step(mapping):
     targets = random_grads(SHAPES, 2, 6)
