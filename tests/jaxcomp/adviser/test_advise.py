@@ -191,18 +191,12 @@ def test_the_law_and_its_inverse(optimizer):
             assert law.gap(rank, width) <= budget + 1e-12
             assert rank == 8 or law.gap(rank - 8, width) > budget
         assert law.half_width(16, width) >= law.half_width(64, width)
+    assert law.half_width(32, 4096) > law.half_width(32, 512)  # a width that no run had
     if optimizer == "adamw":
         # Beyond the widest model nothing was measured, and no lower rank is asked for.
         assert law.rank(0.005, 8192) == law.rank(0.005, 512)
         # Width 512, rank 32 in six bits: 0.3% below the exact run, on average of three seeds.
         assert abs(law.gap(32, 512) + 0.003) < law.half_width(32, 512)
-
-
-def test_a_width_that_no_run_had_widens_the_interval():
-    inside, outside = (
-        jaxcomp.advise(shapes(w=(n, 4 * n)), **SLOW).recommended for n in (512, 4096)
-    )
-    assert outside.half_width > inside.half_width > 0
 
 
 def test_stacked_layers_are_as_wide_as_one_of_them():

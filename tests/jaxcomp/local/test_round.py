@@ -83,7 +83,7 @@ def test_rounds_of_several_lengths_share_a_state():
         return short(params, state, tail)[0]
 
     got = jax.jit(jax.vmap(train, axis_name=AXIS))(targets)
-    schedule = lambda step: jnp.where(step < 4, 4, 2)  # noqa: E731
+    schedule = lambda step: jnp.where(step < 4, 4.0, 1.9999)  # noqa: E731
     tx = jaxcomp.local_sgd(inner, sync_every=schedule, axis_name=AXIS)
     expected, _ = run("vmap", tx, PARAMS, targets)
     for name in SHAPES:

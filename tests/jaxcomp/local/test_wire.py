@@ -64,26 +64,6 @@ def test_a_round_averages_once_after_its_scan():
     assert sent_bytes(once(hlo)) == round_.bytes(PARAMS, step=7).bytes_after
 
 
-def test_a_consolidated_state_restores_onto_another_number_of_replicas():
-    inner = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)
-    reducer = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    tx = jaxcomp.local_sgd(
-        inner, sync_every=2, axis_name=AXIS, reducer=reducer, outer=optax.sgd(1.0)
-    )
-    _, placed = run("shard_map", tx, PARAMS, random_grads(SHAPES, 4, 3))
-    one = jaxcomp.consolidate(placed)
-    assert jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, tx.init(PARAMS))
-    momentum = optax.tree.get(placed.inner, "trace")["w"]
-    assert momentum.shape == (4, 48, 32)
-    np.testing.assert_allclose(
-        optax.tree.get(one.inner, "trace")["w"], momentum.mean(0), rtol=1e-5, atol=1e-6
-    )
-    assert optax.tree.get(one.inner, "last_finite").dtype == jnp.bool_
-    again = jaxcomp.shard_state(jax.device_get(one), mesh_of(2), AXIS)
-    assert again.reducer.residual["w"].shape == (2, 48, 32)
-    assert optax.tree.get(again.inner, "trace")["w"].shape == (2, 48, 32)
-
-
 def test_a_run_continues_from_its_consolidated_state():
     # After an average, with an inner optimizer that keeps nothing, one copy is all there is.
     targets = random_grads(SHAPES, 2, 6)

@@ -115,26 +115,6 @@ def test_one_replicas_row_is_never_taken_for_everybodys(replicas):
     assert float(jaxcomp.consolidate(state).owner) == 0
 
 
-def test_state_axes_map_what_is_shared_once():
-    tx = REDUCERS["powersgd"]()
-    params = jax.tree.map(lambda g: g[0, 0], GRADS)
-    state = jaxcomp.stack_replicas(tx.init(params), N)
-    axes = jaxcomp.state_axes(state)
-    update = jax.pmap(
-        tx.update,
-        axis_name=AXIS,
-        in_axes=(0, axes),
-        out_axes=(None, axes),
-        devices=jax.devices()[:N],
-    )
-    for i in range(3):
-        _, state = update(at(i), state)
-    assert state.residual["w"].shape == (N, 16, 12)
-    assert state.q["w"].shape == tx.init(params).q["w"].shape
-    one = jaxcomp.consolidate(state)
-    np.testing.assert_allclose(one.residual["w"], np.mean(state.residual["w"], 0), atol=1e-6)
-
-
 def test_what_cannot_be_consolidated_outside_is_refused():
     tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
     fresh = tx.init({"w": jnp.zeros((3, 2)), "v": jnp.zeros((3, 2))})

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, unconditional
+from hlo import unconditional
 from leaves import random_grads, with_value
 from local_runs import compile_step, run
-from runners import AXIS, mesh_of
+from runners import AXIS
 
 import jaxcomp
 
@@ -80,14 +80,6 @@ def test_collectives_are_executed_at_the_boundary_only(name, boundaries):
     assert executed(name, lambda tx: optax.MultiSteps(tx, 2)) == multi_steps[name]
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_collectives_stand_in_branches_only(name):
-    tx = MAKE[name](optax.identity())
-    hlo = compile_step(jaxcomp.accumulate(tx, 2), PARAMS, n=2)
-    assert collectives(hlo)
-    assert unconditional(hlo) == []
-
-
 def test_optax_multi_steps_inside_local_sgd_sends_nothing():
     tx = jaxcomp.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), sync_every=4, axis_name=AXIS)
     with jax.numpy_dtype_promotion("standard"):
@@ -151,13 +143,6 @@ def test_a_micro_batch_that_is_not_finite_costs_one_step(mapping):
     if mapping == "vmap":  # optax's own keeps the NaN, so that every later step is lost too
         _, theirs = run_optax("vmap", optax.MultiSteps(tx, 2), bad)
         assert np.isnan(theirs.acc_grads["w"][1]).all()
-
-
-def test_the_state_is_per_replica_where_optax_accumulates():
-    tx = jaxcomp.accumulate(chain(powersgd()), 2)
-    placed = jaxcomp.shard_state(tx.init(PARAMS), mesh_of(2), AXIS)
-    assert placed.acc_grads["w"].shape == (2, 12, 10)
-    assert placed.inner_opt_state[0].residual["w"].shape == (2, 12, 10)
 
 
 def test_integer_parameters_are_left_alone():
