@@ -222,7 +222,8 @@ class _LocalSGD:
 
         def towards(new: PyTree) -> PyTree:
             """The update that leads to `new`; the inner optimizer's for what is not averaged."""
-            return floating.put(step, jax.tree.map(_difference, moved, here, new))
+            difference = lambda u, p, q: q.astype(u.dtype) - p.astype(u.dtype)  # noqa: E731
+            return floating.put(step, jax.tree.map(difference, moved, here, new))
 
         def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
             narrow = sync.plain or axes is not None
@@ -288,10 +289,6 @@ class _LocalSGD:
         inner = jax.eval_shape(self.inner.init, params) if averaged else ()
         part, narrow = make_fragments(params).take(params), level < len(self.periods.levels)
         return self.sync.bytes(part, inner, replicas, nth, plain=narrow)
-
-
-def _difference(step: Array, here: Array, there: Array) -> Array:
-    return there.astype(step.dtype) - here.astype(step.dtype)
 
 
 def _widen(step: Array, param: Array) -> Array:

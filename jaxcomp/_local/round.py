@@ -131,7 +131,11 @@ class LocalSGDRound:
             jax.tree_util.tree_map_with_path(rows, batches),
             weight_spec(weight, {}, axis_name, replicas),
         )
-        weight = None if weight is None else jnp.asarray(weight)
+        given = jax.tree.map(
+            lambda x, spec: resharded(jnp.asarray(x), mesh, spec, axes),
+            (state, batches, weight),
+            specs[1:],
+        )
 
         def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
             params, state, auxiliary = self._on_replica(params, state, batches, weight)
@@ -145,11 +149,7 @@ class LocalSGDRound:
             out_specs=(P(), specs[1], P(axis_name)),
             axis_names=set(axes),
         )
-        state, batches, weight = (
-            jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), tree, spec)
-            for tree, spec in zip((state, batches, weight), specs[1:], strict=True)
-        )
-        return mapped(params, state, batches, weight)
+        return mapped(params, *given)
 
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
@@ -185,20 +185,18 @@ class LocalSGDRound:
         count = state.count + self.sync_every
         local = fragments.take(here) if streaming.keeps_local else ()
         inner, local = as_local((inner, local), self.sync.axis_name)
-        state = LocalSGDState(
+        state = state._replace(
             count=count,
             last_sync=count,
             inner=inner,
-            anchor=state.anchor,
             outer=tuple(new.outer for new in averages) if state.outer else (),
             reducer=tuple(new.reducer for new in averages),
             local=local,
             owner=this_replica(self.sync.axis_name),
         )
-        joined = seen[0]
         if len(seen) > 1:
-            joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
-        return shared, state, joined
+            seen = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)]
+        return shared, state, seen[0]
 
     def _steps(
         self,

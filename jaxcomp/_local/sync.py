@@ -185,16 +185,12 @@ class Sync:
                 before = anchor, part.outer
                 params, outer = _unless_nobody(counted, (params, outer), before)
 
-        if self.average_inner == "reset":
-            inner = self._fresh(inner, begin(params))
-        elif dropped is not None:
-            # Its momenta are no more finite than what they led to.
-            fresh = self._fresh(inner, begin(params))
-            inner = jax.tree.map(functools.partial(jnp.where, dropped), fresh, inner)
+        # Of who is dropped momenta are no more finite than what they led to.
+        anew = jnp.array(True) if self.average_inner == "reset" else dropped
+        if anew is not None:
+            fresh = as_local(_reset(inner, begin(params)), self.axis_name)
+            inner = jax.tree.map(functools.partial(jnp.where, anew), fresh, inner)
         return Part(params, inner, outer, reducer)
-
-    def _fresh(self, state: PyTree, initial: PyTree) -> PyTree:
-        return as_local(_reset(state, initial), self.axis_name)
 
     def bytes(
         self,

@@ -35,7 +35,8 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
       ValueError: With the axes that there are.
     """
     if not hasattr(mesh, "axis_types"):
-        raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got {mesh!r}.")
+        found = type(mesh).__name__
+        raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got a {found}.")
     missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
     if missing:
         raise ValueError(

@@ -150,13 +150,8 @@ def shard_state(
       >>> jaxcomp.shard_state(state, mesh, "data").residual["w"].shape
       (2, 8, 8)
     """
-    if not hasattr(mesh, "axis_names"):
-        raise ValueError(
-            f"`mesh` must be a mesh, got a {type(mesh).__name__}. Call "
-            "jaxcomp.shard_state(state, mesh, axis_name)."
-        )
-    check_axis_name(axis_name)
     check_mesh_axes(mesh, axis_name)
+    check_axis_name(axis_name)
     axes = axis_tuple(axis_name)
     replicas = math.prod(mesh.shape[name] for name in axes)
     if like is not None:
@@ -167,8 +162,12 @@ def shard_state(
 
     def place(path: KeyPath, leaf: Any, local: bool, wanted: Any) -> Any:
         rows = local and has_axis
-        skipped = rows and like is None  # the leaf itself says how it lies behind that axis
-        spec = _other_axes_spec(path, wanted, mesh, axes, skipped)
+        # How it lies over the other axes; of what is traced that is unknown, if they are Auto.
+        parts = [*known_spec(wanted, mesh)]
+        parts += [None] * (np.ndim(wanted) - len(parts))
+        # Without `like` the leaf itself says so, behind its axis of replicas.
+        spec = PartitionSpec(*parts[1:] if rows and like is None else parts)
+        check_not_spread(path, wanted, spec, axes)
         if not local:
             return jax.device_put(leaf, NamedSharding(mesh, spec))
         if like is not None and leaf.dtype != wanted.dtype:
@@ -247,17 +246,6 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
     return PartitionSpec()
 
 
-def _other_axes_spec(
-    path: KeyPath, leaf: Any, mesh: Any, axes: tuple[str, ...], behind_replicas: bool
-) -> PartitionSpec:
-    """How the leaf lies over the axes beside the replicas'; unknown of what is traced, if Auto."""
-    spec = known_spec(leaf, mesh)
-    parts = [*spec, *[None] * (np.ndim(leaf) - len(spec))]
-    spec = PartitionSpec(*parts[1:] if behind_replicas else parts)
-    check_not_spread(path, leaf, spec, axes)
-    return spec
-
-
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     """`times` copies along a new axis 0, each made where it lies."""
     traced = isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array)
@@ -266,8 +254,7 @@ def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     shape = (times, *np.shape(leaf))
     if isinstance(leaf, jax.core.Tracer):
         copies = jnp.broadcast_to(leaf, shape)
-        first = sharding.spec[0]
-        axes = first if isinstance(first, tuple) else (first,)
+        axes = axis_tuple(sharding.spec[0])
         kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         if all(kinds[name] == AxisType.Explicit for name in axes):
             return jax.sharding.reshard(copies, sharding)

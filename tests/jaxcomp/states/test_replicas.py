@@ -136,7 +136,7 @@ def test_random_keys_of_each_replica_are_placed_on_every_one():
 
 
 def test_errors_name_the_leaf_or_the_axis():
-    with pytest.raises(ValueError, match="`mesh` must be a mesh, got a str"):
+    with pytest.raises(ValueError, match=r"`mesh` must be a mesh, .* got a str"):
         jaxcomp.shard_state(chain().init(PARAMS), AXIS, mesh_of(2))
     with pytest.raises(ValueError, match="no axis 'model'"):
         jaxcomp.shard_state(chain().init(PARAMS), mesh_of(2), "model")

@@ -45,7 +45,7 @@ CASES = {
         r"no mesh\. Place the state with jaxcomp.shard_state",
     ),
     "another mesh": (lambda: make(mesh=jax.make_mesh((8,), ("replica",))), "no axis 'data'"),
-    "a shape": (lambda: make(mesh=(8,)), r"`mesh` must be a mesh, as jax.make_mesh.*\(8,\)"),
+    "a shape": (lambda: make(mesh=(8,)), "`mesh` must be a mesh, as jax.make_mesh.* a tuple"),
     "aux": (lambda: make(aux="first"), "`aux` must be one of"),
     "no function": (lambda: make(None, loss), "must be a function, and the second the reducer"),
     "swapped": (lambda: make(REDUCER, loss), "must be a function, and the second the reducer"),
