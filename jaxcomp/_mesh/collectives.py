@@ -36,8 +36,6 @@ from jaxcomp._mesh.axes import (
 _OWN_OPERAND_BYTES = 1 << 19
 # On GPU the launch of a copy is nothing beside the copy, and the wire is faster.
 _OWN_OPERAND_BYTES_ON_GPU = 1 << 21
-# Stands in the name of a sum that would be one of bfloat16, were there one on CPU.
-WIDENED = "bfloat16_as_float32"
 # With the widening of factors of more columns than these fused into their products, jaxlib 0.12
 # compiles for GPUs for minutes (GPT-2 small at rank 128: 209 s of a processor; at rank 64: 50).
 _FUSED_COLUMNS = 64
@@ -299,10 +297,7 @@ def _psum(xs: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
         totals = lax.psum([x.astype(on_wire) for x in xs], axis_name)
         return [total.astype(x.dtype) for total, x in zip(totals, xs, strict=True)]
 
-    def wide(xs: list[Array]) -> list[Array]:
-        with jax.named_scope(WIDENED):
-            return summed(xs, jnp.float32)
-
+    wide = functools.partial(summed, on_wire=jnp.float32)
     narrow = functools.partial(summed, on_wire=wire_dtype)
     if jnp.dtype(wire_dtype) != jnp.bfloat16:
         return narrow(xs)

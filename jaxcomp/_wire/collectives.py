@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ class Collective:
     devices: int  # joined by it
     in_loop: bool
     times: int  # that it runs in a step, by the loops around it; 1 for those of unknown length
-    branch: tuple[str, ...]  # "conditional/branch" around it, outermost first; () if it always runs
+    in_branch: bool  # of a conditional
     operation: str  # JAX's name of what it was made for, with the functions around it
 
     @property
@@ -38,7 +38,7 @@ class Collective:
     def __str__(self) -> str:
         """A line of a list."""
         dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
-        where = ", in one branch" * bool(self.branch)
+        where = ", in one branch" * self.in_branch
         where += f", in a loop ({self.times} times)" * self.in_loop
         made = f", for {self.operation}" * bool(self.operation)
         return f"{self.kind} of {self.bytes:,} bytes of {dtypes} over {self.axes}{where}{made}"
@@ -77,23 +77,29 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
             f"`compiled` must be a compiled program, got {type(compiled).__name__}. Pass "
             "jax.jit(step).lower(...).compile()."
         )
-    return tuple(_read(text, mesh_of(compiled) if mesh is None else mesh))
+    return tuple(_read(text, lambda: mesh_of(compiled) if mesh is None else mesh))
 
 
 def mesh_of(compiled: Any) -> Any:
-    """The largest mesh among the shardings of arguments and results; None if there is none."""
+    """The largest mesh among the shardings of arguments and results.
+
+    Raises:
+      ValueError: If there is none.
+    """
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     meshes = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)]
-    return max(meshes, key=lambda mesh: mesh.size, default=None)
+    if not meshes:
+        raise ValueError("`mesh` is missing: no argument or result of the program names it.")
+    return max(meshes, key=lambda mesh: mesh.size)
 
 
-def _read(text: str, mesh: Any) -> Iterator[Collective]:
-    """The collectives of a program, found from its entry."""
+def _read(text: str, mesh: Callable[[], Any]) -> Iterator[Collective]:
+    """The collectives of a program, found from its entry; one without any needs no mesh."""
     computations = parse(text)
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:10_000])
     everybody = [list(range(max(map(int, sizes), default=1)))]
 
-    def of(name: str, in_loop: bool, times: int, branch: tuple[str, ...]) -> Iterator[Collective]:
+    def of(name: str, in_loop: bool, in_branch: bool, times: int) -> Iterator[Collective]:
         for line in computations[name]:
             if (kind := line.opcode.removesuffix("-start")) in _KINDS:
                 groups = replica_groups(line.attributes) or everybody
@@ -108,27 +114,25 @@ def _read(text: str, mesh: Any) -> Iterator[Collective]:
                     kind,
                     arrays=tuple((dtype, values) for dtype, values, _ in results),
                     bytes=factor * sum(size for *_, size in results),
-                    axes=_axes(groups, mesh),
+                    axes=_axes(groups, mesh()),
                     devices=devices,
                     in_loop=in_loop,
                     times=times,
-                    branch=branch,
+                    in_branch=in_branch,
                     operation="".join(re.findall(r'op_name="([^"]*)"', line.attributes)[:1]),
                 )
             trips = int(found[1]) if (found := _TRIPS.search(line.attributes)) else 1
             for how, called in line.calls:
                 if called in computations:
-                    chosen = (f"{line.name}/{called}",) * (line.opcode == "conditional")
                     looped = in_loop or how in ("body", "condition")
-                    yield from of(called, looped, times * trips, branch + chosen)
+                    chosen = in_branch or line.opcode == "conditional"
+                    yield from of(called, looped, chosen, times * trips)
 
-    return of(list(computations)[-1], False, 1, ())
+    return of(list(computations)[-1], False, False, 1)
 
 
 def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:
     """The axes of the mesh along which devices of one group differ."""
-    if mesh is None:
-        raise ValueError("`mesh` is missing: no argument or result of the program names it.")
     sizes = dict(mesh.shape)
     places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
     return tuple(

@@ -49,20 +49,12 @@ def results(found: Collective) -> list[Sent]:
 
 def unconditional(compiled: str) -> list[Sent]:
     """Of the collectives that run in every step: those that no conditional chooses."""
-    return [x for found in read(compiled) if not found.branch for x in results(found)]
+    return [x for found in read(compiled) if not found.in_branch for x in results(found)]
 
 
 def once(compiled: str) -> list[Sent]:
     """Of the collectives that stand in no loop."""
     return [x for found in read(compiled) if not found.in_loop for x in results(found)]
-
-
-def by_branch(compiled: str) -> dict[tuple[str, ...], list[Sent]]:
-    """The collectives of each branch of the conditionals."""
-    branches: dict[tuple[str, ...], list[Sent]] = {}
-    for found in read(compiled):
-        branches.setdefault(found.branch, []).extend(results(found))
-    return branches
 
 
 def sent_bytes(found: list[Sent]) -> int:

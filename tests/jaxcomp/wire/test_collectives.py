@@ -100,7 +100,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         (False, 1),
     ]
     assert branch.arrays == (("f32", 8),)
-    assert [x.branch for x in (loop, branch, last)] == [(), ("c/second",), ()]
+    assert [x.in_branch for x in (loop, branch, last)] == [False, True, False]
     assert [x.bytes for x in (loop, branch, last)] == [44, 32, 4]
     assert last.operation == "f/psum"
 
