@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -12,7 +12,10 @@ import numpy as np
 import jaxcomp
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import markdown, with_interval
-from benchmarks.optimizers.settings import MAIN, Setting
+from benchmarks.convergence.runs import Result, results
+from benchmarks.convergence.training import Config
+from benchmarks.optimizers.report import best
+from benchmarks.optimizers.settings import GRID, MAIN, WIDE, Grid, Setting, longer, wider
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp.types import Law
@@ -58,45 +61,32 @@ def fitted(gaps: Sequence[Gap]) -> Law:
     variance = rest / (len(gaps) - 3)
     within = _EXPONENTS[squares <= rest + variance]
     error = float(within[-1] - within[0]) / 2
-    off = percent - (a * (widths / WIDTHS[0]) ** exponent / ranks - c)
-    # The three coefficients are shared out among the widths; wider models never spread less.
-    lost = 3 / len(WIDTHS)
-    narrow, wide = (
-        (np.sum(off[widths == w] ** 2) / (np.sum(widths == w) - lost)) ** 0.5 for w in WIDTHS
-    )
-    spread = (float(narrow), max(float(narrow), float(wide)))
-    return Law(len(gaps), float(a), exponent, float(c), spread, error)
+    return Law(len(gaps), float(a), exponent, float(c), float(variance**0.5), error)
 
 
-def fitted_runs(
-    optimizer: str, runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]
-) -> list[Gap]:
-    """Those with a rank behind an optimizer, and with AdamW those over links at width 512.
+def fitted_runs(optimizer: str, runs: Sequence[dict[str, Any]]) -> list[Gap]:
+    """Those with a rank, of which the exact run has the best rate and momentum of its width.
 
     Args:
       optimizer: Whose.
       runs: Of `benchmarks.optimizers`.
-      links: Of `benchmarks.time_to_loss`.
     """
 
-    def key(run: dict[str, Any], **exact: Any) -> tuple[Any, ...]:
-        return Setting(**run["setting"] | exact), run["seed"], str(run["config"])
+    def found(config: Config) -> dict[Setting, Result]:
+        return results([run for run in runs if run["config"] == asdict(config)], Setting)
 
-    losses = {key(run): run["curve"][-1][1] for run in runs}
+    def best_of(config: Config, grid: Grid) -> Setting:
+        return best(optimizer, lambda setting, seed: found(config)[setting].losses[seed], grid)
+
+    usual = Config()
+    wide = wider(usual, optimizer)
+    exact = best_of(usual, GRID)
     gaps = list[Gap]()
-    for run in runs:
-        setting = Setting(**run["setting"])
-        if setting.optimizer == optimizer and setting.rank:
-            beside = losses[key(run, rank=0, wire="float32")]
-            percent = 100 * (run["curve"][-1][1] / beside - 1)
-            gaps.append(Gap(run["config"]["width"], setting.rank, percent))
-    if optimizer == "adamw":
-        gaps += [
-            Gap(OverLinks.width, rank, percent)
-            for name, rank, percents in _over_links(links)
-            if name == f"jax/powersgd-{rank}-int6"
-            for percent in percents
-        ]
+    for config, beside in ((usual, exact), (longer(usual), exact), (wide, best_of(wide, WIDE))):
+        for setting, result in found(config).items():
+            if setting.rank and replace(setting, rank=0, wire="float32") == beside:
+                percents = result.gaps(found(config)[beside])
+                gaps += [Gap(config.width, setting.rank, percent) for percent in percents]
     return gaps
 
 
@@ -117,8 +107,9 @@ def compared(links: Sequence[dict[str, Any]]) -> str:
     law, rows = law_of_adviser("adamw"), list[list[str]]()
     for name, rank, percents in sorted(_over_links(links)):
         every = name.rpartition("-every-")[2] if "-every-" in name else ""
-        if name.startswith("torch") or every in ("3", "4"):
-            said = f"rank {rank}, " + (f"rounds of {every} steps" if every else "torch's hook")
+        if not every or every in ("3", "4"):
+            way = "torch's hook" if name.startswith("torch") else "int6"
+            said = f"rank {rank}, " + (f"rounds of {every} steps" if every else way)
             gap, half = (100 * f(rank, OverLinks.width) for f in (law.gap, law.half_width))
             inside = abs(mean(percents) - gap) <= half
             rows.append(
@@ -135,5 +126,5 @@ def compared(links: Sequence[dict[str, Any]]) -> str:
 
 def report(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
     """The coefficients as fitted now, and the comparison."""
-    laws = [f"{name}: {fitted(fitted_runs(name, runs, links))}" for name in MAIN]
+    laws = [f"{name}: {fitted(fitted_runs(name, runs))}" for name in MAIN]
     return "\n".join([*laws, "", compared(links)])

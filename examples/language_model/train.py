@@ -93,9 +93,7 @@ def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
     found = jax.local_device_count()
     if count is not None and not 0 < count <= found:
         raise UsageError(f"--devices must be positive and at most {found}, got {count}")
-    if jax.process_count() > 1:
-        return jax.devices()
-    return jax.devices()[:count]
+    return jax.devices() if jax.process_count() > 1 else jax.devices()[:count]
 
 
 def connect(arguments: argparse.Namespace) -> None:
@@ -133,6 +131,7 @@ class Stop:
         self._asked = False
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
+        multihost_utils.sync_global_devices("a signal to any process is heard")
 
     def _note(self, number: int, frame: object) -> None:
         self._asked = True
@@ -219,10 +218,10 @@ def train(arguments: argparse.Namespace) -> int | None:
             run.restore(about["step"], state, about["bytes_sent"])
     first = jax.process_index() == 0
     log = Log(arguments.log, config, run.start) if arguments.log and first else None
+    asked, stopped, step = Stop(), False, run.start
     if first:
         where = f"{len(devices)} {devices[0].platform} devices of {jax.process_count()} processes"
         print(f"{run.parameters:,} parameters on {where}, from step {run.start}", flush=True)
-    asked, stopped, step = Stop(), False, run.start
     about = {"config": {flag(k): v for k, v in asdict(config).items()}}
     for record in run.steps(arguments.stop_at):
         step, stopped = record.step, asked(record.step)

@@ -7,7 +7,7 @@ import math
 
 WIDTHS = (128, 512)  # that the runs had
 _MIDDLE = 256  # between them; there the exponent's error does not count
-_STUDENT = 2.1  # of a 95% interval, with some twenty runs
+_STUDENT = 2.1  # of a 95% interval, with twenty to thirty runs
 _BEYOND = 0.5  # by which the exponent may be wrong at widths that no run had
 
 
@@ -30,7 +30,7 @@ class Law:
     a: float  # per cent, at width 128
     b: float
     c: float  # per cent
-    spread: tuple[float, float]  # standard deviation of a run, in points, at either of `WIDTHS`
+    spread: float  # standard deviation of a run from the law, in points
     error: float  # standard error of b
 
     def gap(self, rank: int, width: float) -> float:
@@ -47,24 +47,19 @@ class Law:
         inside = min(max(width, WIDTHS[0]), WIDTHS[1])
         off = self.error * abs(math.log(inside / _MIDDLE))
         off += _BEYOND * abs(math.log(width / inside))
-        narrow, wide = self.spread
-        share = math.log(inside / WIDTHS[0]) / math.log(WIDTHS[1] / WIDTHS[0])
-        spread = narrow + share * (wide - narrow)
         slope = self._slope(width) / rank if rank else 0.0
-        return _STUDENT * math.hypot(spread, slope * off) / 100
+        return _STUDENT * math.hypot(self.spread, slope * off) / 100
 
     def rank(self, budget: float, width: float) -> int:
         """The smallest rank whose expected gap is within a share; in multiples of 8."""
         return 8 * math.ceil(self._slope(width) / (100 * budget + self.c) / 8)
 
     def _slope(self, width: float) -> float:
-        # A law that asks for less rank in wider models is not carried beyond them.
-        width = min(width, WIDTHS[1]) if self.b < 0 else width
         return self.a * (width / WIDTHS[0]) ** self.b
 
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(runs=33, a=40.45, b=-0.11, c=0.69, spread=(0.31, 0.65), error=0.095),
-    "muon": Law(runs=19, a=106.2, b=0.28, c=1.32, spread=(1.11, 1.11), error=0.18),
+    "adamw": Law(runs=33, a=40.82, b=0.07, c=0.73, spread=0.26, error=0.055),
+    "muon": Law(runs=19, a=106.2, b=0.28, c=1.32, spread=1.02, error=0.18),
 }

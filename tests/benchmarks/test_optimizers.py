@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
-from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
@@ -84,16 +83,18 @@ def test_the_tables_have_what_was_searched_to_its_end():
     adamw = Setting("adamw", *GRID["adamw"][1])
     for setting in (adamw, replace(adamw, rank=21, wire="int6")):
         loss(longer(TINY), setting, 0)
+    in_width = 0
     for name in WIDE:
         config = wider(TINY, name)
         wide = report.best(name, lambda s, seed, own=config: loss(own, s, seed), WIDE)
         for setting in frontier_of_width(wide):
             loss(config, setting, 0)
+        in_width += 1 + len([*frontier_of_width(wide)])
     page = f"before\n<!-- {report.COMMAND} -->\nold\n<!-- end -->\nafter"
     text = report.paged(page, runs, TINY)
     assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | loss 2.500 | 1.0x |" in text
     assert "|  | rank 21, int6, 16 steps | 1 | +0.2% | 4.8x |" in text
-    assert text.count("width 64") == 5
+    assert text.count("width 64") == in_width
     assert "lion" not in text
     with pytest.raises(ValueError, match="no search has come to its end"):
         report.paged(page, [], TINY)
@@ -101,8 +102,7 @@ def test_the_tables_have_what_was_searched_to_its_end():
 
 @pytest.mark.parametrize("name", MAIN)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
-    links = read_runs(RESULTS / "time_to_loss.jsonl")
-    law, found = law_of_adviser(name), fitted(fitted_runs(name, read_runs(command.OUT), links))
+    law, found = law_of_adviser(name), fitted(fitted_runs(name, read_runs(command.OUT)))
     for field, digits in (("a", 1), ("b", 2), ("c", 2), ("spread", 2), ("error", 2)):
         written, now = getattr(law, field), getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
@@ -110,7 +110,7 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
 
 
 def test_a_law_is_found_again():
-    law = Law(0, 50.0, 0.3, 1.0, (0.0, 0.0), 0.0)
+    law = Law(0, 50.0, 0.3, 1.0, 0.0, 0.0)
     gaps = [
         Gap(width, rank, law.a * (width / 128) ** law.b / rank - law.c)
         for width in (128, 512)
@@ -118,4 +118,4 @@ def test_a_law_is_found_again():
     ]
     found = fitted(gaps)
     assert (found.a, found.b, found.c) == pytest.approx((50.0, 0.3, 1.0), rel=1e-6)
-    assert max(found.spread) < 1e-6
+    assert found.spread < 1e-6
