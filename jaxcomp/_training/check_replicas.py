@@ -102,16 +102,10 @@ def check_replicas(
     every = check_int("every", every, 1)
     if every == 1:
         return _check(tree, axis_name)
-    due = jnp.asarray(step) % every == 0
-    return switch(
-        due.astype(jnp.int32),
-        [lambda: _nothing_found(tree, axis_name), lambda: _check(tree, axis_name)],
-    )
-
-
-def _nothing_found(tree: PyTree, axis_name: AxisName) -> ReplicaCheck:
-    leaves = jax.tree.map(lambda leaf: jnp.array(True), tree)
-    return ReplicaCheck(leaves, jnp.zeros(axis_size(axis_name), jnp.uint32))
+    same = jax.tree.map(lambda leaf: jnp.array(True), tree)
+    nothing = ReplicaCheck(same, jnp.zeros(axis_size(axis_name), jnp.uint32))
+    due = (jnp.asarray(step) % every == 0).astype(jnp.int32)
+    return switch(due, [lambda: nothing, lambda: _check(tree, axis_name)])
 
 
 def _check(tree: PyTree, axis_name: AxisName) -> ReplicaCheck:

@@ -51,13 +51,15 @@ def test_equals_numpy_with_momentum(mapping):
             np.testing.assert_allclose(got[name][:, t], p, rtol=2e-5, atol=2e-6)
     assert int(np.ravel(state.count)[0]) == 8
     assert int(np.ravel(state.last_sync)[0]) == 6
+    assert not np.any(state.synced)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_diloco_equals_numpy(mapping):
     targets = random_grads(SHAPES, 4, 12)
     tx = local_sgd(optax.sgd(0.1), sync_every=4, outer=NESTEROV)
-    got, _ = run(mapping, tx, PARAMS, targets)
+    got, state = run(mapping, tx, PARAMS, targets)
+    assert np.all(state.synced)
     for name in SHAPES:
         local, _ = streaming_diloco(0.5, targets[name], period=4, turn=4)
         np.testing.assert_allclose(got[name], local, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, sent_bytes, text
+from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
 from local_runs import NESTEROV, rounds, run, towards
 from runners import AXIS, MAPPINGS, mesh_of
@@ -133,7 +133,9 @@ def test_averaged_momenta_are_counted():
         out_specs=(jax.P(), jax.P(AXIS)),
     )
     with jax.numpy_dtype_promotion("standard"):  # for Adam
-        sent = sent_bytes(collectives(text(mapped, params, batches)))
+        hlo = text(mapped, params, batches)
+    assert once(hlo) == collectives(hlo)  # after the loop, and not in its body
+    sent = sent_bytes(once(hlo))
     with_init = jaxcomp.local_sgd_round(step_of(inner), inner_init=inner.init, **average)
     assert sent == 3 * 720 == with_init.bytes(params, step=1).bytes_after
     with pytest.raises(ValueError, match="The inner state is averaged too"):

@@ -82,24 +82,6 @@ def test_accumulated_gradients_of_multisteps_are_per_replica():
     assert axes.mini_step is None
 
 
-def test_shard_state_places_one_copy_on_every_replica():
-    state = chain().init(PARAMS)
-    residual = jax.random.normal(jax.random.key(0), (24, 16))
-    state = (
-        state[0],
-        state[1]._replace(residual={**state[1].residual, "kernel": residual}),
-        state[2],
-    )
-    placed = jaxcomp.shard_state(state, mesh_of(8), AXIS)
-    blocks = placed[1].residual["kernel"]
-    assert blocks.shape == (8, 24, 16)
-    assert {shard.data.shape for shard in blocks.addressable_shards} == {(1, 24, 16)}
-    for shard in blocks.addressable_shards:
-        np.testing.assert_array_equal(shard.data[0], residual)
-    assert placed[1].q["kernel"].sharding.is_fully_replicated
-    jax.tree.map(np.testing.assert_array_equal, placed[2], state[2])
-
-
 def test_shard_state_keeps_a_sharding_over_other_axes():
     mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
     params = jax.device_put(
@@ -111,6 +93,7 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
     residual, q = placed.residual["kernel"], placed.q["kernel"]
     assert residual.sharding.spec == jax.P(AXIS, "fsdp", None)
     assert q.sharding.spec == jax.P("fsdp", None)
+    assert placed.count.sharding.is_fully_replicated
     np.testing.assert_array_equal(residual, jnp.stack([params["kernel"]] * 2))
     assert {shard.data.shape for shard in residual.addressable_shards} == {(1, 6, 16)}
 
