@@ -95,17 +95,9 @@ def test_the_command_line_says_it_in_one_line(capsys, tmp_path):
     assert capsys.readouterr() == ("", f"error: {SENTENCE}\n")
 
 
-def test_without_rich_the_command_line_names_rich(capsys, monkeypatch, tmp_path):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["inspect", str(tmp_path / "run.pt")]) == USAGE
-    assert capsys.readouterr() == ("", f"error: {SENTENCE.replace('torch,', 'rich,', 1)}\n")
-
-
 def test_the_help_needs_nothing():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'flax', 'orbax', 'rich')));"
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'flax', 'orbax')));"
         "from torch_bridge.__main__ import main; main(['--help'])"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

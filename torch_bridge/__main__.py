@@ -21,7 +21,7 @@ _AS_OPTIONS: dict[str, str] = {"rules": "--rule", "matrix_dims": "--torch-dims"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors become one message on standard error and an exit code."""
-    options = arguments.parser().parse_args(argv)
+    options = arguments.parsed(argv)
     _return_freed_memory()
     commands = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
     try:

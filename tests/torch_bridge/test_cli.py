@@ -65,7 +65,7 @@ def test_inspect_shows_hyperparameters_parameters_and_what_is_missing(call):
         assert part in out
     assert "not compressed" in out
     assert "missing" not in out
-    code, out, err = call("inspect", "checkpoint.pt", "--json", "--quiet")
+    code, out, err = call("inspect", "checkpoint.pt", "--json")
     assert (code, err) == (OK, "")
     summary = json.loads(out)
     rows = {row["name"]: row for row in summary["parameters"]}
@@ -81,13 +81,11 @@ def test_inspect_says_what_is_missing(call):
     torch.save({"state_dict": value["state_dict"]}, "model.pt")
     value["comm_hook_state"].q_memory_dict[0][:] = torch.nan
     torch.save(value, "nan.pt")
-    _, out, _ = call("inspect", "state.pt", "--quiet")
+    _, out, _ = call("inspect", "state.pt")
     for part in ("the model", "the optimizer", "errors of the other ranks", "bucket layout"):
         assert part in out
-    assert "missing: the PowerSGD state" in call("inspect", "model.pt", "--quiet")[1]
-    found = json.loads(
-        call("inspect", "nan.pt", "--json", "--quiet")[1], parse_constant=pytest.fail
-    )
+    assert "missing: the PowerSGD state" in call("inspect", "model.pt")[1]
+    found = json.loads(call("inspect", "nan.pt", "--json")[1], parse_constant=pytest.fail)
     assert [row["q_norm"] for row in found["parameters"]] == [None] * 4
     assert any("never used, or the run diverged" in line for line in found["missing"])
 
@@ -96,10 +94,10 @@ def test_a_table_has_fifty_rows_and_says_how_many_more(call):
     model = {f"w{index}": torch.ones(2, 2) for index in range(60)}
     extra = {f"entry{index}": index for index in range(30)}
     torch.save({"state_dict": model, **extra}, "many.pt")
-    _, out, _ = call("inspect", "many.pt", "--quiet")
+    _, out, _ = call("inspect", "many.pt")
     for part, there in (("w49", True), ("w50", False), ("10 more", True), ("and 22 more", True)):
         assert (part in out) == there
-    assert len(json.loads(call("inspect", "many.pt", "--quiet", "--json")[1])["parameters"]) == 60
+    assert len(json.loads(call("inspect", "many.pt", "--json")[1])["parameters"]) == 60
 
 
 def test_full_rank_factors_of_a_small_file_are_not_multiplied(call):
@@ -120,7 +118,7 @@ def test_full_rank_factors_of_a_small_file_are_not_multiplied(call):
         assert pathlib.Path("full.pt").stat().st_size < 40_000
         tracemalloc.start()
         try:
-            assert call("inspect", "full.pt", "--quiet")[0] == OK
+            assert call("inspect", "full.pt")[0] == OK
             assert tracemalloc.get_traced_memory()[1] < 100 << 20
         finally:
             tracemalloc.stop()
@@ -129,7 +127,7 @@ def test_full_rank_factors_of_a_small_file_are_not_multiplied(call):
 def test_names_from_a_file_are_escaped(call, tmp_path):
     names = ["layers[red].w", "a\x1b[2Jb", "c\u202ed", "e:fire:\\", "f\ud800g"]
     torch.save({"state_dict": {name: torch.ones(2, 2) for name in names}}, "odd.pt")
-    _, out, _ = call("inspect", "odd.pt", "--quiet")
+    _, out, _ = call("inspect", "odd.pt")
     for shown in ("layers[red].w", r"a\x1b[2Jb", r"c\u202ed", "e:fire:\\", r"f\ud800g"):
         assert shown in out
     code, _, err = call("to-flax", "odd.pt", *PARAMS, "--out", "o")
@@ -169,14 +167,14 @@ def test_to_flax_restores_as_a_train_state(call):
 
 @pytest.mark.parametrize("out", ["run", "run.msgpack"])
 def test_there_and_back(call, out):
-    code, _, err = call("to-flax", "checkpoint.pt", *PARAMS, "--out", out, "--quiet")
+    code, _, err = call("to-flax", "checkpoint.pt", *PARAMS, "--out", out)
     assert (code, err) == (OK, "")
     if out.endswith(".msgpack"):
         state = flax.serialization.from_bytes(train_state(), pathlib.Path(out).read_bytes())
         assert int(state.opt_state[0].count) == 20
     back = ("to-torch", out, "--like", "checkpoint.pt", *PARAMS, "--out", "sub/back.pt")
     code, _, err = call(*back)
-    assert (code, "converting" in err) == (OK, True)
+    assert (code, err) == (OK, "")
     torch.load("sub/back.pt", weights_only=True)
     old, new = (torch_bridge.load(path) for path in ("checkpoint.pt", "sub/back.pt"))
     jax.tree.map(np.testing.assert_array_equal, old.model, new.model)
@@ -196,7 +194,7 @@ def test_what_is_left_out_and_what_was_flattened(call):
     value["state_dict"] = dict(value["state_dict"]) | more
     del value["optimizer"]
     torch.save(value, "aux.pt")
-    arguments = ("aux.pt", *PARAMS, "--quiet", "--out", "run.msgpack")
+    arguments = ("aux.pt", *PARAMS, "--out", "run.msgpack")
     code, _, err = call("to-flax", *arguments)
     assert (code, "--ignore" in err) == (UNUSABLE, True)
     options = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2")
@@ -204,7 +202,7 @@ def test_what_is_left_out_and_what_was_flattened(call):
     tree = flax.serialization.msgpack_restore(pathlib.Path("run.msgpack").read_bytes())
     channels_last = value["state_dict"][FC1].reshape(24, 8, 2, 2).permute(2, 3, 1, 0)
     np.testing.assert_array_equal(tree["params"]["fc1"]["kernel"], channels_last.reshape(32, 24))
-    back = ("to-torch", "run.msgpack", "--like", "aux.pt", *PARAMS, "--quiet", "--out", "back.pt")
+    back = ("to-torch", "run.msgpack", "--like", "aux.pt", *PARAMS, "--out", "back.pt")
     assert call(*back, *options)[0] == OK
     again = torch_bridge.load("back.pt")
     for name, tensor in value["state_dict"].items():
@@ -219,14 +217,13 @@ def test_before_compression_began_there_and_back(call):
     state = value["comm_hook_state"]
     state.iter, state.error_dict, state.p_memory_dict, state.q_memory_dict = 3, {}, {}, {}
     torch.save(value, "early.pt")
-    out = ("--quiet", "--out")
-    assert call("to-flax", "early.pt", *PARAMS, *out, "run")[0] == OK
-    assert call("to-torch", "run", "--like", "early.pt", *PARAMS, *out, "back.pt")[0] == OK
+    assert call("to-flax", "early.pt", *PARAMS, "--out", "run")[0] == OK
+    assert call("to-torch", "run", "--like", "early.pt", *PARAMS, "--out", "back.pt")[0] == OK
     record = torch_bridge.load("back.pt").powersgd[0]
     assert (record.iter, record.buckets) == (3, ())
     state.iter = 2  # JAX has gone on since: now a layout is needed
     torch.save(value, "earlier.pt")
-    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, *out, "other.pt")
+    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, "--out", "other.pt")
     assert (code, "--layout" in err) == (UNUSABLE, True)
 
 
@@ -242,7 +239,7 @@ FAILURES = [
     (("inspect", "checkpoint.pt", "--max-bytes", "10"), UNUSABLE, "--max-bytes"),
     (("inspect", "checkpoint.pt", "--layout", "bytes.bin"), UNUSABLE, "bytes.bin: "),
     (("inspect", "checkpoint.pt", "--layout", "text.pt"), UNUSABLE, "text.pt: A bucket"),
-    (("inspect", "checkpoint.pt", "--layout", "pipe"), UNUSABLE, "no file"),
+    (("inspect", "checkpoint.pt", "--layout", "pipe"), UNUSABLE, "a pipe"),
     (("inspect", "checkpoint.pt", "--layout", "big.json"), UNUSABLE, "--max-bytes"),
     (("explode",), USAGE, "invalid choice"),
     (("to-flax", "checkpoint.pt", "--params", "cli_model", "--out", "x"), USAGE, "MODULE:NAME"),
@@ -292,7 +289,7 @@ def test_failures_are_one_message_and_a_code(call):
     }
     for name, value in documents.items():
         torch.save(value, name)
-    assert call("to-flax", "cold.pt", *PARAMS, "--out", "cold", "--quiet")[0] == OK
+    assert call("to-flax", "cold.pt", *PARAMS, "--out", "cold")[0] == OK
     raw = files.archive(files.whole(files.call(files.glob("os", "system"), files.text("x"))))
     pathlib.Path("hostile.pt").write_bytes(raw)
     pathlib.Path("bytes.bin").write_bytes(b"\xff\xfe")
@@ -308,7 +305,7 @@ def test_failures_are_one_message_and_a_code(call):
     os.mkfifo("pipe")
     wrong = {}
     for arguments, code, message in FAILURES:
-        got, _, err = call(*arguments, "--quiet")
+        got, _, err = call(*arguments)
         if got != code or message not in err or pathlib.Path("x").exists():
             wrong[arguments] = got, err
     assert not wrong

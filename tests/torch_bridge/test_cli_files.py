@@ -19,8 +19,8 @@ import torch_bridge
 from torch_bridge.__main__ import OK, UNUSABLE, main
 
 pytestmark = pytest.mark.torch
-TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--quiet", "--out")
-BACK = ("--like", "checkpoint.pt", *PARAMS, "--quiet", "--out", "back.pt")
+TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")
+BACK = ("--like", "checkpoint.pt", *PARAMS, "--out", "back.pt")
 
 
 @pytest.fixture
@@ -195,7 +195,5 @@ def test_a_conversion_stays_below_three_times_the_size(tmp_path):
     command = [sys.executable, "-c", MEMORY, "big.pt", "run.msgpack"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "reading" in done.stderr
-    assert "writing" in done.stderr
     size = (tmp_path / "big.pt").stat().st_size
     assert int(done.stdout.split("used")[1]) < 3 * size

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-_EXTRA = frozenset({"torch", "flax", "orbax", "rich"})
+_EXTRA = frozenset({"torch", "flax", "orbax"})
 
 
 def import_torch(module: str = "torch") -> Any:

@@ -9,13 +9,16 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.files import no_file
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.matrix_dims import torch_matrix_dims
+from torch_bridge._pairing.options import Options
 from torch_bridge._read.values import Budget, Malformed
 
 _DESCRIPTION = """\
@@ -50,8 +53,22 @@ example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, its options of `pair` together as ``pairing``."""
+    main = _parser()
+    options = main.parse_args(argv)
+    if options.command != "inspect":
+        said = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+        said |= {name: dict(said[name]) for name in ("flatten", "unflatten")}
+        try:
+            Options(**said)  # before large files are read
+        except ValueError as error:
+            main.error(str(error))
+        options.pairing = said
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     main = argparse.ArgumentParser(
         prog="python -m torch_bridge", description=_DESCRIPTION, formatter_class=raw
@@ -69,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for command in (inspect, to_flax):
         command.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE")
-    inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     choices = ("error", "zero", "replicate")
     to_flax.add_argument("--missing-ranks", choices=choices, default="error")
     to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
@@ -87,31 +104,19 @@ def parser() -> argparse.ArgumentParser:
             ("--flatten", "REGEX=C,H,W", _shape, "what this Linear's input was, or none"),
             ("--unflatten", "REGEX=C,H,W", _shape, "what this Linear's output becomes, or none"),
         ):
-            add(name, action="append", default=[], metavar=metavar, type=kind, help=what)
+            dest = "rules" if name == "--rule" else None
+            add(name, action="append", default=[], dest=dest, metavar=metavar, type=kind, help=what)
         for name, what in (
             ("--conv-transpose", "ConvTranspose layers with as many inputs as outputs"),
             ("--conv1d", "layers that keep their weight (in, out)"),
             ("--ignore", "torch tensors to leave out"),
         ):
-            add(name, metavar="REGEX", type=_regex, help=what)
+            add(name, metavar="REGEX", help=what)
     for command in (inspect, to_flax, to_torch):
         add = command.add_argument
         add("--layout", type=pathlib.Path, metavar="JSON", help="of record_layout(...).to_json()")
         add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
-        add("--quiet", action="store_true", help="do not say what is being done")
     return main
-
-
-def pairing(options: argparse.Namespace) -> PairOptions:
-    """The keyword arguments of `torch_bridge.pair`."""
-    return PairOptions(
-        rules=options.rule,
-        flatten=dict(options.flatten),
-        unflatten=dict(options.unflatten),
-        conv_transpose=options.conv_transpose,
-        conv1d=options.conv1d,
-        ignore=options.ignore,
-    )
 
 
 def conversion(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,12 +125,10 @@ def conversion(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
       CheckpointMismatch: A file of JSON is none, or takes more than `max_bytes`.
     """
-    from torch_bridge._pairing.matrix_dims import torch_matrix_dims
-
     return {
         "layout": layout(options),
         "matrix_dims": torch_matrix_dims if options.torch_dims else None,
-        "param_names": _parsed(options.param_names, _names, options.max_bytes),
+        "param_names": _read(options.param_names, _names, options.max_bytes),
     }
 
 
@@ -135,21 +138,15 @@ def layout(options: argparse.Namespace) -> BucketLayout | None:
     Raises:
       CheckpointMismatch: It is no layout, or takes more than `max_bytes`.
     """
-    return _parsed(options.layout, BucketLayout.from_json, options.max_bytes)
+    return _read(options.layout, BucketLayout.from_json, options.max_bytes)
 
 
-def notify(options: argparse.Namespace, stage: str) -> None:
-    """Say on standard error what is being done."""
-    if not options.quiet:
-        print(printable(stage), file=sys.stderr)
-
-
-def _parsed(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
+def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
     """A file of JSON, charged with what parsing it may take before it is read."""
     if path is None:
         return None
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise CheckpointMismatch(f"{path} is no file, and must be one of JSON.")
+    if kind := no_file(path):
+        raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -170,8 +167,6 @@ def _names(text: str) -> Any:
 
 def _params(reference: str) -> Any:
     """The tree that ``package.module:name`` names; a function is called."""
-    import jax
-
     module, _, name = reference.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"must be MODULE:NAME, got {reference!r}")
@@ -196,23 +191,15 @@ def _params(reference: str) -> Any:
     return value
 
 
-def _regex(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
-    return text
-
-
 def _rule(text: str) -> tuple[str, str]:
     pattern, _, path = text.partition("=")
     if not pattern or not path:
         raise argparse.ArgumentTypeError(f"must be REGEX=PATH, got {text!r}")
-    return _regex(pattern), path
+    return pattern, path
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...] | None]:
     pattern, _, shape = text.partition("=")
     if not pattern or not re.fullmatch(r"none|[0-9]{1,9}(,[0-9]{1,9})*", shape):
         raise argparse.ArgumentTypeError(f"must be REGEX=C,H,W or REGEX=none, got {text!r}")
-    return _regex(pattern), None if shape == "none" else tuple(map(int, shape.split(",")))
+    return pattern, None if shape == "none" else tuple(map(int, shape.split(",")))

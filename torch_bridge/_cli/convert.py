@@ -27,11 +27,9 @@ from torch_bridge._pairing.pair import pairs_of_whole
 
 def convert_to_flax(options: argparse.Namespace) -> None:
     """``to-flax``: torch files to an orbax directory or a msgpack file."""
-    pairing, conversion = arguments.pairing(options), arguments.conversion(options)
+    conversion = arguments.conversion(options)
     _refuse_overwriting(options)
-    arguments.notify(options, "reading")
     checkpoint = load(options.files, max_bytes=options.max_bytes)
-    arguments.notify(options, "converting")
     config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
     if checkpoint.powersgd:
         kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
@@ -39,8 +37,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
             kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
         config = {"powersgd": kwargs}
     conversion |= {"missing_ranks": options.missing_ranks, "consume": True}
-    state = _entries(to_flax(checkpoint, options.params, **conversion, **pairing))
-    arguments.notify(options, f"writing {options.out}")
+    state = _entries(to_flax(checkpoint, options.params, **conversion, **options.pairing))
     write_flax(options.out, state, config, force=options.force)
     size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
     print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
@@ -49,13 +46,12 @@ def convert_to_flax(options: argparse.Namespace) -> None:
 def convert_to_torch(options: argparse.Namespace) -> None:
     """``to-torch``: what a training script or ``to-flax`` wrote, as `save_checkpoint` writes."""
     import_torch()  # before large files are read
-    pairing, conversion = arguments.pairing(options), arguments.conversion(options)
+    conversion = arguments.conversion(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
-    arguments.notify(options, "reading")
     like = load(options.like, max_bytes=options.max_bytes)
-    pairs = pairs_of_whole(like.model, options.params, None, pairing)
+    pairs = pairs_of_whole(like.model, options.params, None, options.pairing)
     template = _entries(shapes_of_run(like, options.params, pairs, **conversion))
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
@@ -70,9 +66,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         "optimizer": tuple(links),
     }
     del read, reducer, links
-    arguments.notify(options, "converting")
     document = assemble(parts, like, fresh, pairs, **conversion)
-    arguments.notify(options, f"writing {options.out}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")

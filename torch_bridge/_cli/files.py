@@ -9,15 +9,14 @@ import os
 import pathlib
 import secrets
 import shutil
-import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 import numpy as np
 
-from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.files import no_file, replacing
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -164,13 +163,13 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     waiting, seen, files = [path], set(), []
     while waiting:
         file = waiting.pop()
-        facts = os.stat(file)
-        if stat.S_ISREG(facts.st_mode):
+        kind = no_file(file)
+        if kind is None:
             files.append(file)
-        elif not stat.S_ISDIR(facts.st_mode):
-            raise CheckpointMismatch(f"{file} is a pipe, a socket or a device, and no checkpoint.")
-        elif (identity := (facts.st_dev, facts.st_ino)) not in seen:  # links lead in circles
-            seen.add(identity)
+        elif not file.is_dir():
+            raise CheckpointMismatch(f"{file} is {kind}, and no checkpoint.")
+        elif (folder := file.resolve()) not in seen:  # links lead in circles
+            seen.add(folder)
             waiting += file.iterdir()
     return files
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain data and as tables for a terminal."""
+"""What a checkpoint holds, as plain data and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import printable
@@ -26,26 +25,15 @@ _ROWS, _NAMES, _LONG = 50, 8, 200
 _BLOCK = 1 << 16  # values
 _NUMBERS = ("bucket", "q_norm", "error_norm")
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 def inspect(options: argparse.Namespace) -> None:
-    """``inspect``: tables, or JSON."""
-    from rich.console import Console
-
+    """``inspect``: a table, or JSON."""
     layout = arguments.layout(options)
-    arguments.notify(options, "reading")
-    summary = summarize(load(options.files, max_bytes=options.max_bytes), layout)
-    if options.json:
-        print(json.dumps(summary, indent=2, allow_nan=False))
-        return
-    console = Console()
-    # A pipe has no width: whole lines are easier to search there than folded ones.
-    render(summary, console if console.is_terminal else Console(width=200))
+    summary = _summary(load(options.files, max_bytes=options.max_bytes), layout)
+    print(json.dumps(summary, indent=2, allow_nan=False) if options.json else _text(summary))
 
 
-def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dict[str, Any]:
+def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, Any]:
     """What a checkpoint holds, as values for JSON.
 
     Args:
@@ -65,17 +53,26 @@ def summarize(checkpoint: Checkpoint, layout: BucketLayout | None = None) -> dic
     except CheckpointMismatch as error:
         layout = None
         missing.append(f"the bucket layout: {error.message}")
-    shapes = {name: checkpoint.model[name].shape for name in trainable(checkpoint)}
-    if layout is not None:
-        shapes = {name: entry.shape for name, entry in layout.entries.items()}
-    rows = {name: _row(name, shape, record) for name, shape in shapes.items()}
     if record is not None:
         facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
-        if layout is not None:
-            wild = _measure(rows, checkpoint, record, layout)
-            afresh = "(never used, or the run diverged); it starts afresh"
-            missing += [f"a finite state of {_some(wild)} {afresh}"] if wild else []
-    return {"facts": facts, "parameters": list(rows.values()), "missing": missing}
+    # The shapes alone say what is compressed.
+    known = layout or BucketLayout.from_order([trainable(checkpoint)], checkpoint.model)
+    ranks = {slot.entry.name: slot.rank for slot in known.slots_of(record)} if record else {}
+    found = _measured(checkpoint, layout) if layout is not None else {}
+    parameters = [
+        {"name": name, "shape": entry.shape, "matrix": matrix_shape(entry.shape)}
+        | {"rank": ranks.get(name, 0), **dict.fromkeys(_NUMBERS), **found.get(name, {})}
+        for name, entry in known.entries.items()
+    ]
+    wild = []
+    for row in parameters:
+        if unknown := [key for key in _NUMBERS if not math.isfinite(row[key] or 0)]:
+            wild.append(row["name"])
+            row.update(dict.fromkeys(unknown))  # JSON has no NaN
+    if wild:
+        afresh = "(never used, or the run diverged); it starts afresh"
+        missing.append(f"a finite state of {_some(wild)} {afresh}")
+    return {"facts": facts, "parameters": parameters, "missing": missing}
 
 
 def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
@@ -113,42 +110,18 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _row(name: str, shape: tuple[int, ...], record: PowerSGDRecord | None) -> dict[str, Any]:
-    rows, cols = matrix_shape(shape)
-    rank = min(rows, cols, record.matrix_approximation_rank) if record is not None else 0
-    if record is None or not is_compressed(rows, cols, rank, record.min_compression_rate):
-        rank = 0
-    row = {"name": name, "shape": shape, "matrix": (rows, cols), "rank": rank}
-    return row | dict.fromkeys(_NUMBERS)
-
-
-def _measure(
-    rows: dict[str, dict[str, Any]],
-    checkpoint: Checkpoint,
-    record: PowerSGDRecord,
-    layout: BucketLayout,
-) -> list[str]:
-    """Fill in the buckets, and the norms of Q and of the mean error; names of those not finite."""
-    wild: dict[str, None] = {}
-
-    def put(name: str, key: str, array: np.ndarray) -> None:
-        norm = _norm(array)
-        if math.isfinite(norm):
-            rows[name][key] = norm
-        else:  # JSON has no NaN
-            wild[name] = None
-
-    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
-    for slot in slots:
-        if (q := record.q_memory_dict.get(slot.bucket)) is not None:
-            put(slot.entry.name, "q_norm", slot.q(q))
+def _measured(checkpoint: Checkpoint, layout: BucketLayout) -> dict[str, dict[str, float]]:
+    """Of each parameter its bucket, and the norms of Q and of the mean error where it has them."""
+    record, found = checkpoint.powersgd[0], dict[str, dict[str, float]]()
     for index, bucket in enumerate(layout.buckets):
-        for entry in bucket:
-            rows[entry.name]["bucket"] = index
+        found |= {entry.name: {"bucket": index} for entry in bucket}
         if index in record.error_dict:  # one bucket after the other, as each is a copy
             for name, error in layout.split(index, checkpoint.mean_error(index)).items():
-                put(name, "error_norm", error)
-    return list(wild)
+                found[name]["error_norm"] = _norm(error)
+    for slot in layout.slots_of(record):
+        if (q := record.q_memory_dict.get(slot.bucket)) is not None:
+            found[slot.entry.name]["q_norm"] = _norm(slot.q(q))
+    return found
 
 
 def _norm(array: np.ndarray) -> float:
@@ -164,36 +137,37 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def render(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the tables."""
-    from rich.table import Table
-    from rich.text import Text
-
-    facts = Table.grid(padding=(0, 2))
-    for title, value in summary["facts"].items():
-        facts.add_row(f"[bold]{title}[/bold]", Text(printable(value)))
-    console.print(facts)
-    table = Table(title="Parameters", title_justify="left")
-    for title in ("name", "shape"):
-        table.add_column(title, no_wrap=title == "shape", overflow="fold")
-    for title in ("matrix", "rank", "bucket", "|q|", "|error|"):
-        table.add_column(title, justify="right", no_wrap=True)
+def _text(summary: Mapping[str, Any]) -> str:
+    """The same for a terminal: the facts, a table, and what is missing."""
     parameters = summary["parameters"]
-    for row in parameters[:_ROWS]:
-        name, rank = row["name"], row["rank"]
-        table.add_row(
-            Text(printable(name if len(name) <= _LONG else f"{name[:_LONG]}...")),
-            "x".join(map(str, row["shape"])) or "scalar",
-            "x".join(map(str, row["matrix"])) if rank else "",
-            str(rank) if rank else "not compressed",
-            *("" if row[key] is None else f"{row[key]:.4g}" for key in _NUMBERS),
-        )
-    console.print(table)
+    titles = ("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter")
+    table = [titles, *map(_cells, parameters[:_ROWS])]
+    facts = [(title, printable(value)) for title, value in summary["facts"].items()]
+    lines = [*_aligned(facts, "<<"), "", *_aligned(table, ">>>>>><")]
     if (more := len(parameters) - _ROWS) > 0:
-        console.print(f"{more:,} more parameters; --json has all.")
+        lines.append(f"{more:,} more parameters; --json has all.")
     sizes = [(math.prod(row["shape"]), row["rank"] * sum(row["matrix"])) for row in parameters]
     dense, sent = sum(size for size, _ in sizes), sum(factors or size for size, factors in sizes)
     if sent:
-        console.print(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
-    for line in summary["missing"]:
-        console.print(Text.assemble(("missing:", "yellow"), " ", printable(line)))
+        lines.append(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
+    return "\n".join([*lines, *(f"missing: {printable(line)}" for line in summary["missing"])])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    name, rank = row["name"], row["rank"]
+    return (
+        "x".join(map(str, row["shape"])) or "scalar",
+        "x".join(map(str, row["matrix"])) if rank else "",
+        str(rank) if rank else "not compressed",
+        *("" if row[key] is None else f"{row[key]:.4g}" for key in _NUMBERS),
+        printable(name if len(name) <= _LONG else f"{name[:_LONG]}..."),
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """A line for each row; what is of any length stands last."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return [
+        "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, [*widths, 0], strict=True))
+        for row in rows
+    ]

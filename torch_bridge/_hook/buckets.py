@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import shape_of, unwrapped
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
@@ -70,10 +70,9 @@ class BucketEntry:
     @property
     def _memory_order(self) -> list[int]:
         # Slowest axis first; an axis of length 1 may carry any stride, so it keeps its place.
-        axes = range(len(self.shape))
-        wide = sorted((a for a in axes if self.shape[a] > 1), key=lambda a: -self.strides[a])
-        queue = iter(wide)
-        return [next(queue) if self.shape[axis] > 1 else axis for axis in axes]
+        wide = [axis for axis, size in enumerate(self.shape) if size > 1]
+        queue = iter(sorted(wide, key=lambda axis: -self.strides[axis]))
+        return [next(queue) if size > 1 else axis for axis, size in enumerate(self.shape)]
 
     def column_order(self) -> np.ndarray | None:
         """Columns of the hook's matrix, as positions in ``array.reshape(shape[0], -1)``.
@@ -112,15 +111,11 @@ class FactorSlot:
 
     def p(self, buffer: np.ndarray) -> np.ndarray:
         """P, shape (rows, rank), as a view of the bucket's buffer."""
-        return buffer[self.p_start : self.p_start + self.rows * self.rank].reshape(
-            self.rows, self.rank
-        )
+        return buffer[self.p_start :][: self.rows * self.rank].reshape(self.rows, self.rank)
 
     def q(self, buffer: np.ndarray) -> np.ndarray:
         """Q, shape (cols, rank), as a view of the bucket's buffer."""
-        return buffer[self.q_start : self.q_start + self.cols * self.rank].reshape(
-            self.cols, self.rank
-        )
+        return buffer[self.q_start :][: self.cols * self.rank].reshape(self.cols, self.rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,22 +260,26 @@ class BucketLayout:
                         p_start += rows * used
                         q_start += cols * used
 
+    def slots_of(self, record: PowerSGDRecord) -> Iterator[FactorSlot]:
+        """`factor_slots` with the rank and the rate of a record."""
+        return self.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+
     def misfit(self, record: PowerSGDRecord) -> str | None:
         """The first buffer of another length than the layout gives it; None if all fit."""
-        wanted = {("error", bucket): size for bucket, size in enumerate(self.sizes)}
-        wanted |= {(kind, bucket): 0 for kind in "PQ" for bucket in range(len(self.buckets))}
-        for slot in self.factor_slots(
-            record.matrix_approximation_rank, record.min_compression_rate
-        ):
-            wanted["P", slot.bucket] += slot.rows * slot.rank
-            wanted["Q", slot.bucket] += slot.cols * slot.rank
-        buffers = {"error": record.error_dict, "P": record.p_memory_dict, "Q": record.q_memory_dict}
-        for kind, arrays in buffers.items():
-            for bucket, array in arrays.items():
-                if wanted.get((kind, bucket)) != array.size:
+        buckets = range(len(self.buckets))
+        sizes = {
+            "error": dict(enumerate(self.sizes)),
+            **{k: dict.fromkeys(buckets, 0) for k in "PQ"},
+        }
+        for slot in self.slots_of(record):
+            sizes["P"][slot.bucket] += slot.rows * slot.rank
+            sizes["Q"][slot.bucket] += slot.cols * slot.rank
+        for (kind, wanted), name in zip(sizes.items(), BUFFERS, strict=True):
+            for bucket, array in getattr(record, name).items():
+                if array.size != wanted.get(bucket):
                     return (
                         f"{kind} of bucket {bucket} has {array.size} values, the layout gives it "
-                        f"{wanted.get((kind, bucket), 'no such bucket')}"
+                        f"{wanted.get(bucket, 'no such bucket')}"
                     )
         return None
 
@@ -304,17 +303,14 @@ def pack(
     Returns:
       The three dictionaries, bucket index -> flat array.
     """
-    flats: dict[int, list[np.ndarray]] = {}
-    ps: dict[int, list[np.ndarray]] = {}
-    qs: dict[int, list[np.ndarray]] = {}
+    parts: list[dict[int, list[np.ndarray]]] = [{}, {}, {}]
     for bucket, entries in enumerate(layout.buckets):
         if entries and all(entry.name in errors for entry in entries):
-            flats[bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
+            parts[0][bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
     for slot in layout.factor_slots(rank, min_compression_rate):
-        if slot.entry.name in factors:
-            for parts, factor in zip((ps, qs), factors[slot.entry.name], strict=True):
-                parts.setdefault(slot.bucket, []).append(factor.reshape(-1))
-    e, p, q = ({bucket: np.concatenate(x) for bucket, x in d.items()} for d in (flats, ps, qs))
+        for part, factor in zip(parts[1:], factors.get(slot.entry.name, ()), strict=False):
+            part.setdefault(slot.bucket, []).append(factor.reshape(-1))
+    e, p, q = ({bucket: np.concatenate(flat) for bucket, flat in part.items()} for part in parts)
     return e, p, q
 
 

@@ -104,7 +104,7 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
     """What of a layout makes a difference: without errors, the places of the factors only."""
     if record.error_dict:
         return layout
-    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+    slots = layout.slots_of(record)
     return tuple((slot.entry.name, slot.bucket, slot.p_start, slot.q_start) for slot in slots)
 
 
@@ -174,8 +174,7 @@ def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
     if reason := layout.misfit(record):
         return reason
-    slots = layout.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
-    by_name = {slot.entry.name: slot for slot in slots}
+    by_name = {slot.entry.name: slot for slot in layout.slots_of(record)}
     for bucket, entries in enumerate(layout.buckets):
         mean, own = {}, {}
         if bucket in record.error_dict and not checkpoint.missing_ranks:

@@ -6,13 +6,13 @@ import collections
 import dataclasses
 import os
 import pathlib
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
+from torch_bridge._base.files import no_file
 from torch_bridge._base.schema import PowerSGDRecord, is_slots, record_from_slots
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
@@ -30,6 +30,10 @@ _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeErr
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
     "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
+)
+_DISTRIBUTED = (
+    "a distributed checkpoint (torch.distributed.checkpoint); convert it first with python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch"
 )
 
 
@@ -76,23 +80,12 @@ def load(
     if not files:
         raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
     for file in files:
-        _refuse_unreadable(file)
+        if kind := no_file(file):
+            if (file / ".metadata").exists():
+                kind = _DISTRIBUTED
+            raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
     parts = [_read(file, max_bytes) for file in files]
     return parts[0] if len(parts) == 1 else _merge(files, parts)
-
-
-def _refuse_unreadable(file: pathlib.Path) -> None:
-    """What is no file is refused before it is opened, as a FIFO would wait for ever."""
-    mode = os.stat(file).st_mode
-    if stat.S_ISREG(mode):
-        return
-    kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-    if (file / ".metadata").exists():
-        kind = (
-            "a distributed checkpoint (torch.distributed.checkpoint); convert it first with "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-        )
-    raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
 
 
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:

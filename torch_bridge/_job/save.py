@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch_bridge._base.atomic import replacing
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.files import replacing
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.schema import (

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all."""
+"""Files that are whole or not there at all, and what must not be opened as one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import secrets
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -43,3 +44,15 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def no_file(path: pathlib.Path) -> str | None:
+    """What lies at `path` where it is no file, as a pipe would be waited for; None for a file.
+
+    Raises:
+      OSError: There is nothing.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return None
+    return "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
