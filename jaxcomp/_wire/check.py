@@ -94,6 +94,7 @@ def _alone(reducer: Reducer, params: PyTree, mesh: Any) -> Any:
         return shard_state(reducer.init(params), mesh, reducer.axis_name)
 
     replicas = math.prod(mesh.shape[name] for name in axis_tuple(reducer.axis_name))
-    examples = jax.ShapeDtypeStruct((replicas,), jnp.float32)
+    rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # shapes alone name no device
+    examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh)
     return jax.jit(run).lower(jax.eval_shape(fresh, params), params, examples).compile()

@@ -5,19 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from classifier import KINDS, grid
+from jax.sharding import NamedSharding
 from runners import types_of
 
 import jaxcomp
 
 P = jax.P
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 N, EVERY, ROUNDS = 4, 3, 3
 INNER = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)  # flags and counts have no mean
-
-
-def grid(kind, n=N):
-    return jax.make_mesh((n,), ("data",), axis_types=(KINDS[kind],), devices=jax.devices()[:n])
 
 
 def step(params, inner, batch):
@@ -38,7 +34,7 @@ def arguments():
 
 def by_hand(params, batches):
     """(parameters, losses) of the round that the caller maps."""
-    mesh, run = grid("auto"), jaxcomp.local_sgd_round(step, **arguments())
+    mesh, run = grid(N), jaxcomp.local_sgd_round(step, **arguments())
     state = run.init(params)
     specs = jaxcomp.state_specs(state, "data")
     mapped = jax.shard_map(
@@ -62,7 +58,7 @@ def test_a_round_maps_itself_over_the_mesh(kind):
     batches = rng.normal(size=(ROUNDS, EVERY, 2 * N, 16)).astype(np.float32)
     expected, losses = by_hand(jax.tree.map(jnp.asarray, start), batches)
 
-    mesh = grid(kind)
+    mesh = grid(N, kind)
     run = jaxcomp.local_sgd_round(step, mesh=mesh, **arguments())
     params = jax.device_put(start, NamedSharding(mesh, P()))
     state, compiled = run.init(params), jax.jit(run)
@@ -77,7 +73,7 @@ def test_a_round_maps_itself_over_the_mesh(kind):
     np.testing.assert_allclose(averaged, np.mean(momenta, 0), rtol=1e-5, atol=1e-7)
     # What was saved goes on on two replicas, with the mean of all momenta and residuals.
     params, mean = jax.device_get((params, mean))
-    fewer = jaxcomp.local_sgd_round(step, mesh=grid(kind, 2), **arguments())
+    fewer = jaxcomp.local_sgd_round(step, mesh=grid(2, kind), **arguments())
     moved = jaxcomp.stack_replicas(mean, 2)
     assert types_of(moved) == types_of(fewer.init(params))
     new, moved, _ = jax.jit(fewer)(params, moved, batches[0][:, :4])
@@ -86,12 +82,12 @@ def test_a_round_maps_itself_over_the_mesh(kind):
 
 
 def test_what_does_not_fit_the_mesh_is_refused():
-    run = jaxcomp.local_sgd_round(step, mesh=grid("auto"), **arguments())
+    run = jaxcomp.local_sgd_round(step, mesh=grid(N), **arguments())
     params = {"w": jnp.zeros((16, 12))}
     with pytest.raises(ValueError, match="no axis 'data'"):
         jaxcomp.local_sgd_round(step, mesh=jax.make_mesh((8,), ("x",)), **arguments())
     with pytest.raises(ValueError, match="cannot split between 4 replicas"):
         run(params, run.init(params), jnp.zeros((EVERY, 6, 16)))
-    other = jaxcomp.local_sgd_round(step, mesh=grid("auto", 2), **arguments()).init(params)
+    other = jaxcomp.local_sgd_round(step, mesh=grid(2), **arguments()).init(params)
     with pytest.raises(ValueError, match="4 replicas need a leading axis"):
         run(params, other, jnp.zeros((EVERY, 8, 16)))

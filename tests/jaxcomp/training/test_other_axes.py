@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from classifier import KINDS, grid
+from jax.sharding import NamedSharding
 from xla import users_program
 
 import jaxcomp
 
 P = jax.P
 WIDTH = 256
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 ROWS, COLUMNS, WHOLE = P("model", None), P(None, "model"), P(None, None)
 # How weights and examples lie, and how many examples. Of tensor parallelism activations cross the
 # axis, a language model's worth of tokens; of FSDP the weights, whatever the batch. As in flax's
@@ -54,7 +54,7 @@ def by_axis(compiled):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_other_axis_carries_at_most_a_twentieth_more_than_without_compression(layout, kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    mesh = grid(4, kind, model=2)
     specs, rows, examples = LAYOUTS[layout]
     shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     params = {

@@ -7,27 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from classifier import KINDS, grid
+from jax.sharding import NamedSharding
 
 import jaxcomp
 
 P = jax.P
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 LAYOUTS = {
     "tensor": {"up": P(None, "model"), "down": P("model"), "bias": P("model")},
     "fsdp": {"up": P("model"), "down": P("model"), "bias": P("model")},
     "replicated": {},
 }
-
-
-def grid(kind="auto", data=4, model=1):
-    axes = {"data": data} | ({"model": model} if model > 1 else {})
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(KINDS[kind],) * len(axes),
-        devices=jax.devices()[: data * model],
-    )
 
 
 def parameters(mesh, layout="replicated"):
@@ -83,7 +73,7 @@ def jit_loop(value_and_grad, params, data):
 @functools.cache
 def shard_map_losses(name):
     """The same training as one shard_map around the whole step, on an Auto mesh."""
-    mesh = grid()
+    mesh = grid(4)
     params, data = parameters(mesh), batches(mesh)
     tx = optax.chain(REDUCERS[name](), optax.sgd(0.3, momentum=0.9))
     state = tx.init(params)
@@ -110,7 +100,7 @@ def shard_map_losses(name):
 @functools.cache
 def trained(kind):
     """Parameters and PowerSGD's state after the loop, and the gradients that come next."""
-    mesh = grid(kind)
+    mesh = grid(4, kind)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
     _, params, state, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
     (_, grads), _ = jax.jit(value_and_grad)(state, params, batches(mesh)[5])
@@ -137,7 +127,7 @@ REDUCERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REDUCERS)
 def test_losses_are_those_of_the_shard_map_form(name, kind):
-    mesh = grid(kind)
+    mesh = grid(4, kind)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS[name](), mesh=mesh)
     losses, _, _, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
     np.testing.assert_allclose(losses, shard_map_losses(name), rtol=1e-6)
@@ -147,7 +137,7 @@ def test_losses_are_those_of_the_shard_map_form(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["tensor", "fsdp"])
 def test_beside_sharded_weights_only_thin_factors_cross_the_data_axis(layout, kind):
-    mesh = grid(kind, data=4, model=2)
+    mesh = grid(4, kind, model=2)
     fun = typed_loss if kind == "explicit" else loss
     value_and_grad = jaxcomp.value_and_grad(fun, REDUCERS["powersgd"](), mesh=mesh)
     params = parameters(mesh, layout)
@@ -166,7 +156,7 @@ def test_beside_sharded_weights_only_thin_factors_cross_the_data_axis(layout, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mesh_may_come_from_the_context(kind):
-    mesh = grid(kind, data=4, model=2)
+    mesh = grid(4, kind, model=2)
     fun = typed_loss if kind == "explicit" else loss
     given = jaxcomp.value_and_grad(fun, REDUCERS["powersgd later"](), mesh=mesh)
     expected = jit_loop(given, parameters(mesh, "tensor"), batches(mesh))[0]
@@ -178,7 +168,7 @@ def test_the_mesh_may_come_from_the_context(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_inside_jit_gives_the_same_state(kind):
-    mesh = grid(kind)
+    mesh = grid(4, kind)
     value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
     params = parameters(mesh)
     outside, inside = value_and_grad.init(params), jax.jit(value_and_grad.init)(params)
@@ -189,7 +179,7 @@ def test_init_inside_jit_gives_the_same_state(kind):
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_a_random_key_is_the_same_for_all_and_no_batch_of_two(make):
-    mesh = grid(data=2)
+    mesh = grid(2)
 
     def fun(params, x, key, *, other):
         own = jax.random.fold_in(key, jax.lax.axis_index("data"))
@@ -207,7 +197,7 @@ def test_a_random_key_is_the_same_for_all_and_no_batch_of_two(make):
 
 
 def test_several_argnums_and_batch_specs():
-    mesh = grid()
+    mesh = grid(4)
     params, x = parameters(mesh), batches(mesh)[0]
 
     def fun(up, x, table, down):
@@ -232,7 +222,7 @@ def test_several_argnums_and_batch_specs():
 
 def test_a_function_may_map_over_other_axes_itself():
     """What a ring attention or an expert layer does within a model-parallel group."""
-    mesh = grid(data=2, model=4)
+    mesh = grid(2, model=4)
     params = parameters(mesh)
 
     def summed(x, w):
@@ -253,7 +243,7 @@ def test_a_function_may_map_over_other_axes_itself():
 
 
 def test_any_transformation_that_begins_with_a_reducer():
-    mesh = grid()
+    mesh = grid(4)
     params, x = parameters(mesh), batches(mesh)[0]
     tx = optax.chain(REDUCERS["powersgd"](), optax.clip_by_global_norm(1e-3))
     value_and_grad = jaxcomp.value_and_grad(loss, tx, mesh=mesh, axis_name="data")
@@ -268,7 +258,7 @@ def test_any_transformation_that_begins_with_a_reducer():
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind):
     """The residuals of four replicas; what matters of them is their mean."""
-    there = grid(kind, data=replicas)
+    there = grid(replicas, kind)
     params, state, expected = trained(kind)
     saved = jax.device_get(jaxcomp.consolidate(state) if consolidated else state)
     moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(there, P())), params)
@@ -284,7 +274,7 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
 
 
 def test_a_call_outside_of_jit_beside_an_explicit_axis_gives_the_same():
-    mesh = grid("explicit", data=2, model=2)
+    mesh = grid(2, "explicit", model=2)
     params, x = parameters(mesh, "tensor"), batches(mesh, steps=1)[0]
     run = jaxcomp.value_and_grad(typed_loss, REDUCERS["powersgd"](), mesh=mesh)
     state = run.init(params)

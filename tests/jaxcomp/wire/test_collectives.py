@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from classifier import grid
 from jax.sharding import AxisType, NamedSharding
 from runners import mesh_of
 
@@ -186,6 +187,15 @@ def test_of_parameters_of_16_bits_a_device_sends_its_share_too():
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AUTO, AUTO), devices=jax.devices()[:4])
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(mesh, LAYOUTS["fsdp"]))
     check_alone_and_beside_a_pmean(REDUCERS["bfloat16"], mesh, params, X.astype(jnp.bfloat16))
+
+
+def test_shapes_alone_do_beside_explicit_axes_too():
+    mesh, reducer = grid(2, "explicit", model=2), REDUCERS["now"]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(run, run.init(params), params, X)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    jaxcomp.check(program, reducer, shapes)
 
 
 def check_alone_and_beside_a_pmean(reducer, mesh, params, x):
