@@ -5,7 +5,7 @@ matrices, orthonormal bases, means of several arrays in one collective, and weig
 public, as those of `jaxcomp` itself are.
 """
 
-from jaxcomp._base.leaves import floating_leaves, round_to, unboxed, with_leaves
+from jaxcomp._base.leaves import floating_leaves, unboxed, with_leaves
 from jaxcomp._lowrank.matrices import (
     LeafPlan,
     MatrixView,
@@ -13,12 +13,10 @@ from jaxcomp._lowrank.matrices import (
     is_compressed,
     plan_leaves,
 )
-from jaxcomp._lowrank.orthogonalize import map_by_shape, orthogonalize
-from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.collectives import Reduced, mean_each, reduce_mean
+from jaxcomp._lowrank.orthogonalize import orthogonalize
+from jaxcomp._mesh.collectives import Reduced, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, mean_by_shares
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import takes_rows
 
 __all__ = [
     "BlockLayout",
@@ -26,18 +24,13 @@ __all__ = [
     "LeafPlan",
     "MatrixView",
     "Reduced",
-    "axis_size",
     "default_matrix_dims",
     "floating_leaves",
     "is_compressed",
-    "map_by_shape",
     "mean_by_shares",
-    "mean_each",
     "orthogonalize",
     "plan_leaves",
     "reduce_mean",
-    "round_to",
-    "takes_rows",
     "unboxed",
     "weighted_gradients",
     "with_leaves",

@@ -81,12 +81,6 @@ def round_to(x: Array, dtype: Any) -> Array:
     """Rounds to the precision of `dtype` without changing the dtype of `x`.
 
     `lax.reduce_precision` and not a cast there and back, which XLA may elide on GPU.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> extend.round_to(jnp.float32(1 / 3), jnp.bfloat16)
-      Array(0.33398438, dtype=float32)
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
@@ -174,13 +168,7 @@ def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The same tree with what is in each box in the place of the box; the same leaves.
-
-    Args:
-      tree: Any tree, with linen's or nnx's boxes or without.
-
-    Returns:
-      The tree of plain arrays that the states of reducers are made like.
+    """The same tree with what is in each of linen's or nnx's boxes in the place of the box.
 
     Example:
       >>> import jax.numpy as jnp

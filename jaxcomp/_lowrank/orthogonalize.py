@@ -106,23 +106,6 @@ def orthonormal_bases(
     return lax.platform_dependent(list(factors), cpu=one_by_one, default=by_rank)
 
 
-def map_by_shape(function: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-    """Applies `function`, which treats leading axes as a batch, once for every shape present.
-
-    A model of 200 equal layers so costs one orthogonalisation to compile and to launch, and only
-    the thin factors are copied to form the batch.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> def total(stack):  # called for the two of shape (2,), then for the one of shape (3,)
-      ...     return stack.sum(-1)
-      >>> [int(x) for x in extend.map_by_shape(total, [jnp.ones(2), jnp.ones(3), 5 * jnp.ones(2)])]
-      [2, 3, 10]
-    """
-    return _map_by(lambda x: (x.shape, x.dtype), lambda xs: function(jnp.stack(xs)), arrays)
-
-
 def _map_by(
     kind_of: Callable[[Array], Any],
     function: Callable[[list[Array]], Sequence[Array] | Array],

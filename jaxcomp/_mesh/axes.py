@@ -57,12 +57,6 @@ def axis_size(axis_name: AxisName) -> int:
 
     Raises:
       ValueError: If an axis is not bound where this is called.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> jax.vmap(lambda x: x + extend.axis_size("data"), axis_name="data")(jnp.zeros(3)).tolist()
-      [3.0, 3.0, 3.0]
     """
     try:
         return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))

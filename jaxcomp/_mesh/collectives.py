@@ -209,16 +209,7 @@ def _gathered(xs: list[Array], factors: int) -> list[Array]:
 
 
 def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
-    """Averages each array in its own dtype: one all-reduce for every dtype among them.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxcomp import extend
-      >>> def mean(x):
-      ...     return extend.mean_each([x, x.astype(jnp.bfloat16)], "data")
-      >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
-      [[2.0, 2.0], [2.0, 2.0]]
-    """
+    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
     means = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]

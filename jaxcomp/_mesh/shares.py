@@ -166,7 +166,7 @@ def mean_by_shares(
       >>> import jax, jax.numpy as jnp
       >>> from jaxcomp import extend
       >>> def mean(x):
-      ...     layout = extend.BlockLayout.of(x.size, extend.axis_size("data"), block_size=128)
+      ...     layout = extend.BlockLayout.of(x.size, replicas=2, block_size=128)
       ...     return extend.mean_by_shares([x], [layout], "data").means[0]
       >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, -2.0], [3.0, -2.0]]))[0].tolist()
       [2.0, -2.0]

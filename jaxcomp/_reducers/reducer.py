@@ -102,7 +102,7 @@ class Reducer(Transformation):
         """`reduce` behind the door, and an ``update`` made of it."""
         check_axis_name(axis_name)
         unboxed_init = lambda params: init(unboxed(params))  # noqa: E731
-        entered = functools.partial(_enter, reduce, unboxed_init, axis_name)
+        entered = takes_rows(functools.partial(_enter, reduce, axis_name), unboxed_init)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -129,31 +129,27 @@ class Reducer(Transformation):
 
 def _enter(
     reduce: Callable[..., Reduction],
-    init: Callable[[PyTree], PyTree],
     axis_name: AxisName,
     updates: PyTree,
     state: PyTree,
     params: PyTree | None = None,
     **extra_args: Any,
 ) -> Reduction:
-    """`reduce` for gradients in boxes, a state in rows, and beside Explicit axes."""
+    """`reduce` for gradients in boxes, and beside Explicit axes."""
     gradients, params = unboxed(updates), unboxed(params)
-    rows = has_rows(state, lambda: init(gradients if params is None else params))
-    own = without_row(state) if rows else state
     run = functools.partial(_reduce_checked, reduce, axis_name)
     if mesh_axes(jax.sharding.AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
         # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
         # what they replace.
-        like, of_state = typed_specs(gradients), typed_specs(own)
+        like, of_state = typed_specs(gradients), typed_specs(state)
         everywhere: Any = jax.sharding.PartitionSpec()
         typed = Reduction(like, of_state, like, everywhere)
-        result = call_on_automatic_axes(run, typed, gradients, own, params, extra_args)
+        result = call_on_automatic_axes(run, typed, gradients, state, params, extra_args)
     else:
-        result = run(gradients, own, params, extra_args)
+        result = run(gradients, state, params, extra_args)
     means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
-    kept = with_row(result.state) if rows else result.state
-    return Reduction(means, kept, sent, result.finite)
+    return result._replace(updates=means, sent=sent)
 
 
 def _reduce_checked(
@@ -222,38 +218,15 @@ def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
 
 
 def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """An update that takes a state as `jax.shard_map` with `state_specs` hands it over, or without.
+    """The same update, also of a state whose per-replica leaves are rows ``(1, *leaf)``.
 
-    What every `Reducer` does, for a transformation of your own whose state is mapped so.
+    So `jax.shard_map` hands a state over that is mapped by `state_specs`. What comes out has rows
+    where what went in had them.
 
     Args:
-      update: An Optax update: of updates, state, params or None, and extra arguments by name, for
-        per-replica leaves of the shapes that `init` gives them. It returns updates and state, or a
-        `Reduction`.
+      update: An Optax update, for per-replica leaves of the shapes that `init` gives them. It
+        returns updates and state, or a `Reduction`.
       init: From parameters to a state, to tell rows by where no class in the state has an owner.
-
-    Returns:
-      The same function, also of a state whose per-replica leaves are rows ``(1, *leaf)``; what it
-      returns has rows then too.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxcomp
-      >>> from typing import NamedTuple
-      >>> from jaxcomp import extend
-      >>> class Sum(NamedTuple):
-      ...     total: jax.Array
-      ...     per_replica = ("total",)
-      >>> def add(updates, state, params=None):
-      ...     return updates, Sum(state.total + updates)
-      >>> update = extend.takes_rows(add, lambda params: Sum(jnp.zeros_like(params)))
-      >>> mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,),
-      ...                      devices=jax.devices()[:2])
-      >>> state = jaxcomp.shard_state(Sum(jnp.zeros(3)), mesh, "data")
-      >>> specs = jaxcomp.state_specs(state, "data")
-      >>> step = jax.shard_map(lambda g, s: update(g[0], s)[1], mesh=mesh,
-      ...                      in_specs=(jax.P("data"), specs), out_specs=specs)
-      >>> step(jnp.ones((2, 3)), state).total.shape
-      (2, 3)
     """
 
     def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:

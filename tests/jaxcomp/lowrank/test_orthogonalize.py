@@ -14,7 +14,7 @@ from leaves import random_grads
 from runners import AXIS, simulate
 
 import jaxcomp
-from jaxcomp.extend import map_by_shape, orthogonalize
+from jaxcomp.extend import orthogonalize
 
 
 def elsewhere(x):
@@ -126,19 +126,6 @@ def test_eps_is_torchs():
     y[:, 1] /= np.linalg.norm(y[:, 1]) + eps
     np.testing.assert_allclose(orthogonalize(jnp.asarray(x), eps), y, atol=1e-6)
     assert np.linalg.norm(orthogonalize(jnp.asarray(x), 10.0)[:, 0]) < 0.5
-
-
-def test_map_by_shape_calls_once_for_each_shape():
-    calls = []
-
-    def double(x):
-        calls.append(x.shape)
-        return 2 * x
-
-    arrays = [jnp.ones((4, 2)), jnp.ones((3, 2)), 3 * jnp.ones((4, 2))]
-    results = map_by_shape(double, arrays)
-    assert calls == [(2, 4, 2), (1, 3, 2)]
-    jax.tree.map(np.testing.assert_array_equal, results, [2 * a for a in arrays])
 
 
 def test_many_equal_leaves_on_many_devices_do_not_wait_for_each_other():
