@@ -45,7 +45,6 @@ STATES = {
     "optax.chain": tuple,
 }
 FUNCTIONS = {name: call.split("(")[0] for name, call in CALLS.items()}
-LOW_RANK = [name for name, f in FUNCTIONS.items() if f.endswith("powersgd")]
 PARAMS = {"w": jnp.zeros((16, 12))}
 
 
@@ -77,40 +76,6 @@ def test_the_call_in_the_table_runs(name):
         np.testing.assert_array_equal(outputs[0], outputs[3])
         tolerance = EXACT.get(name, 2e-2)  # PowerSGD's first steps are exact, in comm_dtype
         np.testing.assert_allclose(outputs[0], mean, atol=tolerance)
-
-
-class FromTheFirstStep:
-    """`jaxcomp` for the calls of the tables, without the steps before compression."""
-
-    def __getattr__(self, name):
-        return getattr(jaxcomp, name)
-
-    def powersgd(self, *args, **kwargs):
-        return jaxcomp.powersgd(*args, **{**kwargs, "start_step": 0})
-
-    def batched_powersgd(self, *args, **kwargs):
-        return jaxcomp.batched_powersgd(*args, **{**kwargs, "start_step": 0})
-
-
-@pytest.mark.parametrize("name", LOW_RANK)
-def test_from_its_first_step_on_it_has_the_rank_that_the_call_says(name):
-    tx = made(CALLS[name], FromTheFirstStep())
-    outputs, state, grads = one_update(tx)
-    rank = int(re.search(r"rank=(\d)", CALLS[name])[1])
-    output, mean = np.asarray(outputs[0]), np.asarray(grads.mean(0))
-    np.testing.assert_array_equal(output, outputs[3])
-    # A projection of the mean, not anything of that rank; exact but for the wire and the padding.
-    np.testing.assert_allclose(np.sum(output * mean), np.sum(output * output), rtol=0.05)
-    assert isinstance(state, STATES[FUNCTIONS[name]])
-    assert isinstance(state, jaxcomp.PowerSGDState)
-    np.testing.assert_array_equal(state.count, 1)
-    if FUNCTIONS[name] == "jaxcomp.batched_powersgd":
-        # The 192 values fill a square of 14 x 14, but for the end of its last row.
-        assert state.residual.shape == (4, 14, 14)
-        output = output.reshape(-1)[: 13 * 14].reshape(13, 14)
-    else:
-        assert state.residual["w"].shape == (4, 16, 12)
-    assert np.linalg.matrix_rank(output) == rank
 
 
 def test_zero_as_in_the_page():

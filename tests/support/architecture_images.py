@@ -1,6 +1,6 @@
 """Models of images for `architectures`: each of torch with its twin in Flax."""
 
-import functools
+from collections import OrderedDict
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -82,68 +82,49 @@ def flax_resnet(x, bottleneck, depths=(2, 2), width=8):
     return dense(pool(x), "fc", 5)
 
 
+def dense_layer(ins, mid, growth):
+    def forward(self, x):
+        y = self.conv1(torch.relu(self.norm1(x)))
+        return torch.cat([x, self.conv2(torch.relu(self.norm2(y)))], 1)
+
+    first = {"norm1": tnn.BatchNorm2d(ins), "conv1": c(ins, mid, 1)}
+    return Net(forward, **first, norm2=tnn.BatchNorm2d(mid), conv2=c(mid, growth, 3, 1, 1))
+
+
 def densenet(growth, config, first, bn_size):
     """Laid out as torchvision's, norm5 and the dotted names included."""
-    ins, features = first, tnn.Sequential()
-    features.add_module("conv0", c(3, first, 3, 1, 1))
-    features.add_module("norm0", tnn.BatchNorm2d(first))
+    ins, parts = first, {"conv0": c(3, first, 3, 1, 1), "norm0": tnn.BatchNorm2d(first)}
     for k, depth in enumerate(config, 1):
         layers = {}
         for j in range(1, depth + 1):
-            layers[f"denselayer{j}"] = Net(
-                lambda self, x: torch.cat(
-                    [x, self.conv2(torch.relu(self.norm2(self.conv1(torch.relu(self.norm1(x))))))],
-                    1,
-                ),
-                norm1=tnn.BatchNorm2d(ins),
-                conv1=c(ins, bn_size * growth, 1),
-                norm2=tnn.BatchNorm2d(bn_size * growth),
-                conv2=c(bn_size * growth, growth, 3, 1, 1),
-            )
+            layers[f"denselayer{j}"] = dense_layer(ins, bn_size * growth, growth)
             ins += growth
-        order = tuple(layers)
-        features.add_module(
-            f"denseblock{k}",
-            Net(
-                lambda self, x, order=order: functools.reduce(
-                    lambda y, name: getattr(self, name)(y), order, x
-                ),
-                **layers,
-            ),
-        )
+        parts[f"denseblock{k}"] = tnn.Sequential(OrderedDict(layers))
         if k < len(config):
-            features.add_module(
-                f"transition{k}",
-                Net(
-                    lambda self, x: F.avg_pool2d(self.conv(torch.relu(self.norm(x))), 2),
-                    norm=tnn.BatchNorm2d(ins),
-                    conv=c(ins, ins // 2, 1),
-                ),
-            )
+            layers = {"norm": tnn.BatchNorm2d(ins), "relu": tnn.ReLU(), "conv": c(ins, ins // 2, 1)}
+            parts[f"transition{k}"] = tnn.Sequential(OrderedDict(layers, pool=tnn.AvgPool2d(2)))
             ins //= 2
-    features.add_module("norm5", tnn.BatchNorm2d(ins))
     return Net(
         lambda self, x: self.classifier(torch.relu(self.features(x)).mean((2, 3))),
-        features=features,
+        features=tnn.Sequential(OrderedDict(parts, norm5=tnn.BatchNorm2d(ins))),
         classifier=tnn.Linear(ins, 5),
     )
 
 
 def flax_densenet(x, growth, config, first, bn_size):
+    def norm_conv(x, norm, name, *shape):
+        return conv(nn.relu(bn(x, norm)), name, *shape, bias=False)
+
     x = bn(conv(x, "features.conv0", first, 3, 1, 1, bias=False), "features.norm0")
     for k, depth in enumerate(config, 1):
         for j in range(1, depth + 1):
             name = f"features.denseblock{k}.denselayer{j}"
-            y = conv(
-                nn.relu(bn(x, f"{name}.norm1")), f"{name}.conv1", bn_size * growth, 1, bias=False
-            )
-            y = conv(nn.relu(bn(y, f"{name}.norm2")), f"{name}.conv2", growth, 3, 1, 1, bias=False)
+            y = norm_conv(x, f"{name}.norm1", f"{name}.conv1", bn_size * growth, 1)
+            y = norm_conv(y, f"{name}.norm2", f"{name}.conv2", growth, 3, 1, 1)
             x = jnp.concatenate([x, y], -1)
         if k < len(config):
             name = f"features.transition{k}"
-            x = conv(
-                nn.relu(bn(x, f"{name}.norm")), f"{name}.conv", x.shape[-1] // 2, 1, bias=False
-            )
+            x = norm_conv(x, f"{name}.norm", f"{name}.conv", x.shape[-1] // 2, 1)
             n, h, w, channels = x.shape
             x = x.reshape(n, h // 2, 2, w // 2, 2, channels).mean((2, 4))
     return dense(pool(nn.relu(bn(x, "features.norm5"))), "classifier", 5)
@@ -170,30 +151,6 @@ def flax_mobilenet(x):
         x = bn(conv(x, f"features.{at + 3}", out, 1, bias=False), f"features.{at + 4}")
         at += 5
     return dense(pool(x), "classifier.1", 5)
-
-
-def efficientnet():
-    def excite(self, x):
-        y = self.fc2(F.silu(self.fc1(x.mean((2, 3), keepdim=True))))
-        return x * torch.sigmoid(y)
-
-    squeeze = Net(excite, fc1=tnn.Conv2d(16, 4, 1), fc2=tnn.Conv2d(4, 16, 1))
-    body = [c(3, 16, 3, 2, 1), tnn.BatchNorm2d(16), tnn.SiLU(), c(16, 16, 3, 1, 1, 16)]
-    body += [tnn.BatchNorm2d(16), tnn.SiLU(), squeeze, c(16, 24, 1), tnn.BatchNorm2d(24)]
-    return Net(
-        lambda self, x: self.classifier(self.features(x).mean((2, 3))),
-        features=tnn.Sequential(*body),
-        classifier=tnn.Linear(24, 5),
-    )
-
-
-def flax_efficientnet(x):
-    x = nn.silu(bn(conv(x, "features.0", 16, 3, 2, 1, bias=False), "features.1"))
-    x = nn.silu(bn(conv(x, "features.3", 16, 3, 1, 1, 16, False), "features.4"))
-    y = conv(x.mean((1, 2), keepdims=True), "features.6.fc1", 4, 1)
-    x = x * nn.sigmoid(conv(nn.silu(y), "features.6.fc2", 16, 1))
-    x = bn(conv(x, "features.7", 24, 1, bias=False), "features.8")
-    return dense(pool(x), "classifier", 5)
 
 
 def convnext():

@@ -28,8 +28,8 @@ def conv(x, name, out, k, s=1, p=0, groups=1, bias=True):
     )(x)
 
 
-def dense(x, name, out, bias=True):
-    return nn.Dense(out, use_bias=bias, name=flat(name))(x)
+def dense(x, name, out):
+    return nn.Dense(out, name=flat(name))(x)
 
 
 def bn(x, name):

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import torch
-from architecture_parts import Net, conv, dense, embed, flat, gelu, ln
+from architecture_parts import Net, conv, dense, embed, gelu, ln
 from torch import nn as tnn
 
 F = tnn.functional
@@ -16,11 +16,11 @@ def heads_of(x, heads):
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
-def attend(q, k, v, heads, mask=None, scale=True):
+def attend(q, k, v, heads, mask=None):
     """Plain attention of torch tensors or JAX arrays, (batch, length, width)."""
     other = torch if isinstance(q, torch.Tensor) else jnp
     q, k, v = (heads_of(x, heads) for x in (q, k, v))
-    weights = other.einsum("bqhd,bkhd->bhqk", q, k) / (math.sqrt(q.shape[-1]) if scale else 1)
+    weights = other.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     if mask is not None:
         weights = weights + (mask if other is jnp else torch.from_numpy(np.asarray(mask)))
     soft = weights.softmax(-1) if other is torch else nn.softmax(weights)
@@ -131,8 +131,8 @@ def flax_gpt2(ids):
     return table.attend(ln(x, "ln_f"))
 
 
-def lin(width, names, bias=True, out=None):
-    return {name: tnn.Linear(width, out or width, bias=bias) for name in names}
+def lin(width, names):
+    return {name: tnn.Linear(width, width) for name in names}
 
 
 def bert():
@@ -233,46 +233,3 @@ def flax_whisper(sound, ids):
     y = y + attention(z, z, "decoder.0.attn", CAUSAL)
     y = y + attention(ln(y, "decoder.0.cross_attn_ln"), x, "decoder.0.cross_attn")
     return table.attend(y + mlp(y, "decoder.0"))
-
-
-def t5():
-    def layer(self, x, bias):
-        y = self.norm1(x)
-        x = x + self.o(attend(self.q(y), self.k(y), self.v(y), 2, scale=False) + 0 * bias)
-        return x + self.wo(torch.relu(self.wi(self.norm2(x))))
-
-    def make():
-        norms = {f"norm{k}": tnn.RMSNorm(8, eps=1e-6) for k in (1, 2)}
-        ends = {"wi": tnn.Linear(8, 32, bias=False), "wo": tnn.Linear(32, 8, bias=False)}
-        return Net(layer, **lin(8, "qkvo", bias=False), **norms, **ends)
-
-    def forward(self, ids):
-        x = self.shared(ids)
-        bias = self.relative_attention_bias.weight.sum()
-        for b in self.block:
-            x = b(x, bias)
-        return self.lm_head(self.final(x)) + bias
-
-    return Net(
-        forward,
-        shared=tnn.Embedding(11, 8),
-        relative_attention_bias=tnn.Embedding(6, 2),
-        block=tnn.ModuleList([make(), make()]),
-        final=tnn.RMSNorm(8, eps=1e-6),
-        lm_head=tnn.Linear(8, 11, bias=False),
-    )
-
-
-def flax_t5(ids):
-    def rms(x, name):
-        return nn.RMSNorm(epsilon=1e-6, name=flat(name))(x)
-
-    x = embed(ids, "shared", 11, 8)
-    bias = embed(jnp.arange(6), "relative_attention_bias", 6, 2).sum()
-    for k in range(2):
-        y, b = rms(x, f"block.{k}.norm1"), f"block.{k}"
-        q, k_, v = (dense(y, f"{b}.{n}", 8, False) for n in "qkv")
-        x = x + dense(attend(q, k_, v, 2, scale=False), f"{b}.o", 8, False)
-        y = nn.relu(dense(rms(x, f"{b}.norm2"), f"{b}.wi", 32, False))
-        x = x + dense(y, f"{b}.wo", 8, False)
-    return dense(rms(x, "final"), "lm_head", 11, False) + bias

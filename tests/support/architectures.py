@@ -95,7 +95,6 @@ CASES = {
         {"flatten": {"classifier": None}},
     ),
     "MobileNet": Case(images.mobilenet, images.flax_mobilenet, (IMAGE,)),
-    "EfficientNet": Case(images.efficientnet, images.flax_efficientnet, (IMAGE,)),
     "ConvNeXt": Case(images.convnext, images.flax_convnext, (IMAGE,)),
     "U-Net": Case(images.unet, images.flax_unet, (IMAGE,)),
     "pooled head with tabular columns": Case(
@@ -127,7 +126,6 @@ CASES = {
     "GPT-2": Case(sequences.gpt2, sequences.flax_gpt2, (IDS,), {"conv1d": r".*attn\.c_proj"}),
     "BERT": Case(sequences.bert, sequences.flax_bert, (IDS,), SQUARES),
     "Whisper": Case(sequences.whisper, sequences.flax_whisper, ((2, 4, 12), IDS), SQUARES),
-    "T5": Case(sequences.t5, sequences.flax_t5, (IDS,), SQUARES),
     "frozen and unused parts": Case(frozen_and_unused, flax_frozen_and_unused, ((2, 6),)),
 }
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from leaves import random_grads
 from paths import DOCS
-from runners import AXIS, simulate
 
 import jaxcomp
 from jaxcomp import ranks_by_spectrum
@@ -79,23 +78,6 @@ def test_no_other_ranks_of_that_many_bytes_carry_more(seed, adaptive):
     assert gain(grads, chosen, adaptive) >= best * (1 - 1e-6)
 
 
-def test_a_flat_spectrum_gets_more_than_a_sharp_one():
-    grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((32, 32), [5.6, 0.1, 0.05])}
-    chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=4.0))
-    assert chosen == {"flat": 7, "sharp": 1}  # of 8 columns that the budget pays for
-
-
-def test_size_counts_once_for_adam_and_squared_for_sgd():
-    spectrum = 0.8 ** np.arange(16)
-    small = matrix((64, 64), spectrum)
-    grads = {"large": 4 * matrix((64, 64), spectrum, 1), "small": small}
-    sgd, _ = ranks(grads, ranks_by_spectrum(grads, ratio=8.0, adaptive=False))
-    adam, _ = ranks(grads, ranks_by_spectrum(grads, ratio=8.0))
-    # 0.8^(2k) falls by a factor of 4 in 3.1 columns and by one of 16 in 6.2.
-    assert adam["large"] - adam["small"] in (2, 3, 4)
-    assert sgd["large"] - sgd["small"] in (5, 6, 7)
-
-
 def test_a_leaf_that_wants_everything_is_left_alone():
     grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((256, 256), [50.0])}
     chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=30.0))
@@ -130,30 +112,9 @@ def test_with_a_dtype_the_ratio_is_of_bytes(wire, ratio):
     assert ratio * 0.97 <= found <= ratio * 1.15
 
 
-def test_with_int8_a_dense_leaf_costs_four_times_as_much():
-    grads = {"flat": matrix((32, 32), np.ones(32)), "sharp": matrix((256, 256), [50.0])}
-    chosen, _ = ranks(grads, ranks_by_spectrum(grads, ratio=30.0))
-    assert chosen["flat"] == 0
-    rank = ranks_by_spectrum(grads, ratio=60.0, comm_dtype=jnp.int8)
-    narrow, _ = ranks(grads, rank, comm_dtype=jnp.int8, replicas=4)
-    assert narrow["flat"] > 0
-
-
 def test_zero_gradients_get_one_column():
     grads = {"a": jnp.zeros((24, 16)), "b": matrix((40, 20), np.ones(20))}
     assert ranks(grads, ranks_by_spectrum(grads, ratio=3.0))[0]["a"] == 1
-
-
-def test_powersgd_takes_them():
-    grads = random_grads(SHAPES, 2, 3)
-    mean = jax.tree.map(lambda x: x.mean((0, 1)), grads)
-    rank = ranks_by_spectrum(mean, ratio=3.0)
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    outputs, state = simulate("shard_map", tx, grads, tx.init(mean))
-    chosen, _ = ranks(mean, rank)
-    for name in ("a", "b", "embedding"):
-        assert np.linalg.matrix_rank(np.asarray(outputs[name][0])) == chosen[name]
-        assert state.q[name].shape[-1] == chosen[name]
 
 
 def test_the_programs_of_the_page_run(capsys):

@@ -5,10 +5,8 @@ import inspect
 import flax.linen as nn
 import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -62,49 +60,6 @@ def train_state():
     model = Model()
     params = model.init(jax.random.key(1), TOKENS[:, :-1])["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer())
-
-
-def train_step(state, tokens):
-    def loss(params):
-        return loss_of(state.apply_fn({"params": params}, tokens[:, :-1]), tokens)
-
-    value, grads = jaxcomp.local_value_and_grad(loss, AXIS)(state.params)
-    return state.apply_gradients(grads=grads), jax.lax.pmean(value, AXIS)
-
-
-def test_a_linen_train_state_trains_and_comes_back_from_bytes_and_orbax(tmp_path):
-    state, mesh = train_state(), mesh_of(MESH_SIZE)
-    specs = jaxcomp.state_specs(state, AXIS)
-    mapped = jax.shard_map(
-        train_step, mesh=mesh, in_specs=(specs, jax.P(AXIS)), out_specs=(specs, jax.P())
-    )
-    step, losses = jax.jit(mapped), []
-    # The same under vmap, where nothing can be hidden in a sharding.
-    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (MESH_SIZE, *jnp.shape(x))), state)
-    each = jax.jit(jax.vmap(train_step, axis_name=AXIS))
-    state = jaxcomp.shard_state(state, mesh, AXIS)
-    for _ in range(STEPS):
-        state, loss = step(state, TOKENS)
-        stacked, expected = each(stacked, TOKENS.reshape(MESH_SIZE, 2, 6))
-        assert float(loss) == pytest.approx(float(expected[0]), rel=2e-3)
-        losses.append(float(loss))
-    assert losses[-1] < 0.7 * losses[0]
-
-    state = jax.device_get(jaxcomp.consolidate(state))
-    assert state.opt_state[0].residual["Dense_1"]["kernel"].shape == (16, 32)
-    data = flax.serialization.to_bytes(state)
-    by_bytes = flax.serialization.from_bytes(jax.tree.map(np.zeros_like, state), data)
-    with ocp.StandardCheckpointer() as checkpointer:
-        tree = {"params": state.params, "opt_state": state.opt_state, "step": state.step}
-        checkpointer.save(tmp_path / "state", tree)
-        checkpointer.wait_until_finished()
-        by_orbax = state.replace(**checkpointer.restore(tmp_path / "state", tree))
-    _, expected = step(jaxcomp.shard_state(state, mesh, AXIS), TOKENS)
-    for restored in (by_bytes, by_orbax):
-        assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
-        jax.tree.map(np.testing.assert_array_equal, restored.opt_state, state.opt_state)
-        _, loss = step(jaxcomp.shard_state(restored, mesh, AXIS), TOKENS)
-        assert float(loss) == float(expected)
 
 
 class NnxModel(nnx.Module):

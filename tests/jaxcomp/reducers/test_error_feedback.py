@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from leaves import as_matrix, random_grads, zeros_of_one
+from leaves import as_matrix, random_grads
 from reference import Reference
 from runners import AXIS, simulate
 
@@ -15,20 +15,6 @@ SHAPES = {"bias": (16,), "dense": (24, 16)}
 
 def int8():
     return jaxcomp.quantized_allreduce(axis_name=AXIS)
-
-
-@pytest.mark.parametrize("wire", [None, jnp.int8])
-def test_it_gives_powersgd_the_residual_that_powersgd_keeps_itself(wire):
-    grads = random_grads(SHAPES, 3, 4)
-    arguments = {"start_step": 0, "min_compression_rate": 1.0, "comm_dtype": wire}
-    own = jaxcomp.powersgd(2, axis_name=AXIS, **arguments)
-    inner = jaxcomp.powersgd(2, axis_name=AXIS, error_feedback=False, **arguments)
-    given = jaxcomp.error_feedback(inner)
-    expected, e = simulate("vmap", own, grads, own.init(zeros_of_one(grads)))
-    outputs, f = simulate("vmap", given, grads, given.init(zeros_of_one(grads)))
-    np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-4)
-    np.testing.assert_allclose(f.residual["dense"], e.residual["dense"], atol=1e-4)
-    np.testing.assert_allclose(f.residual["bias"], 0, atol=1e-6)
 
 
 def test_the_residual_stays_bounded():
@@ -59,20 +45,6 @@ def test_decay_scales_the_residual_and_may_be_a_schedule():
     for t in range(4):
         expected = reference.step(matrices[:, t], decay=float(schedule(t)))
         np.testing.assert_allclose(as_matrix("dense", outputs["dense"][t]), expected, atol=2e-5)
-
-
-def test_every_accumulates_in_between():
-    grads = random_grads({"w": (10, 8)}, 2, 4)
-    tx = low_rank(every=2)
-    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((10, 8))}))
-    # Nothing is lost: what went in is what came out plus what is still kept.
-    total = outputs["w"].sum(0) + state.residual["w"].mean(0)
-    np.testing.assert_allclose(total, grads["w"].mean(0).sum(0), atol=1e-4)
-    # The first update adds nothing back, the second adds what the first lost.
-    plain = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
-    expected, _ = simulate("vmap", plain, grads, plain.init({"w": jnp.zeros((10, 8))}))
-    np.testing.assert_allclose(outputs["w"][:2], expected["w"][:2], atol=1e-5)
-    assert np.abs(outputs["w"][2] - expected["w"][2]).max() > 1e-3
 
 
 @pytest.mark.parametrize(

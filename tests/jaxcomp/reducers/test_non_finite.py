@@ -106,17 +106,6 @@ def test_zero_gradients_give_zeros_and_the_leaf_recovers(rank):
     np.testing.assert_allclose(total, grads["dense"].mean(0).sum(0), atol=1e-4)
 
 
-@pytest.mark.parametrize("rank", [2, 4])
-def test_rank_deficient_gradients_are_transmitted_exactly(rank):
-    u, v = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
-    product = np.outer(u, v[:16])
-    grads = {"dense": np.broadcast_to(product, (2, 4, 24, 16))}
-    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
-    outputs, state = simulate("vmap", tx, grads, tx.init({"dense": jnp.zeros((24, 16))}))
-    np.testing.assert_allclose(outputs["dense"][3], product, atol=1e-5)
-    assert np.isfinite(state.residual["dense"]).all()
-
-
 def test_float16_gradients_whose_sum_overflows_have_a_mean():
     grads = {"dense": jnp.full((4, 1, 24, 16), 3e4, jnp.float16)}
     params = {"dense": jnp.zeros((24, 16), jnp.float16)}

@@ -13,8 +13,6 @@ from reference import Reference
 from rounding import rounding
 from runners import AXIS, MAPPINGS, consolidated, simulate
 
-import jaxcomp
-
 
 @pytest.mark.parametrize(
     ("mapping", "rank"), [("vmap", 1), *((m, r) for m in MAPPINGS for r in (2, 4))]
@@ -136,32 +134,6 @@ def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
         np.testing.assert_allclose(outputs, straight[name][half:], atol=2e-4)
 
 
-def test_without_error_feedback_no_residual_is_kept():
-    grads = random_grads(SHAPES, 3, 3)
-    tx = shared_powersgd(2, axis_name=AXIS, start_step=0, error_feedback=False)
-    state = tx.init(zeros())
-    assert not jax.tree.leaves(state.residual)
-    outputs, state = simulate("vmap", tx, grads, state)
-    assert not jax.tree.leaves(state.residual)
-    # Same as a residual that is scaled away.
-    other = jaxcomp.error_feedback(tx, decay=0.0)
-    expected, _ = simulate("vmap", other, grads, other.init(zeros()))
-    np.testing.assert_allclose(outputs["conv"], expected["conv"], atol=1e-5)
-
-
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
-def test_without_warm_start_every_step_draws_a_fresh_factor(mapping):
-    one = random_grads({"w": (16, 12)}, 2, 1)["w"]
-    grads = {"w": jnp.repeat(one, 3, axis=1)}
-    tx = shared_powersgd(1, axis_name=AXIS, start_step=0, warm_start=False, error_feedback=False)
-    state = tx.init({"w": jnp.zeros((16, 12))})
-    assert not jax.tree.leaves(state.q)
-    outputs, _ = simulate(mapping, tx, grads, state)  # asserts that replicas agree
-    w = np.asarray(outputs["w"])
-    assert np.abs(w[0] - w[1]).max() > 1e-2
-    assert np.abs(w[1] - w[2]).max() > 1e-2
-
-
 def test_a_bfloat16_residual_loses_only_its_rounding():
     n, steps = 4, 50
     grads = random_grads({"w": (32, 24)}, n, steps)
@@ -178,31 +150,3 @@ def test_a_bfloat16_residual_loses_only_its_rounding():
         bound = 1e-6 if dtype == jnp.float32 else 2**-8 * np.sqrt(steps)
         assert jnp.abs(missing).max() < 4 * bound * jnp.abs(residual).max()
     assert norms[jnp.bfloat16] == pytest.approx(norms[jnp.float32], rel=0.1)
-
-
-def test_rank_function_and_batch_axes_compress_each_layer_of_a_stack():
-    n, layers = 3, 4
-    grads = random_grads({"stack": (layers, 12, 10), "head": (12, 30)}, n, 3)
-
-    def dims(path, leaf):
-        if leaf.ndim == 3:
-            return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
-        return jaxcomp.MatrixDims(rows=(-1,), cols=(0,))
-
-    tx = shared_powersgd(
-        lambda path, leaf: None if path[-1].key == "head" else 2,
-        axis_name=AXIS,
-        start_step=0,
-        matrix_dims=dims,
-    )
-    state = tx.init({k: jnp.zeros(v.shape[2:]) for k, v in grads.items()})
-    assert state.q["stack"].shape == (layers, 12, 2)
-    outputs, _ = simulate("vmap", tx, grads, state)
-    np.testing.assert_allclose(outputs["head"], grads["head"].mean(0), atol=1e-6)
-    for layer in range(layers):
-        matrices = np.asarray(grads["stack"], np.float64)[:, :, layer].swapaxes(-1, -2)
-        reference = Reference(n, 10, 12, state.q["stack"][layer])
-        for t in range(3):
-            np.testing.assert_allclose(
-                outputs["stack"][t, layer].T, reference.step(matrices[:, t]), atol=2e-5
-            )

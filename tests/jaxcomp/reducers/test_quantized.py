@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import random_grads
-from runners import AXIS, simulate
+from runners import AXIS
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout
@@ -21,19 +21,6 @@ def vmapped(tx, grads, state):
 
 def blocks_of(x, n, block_size):
     return np.asarray(BlockLayout.of(x.size, n, block_size).cut(jnp.asarray(x)))
-
-
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])  # of vmap hypothesis looks for more
-def test_the_mean_is_right_to_the_bound_under_every_mapping(mapping):
-    n, steps = 3, 2
-    grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=16)
-    outputs, _ = simulate(mapping, tx, grads, tx.init(grads))
-    for name, x in grads.items():
-        for t in range(steps):
-            error = blocks_of(outputs[name][t] - x[:, t].mean(0), n, 16)
-            largest = np.mean([blocks_of(np.abs(x[w, t]), n, 16).max(-1) for w in range(n)], axis=0)
-            assert (np.abs(error).max(-1) <= largest / 127 * (1 + 1e-5)).all()
 
 
 @settings(max_examples=8)
