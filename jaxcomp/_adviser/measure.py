@@ -103,16 +103,16 @@ def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
     state = reducer.init(grads)
-    specs = (jax.P(), state_specs(state, _AXIS), jax.P())
+    specs = (jax.P(), state_specs(state, _AXIS))
 
-    def step(carry: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-        params, state, grads = carry
+    def step(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
+        params, state = carry
         updates, state = reducer.update(grads, state)
         scaled = [u * jnp.asarray(-1e-3, u.dtype) for u in updates]
-        return [p + u for p, u in zip(params, scaled, strict=True)], state, grads
+        return [p + u for p, u in zip(params, scaled, strict=True)], state
 
     params, grads = (jax.device_put(grads, NamedSharding(mesh, jax.P())) for _ in range(2))
-    return _median_time(step, (params, shard_state(state, mesh, _AXIS), grads), specs, mesh)
+    return _median_time(step, (params, shard_state(state, mesh, _AXIS)), specs, mesh, grads)
 
 
 def _collectives(devices: Sequence[_Device]) -> dict[str, Software]:
@@ -156,13 +156,19 @@ def _mesh(devices: Sequence[_Device]) -> Mesh:
     return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _median_time(step: Callable[[Any], Any], carry: Any, specs: Any, mesh: Mesh) -> float:
-    """The median time of calls that each take the last one's result, in the same memory."""
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+def _median_time(
+    step: Callable[..., Any], carry: Any, specs: Any, mesh: Mesh, *fixed: PyTree
+) -> float:
+    """The median time of calls of (carry, *fixed) that each take the last one's result as carry.
+
+    It lies on the mesh as `specs` say, and in the same memory; what is `fixed` on every device.
+    """
+    in_specs = (specs, *(jax.P() for _ in fixed))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
     compiled = jax.jit(mapped, donate_argnums=0)
     times: list[float] = []
     for _ in range(2 + _REPEATS):  # compile; fill caches
         start = time.perf_counter()
-        carry = jax.block_until_ready(compiled(carry))
+        carry = jax.block_until_ready(compiled(carry, *fixed))
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
