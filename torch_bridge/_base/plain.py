@@ -52,7 +52,7 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         kept: dict[Any, Any] = Counter() if type(value) is Counter else {}
         for key, part in value.items():
             inner = f"{name}.{key!s:.40}".removeprefix(".")
-            plain = _plain_key(key), copy(part, inner, depth)
+            plain = copy(key, inner, depth), copy(part, inner, depth)
             if any(p is _LEFT_OUT for p in plain):
                 lacking.append(inner)
             else:
@@ -60,14 +60,6 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return kept
 
     return copy(dict(entries), "", 0), lacking
-
-
-def _plain_key(key: Any) -> Any:
-    if isinstance(key, tuple):
-        parts = tuple(map(_plain_key, key))
-        return _LEFT_OUT if any(p is _LEFT_OUT for p in parts) else parts
-    key = _scalar(key)
-    return key if type(key) in _SCALARS else _LEFT_OUT
 
 
 def _scalar(value: Any) -> Any:

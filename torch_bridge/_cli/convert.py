@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
@@ -62,7 +61,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     del read["step"]
     parts = {
         "params": read if _is_linen(read) else read["params"],
-        "powersgd": PowerSGDState(*reducer) if like.powersgd else None,
+        "powersgd": reducer if like.powersgd else None,
         "optimizer": tuple(links),
     }
     del read, reducer, links

@@ -87,16 +87,14 @@ class Checkpoint:
         errors = [record.error_dict[bucket] for record in self.powersgd]
         # `to_torch` writes one buffer for all ranks: what they share is read once.
         keys = [storage_key(error) for error in errors]
-        (first, one), *others = dict(zip(keys, errors, strict=True)).items()
-        # One buffer is only read, so it needs no copy.
-        mean = one.astype(np.float32, copy=bool(others))
-        if others:
-            ranks = collections.Counter(keys)
-            mean *= ranks[first]
-            for key, error in others:
-                part = error.astype(np.float32, copy=False)
-                mean += part if ranks[key] == 1 else part * ranks[key]
-            mean /= len(errors)
+        distinct = dict(zip(keys, errors, strict=True))
+        if len(distinct) == 1:  # which is only read, so it needs no copy
+            return errors[0].astype(np.float32, copy=False)
+        mean = np.zeros(errors[0].shape, np.float32)
+        for key, ranks in collections.Counter(keys).items():
+            part = distinct[key].astype(np.float32, copy=False)
+            mean += part if ranks == 1 else part * ranks
+        mean /= len(errors)
         return mean
 
     def mean_errors(self, layout: BucketLayout) -> dict[str, np.ndarray]:
