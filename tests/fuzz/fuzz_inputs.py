@@ -7,11 +7,9 @@ import io
 import pathlib
 import pickle
 import pickletools
-import random
-import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
@@ -20,27 +18,9 @@ import numpy as np
 import torch
 import torch_files as files
 from colliding_keys import colliding_keys
-from unpickler_inputs import BODIES, unpickler_input
+from unpickler_inputs import BODIES, Dice, any_value, named, unpickler_input
 
 import torch_bridge
-
-GLOBALS = [
-    ("os", "system"),
-    ("builtins", "eval"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("collections", "OrderedDict"),
-    ("torch", "FloatStorage"),
-    ("torch", "Size"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy", "dtype"),
-    ("numpy.random._pickle", "__randomstate_ctor"),
-    ("builtins", "set"),
-    ("_codecs", "encode"),
-    ("torch", "device"),
-    ("pathlib", "PosixPath"),
-]
-Dice = random.Random
 
 
 def documents() -> list[dict[Any, Any]]:
@@ -92,92 +72,37 @@ def opcodes(pickled: bytes) -> list[bytes]:
     return [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
 
 
-def _atom(dice: Dice) -> bytes:
-    """A value, made of few opcodes."""
-    texts = ["storage", "0", "", "w", "module.w", "a" * 300, "format", "\ud800", "cpu", "latin1"]
-    return dice.choice(
-        [
-            lambda: b"N",
-            lambda: b"\x88",
-            lambda: b")",
-            lambda: b"]",
-            lambda: b"}",
-            lambda: b"\x8f",
-            lambda: files.integer(dice.choice([0, -1, 1, 7, 2**31, 2**40, 2**62, -(2**62)])),
-            lambda: b"G" + struct.pack(">d", dice.choice([0.0, 1e300, float("nan")])),
-            lambda: files.text(dice.choice(texts)),
-            lambda: files.glob(*dice.choice(GLOBALS)),
-            lambda: files.storage(str(dice.randrange(3)), dice.choice([0, 6, 6, 1024, 2**40])),
-            lambda: files.tensor_call(
-                size=(dice.choice([0, 2, 2**20]),), stride=(dice.choice([0, 1]),)
-            ),
-            lambda: files.tup(*[_atom(dice) for _ in range(dice.randrange(4))]),
-            lambda: b"C" + bytes([3]) + b"abc",
-        ]
-    )()
-
-
-def _grammar(dice: Dice) -> bytes:
-    """A document out of nothing."""
-    names = ["state_dict", "comm_hook_state", "optimizer", "layout", "extra", "format", "errors"]
-    body = b"}("
-    for name in dice.sample(names, dice.randrange(1, 5)):
-        value = _atom(dice)
-        if dice.random() < 0.4:
-            value = files.call(files.glob(*dice.choice(GLOBALS)), *[_atom(dice) for _ in range(3)])
-        if dice.random() < 0.2:
-            value += _atom(dice) + b"b"
-        body += files.text(name) + value
-    return files.whole(body + b"u", 4)
-
-
-def _inserted(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    where = dice.randrange(1, len(ops))
-    return [*ops[:where], _atom(dice), *ops[where:]]
-
-
-def _deleted(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    where = dice.randrange(1, len(ops))
-    return ops[:where] + ops[where + dice.randrange(1, 4) :]
-
-
-def _replaced(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    where = dice.randrange(1, len(ops) - 1)
-    return [*ops[:where], _atom(dice), *ops[where + 1 :]]
+def _bytes(dice: Dice, given: bytes) -> bytes:
+    raw = bytearray(given)
+    for _ in range(dice.randrange(1, 6)):
+        raw[dice.randrange(len(raw))] = dice.randrange(256)
+    return bytes(raw)
 
 
 def _swapped(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    one, other = dice.randrange(1, len(ops) - 1), dice.randrange(1, len(ops) - 1)
-    ops = list(ops)
-    ops[one], ops[other] = ops[other], ops[one]
-    return ops
+    one, other = (dice.randrange(1, len(ops) - 1) for _ in range(2))
+    return [ops[{one: other, other: one}.get(k, k)] for k in range(len(ops))]
 
 
-def _repeated(dice: Dice, ops: list[bytes]) -> list[bytes]:
+def _spliced(
+    dice: Dice, ops: list[bytes], cut: int, times: Sequence[int], new: bool
+) -> list[bytes]:
+    """Other opcodes, or the same again, in the place of `cut` opcodes."""
     where = dice.randrange(1, len(ops) - 1)
-    return ops[:where] + ops[where : where + 3] * dice.choice([2, 50, 3000]) + ops[where + 3 :]
-
-
-def _globals(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    return [files.glob(*dice.choice(GLOBALS)) if op[:1] == b"c" and dice.random() < 0.1 else op
-            for op in ops]  # fmt: skip
-
-
-def _bytes(dice: Dice, ops: list[bytes]) -> list[bytes]:
-    raw = bytearray(b"".join(ops))
-    for _ in range(dice.randrange(1, 6)):
-        raw[dice.randrange(len(raw))] = dice.randrange(256)
-    return [bytes(raw)]
+    again = ops[where : where + cut] * dice.choice(times)
+    return [*ops[:where], *again, *([any_value(dice)] if new else []), *ops[where + cut :]]
 
 
 CHANGES: dict[str, Callable[[Dice, list[bytes]], list[bytes]]] = {
-    "opcode inserted": _inserted,
-    "opcodes deleted": _deleted,
-    "opcode replaced": _replaced,
+    "opcode inserted": lambda dice, ops: _spliced(dice, ops, 0, [0], new=True),
+    "opcodes deleted": lambda dice, ops: _spliced(dice, ops, dice.randrange(1, 4), [0], new=False),
+    "opcode replaced": lambda dice, ops: _spliced(dice, ops, 1, [0], new=True),
     "opcodes swapped": _swapped,
-    "opcodes repeated": _repeated,
-    "other globals": _globals,
-    "bytes of a pickle": _bytes,
+    "opcodes repeated": lambda dice, ops: _spliced(dice, ops, 3, [2, 50, 3000], new=False),
+    "other globals": lambda dice, ops: [
+        named(dice) if op[:1] == b"c" and dice.random() < 0.1 else op for op in ops
+    ],
+    "bytes of a pickle": lambda dice, ops: [_bytes(dice, b"".join(ops))],
 }
 ODD = [
     None, True, 0, -1, 10**30, float("nan"), float("inf"), "text", "\ud800", b"bytes", (), [], {},
@@ -258,9 +183,8 @@ def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
             yield name, base.around(b"".join(change(dice, base.opcodes)))
         for kind in BODIES:
             yield kind, unpickler_input(dice, kind)
-        yield "grammar", files.archive(_grammar(dice), STORAGES)
-        yield "before torch 1.6", _bytes(dice, [old])[0]
-        yield "bytes of an archive", _bytes(dice, [good])[0]
+        yield "before torch 1.6", _bytes(dice, old)
+        yield "bytes of an archive", _bytes(dice, good)
         yield "zip directory", _odd_directory(dice, good)
         yield "cut short", good[: dice.randrange(len(good))]
         yield "layout", _odd_layout(dice)

@@ -19,24 +19,18 @@ import pathlib
 import resource
 import sys
 import tempfile
-import time
-import tracemalloc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import torch_files as files
 from fuzz_inputs import documents, inputs
+from watch import watched
 
 import torch_bridge
 from torch_bridge.__main__ import OK, main
 
 NAMED = (torch_bridge.CheckpointMismatch, torch_bridge.UnsafeCheckpoint)
-# What reading a file must never cause.
-FORBIDDEN = {
-    "import", "compile", "exec", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove",
-    "os.rename", "os.mkdir", "subprocess.Popen", "shutil.rmtree", "socket.connect", "ctypes.dlopen",
-}  # fmt: skip
 SECONDS, OVERHEAD = 5.0, 100 << 20
 
 
@@ -62,20 +56,6 @@ class Result(NamedTuple):
     grown: int
 
 
-class Watch:
-    """What Python's audit hooks see while a file is read."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.on = False
-        sys.addaudithook(self._hook)  # which nothing removes
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        # The C library of the process itself is asked to return freed memory.
-        if self.on and event in FORBIDDEN and arguments != (None,):
-            self.seen.append(f"{event} {arguments!r:.100}")
-
-
 def read(path: pathlib.Path) -> None:
     """What `load` and `inspect` do with a file; what was read is shown as a table and as JSON."""
     torch_bridge.load(path)
@@ -91,13 +71,6 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _seconds(path: pathlib.Path) -> float:
-    start = time.process_time()
-    with contextlib.suppress(Exception):
-        read(path)
-    return time.process_time() - start
-
-
 def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
     """Read `count` inputs.
 
@@ -107,7 +80,7 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
       memory: Whether to trace memory, which takes twice as long.
     """
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # its note about process groups
-    watch, unnamed, done = Watch(), list[str](), collections.Counter[str]()
+    executed, unnamed, done = list[str](), list[str](), collections.Counter[str]()
     slowest, largest, good = (0.0, ""), (0, ""), 0
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "f.pt"
@@ -118,26 +91,18 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
         for index, (kind, raw) in zip(range(count), inputs(seed), strict=False):
             path.write_bytes(raw)
             done[kind] += 1
-            if memory:
-                tracemalloc.start()
-            start, watch.on = time.process_time(), True
-            try:
-                read(path)
-                good += 1
-            except NAMED as error:
-                str(error).encode()  # no half characters
-            except Exception as error:
-                unnamed.append(f"{index} {kind}: {type(error).__name__}: {error!s:.200}")
-            watch.on = False
-            took = time.process_time() - start
-            if memory:
-                peak = tracemalloc.get_traced_memory()[1] - 3 * len(raw)
-                tracemalloc.stop()
-                largest = max(largest, (peak, f"{index} {kind}"))
-                took = _seconds(path) if took > 1 else took  # tracing takes most of it
-            slowest = max(slowest, (took, f"{index} {kind}"))
-    grown = _peak() - before
-    return Result(dict(done), good, watch.seen, unnamed, slowest, largest, grown)
+            name, cost = f"{index} {kind}", watched(lambda: read(path), memory=memory)
+            executed += cost.executed
+            good += cost.error is None
+            if isinstance(cost.error, NAMED):
+                str(cost.error).encode()  # no half characters
+            elif cost.error is not None:
+                unnamed.append(f"{name}: {type(cost.error).__name__}: {cost.error!s:.200}")
+            largest = max(largest, (cost.peak - 3 * len(raw), name))
+            slow = memory and cost.seconds > 1  # tracing takes most of it
+            cost = watched(lambda: read(path), memory=False) if slow else cost
+            slowest = max(slowest, (cost.seconds, name))
+    return Result(dict(done), good, executed, unnamed, slowest, largest, _peak() - before)
 
 
 def run() -> int:

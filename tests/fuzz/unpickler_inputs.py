@@ -20,31 +20,39 @@ GLOBALS = [
     ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("torch", "Size"),
     ("torch", "device"), ("torch", "float32"), ("torch", "FloatStorage"), ("builtins", "set"),
     ("builtins", "bytearray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.random._pickle", "__randomstate_ctor"), ("argparse", "Namespace"),
-    ("collections", "defaultdict"), ("_codecs", "encode"), (files.HOOK, "powerSGD_hook"),
-    (files.HOOK, "PowerSGDState"), ("torch._tensor", "_rebuild_from_type_v2"), ("os", "system"),
+    ("numpy._core.multiarray", "scalar"), ("numpy.random._pickle", "__randomstate_ctor"),
+    ("argparse", "Namespace"), ("collections", "defaultdict"), ("_codecs", "encode"),
+    ("pathlib", "PosixPath"), (files.HOOK, "powerSGD_hook"), (files.HOOK, "PowerSGDState"),
+    ("torch._tensor", "_rebuild_from_type_v2"), ("os", "system"), ("builtins", "eval"),
 ]  # fmt: skip
 NAMES = ["__class__", "__dict__", "__setstate__", "__call__", "__code__", "args", "name", "x"]
+TEXTS = [*NAMES, "storage", "0", "", "w", "module.w", "a" * 300, "\ud800", "cpu", "latin1"]
 COUNTS = [0, 1, 7, 255, 300, 65_536, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 
 
-def _global(dice: Dice) -> bytes:
-    return files.glob(*dice.choice(GLOBALS[:-1] if dice.random() < 0.95 else GLOBALS))
+def named(dice: Dice) -> bytes:
+    """A global, most often one that is allowed."""
+    return files.glob(*dice.choice(GLOBALS[:-2] if dice.random() < 0.95 else GLOBALS))
 
 
-def _value(dice: Dice, depth: int = 0) -> bytes:
-    """A function, an instance, a tensor or something plain."""
+def any_value(dice: Dice, depth: int = 0) -> bytes:
+    """A function, an instance, a tensor, a storage or something plain, made of few opcodes."""
+    numbers = [0, -1, 1, 3, 2**31, 2**40, 2**62, -(2**62)]
     makers: list[Callable[[], bytes]] = [
-        lambda: dice.choice([b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"K\x03", b"(lK\x01a"]),
-        lambda: files.text(dice.choice(NAMES)),
-        lambda: _global(dice),
-        lambda: files.tensor_call(),
-        lambda: files.storage(),
+        lambda: dice.choice([b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"C\x03abc", b"(lK\x01a"]),
+        lambda: files.integer(dice.choice(numbers)),
+        lambda: b"G" + struct.pack(">d", dice.choice([0.0, 1e300, float("nan")])),
+        lambda: files.text(dice.choice(TEXTS)),
+        lambda: named(dice),
+        lambda: files.tensor_call(
+            size=(dice.choice([0, 2, 2, 2**20]),), stride=(dice.choice([0, 1]),)
+        ),
+        lambda: files.storage(str(dice.randrange(2)), dice.choice([0, 6, 6, 1024, 2**40])),
     ]
     if depth < 4:
-        inner = lambda: _value(dice, depth + 1)  # noqa: E731
+        inner = lambda: any_value(dice, depth + 1)  # noqa: E731
         makers += [
-            lambda: files.call(_global(dice), *[inner() for _ in range(dice.randrange(3))]),
+            lambda: files.call(named(dice), *[inner() for _ in range(dice.randrange(4))]),
             lambda: inner() + b")" + dice.choice([b"R", b"\x81"]),
             lambda: files.tup(*[inner() for _ in range(dice.randrange(4))]),
             lambda: b"}" + files.text(dice.choice(NAMES)) + inner() + b"s",
@@ -54,7 +62,7 @@ def _value(dice: Dice, depth: int = 0) -> bytes:
 
 def _state(dice: Dice) -> bytes:
     attributes = b"}(" + b"".join(
-        files.text(dice.choice(NAMES)) + _value(dice, 3) for _ in range(dice.randrange(4))
+        files.text(dice.choice(NAMES)) + any_value(dice, 3) for _ in range(dice.randrange(4))
     )
     mapping = attributes + b"u"
     return dice.choice([mapping, b"N" + mapping + b"\x86", mapping + mapping + b"\x86", b"N"])
@@ -62,30 +70,30 @@ def _state(dice: Dice) -> bytes:
 
 def build(dice: Dice) -> bytes:
     """BUILD, SETITEM, APPEND and ADDITEMS on whatever there is, functions included."""
-    target = _value(dice)
+    target = any_value(dice)
     for _ in range(dice.randrange(1, 5)):
-        pair = _value(dice, 2) + _value(dice, 2)
+        pair = any_value(dice, 2) + any_value(dice, 2)
         target += dice.choice(
-            [_state(dice) + b"b", pair + b"s", b"(" + pair + b"u", _value(dice) + b"a",
-             b"(" + pair + b"e", b"(" + pair + b"\x90", _value(dice) + b"b"]
+            [_state(dice) + b"b", pair + b"s", b"(" + pair + b"u", any_value(dice) + b"a",
+             b"(" + pair + b"e", b"(" + pair + b"\x90", any_value(dice) + b"b"]
         )  # fmt: skip
     return target
 
 
 def calls(dice: Dice) -> bytes:
     """REDUCE, NEWOBJ, NEWOBJ_EX, OBJ and INST of functions, instances and values."""
-    args, named = files.tup(_value(dice), _value(dice)), _global(dice)
+    args, function = files.tup(any_value(dice), any_value(dice)), named(dice)
     return dice.choice(
         [
-            lambda: _value(dice) + args + b"R",
-            lambda: _value(dice) + args + b"\x81",
-            lambda: _value(dice) + args + b"}\x92",
-            lambda: b"(" + named + _value(dice) + b"o",
-            lambda: b"(" + _value(dice) + b"i" + named[1:],
-            lambda: named + _value(dice) + b"R",
-            lambda: named + args + b"R" + args + b"R",
-            lambda: _value(dice) + b"Q",
-            lambda: named + args + b"R" + _state(dice) + b"b" + args + b"\x81",
+            lambda: any_value(dice) + args + b"R",
+            lambda: any_value(dice) + args + b"\x81",
+            lambda: any_value(dice) + args + b"}\x92",
+            lambda: b"(" + function + any_value(dice) + b"o",
+            lambda: b"(" + any_value(dice) + b"i" + function[1:],
+            lambda: function + any_value(dice) + b"R",
+            lambda: function + args + b"R" + args + b"R",
+            lambda: any_value(dice) + b"Q",
+            lambda: function + args + b"R" + _state(dice) + b"b" + args + b"\x81",
         ]
     )()
 
@@ -126,8 +134,8 @@ def huge(dice: Dice) -> bytes:
         [(b"\x8a", 1), (b"\x8b", 4), (b"X", 4), (b"\x8d", 8), (b"\x8c", 1), (b"T", 4), (b"U", 1),
          (b"B", 4), (b"C", 1), (b"\x8e", 8), (b"\x96", 8)]
     )  # fmt: skip
-    value = code + (said % 256**width).to_bytes(width, "little") + raw
-    return dice.choice([value, b"}" + value + b"Ns", value + b"q\x00" + b"h\x00\x86" * 50])
+    made = code + (said % 256**width).to_bytes(width, "little") + raw
+    return dice.choice([made, b"}" + made + b"Ns", made + b"q\x00" + b"h\x00\x86" * 50])
 
 
 def odd(dice: Dice) -> bytes:
@@ -141,7 +149,9 @@ def odd(dice: Dice) -> bytes:
         b"F1e999\n", b"S'a'\n", b"Vabc\\ud800\n", b"g0\n", b"p4000000000\n", b"(d", b"(l",
         b"}p0\ng0\n", b"\x80\x05\x95" + number, b"\x80\x09", b"\x91", b"(N\x91", b"1", b"0", b"2",
     ]  # fmt: skip
-    parts = (dice.choice([dice.choice(found), _value(dice)]) for _ in range(dice.randrange(1, 5)))
+    parts = (
+        dice.choice([dice.choice(found), any_value(dice)]) for _ in range(dice.randrange(1, 5))
+    )
     return b"".join(parts)
 
 
@@ -160,7 +170,7 @@ def any_opcodes(dice: Dice) -> bytes:
         elif size < 0:
             width = {-2: 1, -3: 4, -4: 4, -5: 8}[size]
             argument = b"\x03" + bytes(width - 1) + b"abc"
-        body += dice.choice([b"", _value(dice, 3)]) + opcode.code.encode("latin-1") + argument
+        body += dice.choice([b"", any_value(dice, 3)]) + opcode.code.encode("latin-1") + argument
     return body
 
 
