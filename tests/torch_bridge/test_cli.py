@@ -142,6 +142,10 @@ def test_names_from_a_file_are_escaped(call, tmp_path):
 # --- conversions ------------------------------------------------------------------------------
 
 
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 def test_to_flax_restores_as_a_train_state(call):
     code, out, _ = call("to-flax", "checkpoint.pt", *PARAMS, "--out", "run")
     assert (code, "step 20" in out) == (OK, True)
@@ -151,64 +155,51 @@ def test_to_flax_restores_as_a_train_state(call):
         like = ocp.args.StandardRestore(jax.device_get(train_state()))
         args = ocp.args.Composite(state=like, config=ocp.args.JsonRestore())
         restored = manager.restore(manager.latest_step(), args=args)
-    state, source = restored["state"], document()
-    assert int(state.step) == 20
+    state = restored["state"]
+    run = torch_bridge.to_flax(torch_bridge.load("checkpoint.pt"), cli_model.params())
+    equal((state.params, state.opt_state, state.step), (run.params, run.opt_state, run.step))
     assert restored["config"]["powersgd"]["rank"] == 2
-    kernel = source["state_dict"][FC1].numpy().T
-    np.testing.assert_array_equal(state.params["fc1"]["kernel"], kernel)
-    reducer, sgd = state.opt_state
-    assert isinstance(reducer, jaxcomp.PowerSGDState)
-    checkpoint = torch_bridge.load("checkpoint.pt")
-    expected = torch_bridge.powersgd_from_torch(checkpoint, cli_model.params())
-    jax.tree.map(np.testing.assert_array_equal, reducer, expected)
-    momentum = source["optimizer"]["state"][0]["momentum_buffer"].numpy().T
-    np.testing.assert_array_equal(jax.tree.leaves(sgd)[1], momentum)
 
 
-@pytest.mark.parametrize("out", ["run", "run.msgpack"])
-def test_there_and_back(call, out):
-    code, _, err = call("to-flax", "checkpoint.pt", *PARAMS, "--out", out)
+OPTIONS = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2", "--rule", "fc2=fc2", "--torch-dims")
+
+
+@pytest.mark.parametrize(
+    ("out", "options"), [("run", ()), ("run.msgpack", ()), ("run.msgpack", OPTIONS)]
+)
+def test_there_and_back(call, out, options):
+    value, said = document(), {}
+    if options:
+        value["state_dict"] = dict(value["state_dict"]) | {"aux.weight": torch.zeros(3, 3)}
+        del value["optimizer"]
+        said = {"ignore": r"aux\..*", "flatten": {"fc1": (8, 2, 2)}}
+    torch.save(value, "source.pt")
+    arguments = ("source.pt", *PARAMS, "--out", out)
+    if options:
+        code, _, err = call("to-flax", *arguments)
+        assert (code, "--ignore" in err) == (UNUSABLE, True)
+    code, _, err = call("to-flax", *arguments, *options)
     assert (code, err) == (OK, "")
+    old = torch_bridge.load("source.pt")
     if out.endswith(".msgpack"):
-        state = flax.serialization.from_bytes(train_state(), pathlib.Path(out).read_bytes())
-        assert int(state.opt_state[0].count) == 20
-    back = ("to-torch", out, "--like", "checkpoint.pt", *PARAMS, "--out", "sub/back.pt")
-    code, _, err = call(*back)
+        run = torch_bridge.to_flax(old, cli_model.params(), **said)
+        target = {"step": 0, "params": run.params, "opt_state": run.opt_state}
+        restored = flax.serialization.from_bytes(target, pathlib.Path(out).read_bytes())
+        equal(restored, target | {"step": 20})
+    back = ("to-torch", out, "--like", "source.pt", *PARAMS, "--out", "sub/back.pt")
+    code, _, err = call(*back, *options)
     assert (code, err) == (OK, "")
     torch.load("sub/back.pt", weights_only=True)
-    old, new = (torch_bridge.load(path) for path in ("checkpoint.pt", "sub/back.pt"))
-    jax.tree.map(np.testing.assert_array_equal, old.model, new.model)
+    new = torch_bridge.load("sub/back.pt")
+    assert list(new.model) == list(old.model)
+    assert (new.extra["epoch"], new.layout) == (3, old.layout)
+    equal((new.model, new.optimizer), (old.model, old.optimizer))
     one, other = old.powersgd[0], new.powersgd[0]
-    np.testing.assert_array_equal(one.q_memory_dict[0], other.q_memory_dict[0])
-    np.testing.assert_array_equal(one.p_memory_dict[0], other.p_memory_dict[0])
+    for name in ("p_memory_dict", "q_memory_dict", "hyperparameters"):
+        equal(getattr(one, name), getattr(other, name))
     np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
-    assert one.hyperparameters == other.hyperparameters
-    buffers = [c.optimizer["state"][2]["momentum_buffer"] for c in (old, new)]
-    np.testing.assert_array_equal(*buffers)
-    assert (list(new.model), new.extra["epoch"], new.layout) == (list(old.model), 3, old.layout)
-
-
-def test_what_is_left_out_and_what_was_flattened(call):
-    value = document()
-    more = {"aux.weight": torch.zeros(3, 3), "aux.bias": torch.zeros(3)}
-    value["state_dict"] = dict(value["state_dict"]) | more
-    del value["optimizer"]
-    torch.save(value, "aux.pt")
-    arguments = ("aux.pt", *PARAMS, "--out", "run.msgpack")
-    code, _, err = call("to-flax", *arguments)
-    assert (code, "--ignore" in err) == (UNUSABLE, True)
-    options = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2")
-    assert call("to-flax", *arguments, *options)[0] == OK
-    tree = flax.serialization.msgpack_restore(pathlib.Path("run.msgpack").read_bytes())
-    channels_last = value["state_dict"][FC1].reshape(24, 8, 2, 2).permute(2, 3, 1, 0)
-    np.testing.assert_array_equal(tree["params"]["fc1"]["kernel"], channels_last.reshape(32, 24))
-    back = ("to-torch", "run.msgpack", "--like", "aux.pt", *PARAMS, "--out", "back.pt")
-    assert call(*back, *options)[0] == OK
-    again = torch_bridge.load("back.pt")
-    for name, tensor in value["state_dict"].items():
-        np.testing.assert_array_equal(again.model[name], tensor)
-    errors = (again.powersgd[0].error_dict[0], value["comm_hook_state"].error_dict[0].numpy())
-    np.testing.assert_array_equal(*(again.layout.split(0, error)[FC1] for error in errors))
+    errors = [c.layout.split(0, c.powersgd[0].error_dict[0])[FC1] for c in (old, new)]
+    np.testing.assert_array_equal(*errors)
 
 
 def test_before_compression_began_there_and_back(call):

@@ -61,6 +61,5 @@ def test_arguments_are_described_in_one_dialect():
             for line in described.splitlines()
             if line.endswith(":") and line[:1].isalpha()
         ]
-        order = ["Args", "Attributes", "Returns", "Raises", "Warns", "Example", "References"]
-        known = [order.index(head) for head in heads if head in order]
+        known = [ORDER.index(head) for head in heads if head in ORDER]
         assert known == sorted(known), name

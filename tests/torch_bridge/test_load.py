@@ -7,7 +7,6 @@ import collections
 import pathlib
 import subprocess
 import sys
-import time
 
 import ml_dtypes
 import numpy as np
@@ -265,13 +264,3 @@ def test_what_is_named_again_and_again_is_one(put):
     assert len(extra["names"]) == 100_000
     assert len(set(map(id, extra["names"]))) == 1
     assert list(extra) == ["names", "nested"]
-
-
-def test_an_object_that_is_built_many_times(put):
-    # Each of n builds once went over all m memo entries of the object.
-    generator = files.glob("numpy.random._pickle", "__bit_generator_ctor") + b")R"
-    body = generator + b"\x94" * 100_000 + b"2Nb0" * 20_000 + b"0N"
-    path = put(files.archive(files.whole(files.dictionary(state_dict=b"}", extra=body))))
-    start = time.process_time()
-    load(path)
-    assert time.process_time() - start < 5
