@@ -86,28 +86,6 @@ def test_a_round_promises_a_part_of_what_its_reducer_sends():
     assert payload(parse_strategy("local-sgd-8"), params, 2) == 4 * 64 * 32 / 8
 
 
-@pytest.mark.parametrize(
-    ("parse", "texts", "message"),
-    [
-        (
-            parse_rate,
-            "fast 100 0mbit -1mbit 1gbps nanmbit",
-            "`--rates` takes 'unlimited' or a rate such as 100mbit",
-        ),
-        (
-            parse_strategy,
-            "powersgd powersgd-0 powersgd-x none-1 zip local-sgd-4-every-8 powersgd-4-every-0",
-            r"`--strategies` has no .*powersgd-N \(N: rank\)",
-        ),
-    ],
-    ids=["rates", "strategies"],
-)
-def test_what_is_none(parse, texts, message):
-    for text in ("", *texts.split()):
-        with pytest.raises(ValueError, match=message):
-            parse(text)
-
-
 def test_figures_are_per_step_and_over_all_processes():
     figures = figures_of(
         case(

@@ -8,9 +8,18 @@ import pytest
 import benchmarks.cluster.__main__ as cluster
 
 WRONG = {
-    "cluster --rates fast": "`--rates` takes 'unlimited' or a rate such as 100mbit",
+    **{
+        f"cluster --rates={rate}": "`--rates` takes 'unlimited' or a rate such as 100mbit"
+        for rate in ("fast", "100", "0mbit", "-1mbit", "1gbps", "nanmbit")
+    },
     "cluster --rates ,": "`--rates` is empty",
-    "cluster --strategies powersgd": "`--strategies` has no 'powersgd'",
+    **{
+        f"cluster --strategies={name}": f"`--strategies` has no '{name}'"
+        for name in (
+            *("powersgd", "powersgd-0", "powersgd-x", "none-1", "zip"),
+            *("local-sgd-4-every-8", "powersgd-4-every-0"),
+        )
+    },
     "cluster --models resnet": "`--models` has no 'resnet'; there are mlp, transformer",
     "cluster --frameworks mpi": "`--frameworks` has no 'mpi'; there are jax, torch",
     "cluster --processes 1": "`--processes` must be at least 2, got 1",

@@ -18,7 +18,6 @@ from benchmarks.time_to_loss.task import Config, read_task, write_task
 
 TINY = Config(steps=4, eval_every=2, sequences=2, layers=2, width=16, heads=2, context=8)
 TINY = replace(TINY, eval_sequences=4)
-RUNS = "jax/allreduce,jax/powersgd-1-int6-every-2,torch/allreduce"
 
 
 def run(framework="jax", strategy="allreduce", seed=0, losses=(3.0, 2.0), **changes):
@@ -123,19 +122,17 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in tiny.items()]
     setting += ["--rates", "100mbit", "--samples", "2", "--out", str(tmp_path / "out")]
     timed_run = "jax/powersgd-1-int6-every-2"
-    code = command.main([*setting, "--runs", RUNS])
+    code = command.main([*setting, "--runs", "jax/allreduce,torch/allreduce"])
     code = code or command.main([*setting, "--runs", timed_run, "--times"])
     if not networks.work_here():
         assert code == command.EXIT_UNAVAILABLE
         return
     assert code == 0, capsys.readouterr().err
     runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    exact, rare, torch, times = runs
+    exact, torch, times = runs
     assert [step for step, _, _ in exact["curve"]] == [2, 4]
     assert torch["curve"][-1][2] == pytest.approx(exact["curve"][-1][2], rel=1e-4)
-    assert rare["steps_per_call"] == 2
-    assert rare["curve"][-1][2] != exact["curve"][-1][2]
-    assert rare["sent_per_step"] < exact["sent_per_step"] / 4
     assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
     assert f"jax/{times['strategy']}" == timed_run
+    assert times["steps_per_call"] == 2
     assert len(times["seconds"]["100mbit"]) == 2

@@ -72,6 +72,13 @@ def test_every_public_name_has_its_place_in_the_reference():
     assert sorted(listed) == sorted(public)
 
 
+def test_the_page_about_local_sgd_runs():
+    names = run("docs/local_sgd.md", {})
+    # The fit of the first program: y is the sum of x.
+    np.testing.assert_allclose(names["params"]["w"], np.ones((5, 1)), atol=0.1)
+    assert names["stats"].ratio == 32
+
+
 def resumed(directory, replicas, monkeypatch, capsys):
     """Names and printed losses after a run of the program about checkpoints."""
     text = (ROOT / "examples/resume.py").read_text()

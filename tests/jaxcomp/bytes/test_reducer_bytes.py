@@ -1,6 +1,7 @@
 """What a reducer says that it sends is what the compiled program sends; how it shows itself."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,14 @@ REPLICAS = 4
 PARAMS = {"bias": jnp.zeros(24), "kernel": jnp.zeros((24, 16)), "wide": jnp.zeros((16, 40))}
 HALF = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
 POWERSGD = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+# With a stack of matrices, and with leaves that go along in their own dtypes.
+MIXED = PARAMS | {
+    "empty": jnp.zeros((0, 3)),
+    "half": jnp.zeros(5, jnp.bfloat16),
+    "layers": jnp.zeros((3, 16, 24)),
+    "scalar": jnp.zeros(()),
+    "wide again": jnp.zeros((16, 40)),
+}
 INT8 = jaxcomp.quantized_allreduce(axis_name=AXIS)
 # A transformation, parameters, and steps that together take every branch of the program once.
 CASES = {
@@ -30,6 +39,14 @@ CASES = {
     ),
     "int8 factors": (
         jaxcomp.powersgd(2, axis_name=AXIS, start_step=1, comm_dtype=jnp.int8), PARAMS, [0, None]
+    ),
+    "int6 factors": (
+        jaxcomp.powersgd(
+            3, axis_name=AXIS, start_step=0, comm_dtype="int6",
+            matrix_dims=jaxcomp.stacked("layers"),
+        ),
+        MIXED,
+        [None],
     ),
     "batched": (jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=1), PARAMS, [0, 1]),
     "error feedback": (jaxcomp.error_feedback(INT8), PARAMS, [None]),
@@ -60,8 +77,9 @@ CASES = {
 }  # fmt: skip
 
 
-def on_the_wire(tx, params):
-    """Bytes that a replica hands to the collectives, over all branches of the program."""
+@functools.cache
+def program(name):
+    tx, params, _ = CASES[name]
     mapped = jax.shard_map(
         lambda grads, state, params: tx.update(grads, state, params)[0],
         mesh=mesh_of(REPLICAS),
@@ -69,8 +87,12 @@ def on_the_wire(tx, params):
         out_specs=jax.P(),
         check_vma=False,
     )
-    compiled = text(mapped, params, tx.init(params), params)
-    sent = [(op, BYTES[kind] * size) for op, kind, size in collectives(compiled)]
+    return text(mapped, params, tx.init(params), params)
+
+
+def on_the_wire(name):
+    """Bytes that a replica hands to the collectives, over all branches of the program."""
+    sent = [(op, BYTES[kind] * size) for op, kind, size in collectives(program(name))]
     # Of an all-to-all and an all-gather, which carry as much, one counts.
     return sum(size for op, size in sent if op != "all-gather")
 
@@ -79,10 +101,19 @@ def on_the_wire(tx, params):
 def test_the_bytes_are_those_of_the_compiled_program(name):
     tx, params, steps = CASES[name]
     stats = [tx.bytes(params, replicas=REPLICAS, step=step) for step in steps]
-    assert sum(s.bytes_after for s in stats) == on_the_wire(tx, params)
+    assert sum(s.bytes_after for s in stats) == on_the_wire(name)
     for one in stats:
         assert one.bytes_after == sum(leaf.bytes_after for leaf in one.leaves)
         assert one.bytes_before == sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("name", "averages"), [("int8", 1), ("int6 factors", 2)])
+def test_all_integers_of_an_average_take_one_all_to_all_and_one_all_gather(name, averages):
+    found = collectives(program(name))
+    assert {(op, kind) for op, kind, _ in found} == {("all-to-all", "s8"), ("all-gather", "s8")}
+    for op in ("all-to-all", "all-gather"):  # which may be listed as one result for each replica
+        assert program(name).count(f" {op}(") == averages
+        assert sum(size for other, _, size in found if other == op) == on_the_wire(name)
 
 
 def test_without_a_step_it_is_the_mean_after_all_exact_steps():

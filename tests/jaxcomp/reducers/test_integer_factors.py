@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import BYTES, collectives
 from jax.sharding import AxisType
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import shared_powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, consolidated, lower_update, simulate
+from runners import AXIS, MAPPINGS, consolidated, simulate
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
@@ -168,48 +167,6 @@ def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
     assert not np.any(outputs["w"][..., 8:])
     assert np.abs(outputs["w"][..., 4:8]).max() < 1e-38
     assert np.isfinite(state.residual["w"]).all()
-
-
-PARAMS = {
-    **{f"layer_{i}": jnp.zeros((64, 37)) for i in range(6)},
-    "embedding": jnp.zeros((300, 20)),
-    "stack": jnp.zeros((3, 16, 24)),
-    "bias": jnp.zeros(37),
-    "half": jnp.zeros(5, jnp.bfloat16),
-    "scalar": jnp.zeros(()),
-    "empty": jnp.zeros((0, 3)),
-}
-
-
-def wire_of(tx, params, n):
-    """(operation, dtype) -> how many of them the compiled program has, and their bytes together."""
-    compiled = lower_update(tx, params, n).compile().as_text()
-    found = {}
-    for op, kind, size in collectives(compiled):
-        # An all-to-all may be listed as one result for each replica.
-        key = (op, kind)
-        sent = found.get(key, (0, 0))[1] + size * BYTES[kind]
-        found[key] = (compiled.count(f" {op}("), sent)
-    return found
-
-
-@pytest.mark.parametrize(("n", "rank", "wire"), [(3, 1, "int8"), (8, 3, "int6")])
-def test_the_wire_carries_int8_and_the_bytes_are_those_of_the_stats(n, rank, wire):
-    dims = lambda path, leaf: (  # noqa: E731
-        jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,)) if leaf.ndim == 3 else
-        jaxcomp.MatrixDims(rows=(1,), cols=(0,)) if leaf.ndim == 2 else None
-    )  # fmt: skip
-    arguments = {"matrix_dims": dims, "comm_dtype": wire}
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **arguments)
-    stats = tx.bytes(PARAMS, replicas=n)
-    sent = stats.bytes_after
-    assert wire_of(tx, PARAMS, n) == {
-        ("all-to-all", "s8"): (2, sent),
-        ("all-gather", "s8"): (2, sent),
-    }
-    assert sum(leaf.bytes_after for leaf in stats.leaves) == stats.bytes_after
-    wide = jaxcomp.powersgd(rank, axis_name=AXIS, **arguments | {"comm_dtype": None})
-    assert stats.bytes_after < 0.5 * wide.bytes(PARAMS).bytes_after
 
 
 def test_a_run_can_change_what_is_on_the_wire():
