@@ -117,21 +117,18 @@ class Reported:
         """What the user asked for, for each leaf; the value itself is a mean."""
         if not isinstance(value, tuple):
             return ["mean"]
-        is_none = lambda x: x is None  # noqa: E731
-        given = jax.tree.broadcast(_whole(self._aux, value[1]), value[1], is_leaf=is_none)
-        flat = jax.tree.leaves(given, is_leaf=is_none)
-        present = jax.tree.leaves(value[1], is_leaf=is_none)
-        return ["mean", *(c for c, x in zip(flat, present, strict=True) if x is not None)]
+        asked = jax.tree.broadcast(_whole(self._aux, value[1]), value[1])
+        return ["mean", *(choice or None for choice in jax.tree.leaves(asked))]
 
 
 def _whole(choice: PyTree, aux: Any) -> PyTree:
-    """The choice with None for what a dictionary does not name.
+    """The choice with "" for None, and for what a dictionary does not name.
 
     Raises:
       ValueError: If it names what is not there.
     """
     if not (isinstance(choice, Mapping) and isinstance(aux, Mapping)):
-        return choice
+        return jax.tree.map(lambda c: c or "", choice, is_leaf=lambda c: c is None)
     if unknown := sorted(str(name) for name in choice if name not in aux):
         raise ValueError(
             f"`aux` names {unknown[0]!r}; the auxiliary output has {', '.join(map(repr, aux))}."
