@@ -100,11 +100,6 @@ def simulate(
     return _stacked(outputs), treedef.unflatten(shared)
 
 
-def consolidated(state: Any) -> Any:
-    """The one copy of a final state of `simulate`: the mean of what each replica keeps."""
-    return jaxcomp.consolidate(state)
-
-
 def _stacked(outputs: list[Any]) -> Any:
     return jax.tree.map(lambda *x: np.stack(x), *outputs)
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import shared_powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, consolidated, simulate
+from runners import AXIS, MAPPINGS, simulate
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
@@ -61,7 +61,7 @@ def step_by_step(mapping, tx, grads):
         now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
         outputs, new = simulate(mapping, tx, now, state)
         yield now, jax.tree.map(lambda x: x[0], outputs), state, new
-        state = consolidated(new)
+        state = jaxcomp.consolidate(new)
 
 
 @pytest.mark.parametrize(("mapping", "bits"), [*((m, 8) for m in MAPPINGS), ("vmap", 6)])
@@ -174,7 +174,7 @@ def test_a_run_can_change_what_is_on_the_wire():
     grads = random_grads(SHAPES, 3, 3)
     narrow, wide = reducer(), reducer(comm_dtype=None)
     outputs, state = simulate("vmap", narrow, grads, narrow.init(zeros()))
-    state = consolidated(state)
+    state = jaxcomp.consolidate(state)
     kinds = lambda s: jax.tree.map(lambda x: (x.shape, x.dtype), s)  # noqa: E731
     assert kinds(state) == kinds(wide.init(zeros()))
     state = flax.serialization.from_bytes(wide.init(zeros()), flax.serialization.to_bytes(state))
