@@ -1,9 +1,9 @@
 """Checkpoints of a run, by orbax, with what orbax leaves out: a checksum of every leaf.
 
-orbax writes in the background, into a directory that it renames when all is there, and deletes
-what is beyond `keep`: a run that is killed at any moment leaves its last complete checkpoint. But
-a flipped bit loads as another value, and a directory that was copied or renamed as another step.
-Beside the state this stores what tells: the step, and a checksum of each leaf and of itself.
+orbax writes in the background, renames the directory when all is there, and deletes what is beyond
+`keep`: a run killed at any moment leaves its last complete checkpoint. But a flipped bit loads as
+another value, and a copied or renamed directory as another step. What tells stands beside the
+state: the step, and a checksum of each leaf and of itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+            wait = ocp.AsyncOptions(timeout_secs=50)  # of 20 minutes, for a process that failed
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=keep, cleanup_tmp_directories=True, async_options=wait
+            )
             self._orbax = ocp.CheckpointManager(
                 directory.absolute(), item_names=("state", "run"), options=options
             )
@@ -74,20 +77,19 @@ class Checkpoints:
             sound = run.pop("checksum") == _checksum_of(run)
         except Exception as error:
             raise CheckpointError(
-                f"{path} is cut off, damaged or not of this program ({_first_line(error)}); {again}"
+                f"{path} is cut off, damaged or not of this program ({_why(error)}); {again}"
             ) from error
         if not sound or run["step"] != step:
             what = f"holds step {run['step']}" if sound else "is damaged: run is not what was saved"
             raise CheckpointError(f"{path} {what}; {again}")
-        saved = run["config"]
-        if other := [f"{k} {saved.get(k)}, not {v}" for k, v in must_equal.items()
-                     if saved.get(k) != v]:  # fmt: skip
+        saved = run["config"].get
+        if other := [f"{k} {saved(k)}, not {v}" for k, v in must_equal.items() if saved(k) != v]:
             raise CheckpointError(f"cannot resume: {path} is of a run with {'; '.join(other)}")
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             state = self._orbax.restore(step, args=args)["state"]
         except Exception as error:
-            raise CheckpointError(f"{path} is damaged ({_first_line(error)}); {again}") from error
+            raise CheckpointError(f"{path} is damaged ({_why(error)}); {again}") from error
         found = checksums(state)
         if wrong := [name for name in found if found[name] != run["leaves"].get(name)]:
             some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
@@ -121,7 +123,7 @@ class Checkpoints:
     def _not_written(self, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"a checkpoint in {self._directory} could not be written, and those before it are "
-            f"untouched ({_first_line(error)})"
+            f"untouched ({_why(error)})"
         )
 
 
@@ -138,5 +140,7 @@ def _checksum_of(run: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(run, sort_keys=True).encode())
 
 
-def _first_line(error: Exception) -> str:
+def _why(error: BaseException) -> str:
+    while error.__context__:  # having failed, orbax waits for other processes, which fails too
+        error = error.__context__
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

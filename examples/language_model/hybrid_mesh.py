@@ -108,11 +108,9 @@ def main() -> None:
     model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
     params = sharded_params(model, mesh, arguments.mode)
 
-    reducer = (
-        jaxcomp.powersgd(arguments.rank, axis_name=SLOW, start_step=0)
-        if arguments.rank
-        else jaxcomp.allreduce(axis_name=SLOW)
-    )
+    reducer = jaxcomp.allreduce(axis_name=SLOW)
+    if arguments.rank:
+        reducer = jaxcomp.powersgd(arguments.rank, axis_name=SLOW, start_step=0)
     if arguments.mode == "replicated":
         reducer = optax.chain(jaxcomp.allreduce(axis_name=FAST), reducer)
     tx = optax.chain(reducer, optax.clip_by_global_norm(1.0), optax.adamw(3e-3))

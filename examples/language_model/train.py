@@ -76,8 +76,7 @@ def parser() -> Parser:
     group.add_argument("--processes", type=int, help="how many there are")
     group.add_argument("--process-id", type=int, help="which one this is, from 0")
     group.add_argument("--start-timeout", type=int, default=300, help="seconds to wait" + shown)
-    silence = "seconds of silence that mean death" + shown
-    group.add_argument("--heartbeat-timeout", type=int, default=30, help=silence)
+    group.add_argument("--heartbeat-timeout", type=int, default=30, help="s of silence" + shown)
     return p
 
 
