@@ -176,19 +176,16 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _check(restored: Any, template: Any) -> None:
     """Every leaf must be an array of the shape wanted; orbax gives None for one that is missing."""
-    nothing = lambda leaf: leaf is None  # noqa: E731
-    if jax.tree.structure(restored, is_leaf=nothing) != jax.tree.structure(template):
-        raise ValueError("some entries are not there")
-    flat = jax.tree_util.tree_flatten_with_path(restored, is_leaf=nothing)[0]
-    wrong = [
-        jax.tree_util.keystr(path)
-        for (path, leaf), wanted in zip(flat, jax.tree.leaves(template), strict=True)
-        if not isinstance(leaf, np.ndarray | np.generic | jax.Array)
-        or leaf.dtype.kind in "OSU"
-        or np.shape(leaf) != np.shape(wanted)
-    ]
-    if wrong:
-        raise ValueError(f"not there, or of another kind or shape: {', '.join(wrong)}")
+    wrong = jax.tree_util.tree_flatten_with_path(jax.tree.map(_is_unlike, template, restored))[0]
+    if names := [jax.tree_util.keystr(path) for path, is_wrong in wrong if is_wrong]:
+        raise ValueError(f"not there, or of another kind or shape: {', '.join(names)}")
+
+
+def _is_unlike(wanted: Any, leaf: Any) -> bool:
+    is_array = (
+        isinstance(leaf, np.ndarray | np.generic | jax.Array) and leaf.dtype.kind not in "OSU"
+    )
+    return not is_array or np.shape(leaf) != np.shape(wanted)
 
 
 def _stream(file: BinaryIO, value: Any) -> None:

@@ -216,18 +216,17 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
 def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
     if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
         return [f"{len(part.powersgd)} hook states where one per rank was expected"]
-    one, other = lead.powersgd[0], part.powersgd[0]
-    models = [{name: array.shape for name, array in p.model.items()} for p in (first, part)]
-    known, found = ({"iteration": r.iter, **r.hyperparameters} for r in (one, other))
-    lines = [f"{name} {found[name]}, not {value}" for name, value in known.items()
-             if found[name] != value]  # fmt: skip
-    if part.model and models[0] != models[1]:
-        lines.append("another model")
-    if one.error_sizes != other.error_sizes:
-        lines.append("errors of other buckets")
-    if one.q_memory_dict.keys() != other.q_memory_dict.keys() or any(
-        q.tobytes() != one.q_memory_dict[bucket].tobytes()
-        for bucket, q in other.q_memory_dict.items()
-    ):
-        lines.append("other Q factors, which all ranks of a run share")
-    return lines
+    records = lead.powersgd[0], part.powersgd[0]
+    known, found = ({"iteration": r.iter, **r.hyperparameters} for r in records)
+    shapes = [{name: array.shape for name, array in p.model.items()} for p in (first, part)]
+    sizes = [record.error_sizes for record in records]
+    factors = [{b: q.tobytes() for b, q in record.q_memory_dict.items()} for record in records]
+    differs = {
+        **{
+            f"{name} {found[name]}, not {known[name]}": found[name] != known[name] for name in known
+        },
+        "another model": bool(part.model) and shapes[0] != shapes[1],
+        "errors of other buckets": sizes[0] != sizes[1],
+        "other Q factors, which all ranks of a run share": factors[0] != factors[1],
+    }
+    return [line for line, is_so in differs.items() if is_so]
