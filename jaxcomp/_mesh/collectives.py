@@ -84,7 +84,7 @@ def reduce_mean(
       >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
       [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
-    parts, size = list(parts), axis_size(axis_name)
+    parts, replicas = list(parts), axis_size(axis_name)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
@@ -97,7 +97,7 @@ def reduce_mean(
     )
     if other_axes():
         return reduce(parts, groups=[[i] for i in range(len(parts))])
-    on_cpu = _groups(parts, size * _OWN_OPERAND_BYTES)
+    on_cpu = _groups(parts, replicas * _OWN_OPERAND_BYTES)
     elsewhere = _groups(parts, _OWN_OPERAND_BYTES_ON_GPU, factors)
     if on_cpu == elsewhere:
         return reduce(parts, groups=on_cpu)
@@ -130,11 +130,10 @@ def _reduce_groups(
     factors: int,
 ) -> Reduced:
     """`reduce_mean` with one operand of the all-reduce for each of the groups."""
-    size = axis_size(axis_name)
+    replicas = axis_size(axis_name)
     # A sum of float16 overflows where their mean does not, and neither 16-bit type holds the other.
     dtypes = {part.dtype for part in parts} | {wire_dtype}
-    alone = dtypes != {jnp.dtype(jnp.float16)} and len(dtypes) == 1
-    dtype = wire_dtype if alone else widest(dtypes)
+    dtype = wire_dtype if dtypes == {wire_dtype} != {jnp.dtype(jnp.float16)} else widest(dtypes)
     values = [[parts[i].astype(dtype) for i in group] for group in groups]
     # A single one keeps its shape.
     values = [
@@ -142,7 +141,7 @@ def _reduce_groups(
     ]
     exact = dtype == wire_dtype
     if not exact:
-        values = [round_to(value / size, wire_dtype) for value in values]
+        values = [round_to(value / replicas, wire_dtype) for value in values]
     automatic = other_axes(AxisType.Auto)
     totals = _psum(_spread(values, factors) if automatic else values, axis_name, wire_dtype)
     if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
@@ -159,16 +158,16 @@ def _reduce_groups(
         for group, value in zip(groups, values, strict=True):
             ends = itertools.accumulate(parts[i].size for i in group)
             for i, end in zip(group, ends, strict=True):
-                alone = len(group) == 1
-                own = value if alone else lax.slice_in_dim(value, end - parts[i].size, end)
+                start = end - parts[i].size
+                own = value if len(group) == 1 else lax.slice_in_dim(value, start, end)
                 each[i] = own.reshape(parts[i].shape)
         return each
 
     means, sent = unpacked(totals), parts
     if exact:
-        means = [x / size for x in means]
+        means = [x / replicas for x in means]
     else:
-        sent = [x * size for x in unpacked(values)]
+        sent = [x * replicas for x in unpacked(values)]
     means, sent = (
         [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
         for xs in (_gathered(means, factors) if automatic else means, sent)

@@ -22,8 +22,8 @@ from jaxcomp._reducers.low_rank import (
     Stacks,
     Wire,
     fitted_state,
-    in_range,
     low_rank_step,
+    nan_if_too_large,
 )
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -98,13 +98,18 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
         is_left = (state.count - low_rank.start_step) % 2 == 0
 
         def half(
-            left: bool, starts: Stacks, totals: list[Array], rest: list[Array], wire: Wire
+            left: bool,
+            starts: Stacks,
+            totals: list[Array],
+            uncompressed: list[Array],
+            wire: Wire,
         ) -> Averaged:
             n, one, other = len(totals), *(("p", "q") if left else ("q", "p"))
             bases = orthonormal_bases(starts[other], low_rank.eps)
             each = zip(leaves.views, totals, bases, strict=True)
             own = [product(*x, transposed=not left) for x in each]
-            reduced = wire([*in_range(leaves.views, own, axis_name), *rest], n)
+            own = nan_if_too_large(leaves.views, own, axis_name)
+            reduced = wire([*own, *uncompressed], n)
             means, sent = (
                 Factors(**{one: x[:n], other: bases}, uncompressed=x[n:])
                 for x in (reduced.means, reduced.sent)

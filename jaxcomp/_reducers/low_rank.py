@@ -28,7 +28,7 @@ from jaxcomp._base.leaves import (
     wire_dtype,
 )
 from jaxcomp._base.typing import Array, AxisName, MatrixDims, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product, unsent
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.axes import as_local, axis_size, from_step, other_axes
 from jaxcomp._mesh.collectives import Reduced, reduce_mean, this_replica
@@ -99,7 +99,7 @@ class Leaves(NamedTuple):
     treedef: Any
     values: list[Any]  # of all leaves, in flattening order
     leaf_plans: list[LeafPlan]  # of all leaves
-    uncompressed: list[int]  # positions of those that are averaged as they are
+    uncompressed_at: list[int]  # positions of those that are averaged as they are
     groups: list[tuple[int, ...]]  # positions of compressed leaves; those of a group are one array
     plans: list[LeafPlan]  # of the array of each group
     views: list[MatrixView]  # how it is a batch of matrices
@@ -108,9 +108,7 @@ class Leaves(NamedTuple):
     def of(cls, options: LowRank, updates: PyTree) -> Leaves:
         """The leaves of the gradients, those that are compressed in groups."""
         values, treedef = jax.tree.flatten(updates)
-        found = plan_leaves(
-            updates, options.rank, options.min_compression_rate, options.matrix_dims
-        )
+        found = options.plan(updates)
         rest = [i for i, x in enumerate(values) if found[i].view is None and is_floating(x)]
         groups = _groups(found)
         plans = [_together(found[group[0]], len(group)) for group in groups]
@@ -127,17 +125,20 @@ class Leaves(NamedTuple):
     ) -> PyTree:
         """All leaves in their tree, with what is in the groups' arrays in the place of theirs."""
         whole = list(leaves)
-        for i, x in zip(self.uncompressed if uncompressed else (), uncompressed, strict=True):
+        for i, x in zip(self.uncompressed_at if uncompressed else (), uncompressed, strict=True):
             whole[i] = x
         for group, x in zip(self.groups, arrays, strict=True):
             for i, leaf in zip(group, x if len(group) > 1 else [x], strict=True):
                 whole[i] = leaf
         return self.treedef.unflatten(whole)
 
-    def mean(self, parts: list[Array], n_factors: int, *, exact: bool = False) -> Reduced:
-        """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather."""
+    def mean(self, parts: list[Array], n_factors: int, *, integers: bool = True) -> Reduced:
+        """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather.
+
+        The first `n_factors` parts are one factor for each group, in order.
+        """
         dtype, axis_name = self.options.comm_dtype, self.options.axis_name
-        if isinstance(dtype, Integers) and not exact:
+        if isinstance(dtype, Integers) and integers:
             # Each leaf of a stack is sent as it would be alone.
             stacks = {k for k, group in enumerate(self.groups) if len(group) > 1}
             return reduce_integers(
@@ -207,10 +208,10 @@ def fitted_state(
     return {name: xs for name, xs in found.items() if name in held}
 
 
-def in_range(
+def nan_if_too_large(
     views: Sequence[MatrixView], factors: Sequence[Array], axis_name: AxisName
 ) -> list[Array]:
-    """The factors, NaN where a matrix that gives such values may overflow in later steps.
+    """The factors, NaN where the matrix behind them is so large that later steps could overflow.
 
     A product with orthonormal columns shows how large a matrix is in their directions only. With
     ``sqrt(rows * cols) * replicas`` times the product inside the float range, what a residual keeps
@@ -225,7 +226,7 @@ def in_range(
 
 
 def power_iteration(
-    leaves: Leaves, starts: Stacks, totals: list[Array], rest: list[Array], wire: Wire
+    leaves: Leaves, starts: Stacks, totals: list[Array], uncompressed: list[Array], wire: Wire
 ) -> Averaged:
     """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
@@ -233,7 +234,7 @@ def power_iteration(
       leaves: How each of the arrays is a batch of matrices, and `eps`.
       starts: Right factors to begin with, ``"q"``.
       totals: Gradients plus residuals, of each group of leaves.
-      rest: Uncompressed leaves, averaged as they are in the first of the two all-reduces.
+      uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
       wire: Averages arrays, of which the first are factors.
     """
     n, views = len(totals), leaves.views
@@ -241,7 +242,7 @@ def power_iteration(
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
     left = [product(*each) for each in zip(views, totals, bases, strict=True)]
-    first = wire([*in_range(views, left, axis_name), *rest], n)
+    first = wire([*nan_if_too_large(views, left, axis_name), *uncompressed], n)
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
@@ -252,14 +253,27 @@ def power_iteration(
     return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
 
 
+def _from_fresh_factors(leaves: Leaves, count: Array, starts: Stacks, *arrays: Any) -> Averaged:
+    """A `power_iteration` from right factors that are drawn for every leaf and count."""
+    del starts  # the state holds no factors
+
+    def of_leaf(plan: LeafPlan, index: Array | int) -> Array:
+        return leaves.options.random_factor(plan.q_shape, plan.dtype, index, count)
+
+    fresh = []
+    for group in leaves.groups:
+        draw = functools.partial(of_leaf, leaves.leaf_plans[group[0]])
+        fresh.append(draw(group[0]) if len(group) == 1 else jax.vmap(draw)(jnp.array(group)))
+    return power_iteration(leaves, {"q": fresh}, *arrays)._replace(kept={})
+
+
 def low_rank_step(
     leaves: Leaves, state: Any, fields: Mapping[str, list[Any]], average: Average
 ) -> Reduction:
     """One update: an all-reduce before `start_step`, averages of factors from then on.
 
-    Whatever comes out of a conditional is copied. So what depends on the count through one is the
-    factors and, built from them, the outputs; the sums of gradient and residual only go into it,
-    and the residual stays outside and is updated in place.
+    Whatever comes out of a conditional is copied. So only factors and outputs do; the sums of
+    gradient and residual go into it, and the residual stays outside and is updated in place.
 
     Args:
       leaves: This replica's gradients.
@@ -270,7 +284,8 @@ def low_rank_step(
     """
     axis_name, start = leaves.options.axis_name, leaves.options.start_step
     count, started = state.count, state.count >= start
-    gradients, rest = leaves.stack(leaves.values), [leaves.values[i] for i in leaves.uncompressed]
+    gradients = leaves.stack(leaves.values)
+    uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
     dtypes, n = [x.dtype for x in gradients], len(gradients)
 
     totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
@@ -287,21 +302,23 @@ def low_rank_step(
     def nothing() -> Averaged:  # which nobody reads before the start
         p = [jnp.zeros(x.p_shape, compute_dtype(x.dtype)) for x in leaves.plans]
         q = [jnp.zeros(x.q_shape, compute_dtype(x.dtype)) for x in leaves.plans]
-        zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in rest])
+        zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in uncompressed])
         return Averaged(zeros, zeros, starts, jnp.array(True))
 
     def products(p: list[Array], q: list[Array]) -> list[Array]:
         each = zip(leaves.views, p, q, dtypes, strict=True)
         return [outer(view, a, b).astype(dtype) for view, a, b, dtype in each]
 
-    def exact() -> tuple[list[Array], list[Array], Array]:
+    def as_they_are() -> tuple[Averaged, list[Array], list[Array], Array]:
         # The sums, which are the gradients before the start: the gradients themselves would have to
         # be kept beside them.
         whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = leaves.mean([*whole, *rest], 0, exact=True)
-        return nan_unless(reduced.finite, reduced.means), reduced.sent, reduced.finite
+        reduced = leaves.mean([*whole, *uncompressed], 0, integers=False)
+        means = nan_unless(reduced.finite, reduced.means)
+        return nothing(), means, reduced.sent, reduced.finite
 
-    def rebuilt() -> tuple[list[Array], list[Array], Array]:
+    def compressed() -> tuple[Averaged, list[Array], list[Array], Array]:
+        averaged = average(starts, totals, uncompressed, leaves.mean)
         (p, q, means), finite = averaged.means, averaged.finite
         # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
         # what is as large as the gradients, but for float16, which may overflow where factors did
@@ -311,10 +328,10 @@ def low_rank_step(
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
         own_p, own_q, sent = averaged.sent
-        return [*outputs, *nan_unless(finite, means)], [*products(own_p, own_q), *sent], finite
+        outputs = [*outputs, *nan_unless(finite, means)]
+        return averaged, outputs, [*products(own_p, own_q), *sent], finite
 
-    averaged = from_step(count, start, nothing, lambda: average(starts, totals, rest, leaves.mean))
-    outputs, sent, finite = from_step(count, start, exact, rebuilt)
+    averaged, outputs, sent, finite = from_step(count, start, as_they_are, compressed)
     commit = finite & started if start else finite
     new = {}
     for name, xs in before.items():
@@ -352,16 +369,3 @@ def powersgd_step(
     if not warm_start:
         average = functools.partial(_from_fresh_factors, leaves, state.count)
     return low_rank_step(leaves, state, fields, average)
-
-
-def _from_fresh_factors(leaves: Leaves, count: Array, starts: Stacks, *arrays: Any) -> Averaged:
-    """A `power_iteration` from right factors that are drawn for every leaf and count."""
-
-    def of_leaf(plan: LeafPlan, index: Array | int) -> Array:
-        return leaves.options.random_factor(plan.q_shape, plan.dtype, index, count)
-
-    fresh = []
-    for group in leaves.groups:
-        draw = functools.partial(of_leaf, leaves.leaf_plans[group[0]])
-        fresh.append(draw(group[0]) if len(group) == 1 else jax.vmap(draw)(jnp.array(group)))
-    return power_iteration(leaves, {**starts, "q": fresh}, *arrays)._replace(kept=starts)

@@ -64,7 +64,7 @@ def powersgd(
       rank: Columns of the factors, or a function of (key path, leaf) that returns them; None from
         the function leaves that leaf uncompressed.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      start_step: Updates before this one are plain all-reduces. Begin with 10% of the steps.
+      start_step: So many finite updates are plain all-reduces first. Begin with 10% of the steps.
       min_compression_rate: A leaf is compressed iff
         ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
       error_feedback: Keep what was not sent and add it to the next gradient.
@@ -76,8 +76,8 @@ def powersgd(
       comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
         where a gradient is). int8 and ``"int6"`` (four integers in three bytes) are for the
         factors only: leaves that are not compressed, which have no residual to keep a rounding, go
-        in their own dtype, and the exact averages before `start_step` as with None. The state is
-        the same for all of them.
+        in their own dtype, and the all-reduces before `start_step` as with None. The state is the
+        same for all of them.
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block
