@@ -99,8 +99,6 @@ def checked_dtype(name: str, dtype: Any) -> Any:
 
 def checked_factor_dtype(name: str, dtype: Any) -> Any:
     """`dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
-    if isinstance(dtype, Integers):
-        return dtype
     known = dtype if isinstance(dtype, str) else _dtype_name(dtype)
     return _INTEGERS.get(known or "") or _checked(name, dtype, (*_WIRE, *_INTEGERS))
 

@@ -178,7 +178,7 @@ def _reduce_checked(
     return Reduction(whole, kept, sent, finite)
 
 
-def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
+def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     """Refuses what no reducer can average.
 
     ``float0`` leaves, the gradients of integer parameters, carry nothing and pass. Under
@@ -189,7 +189,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName | None) -> None:
       ValueError: If a leaf is neither floating nor ``float0``, or was already reduced over the
         axis, or the axis is not bound. The message names the leaves.
     """
-    axes = checked_axes(axis_name) if axis_name is not None else ()
+    axes = checked_axes(axis_name)
     wrong, summed = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
