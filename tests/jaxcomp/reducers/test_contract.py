@@ -66,19 +66,12 @@ def test_a_step_that_is_not_finite_leaves_no_trace():
 
 
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(
-    ("grads", "message"),
-    [
-        ({"w": jnp.ones((2, 3), jnp.complex64)}, r"\['w'\] has dtype complex64"),
-        ({"w": jnp.ones((2, 3), jnp.int32)}, r"\['w'\] has dtype int32"),
-    ],
-)
-def test_a_users_reducer_refuses_what_ours_refuse(check, grads, message):
+def test_a_users_reducer_refuses_what_ours_refuse(check):
     """Also one that does not use the building blocks."""
-    with pytest.raises(ValueError, match=message):
-        run(halves(check), grads)
-    with pytest.raises(ValueError, match=message):
-        run(jaxcomp.error_feedback(halves(check)), grads)
+    grads = {"v": jnp.ones((2, 3), jnp.complex64), "w": jnp.ones((2, 3), jnp.int32)}
+    for tx in (halves(check), jaxcomp.error_feedback(halves(check))):
+        with pytest.raises(ValueError, match=r"\['v'\] has dtype complex64.*\['w'\].* int32"):
+            run(tx, grads)
 
 
 @pytest.mark.parametrize("check", [True, False])
