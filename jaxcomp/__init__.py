@@ -21,7 +21,6 @@ from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.consolidate import consolidate
 from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
 from jaxcomp._training.accumulate import accumulate
-from jaxcomp._training.check_replicas import ReplicaMismatch, check_replicas
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._training.gradients import local_value_and_grad
 from jaxcomp._training.hold_state import hold_state
@@ -36,7 +35,6 @@ __all__ = [
     "Ranks",
     "Reducer",
     "Reduction",
-    "ReplicaMismatch",
     "accumulate",
     "acp_sgd",
     "adapt_state",
@@ -46,7 +44,6 @@ __all__ = [
     "average",
     "batched_powersgd",
     "check",
-    "check_replicas",
     "collectives",
     "consolidate",
     "data_parallel",

@@ -9,7 +9,6 @@ from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
-from jaxcomp._training.check_replicas import ReplicaCheck
 from jaxcomp._training.data_parallel import DataParallel
 from jaxcomp._wire.collectives import Collective
 
@@ -26,6 +25,5 @@ __all__ = [
     "LocalSGDRound",
     "LocalSGDState",
     "Prediction",
-    "ReplicaCheck",
     "Transformation",
 ]

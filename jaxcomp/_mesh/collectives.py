@@ -218,11 +218,6 @@ def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
     return means
 
 
-def replica_index(axis_name: AxisName) -> Array:
-    """This replica's number, from 0; int32 scalar."""
-    return lax.axis_index(axis_name)
-
-
 def this_replica(axis_name: AxisName) -> Array:
     """The owner of what this replica keeps, its number less that of all: float32 scalar, not 0."""
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
@@ -255,20 +250,15 @@ def gather(x: Array, axis_name: AxisName) -> Array:
     return lax.all_gather(x, axis_name)
 
 
-def maximum(x: Array, axis_name: AxisName) -> Array:
-    """The elementwise maximum over the replicas."""
-    return lax.pmax(x, axis_name)
-
-
 def largest(leaf: Array, axis_name: AxisName) -> Array:
     """The elementwise maximum over the replicas, for values that have no mean."""
     leaf = as_local(leaf, axis_name)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = maximum(jax.random.key_data(leaf), axis_name)
+        data = lax.pmax(jax.random.key_data(leaf), axis_name)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if leaf.dtype == jnp.bool_:
-        return maximum(leaf.astype(jnp.int32), axis_name).astype(jnp.bool_)
-    return maximum(leaf, axis_name)
+        return lax.pmax(leaf.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return lax.pmax(leaf, axis_name)
 
 
 def total(x: Array, axis_name: AxisName) -> Array:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.collectives import Reduced, exchange, gather, replica_index
+from jaxcomp._mesh.collectives import Reduced, exchange, gather
 
 _SCALE_BYTES = 4
 # Arrays of more values are not worth a copy to be treated together.
@@ -187,7 +187,7 @@ def mean_by_shares(
 
     # The second rounding of a share is known only to the replica that summed it. There it counts as
     # that replica's own, so that the mean of what was sent is the output.
-    owner, sent = replica_index(axis_name), []
+    owner, sent = lax.axis_index(axis_name), []
     firsts, seconds = _decode(wire, groups), _decode(second, groups)
     for first, mean, rounded in zip(firsts, means, seconds, strict=True):
         own = lax.dynamic_index_in_dim(first, owner, axis=1)

@@ -109,8 +109,8 @@ def layout_of(state: PyTree) -> Layout:
     for name, leaf in shared.items() if everything else ():
         if not isinstance(leaf, jax.core.Tracer) and not _equal_rows(leaf):
             raise ValueError(
-                f"The leaf {name}, which the replicas share, differs between them. Check the "
-                "replicas with jaxcomp.check_replicas; or, if it has no axis of replicas, call "
+                f"The leaf {name}, which the replicas share, differs between them. Start every "
+                "replica from the same values; or, if it has no axis of replicas, call "
                 "consolidate(state, axis_name) inside the mapped function."
             )
     ((length,),) = lengths
