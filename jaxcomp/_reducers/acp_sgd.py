@@ -94,7 +94,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
         updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         leaves = Leaves.of(low_rank, updates)
-        fields = fitted_state(ACPSGDState, leaves, updates, state, ["p", "q"])
+        fields = fitted_state(low_rank, leaves, updates, state, ACPSGDState, "p", "q")
         is_left = (state.count - low_rank.start_step) % 2 == 0
 
         def half(
@@ -121,7 +121,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
             turns = [functools.partial(half, left, *arrays) for left in (False, True)]
             return switch(is_left.astype(jnp.int32), turns)
 
-        return low_rank_step(leaves, state, fields, average)
+        return low_rank_step(low_rank, leaves, state, fields, average)
 
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p

@@ -95,7 +95,6 @@ class Leaves(NamedTuple):
     it and one out of it.
     """
 
-    options: LowRank
     treedef: Any
     values: list[Any]  # of all leaves, in flattening order
     leaf_plans: list[LeafPlan]  # of all leaves
@@ -115,7 +114,7 @@ class Leaves(NamedTuple):
         groups = _groups(found)
         plans = [_together(found[group[0]], len(group)) for group in groups]
         views = [plan.view for plan in plans if plan.view is not None]
-        return cls(options, treedef, values, found, rest, groups, plans, views)
+        return cls(treedef, values, found, rest, groups, plans, views)
 
     def stack(self, leaves: Sequence[Any]) -> list[Array]:
         """One array for each group, from those of all leaves."""
@@ -134,12 +133,14 @@ class Leaves(NamedTuple):
                 whole[i] = leaf
         return self.treedef.unflatten(whole)
 
-    def mean(self, parts: list[Array], n_factors: int, *, integers: bool = True) -> Reduced:
+    def mean(
+        self, options: LowRank, parts: list[Array], n_factors: int, *, integers: bool = True
+    ) -> Reduced:
         """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather.
 
         The first `n_factors` parts are one factor for each group, in order.
         """
-        dtype, axis_name = self.options.comm_dtype, self.options.axis_name
+        dtype, axis_name = options.comm_dtype, options.axis_name
         if isinstance(dtype, Integers) and integers:
             # Each leaf of a stack is sent as it would be alone.
             stacks = {k for k, group in enumerate(self.groups) if len(group) > 1}
@@ -179,22 +180,22 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
 
 
 def fitted_state(
-    kind: Any, leaves: Leaves, updates: PyTree, state: Any, factors: Sequence[str]
+    options: LowRank, leaves: Leaves, updates: PyTree, state: Any, kind: Any, *factors: str
 ) -> dict[str, list[Any]]:
     """The leaves of the residual, typed as local, and of these factors, by fields that hold any.
 
     Args:
-      kind: Class of the state.
+      options: Arguments of the reducer.
       leaves: The gradients' leaves.
       updates: The gradients.
       state: What the user passed.
-      factors: Those that the state holds: ``"p"``, ``"q"``.
+      kind: The class that it must have.
+      *factors: Those that the state holds: ``"p"``, ``"q"``.
 
     Raises:
       ValueError: Listing every leaf whose state does not fit, with the fix.
     """
-    plans, feedback = leaves.leaf_plans, leaves.options.error_feedback
-    held = {*factors, *(["residual"] if feedback else [])}
+    plans, held = leaves.leaf_plans, {*factors, *(["residual"] if options.error_feedback else [])}
     shape_of = {"residual": "shape", "p": "p_shape", "q": "q_shape"}
     shapes = {
         name: [getattr(x, shape) if name in held and x.view else None for x in plans]
@@ -206,7 +207,7 @@ def fitted_state(
         "or jaxcomp.adapt_state."
     )
     found = dict(zip(shapes, fitted(kind, state, updates, shapes, hint), strict=True))
-    found["residual"] = as_local(found["residual"], leaves.options.axis_name)
+    found["residual"] = as_local(found["residual"], options.axis_name)
     return {name: xs for name, xs in found.items() if name in held}
 
 
@@ -228,19 +229,24 @@ def nan_if_too_large(
 
 
 def power_iteration(
-    leaves: Leaves, starts: Stacks, totals: list[Array], uncompressed: list[Array], wire: Wire
+    options: LowRank,
+    views: Sequence[MatrixView],
+    starts: Stacks,
+    totals: list[Array],
+    uncompressed: list[Array],
+    wire: Wire,
 ) -> Averaged:
     """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
     Args:
-      leaves: How each of the arrays is a batch of matrices, and `eps`.
+      options: `eps`, and the axis of the replicas.
+      views: How each of the arrays is a batch of matrices.
       starts: Right factors to begin with, ``"q"``.
       totals: Gradients plus residuals, of each group of leaves.
       uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
       wire: Averages arrays, of which the first are factors.
     """
-    n, views = len(totals), leaves.views
-    eps, axis_name = leaves.options.eps, leaves.options.axis_name
+    n, eps, axis_name = len(totals), options.eps, options.axis_name
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
     left = [product(*each) for each in zip(views, totals, bases, strict=True)]
@@ -255,22 +261,29 @@ def power_iteration(
     return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
 
 
-def _from_fresh_factors(leaves: Leaves, count: Array, starts: Stacks, *arrays: Any) -> Averaged:
+def _from_fresh_factors(
+    options: LowRank, leaves: Leaves, count: Array, starts: Stacks, *arrays: Any
+) -> Averaged:
     """A `power_iteration` from right factors that are drawn for every leaf and count."""
     del starts  # the state holds no factors
 
     def of_leaf(plan: LeafPlan, index: Array | int) -> Array:
-        return leaves.options.random_factor(plan.q_shape, plan.dtype, index, count)
+        return options.random_factor(plan.q_shape, plan.dtype, index, count)
 
     fresh = []
     for group in leaves.groups:
         draw = functools.partial(of_leaf, leaves.leaf_plans[group[0]])
         fresh.append(draw(group[0]) if len(group) == 1 else jax.vmap(draw)(jnp.array(group)))
-    return power_iteration(leaves, {"q": fresh}, *arrays)._replace(kept={})
+    averaged = power_iteration(options, leaves.views, {"q": fresh}, *arrays)
+    return averaged._replace(kept={})
 
 
 def low_rank_step(
-    leaves: Leaves, state: Any, fields: Mapping[str, list[Any]], average: Average
+    options: LowRank,
+    leaves: Leaves,
+    state: Any,
+    fields: Mapping[str, list[Any]],
+    average: Average,
 ) -> Reduction:
     """One update: an all-reduce before `start_step`, averages of factors from then on.
 
@@ -278,14 +291,15 @@ def low_rank_step(
     gradient and residual go into it, and the residual stays outside and is updated in place.
 
     Args:
+      options: Arguments of the reducer.
       leaves: This replica's gradients.
       state: With a count, a residual and its owner.
       fields: The leaves of the state's fields, as `fitted_state` gives them.
       average: `power_iteration` or another way to average the sums of gradient and residual, from
         the factors of the state in the dtype of the sums.
     """
-    axis_name, start = leaves.options.axis_name, leaves.options.start_step
-    count, started = state.count, state.count >= start
+    start, count, started = options.start_step, state.count, state.count >= options.start_step
+    wire = functools.partial(leaves.mean, options)
     gradients = leaves.stack(leaves.values)
     uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
     dtypes, n = [x.dtype for x in gradients], len(gradients)
@@ -315,12 +329,12 @@ def low_rank_step(
         # The sums, which are the gradients before the start: the gradients themselves would have to
         # be kept beside them.
         whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = leaves.mean([*whole, *uncompressed], 0, integers=False)
+        reduced = leaves.mean(options, [*whole, *uncompressed], 0, integers=False)
         means = nan_unless(reduced.finite, reduced.means)
         return nothing(), means, reduced.sent, reduced.finite
 
     def compressed() -> tuple[Averaged, list[Array], list[Array], Array]:
-        averaged = average(starts, totals, uncompressed, leaves.mean)
+        averaged = average(starts, totals, uncompressed, wire)
         (p, q, means), finite = averaged.means, averaged.finite
         # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
         # what is as large as the gradients, but for float16, which may overflow where factors did
@@ -346,7 +360,7 @@ def low_rank_step(
         new["residual"] = leaves.unstack(fields["residual"], kept)
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
-        owner=jnp.where(commit, this_replica(axis_name), state.owner),
+        owner=jnp.where(commit, this_replica(options.axis_name), state.owner),
         **new,
     )
     means, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))
@@ -365,9 +379,8 @@ def powersgd_step(
     del params, extra_args
     leaves = Leaves.of(options, updates)
     held = ["q"] if warm_start else []
-    fields = fitted_state(PowerSGDState, leaves, updates, state, held)
-
-    average = functools.partial(power_iteration, leaves)
+    fields = fitted_state(options, leaves, updates, state, PowerSGDState, *held)
+    average = functools.partial(power_iteration, options, leaves.views)
     if not warm_start:
-        average = functools.partial(_from_fresh_factors, leaves, state.count)
-    return low_rank_step(leaves, state, fields, average)
+        average = functools.partial(_from_fresh_factors, options, leaves, state.count)
+    return low_rank_step(options, leaves, state, fields, average)

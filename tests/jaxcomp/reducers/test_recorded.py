@@ -99,12 +99,15 @@ def gradients():
 
 
 def allowed(name):
-    """Of the largest value: rounding that ten steps carry on, or a level that is missed."""
+    """Of the largest value, by step: processors sum in other orders, and feedback carries it on.
+
+    A value on the wire may then be rounded the other way, in each of the steps so far.
+    """
     levels = {"int6": 31, "int8": 127, "quantized": 127}
-    found = [count for word, count in levels.items() if word in name]
-    narrow = {"bfloat16": 2**-7, "float16": 2**-9}
-    rounded = [unit for word, unit in narrow.items() if name.endswith(word)]
-    return 2 / found[0] if found else rounded[0] if rounded else 1e-4
+    units = [1 / count for word, count in levels.items() if word in name]
+    narrow = {"bfloat16": 2**-8, "float16": 2**-11}
+    units += [unit for word, unit in narrow.items() if name.endswith(word)]
+    return (1 + np.array(SHOWN)) * units[0] if units else np.full(len(SHOWN), 1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,4 +121,5 @@ def test_outputs_are_those_that_were_recorded(name, gradients):
         outputs, state = step(grads, state)
         steps.append(np.concatenate([np.ravel(outputs[k]) for k in SHAPES]))
     expected, found = RECORDED[name], np.stack(steps)[SHOWN, ::EVERY]
-    assert np.abs(found - expected).max() <= allowed(name) * np.abs(expected).max()
+    off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
+    assert np.all(off <= allowed(name)), (off, allowed(name))
