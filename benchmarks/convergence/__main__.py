@@ -73,7 +73,7 @@ def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, 
         if not missing or made >= limit:
             continue
         strategy = STRATEGIES[name]
-        trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus())
+        trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus(config.text))
         for seed in missing[: limit - made]:
             done = trainer.run(seed)
             payloads = strategy.payloads(config)

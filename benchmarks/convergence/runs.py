@@ -70,7 +70,7 @@ class Runs(Generic[S]):
     def _train(self, setting: S, seed: int) -> float:
         if self._trainer is None or self._trainer[0] != setting:
             tx = setting.build(self.config)
-            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus())
+            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus(self.config.text))
             self._trainer = setting, trainer
         done = self._trainer[1].run(seed)
         run = {

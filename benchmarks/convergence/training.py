@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,6 +58,7 @@ class Config:
       context: Bytes in a sequence.
       learning_rate: The highest learning rate of the strategies that have no other.
       eval_sequences: Held-out sequences in an evaluation, a multiple of 64.
+      text: "library", the source of Python's standard library, or "headers", its C headers.
     """
 
     steps: int = 480
@@ -68,6 +71,7 @@ class Config:
     context: int = 64
     learning_rate: float = 2e-3
     eval_sequences: int = 256
+    text: str = "library"
 
     def check(self) -> None:
         """Raises a `ValueError` that names what cannot work."""
@@ -204,15 +208,17 @@ class Trainer:
 
 
 @functools.cache
-def corpus() -> Corpus:
-    """The text, read once."""
+def corpus(text: str) -> Corpus:
+    """A text of `Config`, read once."""
+    if text == "headers":
+        return load_corpus(Path(sysconfig.get_path("include")), ".h")
     return load_corpus()
 
 
 def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[Tree, Tree]:
     """Parameters and state a quarter into a run, of a seed that no other run has."""
     seed, quarter = 7, max(1, config.steps // 4)
-    trainer = Trainer(config, tx, local=False, corpus=corpus())
+    trainer = Trainer(config, tx, local=False, corpus=corpus(config.text))
     carry = trainer.start(seed)
     for first in range(0, quarter, config.eval_every):
         carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))

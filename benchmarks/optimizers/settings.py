@@ -144,6 +144,39 @@ def wider(config: Config, optimizer: str) -> Config:
     return wide
 
 
+@dataclass(frozen=True)
+class Unseen:
+    """A setting that is far from the law's runs; what the law says of it was written down first.
+
+    Attributes:
+      name: It in a few words.
+      config: What its runs have in common.
+      rank: Of PowerSGD, in six bits.
+      grid: Of the exact average.
+    """
+
+    name: str
+    config: Config
+    rank: int
+    grid: Grid
+
+
+UNSEEN = (
+    Unseen(
+        "C headers in place of Python",
+        Config(eval_every=480, eval_sequences=1024, text="headers"),
+        21,
+        {"adamw": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8))},
+    ),
+    Unseen(
+        "width 384, 3 blocks, 3 replicas",
+        Config(eval_every=480, eval_sequences=2048, width=384, heads=6, layers=3, replicas=3),
+        36,
+        {"adamw": ((5e-4, None), (7e-4, None), (1e-3, None))},
+    ),
+)
+
+
 def longer(config: Config) -> Config:
     """A run of four times the steps."""
     return replace(config, steps=4 * config.steps, eval_every=4 * config.eval_every)

@@ -34,15 +34,15 @@ class Corpus(NamedTuple):
     held_out: np.ndarray  # only evaluated on
 
 
-def standard_library_files(root: Path | None = None) -> list[tuple[str, bytes]]:
-    """(path, content) of the standard library's source files, in the order of the paths.
+def source_files(root: Path | None = None, suffix: str = ".py") -> list[tuple[str, bytes]]:
+    """(path, content) of the source files below a directory, in the order of the paths.
 
-    It is the same on every machine with the same Python. `root` is the running interpreter's
-    library by default. Unreadable and empty files are left out.
+    `root` is the running interpreter's standard library by default, which is the same on every
+    machine with the same Python. Unreadable and empty files are left out.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in root.rglob("*.py"):
+    for path in root.rglob(f"*{suffix}"):
         relative = path.relative_to(root)
         # `_sysconfigdata` is written when Python is built and differs from machine to machine.
         if SKIPPED_DIRECTORIES & set(relative.parts) or path.name.startswith("_sysconfigdata"):
@@ -56,7 +56,7 @@ def standard_library_files(root: Path | None = None) -> list[tuple[str, bytes]]:
     return sorted(files)
 
 
-def load_corpus(root: Path | None = None) -> Corpus:
+def load_corpus(root: Path | None = None, suffix: str = ".py") -> Corpus:
     """Reads the corpus and splits it by file.
 
     A file's side is decided by a checksum of its path alone, so that it stays on that side when
@@ -66,7 +66,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
       ValueError: There is no text (some distributions ship the library without its source).
     """
     sides: tuple[list[bytes], list[bytes]] = ([], [])
-    for name, content in standard_library_files(root):
+    for name, content in source_files(root, suffix):
         sides[zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0].append(content)
     if not (sides[0] and sides[1]):
         raise ValueError(
