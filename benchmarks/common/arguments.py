@@ -85,7 +85,8 @@ def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
     Raises:
       ValueError: Naming what is not positive, or no multiple.
     """
-    wrong = [name for name, value in vars(config).items() if value <= 0]
+    numbers = {name: value for name, value in vars(config).items() if not isinstance(value, str)}
+    wrong = [name for name, value in numbers.items() if value <= 0]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must be positive")
     for whole, part in multiples:

@@ -25,7 +25,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
 from benchmarks.convergence.report import write_report
 from benchmarks.convergence.strategies import STRATEGIES
-from benchmarks.convergence.training import Config, Trainer, corpus
+from benchmarks.convergence.training import Config, Trainer
 
 PACKAGES = ("jax", "flax", "optax")
 OUT = RESULTS / "convergence"
@@ -73,7 +73,7 @@ def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, 
         if not missing or made >= limit:
             continue
         strategy = STRATEGIES[name]
-        trainer = Trainer(config, strategy.build(config), local=strategy.local, corpus=corpus(config.text))
+        trainer = Trainer(config, strategy.build(config), local=strategy.local)
         for seed in missing[: limit - made]:
             done = trainer.run(seed)
             payloads = strategy.payloads(config)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from benchmarks.common.machine import describe
 from benchmarks.common.runs import append_run, read_runs
-from benchmarks.convergence.training import Config, Trainer, corpus
+from benchmarks.convergence.training import Config, Trainer
 
 PACKAGES = ("jax", "flax", "optax")
 
@@ -70,8 +70,7 @@ class Runs(Generic[S]):
     def _train(self, setting: S, seed: int) -> float:
         if self._trainer is None or self._trainer[0] != setting:
             tx = setting.build(self.config)
-            trainer = Trainer(self.config, tx, local=setting.local, corpus=corpus(self.config.text))
-            self._trainer = setting, trainer
+            self._trainer = setting, Trainer(self.config, tx, local=setting.local)
         done = self._trainer[1].run(seed)
         run = {
             "setting": asdict(setting),

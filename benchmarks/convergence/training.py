@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks.common.arguments import check_sizes
+from benchmarks.common.arguments import check_sizes, one_of
 from benchmarks.common.paths import LANGUAGE_MODEL
 from benchmarks.convergence.optimizers import optimizer
 
@@ -39,6 +39,9 @@ from lm import (
 
 AXIS = "data"
 Tree = Any
+
+# Both come with every Python: its library's source, and the C headers that extensions include.
+TEXTS = {"library": (None, ".py"), "headers": (Path(sysconfig.get_path("include")), ".h")}
 
 _EVALUATED_AT_ONCE = 64  # sequences
 
@@ -58,7 +61,7 @@ class Config:
       context: Bytes in a sequence.
       learning_rate: The highest learning rate of the strategies that have no other.
       eval_sequences: Held-out sequences in an evaluation, a multiple of 64.
-      text: "library", the source of Python's standard library, or "headers", its C headers.
+      text: Of `TEXTS`.
     """
 
     steps: int = 480
@@ -78,6 +81,7 @@ class Config:
         check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
         if self.eval_sequences % _EVALUATED_AT_ONCE:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
+        one_of("text", TEXTS)(self.text)
 
     @property
     def model(self) -> Transformer:
@@ -116,18 +120,15 @@ class Finished:
 class Trainer:
     """A transformation, compiled once for all seeds."""
 
-    def __init__(
-        self, config: Config, tx: optax.GradientTransformation, *, local: bool, corpus: Corpus
-    ):
+    def __init__(self, config: Config, tx: optax.GradientTransformation, *, local: bool):
         """Compiles nothing yet.
 
         Args:
           config: The setting.
           tx: The whole transformation, from local gradients to updates.
           local: Whether parameters differ between replicas.
-          corpus: The text.
         """
-        self.config, self.tx, self.local, self.corpus = config, tx, local, corpus
+        self.config, self.tx, self.local, self.corpus = config, tx, local, corpus(config.text)
         specs = jaxcomp.state_specs(jax.eval_shape(tx.init, config.params()), AXIS)
         # What is the same everywhere is not mapped, and so computed once. Local SGD has one type
         # for both branches of its conditional, the one that differs.
@@ -209,16 +210,14 @@ class Trainer:
 
 @functools.cache
 def corpus(text: str) -> Corpus:
-    """A text of `Config`, read once."""
-    if text == "headers":
-        return load_corpus(Path(sysconfig.get_path("include")), ".h")
-    return load_corpus()
+    """One of `TEXTS`, read once."""
+    return load_corpus(*TEXTS[text])
 
 
 def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[Tree, Tree]:
     """Parameters and state a quarter into a run, of a seed that no other run has."""
     seed, quarter = 7, max(1, config.steps // 4)
-    trainer = Trainer(config, tx, local=False, corpus=corpus(config.text))
+    trainer = Trainer(config, tx, local=False)
     carry = trainer.start(seed)
     for first in range(0, quarter, config.eval_every):
         carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))

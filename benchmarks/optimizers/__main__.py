@@ -8,8 +8,9 @@
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
 AdamW also two of four times the steps. In a model of four times the width, where a run takes four
-to fifteen minutes, AdamW has eight seeds and Muon three. The model, the data and the simulated
-replicas are those of `benchmarks.convergence`.
+to fifteen minutes, AdamW has eight seeds and Muon three. So have, behind AdamW, the settings of
+which the law said in advance where they end. The model, the data and the simulated replicas are
+those of `benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/optimizers.jsonl and not made again: stop the
 command whenever you like and start it again.
@@ -34,17 +35,21 @@ from benchmarks.optimizers.report import PAGE, best, paged
 from benchmarks.optimizers.settings import (
     GRID,
     MAIN,
+    UNSEEN,
     WIDE,
     Setting,
+    Unseen,
     frontier,
     frontier_of_width,
     longer,
     wider,
 )
 
+PROGRAM = "benchmarks.optimizers"
 OUT = RESULTS / "optimizers.jsonl"
 LONG, LONG_SEEDS = ("adamw",), 2
 WIDE_SEEDS = {"adamw": 8, "muon": 3}
+UNSEEN_SEEDS = 8
 
 
 def study(
@@ -75,9 +80,17 @@ def study(
                 wide.loss(setting, seed)
 
 
+def predicted(unseen: Unseen, optimizer: str, runs: Runs[Setting]) -> None:
+    """Makes what is missing of a setting of which the law said where it ends."""
+    exact = best(optimizer, runs.loss, unseen.grid)
+    for setting in (exact, replace(exact, rank=unseen.rank, wire="int6")):
+        for seed in range(UNSEEN_SEEDS):
+            runs.loss(setting, seed)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = command_line("benchmarks.optimizers", __doc__)
+    parser = command_line(PROGRAM, __doc__)
     add, shown = parser.add_argument, " (default: %(default)s)"
     add("--optimizers", default=",".join(GRID), help="which" + shown)
     add("--seeds", type=int, default=3, help="of AdamW and Muon" + shown)
@@ -104,13 +117,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.report:
         for optimizer in given.optimizers:
             runs, more, wide = (
-                Runs(given.out, each, Setting, "benchmarks.optimizers")
+                Runs(given.out, each, Setting, PROGRAM)
                 for each in (config, longer(config), wider(config, optimizer))
             )
             study(optimizer, runs, more, wide, given.seeds)
+            for unseen in (each for each in UNSEEN if optimizer in each.grid):
+                alike = replace(unseen.config, steps=given.steps, eval_every=given.steps)
+                predicted(unseen, optimizer, Runs(given.out, alike, Setting, PROGRAM))
     if given.out == OUT:
         finished = read_runs(OUT)
-        return write_page("benchmarks.optimizers", PAGE, lambda page: paged(page, finished, config))
+        return write_page(PROGRAM, PAGE, lambda page: paged(page, finished, config))
     return 0
 
 

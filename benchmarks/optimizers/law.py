@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any, NamedTuple
@@ -15,7 +15,16 @@ from benchmarks.common.tables import markdown, with_interval
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.report import best
-from benchmarks.optimizers.settings import GRID, MAIN, WIDE, Grid, Setting, longer, wider
+from benchmarks.optimizers.settings import (
+    GRID,
+    MAIN,
+    UNSEEN,
+    WIDE,
+    Grid,
+    Setting,
+    longer,
+    wider,
+)
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp.types import Law
@@ -90,41 +99,47 @@ def fitted_runs(optimizer: str, runs: Sequence[dict[str, Any]]) -> list[Gap]:
     return gaps
 
 
-def _over_links(links: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[float]]]:
-    """Name, rank and gaps of PowerSGD's runs of the usual setting."""
+def _unseen(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int, list[float]]]:
+    """Name, width, rank and gaps of the settings whose gap was predicted before they were run."""
+    for unseen in UNSEEN:
+        config = asdict(unseen.config)
+        found = results([run for run in runs if run["config"] == config], Setting)
+        if sent := next((setting for setting in found if setting.rank == unseen.rank), None):
+            exact = found[replace(sent, rank=0, wire="float32")]
+            yield unseen.name, unseen.config.width, unseen.rank, found[sent].gaps(exact)
+
+
+def _over_links(links: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int, list[float]]]:
+    """The same of PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
     found = over_links.results([run for run in links if run["config"] == asdict(OverLinks())])
     exact = found[over_links.EXACT]
-    named = [(name, parse_strategy(name.partition("/")[2])) for name in found]
-    return [
-        (name, strategy.number, found[name].gaps(exact))
-        for name, strategy in named
-        if strategy.kind == "powersgd"
-    ]
+    for name in sorted(found):
+        strategy, every = parse_strategy(name.partition("/")[2]), name.partition("-every-")[2]
+        if strategy.kind == "powersgd" and every in ("", "3", "4"):
+            way = "torch's hook" if name.startswith("torch") else "int6"
+            said = f"over links, rounds of {every} steps" if every else f"over links, {way}"
+            yield said, OverLinks.width, strategy.number, found[name].gaps(exact)
 
 
-def compared(links: Sequence[dict[str, Any]]) -> str:
+def compared(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
     """A table of runs that were not fitted, and what the law says of them."""
     law, rows = law_of_adviser("adamw"), list[list[str]]()
-    for name, rank, percents in sorted(_over_links(links)):
-        every = name.rpartition("-every-")[2] if "-every-" in name else ""
-        if not every or every in ("3", "4"):
-            way = "torch's hook" if name.startswith("torch") else "int6"
-            said = f"rank {rank}, " + (f"rounds of {every} steps" if every else way)
-            gap, half = (100 * f(rank, OverLinks.width) for f in (law.gap, law.half_width))
-            inside = abs(mean(percents) - gap) <= half
-            rows.append(
-                [
-                    said,
-                    str(len(percents)),
-                    with_interval(percents, "+.1f", "%"),
-                    f"+{gap:.1f}% ± {half:.1f}",
-                    "inside" if inside else "outside",
-                ]
-            )
+    for said, width, rank, percents in (*_unseen(runs), *_over_links(links)):
+        gap, half = (100 * of(rank, width) for of in (law.gap, law.half_width))
+        inside = abs(mean(percents) - gap) <= half
+        rows.append(
+            [
+                f"{said}, rank {rank}",
+                str(len(percents)),
+                with_interval(percents, "+.1f", "%"),
+                f"+{gap:.1f}% ± {half:.1f}",
+                "inside" if inside else "outside",
+            ]
+        )
     return markdown(_HEADER, rows)
 
 
 def report(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
     """The coefficients as fitted now, and the comparison."""
     laws = [f"{name}: {fitted(fitted_runs(name, runs))}" for name in MAIN]
-    return "\n".join([*laws, "", compared(links)])
+    return "\n".join([*laws, "", compared(runs, links)])

@@ -6,14 +6,16 @@ import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
+from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
-from benchmarks.optimizers.law import Gap, fitted, fitted_runs, law_of_adviser
+from benchmarks.optimizers.law import Gap, compared, fitted, fitted_runs, law_of_adviser
 from benchmarks.optimizers.settings import (
     GRID,
     MAIN,
+    UNSEEN,
     WIDE,
     Setting,
     frontier,
@@ -23,6 +25,7 @@ from benchmarks.optimizers.settings import (
 )
 from jaxcomp.types import Law
 
+LINKS = read_runs(RESULTS / "time_to_loss.jsonl")
 TINY = Config(
     steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
 )
@@ -107,6 +110,23 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
         written, now = getattr(law, field), getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
     assert law.runs == found.runs
+
+
+def test_predicted_settings_are_run_with_the_same_seeds_as_exact_and_compared():
+    unseen, made = UNSEEN[0], []
+
+    class Recorder:
+        @staticmethod
+        def loss(setting, seed):
+            made.append({"setting": asdict(setting), "seed": seed, "bytes": 1})
+            made[-1] |= {"config": asdict(unseen.config), "curve": [(4, valley(setting, seed))]}
+            return valley(setting, seed)
+
+    command.predicted(unseen, "adamw", Recorder)
+    (row,) = [line for line in compared(made, LINKS).splitlines() if unseen.name in line]
+    assert row.startswith(f"| {unseen.name}, rank 21 | 8 | +0.1%")
+    assert row.endswith("| outside |")
+    assert unseen.name not in compared([], LINKS)
 
 
 def test_a_law_is_found_again():
