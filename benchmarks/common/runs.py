@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def append_run(path: Path, run: dict[str, Any]) -> None:
         )
 
 
-def provenance(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def provenance(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Where, when and with what runs were made, as `machine.describe` told beside each."""
     abouts = [run["about"] for run in runs]
     dates = sorted(about["date"][:10] for about in abouts)

@@ -1,8 +1,8 @@
 """Held-out loss of the language model against steps and bytes, for every way to send gradients.
 
-    python -m benchmarks.convergence                          # what is missing, then the report
-    python -m benchmarks.convergence --only 'difference*' --seeds 1 --report
-    python -m benchmarks.convergence --runs 0 --report        # the report of what is there
+    python -m benchmarks.convergence                                  # what is missing; the report
+    python -m benchmarks.convergence --only 'powersgd*' --seeds 1     # some of them
+    python -m benchmarks.convergence --report                         # the table and picture anew
 
 Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
 and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
@@ -20,27 +20,25 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from benchmarks.common.arguments import command_line
-from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.runs import append_run, read_runs
+from benchmarks.common.runs import read_runs
 from benchmarks.convergence.report import write_report
-from benchmarks.convergence.strategies import STRATEGIES
-from benchmarks.convergence.training import Config, Trainer
+from benchmarks.convergence.runs import Runs
+from benchmarks.convergence.strategies import STRATEGIES, by_name
+from benchmarks.convergence.training import Config
 
-PACKAGES = ("jax", "flax", "optax")
 OUT = RESULTS / "convergence"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    known = "".join(f"  {name:28} {s.summary}\n" for name, s in STRATEGIES.items())
+    known = "".join(f"  {name:28} {s.label}\n" for name, s in STRATEGIES.items())
     p = command_line("benchmarks.convergence", __doc__, "strategies:\n" + known)
     shown = " (default: %(default)s)"
     p.add_argument("--only", nargs="+", metavar="PATTERN", help="strategies, with * and ?")
     p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)
-    p.add_argument("--runs", type=int, help="stop after so many new runs (default: all)")
     p.add_argument("--out", type=Path, default=OUT, help="path of the files, without a suffix")
-    p.add_argument("--report", action="store_true", help="write the table and the picture")
+    p.add_argument("--report", action="store_true", help="only the table and the picture")
     group = p.add_argument_group("setting (runs with another one do not count in a report)")
     for field in fields(Config):
         name = "--" + field.name.replace("_", "-")
@@ -63,36 +61,6 @@ def chosen_strategies(patterns: Sequence[str] | None) -> list[str]:
     return list(chosen)
 
 
-def train_missing(names: Sequence[str], seeds: int, config: Config, path: Path, limit: int) -> int:
-    """Makes the runs that are not in the file yet, one after the other; returns how many."""
-    setting = asdict(config)
-    there = {(run["strategy"], run["seed"]) for run in read_runs(path) if run["config"] == setting}
-    made = 0
-    for name in names:
-        missing = [seed for seed in range(seeds) if (name, seed) not in there]
-        if not missing or made >= limit:
-            continue
-        strategy = STRATEGIES[name]
-        trainer = Trainer(config, strategy.build(config), local=strategy.local)
-        for seed in missing[: limit - made]:
-            done = trainer.run(seed)
-            payloads = strategy.payloads(config)
-            run = {
-                "strategy": name,
-                "seed": seed,
-                "curve": [(step, sum(payloads[:step]), loss) for step, loss in done.curve],
-                "seconds": round(done.seconds, 1),
-                "config": setting,
-                "about": describe("benchmarks.convergence", PACKAGES),
-            }
-            append_run(path, run)
-            made += 1
-            print(
-                f"{name:28} seed {seed}  {done.curve[-1][1]:.4f}  {done.seconds:.0f} s", flush=True
-            )
-    return made
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     args = parser().parse_args(arguments)
@@ -104,15 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"convergence: error: {error}", file=sys.stderr)
         return 2
     path = args.out.with_suffix(".jsonl")
-    limit = sys.maxsize if args.runs is None else args.runs
-    train_missing(names, args.seeds, config, path, limit)
-    if args.report:
-        try:
-            for written in write_report(read_runs(path), asdict(config), args.out):
-                print(written)
-        except ValueError as error:
-            print(f"convergence: error: {error}", file=sys.stderr)
-            return 2
+    if not args.report:
+        runs = Runs(path, config, by_name, "benchmarks.convergence")
+        for name in names:
+            for seed in range(args.seeds):
+                runs.loss(STRATEGIES[name], seed)
+    try:
+        for written in write_report(read_runs(path), asdict(config), args.out):
+            print(written)
+    except ValueError as error:
+        print(f"convergence: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

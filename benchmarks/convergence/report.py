@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,7 +13,8 @@ from benchmarks.common import style
 from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import made_on, provenance
 from benchmarks.common.tables import in_page, markdown, with_interval, with_spread
-from benchmarks.convergence.strategies import REFERENCE, STRATEGIES
+from benchmarks.convergence.runs import Result, results
+from benchmarks.convergence.strategies import EXACT, Strategy, by_name
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.convergence --report"
@@ -22,7 +22,7 @@ _GOAL_RATIO, _GOAL_GAP = 20.0, 1.0  # at so many times fewer bytes, at most so m
 _HEADER = ("sent", "times fewer bytes", "above uncompressed (95%)", "final loss", "seeds")
 # What a reader decides between; the table has the others.
 _SHOWN = {
-    REFERENCE: style.INK,
+    EXACT.name: style.INK,
     "int8": style.OCHRE,
     "powersgd-r4": style.BLUE,
     "powersgd-r16": style.BLUE,
@@ -31,70 +31,29 @@ _SHOWN = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One strategy over its seeds.
-
-    Attributes:
-      strategy: Its name.
-      losses: Final held-out losses, nats per byte.
-      gaps: How far above the uncompressed run of the *same* seed each ended, in per cent. The same
-        seed has the same initial parameters and data, so this varies less than the loss.
-      ratio: How many times fewer bytes than the uncompressed run.
-    """
-
-    strategy: str
-    losses: list[float]
-    gaps: list[float]
-    ratio: float
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        return STRATEGIES[self.strategy].summary
-
-    @property
-    def gap(self) -> float:
-        """The mean gap, in per cent."""
-        return mean(self.gaps)
+Found = Mapping[Strategy, Result]
 
 
-def summarise(runs: Iterable[dict[str, Any]], config: dict[str, Any]) -> list[Row]:
-    """One row for each strategy of today, most bytes first.
+def table(found: Found) -> str:
+    """Markdown, a row for each strategy, most bytes first.
 
     Args:
-      runs: As `read_runs` gives them.
-      config: Only runs with these settings count, of seeds that the reference has too.
+      found: The runs by their strategy, `EXACT` among them.
     """
-    found: dict[str, dict[int, Any]] = {}
-    for run in runs:
-        if run["config"] == config and run["strategy"] in STRATEGIES:
-            found.setdefault(run["strategy"], {})[run["seed"]] = run["curve"][-1]
-    exact = found.get(REFERENCE, {})
-    rows = list[Row]()
-    for name, ends in found.items():
-        seeds = sorted(ends.keys() & exact.keys())
-        if seeds:
-            losses = [ends[seed][2] for seed in seeds]
-            gaps = [100 * (ends[seed][2] / exact[seed][2] - 1) for seed in seeds]
-            sent, whole = ends[seeds[0]][1], exact[seeds[0]][1]
-            rows.append(Row(name, losses, gaps, whole / sent))
-    return sorted(rows, key=lambda row: (row.ratio, row.gap))
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Markdown, a row for each strategy."""
-    cells = [
+    exact = found[EXACT]
+    rows = [
         (
-            row.name,
-            f"{row.ratio:.1f}",
-            "" if row.strategy == REFERENCE else with_interval(row.gaps, "+.1f", "%"),
-            with_spread(row.losses, ".3f"),
-            str(len(row.losses)),
+            strategy.label,
+            f"{exact.sent / result.sent:.1f}",
+            "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%"),
+            with_spread([*result.losses.values()], ".3f"),
+            str(len(result.losses)),
         )
-        for row in rows
+        for strategy, result in sorted(
+            found.items(), key=lambda item: (-item[1].sent, mean(item[1].gaps(exact)))
+        )
     ]
-    return markdown(_HEADER, cells)
+    return markdown(_HEADER, rows)
 
 
 def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path) -> list[Path]:
@@ -103,13 +62,13 @@ def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path)
     Raises:
       ValueError: There is no finished run of the reference.
     """
-    rows = summarise(runs, config)
-    if not rows:
-        raise ValueError("no finished runs of this setting")
-    made = made_on(provenance([run for run in runs if run["config"] == config]))
+    own = [run for run in runs if run["config"] == config]
+    found = results(own, by_name)
+    if EXACT not in found:
+        raise ValueError(f"no finished run of {EXACT.name} with this setting to compare with")
     written = [stem.with_suffix(".png")]
-    plot(rows, written[0])
-    text = f"{table(rows)}\n\n{made}\n"
+    plot(found, written[0])
+    text = f"{table(found)}\n\n{made_on(provenance(own))}\n"
     if stem.parent == ROOT / "benchmarks" / "results":
         PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
         written.append(PAGE)
@@ -119,27 +78,28 @@ def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path)
     return written
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(found: Found, path: Path) -> None:
     """Final loss against how many times fewer bytes, with the goal as a shaded corner."""
     figure, (axis,) = style.panels(1, 9, 4.6)
-    named = []
-    for row in rows:
-        colour = _SHOWN.get(row.strategy, style.MUTED)
-        shown = row.strategy in _SHOWN
-        spread = stdev(row.gaps) if len(row.gaps) > 1 else None
+    points, named, exact = list[tuple[float, float]](), [], found[EXACT]
+    for strategy, result in found.items():
+        colour = _SHOWN.get(strategy.name, style.MUTED)
+        shown = strategy.name in _SHOWN
+        gaps = result.gaps(exact)
+        points.append((exact.sent / result.sent, mean(gaps)))
         axis.errorbar(
-            row.ratio, row.gap, yerr=spread, fmt="o", color=colour,
+            *points[-1], yerr=stdev(gaps) if len(gaps) > 1 else None, fmt="o", color=colour,
             markersize=5.5 if shown else 3.5, alpha=1 if shown else 0.5, capsize=2, linewidth=1,
         )  # fmt: skip
         if shown:
-            named.append((row.ratio, row.gap, row.name, colour))
-    right = 2.2 * max(row.ratio for row in rows)
-    low = min(-0.5, *(row.gap for row in rows))
+            named.append((*points[-1], strategy.label, colour))
+    ratios, means = zip(*points, strict=True)
+    right, low = 2.2 * max(ratios), min(-0.5, *means)
     corner = [_GOAL_RATIO, right]
     axis.fill_between(corner, low, _GOAL_GAP, color=style.GREEN, alpha=0.1, linewidth=0)
     axis.axhline(0, color=style.INK, linewidth=0.6)
     axis.set(
-        xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(row.gap for row in rows) + 1),
+        xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(means) + 1),
         xlabel="times fewer bytes than a float32 all-reduce, whole run",
         ylabel="final held-out loss above uncompressed, per cent",
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.common.machine import describe
 from benchmarks.common.runs import append_run, read_runs
@@ -15,25 +15,31 @@ PACKAGES = ("jax", "flax", "optax")
 
 
 class AnySetting(Protocol):
-    """A dataclass that says how a run is made."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    """How a run is made; can be compared and hashed."""
 
     @property
     def local(self) -> bool:
         """Whether parameters differ between replicas."""
         ...
 
-    def build(self, config: Config) -> Any:
+    @property
+    def label(self) -> str:
+        """It in a few words."""
+        ...
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What a finished run says of it."""
+        ...
+
+    @property
+    def build(self) -> Callable[[Config], Any]:
         """The transformation, from local gradients to updates."""
         ...
 
-    def bytes_sent(self, config: Config) -> list[int]:
+    @property
+    def bytes_sent(self) -> Callable[[Config], list[int]]:
         """By each replica, in each step."""
-        ...
-
-    def label(self) -> str:
-        """It in a few words."""
         ...
 
 
@@ -43,19 +49,19 @@ S = TypeVar("S", bound=AnySetting)
 class Runs(Generic[S]):
     """Finished runs, and new ones."""
 
-    def __init__(self, path: Path, config: Config, kind: type[S], program: str):
+    def __init__(self, path: Path, config: Config, made_of: Callable[..., S], program: str):
         """Reads what is there.
 
         Args:
           path: Of the JSON lines.
           config: What all runs have in common; those with another one do not count.
-          kind: Of the settings.
+          made_of: From what a run says of its setting, as arguments, to the setting.
           program: The module whose runs these are.
         """
         self.path, self.config, self._program = path, config, program
         self._trainer: tuple[S, Trainer] | None = None  # the last one, compiled
         self._losses = {
-            (kind(**run["setting"]), run["seed"]): run["curve"][-1][1]
+            (made_of(**run["setting"]), run["seed"]): run["curve"][-1][1]
             for run in read_runs(path)
             if run["config"] == asdict(config)
         }
@@ -73,7 +79,7 @@ class Runs(Generic[S]):
             self._trainer = setting, Trainer(self.config, tx, local=setting.local)
         done = self._trainer[1].run(seed)
         run = {
-            "setting": asdict(setting),
+            "setting": setting.stored,
             "seed": seed,
             "curve": done.curve,
             "bytes": sum(setting.bytes_sent(self.config)),
@@ -83,7 +89,7 @@ class Runs(Generic[S]):
         }
         append_run(self.path, run)
         final = done.curve[-1][1]
-        print(f"{setting.label():66} {seed} {final:.4f}", flush=True)
+        print(f"{setting.label:66} {seed} {final:.4f}", flush=True)
         return final
 
 
@@ -105,10 +111,10 @@ class Result:
         return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in both]
 
 
-def results(runs: Sequence[dict[str, Any]], kind: type[S]) -> dict[S, Result]:
+def results(runs: Sequence[dict[str, Any]], made_of: Callable[..., S]) -> dict[S, Result]:
     """The finished runs by their setting, in the order in which they were made."""
     found: dict[S, Result] = {}
     for run in runs:
-        result = found.setdefault(kind(**run["setting"]), Result({}, run["bytes"]))
+        result = found.setdefault(made_of(**run["setting"]), Result({}, run["bytes"]))
         result.losses[run["seed"]] = run["curve"][-1][1]
     return found

@@ -1,6 +1,6 @@
 """The strategies of the convergence study: how each is built, and what it sends.
 
-To add one, add an entry to `STRATEGIES`; the command line and the report pick it up.
+To add one, add it to `STRATEGIES`; the command line and the report pick it up.
 """
 
 from __future__ import annotations
@@ -20,36 +20,46 @@ class Strategy:
     """How replicas agree on an update, and what that costs.
 
     Attributes:
-      summary: What it is, in words: for ``--help``, the table and the picture.
+      name: On the command line and in the file of runs.
+      label: What it is, in words: for ``--help``, the table and the picture.
       build: The setting -> the whole Optax transformation.
-      payloads: The setting -> bytes that each replica hands to the network in each step.
+      bytes_sent: The setting -> what each replica hands to the network in each step.
       local: Whether parameters differ between replicas.
     """
 
-    summary: str
+    name: str
+    label: str
     build: Callable[[Config], optax.GradientTransformation]
-    payloads: Callable[[Config], list[int]]
+    bytes_sent: Callable[[Config], list[int]]
     local: bool = False
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What a finished run says of it."""
+        return {"strategy": self.name}
 
-def _every_step(summary: str, make: Callable[[Config], Any]) -> Strategy:
+
+def _every_step(name: str, label: str, make: Callable[[Config], Any]) -> Strategy:
     """A reducer in front of AdamW."""
 
     def build(config: Config) -> optax.GradientTransformation:
         return optax.chain(make(config), adamw(config))
 
-    def payloads(config: Config) -> list[int]:
+    def bytes_sent(config: Config) -> list[int]:
         sent = make(config).bytes(config.params(), replicas=config.replicas).bytes_after
         return [sent] * config.steps
 
-    return Strategy(summary, build, payloads)
+    return Strategy(name, label, build, bytes_sent)
 
 
-def _powersgd(summary: str, rank: int = 0, *, ratio: float = 0.0, **options: Any) -> Strategy:
+def _powersgd(
+    name: str, label: str, rank: int = 0, *, ratio: float = 0.0, **options: Any
+) -> Strategy:
     """`jaxcomp.powersgd` from the first step on.
 
     Args:
-      summary: In words.
+      name: Of the strategy.
+      label: In words.
       rank: The rank, unless ranks by spectrum are to send `ratio` times fewer bytes.
       ratio: As for `ranks_by_spectrum`.
       **options: Of `jaxcomp.powersgd`.
@@ -63,10 +73,12 @@ def _powersgd(summary: str, rank: int = 0, *, ratio: float = 0.0, **options: Any
             )
         return jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, **options)
 
-    return _every_step(summary, make)
+    return _every_step(name, label, make)
 
 
-def _local(summary: str, every: int, *, outer: bool = False, int8: bool = False) -> Strategy:
+def _local(
+    name: str, label: str, every: int, *, outer: bool = False, int8: bool = False
+) -> Strategy:
     """`jaxcomp.local_sgd`: local AdamW, and an average every so many steps."""
 
     def build(config: Config) -> Any:
@@ -78,32 +90,37 @@ def _local(summary: str, every: int, *, outer: bool = False, int8: bool = False)
             outer=optax.sgd(0.7, momentum=0.9, nesterov=True) if outer else None,
         )
 
-    def payloads(config: Config) -> list[int]:
+    def bytes_sent(config: Config) -> list[int]:
         replicas, last = config.replicas, every - 1  # the first step that averages
         sent = build(config).bytes(config.params(), replicas=replicas, step=last).bytes_after
         return [sent * ((step + 1) % every == 0) for step in range(config.steps)]
 
-    return Strategy(summary, build, payloads, local=True)
+    return Strategy(name, label, build, bytes_sent, local=True)
 
 
 def _int8() -> Any:
     return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
 
 
-REFERENCE = "allreduce"
-STRATEGIES: dict[str, Strategy] = {
-    REFERENCE: _every_step("float32 all-reduce", lambda config: jaxcomp.allreduce(axis_name=AXIS)),
-    "int8": _every_step("int8 all-reduce", lambda config: _int8()),
-    **{f"powersgd-r{r}": _powersgd(f"rank {r}", r) for r in (1, 2, 4, 8, 16)},
-    "powersgd-r4-no-feedback": _powersgd("rank 4, no residual", 4, error_feedback=False),
-    "powersgd-r8-bf16": _powersgd("rank 8, bfloat16", 8, comm_dtype="bfloat16"),
-    "powersgd-r16-int8": _powersgd("rank 16, int8", 16, comm_dtype="int8"),
-    "powersgd-r21-int6": _powersgd("rank 21, int6", 21, comm_dtype="int6"),
+EXACT = _every_step(
+    "allreduce", "float32 all-reduce", lambda config: jaxcomp.allreduce(axis_name=AXIS)
+)
+_EVERY = (
+    EXACT,
+    _every_step("int8", "int8 all-reduce", lambda config: _int8()),
+    *(_powersgd(f"powersgd-r{r}", f"rank {r}", r) for r in (1, 4, 8, 16)),
+    _powersgd("powersgd-r4-no-feedback", "rank 4, no residual", 4, error_feedback=False),
+    _powersgd("powersgd-r8-bf16", "rank 8, bfloat16", 8, comm_dtype="bfloat16"),
+    _powersgd("powersgd-r16-int8", "rank 16, int8", 16, comm_dtype="int8"),
     # The ratios are those of ranks 4 and 16 in this model, so that each has its equal above.
-    "spectrum-r4": _powersgd("ranks by spectrum", ratio=22.4),
-    "spectrum-r16-int8": _powersgd("ranks by spectrum, int8", ratio=20.2, comm_dtype="int8"),
-    "spectrum-r21-int6": _powersgd("ranks by spectrum, int6", ratio=20.2, comm_dtype="int6"),
-    "local-h6-int8": _local("local SGD every 6 steps, int8", 6, int8=True),
-    "local-h8": _local("local SGD every 8 steps", 8),
-    "diloco-h32": _local("DiLoCo every 32 steps", 32, outer=True),
-}
+    _powersgd("spectrum-r4", "ranks by spectrum", ratio=22.4),
+    _powersgd("spectrum-r16-int8", "ranks by spectrum, int8", ratio=20.2, comm_dtype="int8"),
+    _local("local-h6-int8", "local SGD every 6 steps, int8", 6, int8=True),
+    _local("diloco-h32", "DiLoCo every 32 steps", 32, outer=True),
+)
+STRATEGIES = {strategy.name: strategy for strategy in _EVERY}
+
+
+def by_name(strategy: str) -> Strategy:
+    """Of a finished run, the strategy that it stores."""
+    return STRATEGIES[strategy]

@@ -86,7 +86,7 @@ def _rows(
         if setting != exact:
             above = with_interval(own.gaps(beside), "+.1f", "%")
         ratio = f"{beside.sent / own.sent:.1f}x"
-        label = setting.label().partition(": ")[2] + note
-        name = setting.label().partition(": ")[0] if setting == exact else ""
+        label = setting.label.partition(": ")[2] + note
+        name = setting.label.partition(": ")[0] if setting == exact else ""
         rows.append([name, label, str(len(losses)), above, ratio])
     return rows

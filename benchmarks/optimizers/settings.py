@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -78,6 +78,12 @@ class Setting:
         sent = reducer.bytes(config.params(), replicas=config.replicas).bytes_after
         return [sent] * config.steps
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What a finished run says of it."""
+        return asdict(self)
+
+    @property
     def label(self) -> str:
         """It in a few words."""
         momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"

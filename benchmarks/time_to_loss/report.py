@@ -9,8 +9,8 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.cluster.plan import parse_rate
-from benchmarks.common.machine import sentence
 from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.runs import made_on, provenance
 from benchmarks.common.style import (
     BLUE,
     GREEN,
@@ -189,14 +189,7 @@ def _text(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str
             [f"`{result.name}`", *(_at(rate, result, found) for rate in rates)] for result in timed
         ]
         parts.append(markdown(["run", *(parse_rate(rate).shown for rate in rates)], rows))
-    about = runs[0]["about"]
-    versions = dict(about["machine"]["versions"])
-    for run in runs:
-        versions |= run["about"]["machine"]["versions"]
-    first, last = (f(run["about"]["date"][:10] for run in runs) for f in (min, max))
-    dates = first if first == last else f"{first} to {last}"
-    made = f"{len(runs)} runs, {dates}; {sentence(about['machine'] | {'versions': versions})}"
-    return "\n\n".join([*parts, made, ""])
+    return "\n\n".join([*parts, made_on(provenance(runs)), ""])
 
 
 def _at(rate: str, result: Result, found: Mapping[str, Result]) -> str:

@@ -9,8 +9,9 @@ import pytest
 import benchmarks.convergence.__main__ as convergence
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
-from benchmarks.convergence.report import PAGE, summarise, table
-from benchmarks.convergence.strategies import STRATEGIES
+from benchmarks.convergence.report import PAGE, table
+from benchmarks.convergence.runs import results
+from benchmarks.convergence.strategies import EXACT, STRATEGIES, by_name
 from benchmarks.convergence.training import Config
 
 TINY = "--steps 4 --eval-every 2 --replicas 2 --batch-size 1 --layers 1 --width 16 --heads 2"
@@ -21,16 +22,16 @@ def test_a_tiny_study(tmp_path, capsys):
     out = tmp_path / "study"
     chosen = ["--only", "allreduce", "powersgd-r1", "--seeds", "2", "--out", str(out)]
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-        assert convergence.main([*chosen, *TINY, "--runs", "1"]) == 0
-        assert convergence.main([*chosen, *TINY, "--report"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("seed ") == 4  # nothing was made twice
+        assert convergence.main([*chosen, *TINY, "--seeds", "1"]) == 0
+        assert convergence.main([*chosen, *TINY]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line[-1].isdecimal() for line in said) == 4  # nothing was made twice
     runs = read_runs(out.with_suffix(".jsonl"))
     assert len(runs) == 4
-    again = runs[0]
-    assert [step for step, _, _ in again["curve"]] == [2, 4]
-    assert again["curve"][0][1] * 2 == again["curve"][1][1]
-    assert all(np.isfinite(row.gap) for row in summarise(runs, again["config"]))
+    assert [step for step, _ in runs[0]["curve"]] == [2, 4]
+    exact, compressed = results(runs, by_name).values()
+    assert exact.sent > compressed.sent
+    assert np.isfinite(compressed.gaps(exact)).all()
     for written in ("study.md", "study.png"):
         assert (tmp_path / written).stat().st_size > 100
 
@@ -41,28 +42,31 @@ def test_every_strategy_can_be_made_and_says_what_it_sends(name):
     strategy = STRATEGIES[name]
     state = jax.eval_shape(strategy.build(config).init, config.params())
     assert jax.tree.leaves(state)
-    assert len(strategy.payloads(config)) == config.steps
+    assert len(strategy.bytes_sent(config)) == config.steps
 
 
 def test_the_table_in_the_document_is_that_of_the_committed_runs():
-    runs = read_runs(RESULTS / "convergence.jsonl")
-    rows = summarise(runs, dataclasses.asdict(Config()))
-    assert table(rows) in PAGE.read_text()
+    config = dataclasses.asdict(Config())
+    runs = [run for run in read_runs(RESULTS / "convergence.jsonl") if run["config"] == config]
+    assert table(results(runs, by_name)) in PAGE.read_text()
 
 
 def test_a_gap_is_to_the_run_of_the_same_seed():
-    config = {"steps": 1}
-
     def run(strategy, seed, loss, sent):
-        return {"strategy": strategy, "seed": seed, "config": config, "curve": [[1, sent, loss]]}
+        return {
+            "setting": {"strategy": strategy},
+            "seed": seed,
+            "curve": [[1, loss]],
+            "bytes": sent,
+        }
 
-    runs = [run("allreduce", s, 2.0 + s, 100) for s in (0, 1)]
-    runs += [run("powersgd-r4", s, 1.1 * (2.0 + s), 10) for s in (0, 1, 2)]
-    runs += [run("powersgd-r4", 0, 9.0, 10) | {"config": {}}, run("forgotten", 0, 1.0, 1)]
-    exact, compressed = summarise(runs, config)
-    assert (exact.strategy, exact.gap, exact.ratio) == ("allreduce", 0.0, 1.0)
-    assert compressed.gaps == pytest.approx([10.0, 10.0])
-    assert compressed.ratio == 10.0
+    runs = [run("powersgd-r4", s, 1.1 * (2.0 + s), 10) for s in (0, 1, 2)]
+    runs += [run("allreduce", s, 2.0 + s, 100) for s in (0, 1)]
+    compressed, exact = results(runs, by_name).values()
+    assert compressed.gaps(exact) == pytest.approx([10.0, 10.0])
+    *_, first, second = table({STRATEGIES["powersgd-r4"]: compressed, EXACT: exact}).splitlines()
+    assert first.startswith("| float32 all-reduce | 1.0 |  |")  # most bytes first
+    assert second.startswith("| rank 4 | 10.0 | +10.0% ± 0.0 |")
 
 
 def test_what_lines_have_in_common_is_written_once(tmp_path):
@@ -85,5 +89,5 @@ def test_wrong_input_is_said_in_one_sentence(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "no strategy is called 'nothing'" in said
     assert "steps must be a multiple of eval_every" in said
-    assert convergence.main(["--runs", "0", "--report", "--out", out]) == 2
-    assert "no finished runs" in capsys.readouterr().err
+    assert convergence.main(["--report", "--out", out]) == 2
+    assert "no finished run of allreduce" in capsys.readouterr().err

@@ -52,14 +52,14 @@ def test_the_best_of_the_grid_is_what_is_compressed(optimizer):
 @pytest.mark.parametrize(
     "setting",
     [Setting("muon", 1e-3, 0.8, ratio=3.0, wire="int6"), Setting("adafactor", 1e-2, rank=2)],
-    ids=Setting.label,
+    ids=lambda setting: setting.label,
 )
 def test_finished_runs_are_not_made_again(setting, tmp_path, capsys):
     path = tmp_path / "runs.jsonl"
     with jax.numpy_dtype_promotion("standard"):  # what optax.contrib.muon needs
         loss = Runs(path, TINY, Setting, "benchmarks.optimizers").loss(setting, 0)
     assert 3 < loss < 8
-    assert capsys.readouterr().out.startswith(setting.label())
+    assert capsys.readouterr().out.startswith(setting.label)
     assert Runs(path, TINY, Setting, "benchmarks.optimizers").loss(setting, 0) == loss
     (run,) = read_runs(path)
     assert run["bytes"] == sum(setting.bytes_sent(TINY))
