@@ -1,6 +1,23 @@
-"""Parts of torch_bridge with the options of `pair`, which they take as pairs."""
+"""Weights of torch and trees of Flax, and parts of torch_bridge with the options of `pair`."""
+
+import numpy as np
 
 import torch_bridge
+
+
+def values(*shape, dtype=np.float32):
+    """Always the same ones for a shape."""
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def kernels(**shapes):
+    """Layers in Flax by name."""
+    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
+
+
+def norm(width):
+    """A normalisation in Flax."""
+    return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
 
 
 def params_from_torch(model, like, rules=(), **said):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hook_states import compressed_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -16,54 +17,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_bridge import (
     BucketLayout,
-    Checkpoint,
     CheckpointMismatch,
-    PowerSGDRecord,
     infer_layout,
     record_layout,
     resume_powersgd,
     save_checkpoint,
 )
-from torch_bridge._hook.buckets import pack
 
 pytestmark = pytest.mark.torch
-
-
-def make_layout(*buckets, model):
-    return BucketLayout.from_order(buckets, model)
-
-
-MODEL = {
-    "a": np.zeros((8, 4, 3, 3)),
-    "b": np.zeros(8),
-    "c": np.zeros((16, 8)),
-    "d": np.zeros((16, 8)),
-}
-
-
-def test_json_there_and_back():
-    layout = make_layout(["d", "b"], ["c", "a"], model=MODEL)
-    assert BucketLayout.from_json(layout.to_json()) == layout
-    assert layout.sizes == (136, 416)
-    assert layout.names == ("d", "b", "c", "a")
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_names_go_without_the_prefixes_of_wrappers(prefix):
     # record_layout on a compiled model; with other names than the checkpoint's, the state was lost.
-    model = {"w": np.zeros((8, 4)), "b": np.zeros(8)}
+    model = {"w": np.zeros((8, 4)), "b": np.zeros(8), "v": np.zeros((2, 3))}
     wrapped = {prefix + name: array for name, array in model.items()}
-    layout = BucketLayout.from_order([[prefix + "b", prefix + "w"]], wrapped)
-    assert layout == BucketLayout.from_order([["b", "w"]], model)
+    layout = BucketLayout.from_order([[prefix + "b", prefix + "w"], [prefix + "v"]], wrapped)
+    assert layout == BucketLayout.from_order([["b", "w"], ["v"]], model)
+    assert (layout.names, layout.sizes) == (("b", "w", "v"), (40, 6))
     assert BucketLayout.from_json(layout.to_json()) == layout
 
 
 def test_unknown_and_repeated_names():
+    model = {"a": np.zeros(8)}
     with pytest.raises(CheckpointMismatch) as error:
-        make_layout(["a", "x"], ["y"], model=MODEL)
+        BucketLayout.from_order([["a", "x"], ["y"]], model)
     assert error.value.missing == ("x", "y")
     with pytest.raises(CheckpointMismatch, match="a appears again"):
-        make_layout(["a"], ["a"], model=MODEL)
+        BucketLayout.from_order([["a"], ["a"]], model)
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,38 +65,6 @@ def test_any_dense_strides(shape, random):
     if columns is not None:
         logical = tensor.numpy().reshape(shape[0], -1)
         np.testing.assert_array_equal(logical[:, columns], flat.reshape(shape[0], -1))
-
-
-def test_factors_are_cut_by_shape_groups():
-    model = {
-        "x": np.zeros((16, 8)),
-        "y": np.zeros((12, 12)),
-        "z": np.zeros((16, 8)),
-        "v": np.zeros(9),
-    }
-    layout = make_layout(["x", "y", "v", "z"], model=model)
-    slots = {slot.entry.name: slot for slot in layout.factor_slots(1, 2.0)}
-    assert list(slots) == ["x", "z", "y"]
-    assert [slots[name].q_start for name in "xzy"] == [0, 8, 16]
-    assert [slots[name].p_start for name in "xzy"] == [0, 16, 32]
-
-
-def test_pack_is_the_inverse_of_cutting():
-    rng = np.random.default_rng(0)
-    layout = make_layout(["d", "b"], ["c", "a"], model=MODEL)
-    errors = {name: rng.standard_normal(array.shape) for name, array in MODEL.items()}
-    slots = list(layout.factor_slots(2, 1.0))
-    factors = {
-        s.entry.name: (rng.standard_normal((s.rows, s.rank)), rng.standard_normal((s.cols, s.rank)))
-        for s in slots
-    }
-    flats, ps, qs = pack(layout, 2, 1.0, errors, factors)
-    for bucket in (0, 1):
-        for name, array in layout.split(bucket, flats[bucket]).items():
-            np.testing.assert_array_equal(array, errors[name])
-    for slot in slots:
-        np.testing.assert_array_equal(slot.p(ps[slot.bucket]), factors[slot.entry.name][0])
-        np.testing.assert_array_equal(slot.q(qs[slot.bucket]), factors[slot.entry.name][1])
 
 
 # --- recording, in a real process group of one ----------------------------------------------
@@ -250,30 +199,6 @@ def test_a_backward_beside_ddp_does_not_resume(group, static):
 # --- inference --------------------------------------------------------------------------------
 
 
-def state_of(layout, model, ranks=2, rank=2, seed=0):
-    """A consistent hook state of every rank after one compressed step."""
-    rng = np.random.default_rng(seed)
-    slots = {slot.entry.name: slot for slot in layout.factor_slots(rank, 2.0)}
-    gradients = [{n: rng.standard_normal(a.shape) for n, a in model.items()} for _ in range(ranks)]
-    mean = {n: sum(g[n] for g in gradients) / ranks for n in model}
-    outputs, factors = dict(mean), {}
-    for name, slot in slots.items():
-        matrix = mean[name].reshape(slot.rows, slot.cols)
-        p, _ = np.linalg.qr(rng.standard_normal((slot.rows, slot.rank)))
-        factors[name] = (p, matrix.T @ p)
-        outputs[name] = (p @ factors[name][1].T).reshape(mean[name].shape)
-    records = []
-    for gradient in gradients:
-        errors = {name: gradient[name] - outputs[name] for name in model}
-        buffers = [
-            {bucket: flat.astype(np.float32) for bucket, flat in part.items()}
-            for part in pack(layout, rank, 2.0, errors, factors)
-        ]
-        records.append(PowerSGDRecord(rank, 20, *buffers, start_powerSGD_iter=10))
-    arrays = {name: array.astype(np.float32) for name, array in model.items()}
-    return Checkpoint(arrays, tuple(records), world_size=ranks)
-
-
 NETWORK = {
     "conv.weight": np.zeros((8, 4, 3, 3)),
     "conv.bias": np.zeros(8),
@@ -300,9 +225,9 @@ ORDERS = {
 }
 
 
-def checkpoint_of(order, **options):
+def checkpoint_of(order):
     layout = BucketLayout.from_order(order, NETWORK)
-    return layout, state_of(layout, {name: NETWORK[name] for name in TRAINED}, **options)
+    return layout, compressed_step(layout, {name: NETWORK[name] for name in TRAINED})
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -323,7 +248,7 @@ def test_several_fitting_orders_are_refused():
     model = {"a.weight": np.zeros((24, 32)), "b.weight": np.zeros((24, 32))}
     layout = BucketLayout.from_order([["b.weight", "a.weight"]], model)
     with pytest.raises(CheckpointMismatch) as error:
-        infer_layout(state_of(layout, model))
+        infer_layout(compressed_step(layout, model))
     assert len(error.value.ambiguous) == 2
 
 
@@ -331,12 +256,12 @@ def test_without_errors_only_the_places_of_factors_count():
     # The order of a weight and its bias then changes nothing; with errors it decides.
     model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
     layout = BucketLayout.from_order([["a.bias", "a.weight"]], model)
-    checkpoint = state_of(layout, model)
+    checkpoint = compressed_step(layout, model)
     records = [dataclasses.replace(r, error_dict={}) for r in checkpoint.powersgd]
     bare = dataclasses.replace(checkpoint, powersgd=tuple(records))
     assert infer_layout(bare).names[:1] == ("a.bias",)
     twins = {f"{name}.weight": np.zeros((24, 32)) for name in "ab"}
-    both = state_of(BucketLayout.from_order([["b.weight", "a.weight"]], twins), twins)
+    both = compressed_step(BucketLayout.from_order([["b.weight", "a.weight"]], twins), twins)
     records = [dataclasses.replace(r, error_dict={}) for r in both.powersgd]
     with pytest.raises(CheckpointMismatch, match="several orders"):
         infer_layout(dataclasses.replace(both, powersgd=tuple(records)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bridge import params_from_torch, params_to_torch
+from bridge import kernels, norm, params_from_torch, params_to_torch, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,21 +18,9 @@ from torch_bridge import Checkpoint, CheckpointMismatch, pair
 pytestmark = pytest.mark.torch
 
 
-def values(*shape, dtype=np.float32):
-    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
-
-
 def model_of(**shapes):
     """Weights by module name, with __ for dots."""
     return {f"{n.replace('__', '.')}.weight": values(*s) for n, s in shapes.items()}
-
-
-def kernels(**shapes):
-    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
-
-
-def norm(width):
-    return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
 
 
 def there_and_back(model, like, rules=(), **said):
@@ -602,7 +590,7 @@ def test_random_stacks_there_and_back(kinds, data):
     there_and_back(model, like, flatten={".*": None}, conv1d="")
 
 
-def test_matrix_order_of_packed_and_flattened_weights():
+def test_matrix_order_of_packed_flattened_and_unflattened_weights():
     weight = values(24, 8)
     like = kernels(**dict.fromkeys(("query", "key", "value"), (8, 2, 4)), out=(2, 4, 8))
     model = {"in_proj_weight": weight, "out_proj.weight": np.ones((8, 8))}
@@ -613,7 +601,8 @@ def test_matrix_order_of_packed_and_flattened_weights():
     assert parts["key"].rows == (8, 16)
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims"):
         parts["key"].matrix_order((2,), (0, 1))
-    weight = values(5, 12)
-    (flat,) = pair({"fc.weight": weight}, kernels(fc=(12, 5)), flatten={"fc": (3, 2, 2)})
-    row, col = flat.matrix_order()
-    np.testing.assert_array_equal(flat.to_flax(weight).T, weight[row][:, col])
+    for option, shape in (("flatten", (5, 12)), ("unflatten", (12, 5))):
+        weight, said = values(*shape), {option: {"fc": (3, 2, 2)}}
+        (found,) = pair({"fc.weight": weight}, kernels(fc=shape[::-1]), **said)
+        row, col = found.matrix_order()
+        np.testing.assert_array_equal(found.to_flax(weight).T, weight[row][:, col])

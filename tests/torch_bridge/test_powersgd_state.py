@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from hook_states import random_run
 
 import jaxcomp
 import torch_bridge
@@ -28,7 +29,6 @@ from torch_bridge import (
     powersgd_from_torch,
     powersgd_to_torch,
 )
-from torch_bridge._hook.buckets import pack
 
 pytestmark = pytest.mark.torch
 
@@ -213,49 +213,13 @@ def test_one_rank_alone_needs_a_choice(run):
 # --- states made by hand ----------------------------------------------------------------------
 
 
-def made(model, order, rank=2, rate=2.0, dtype=np.float32, **fields):
-    """A checkpoint with random buffers for a given layout."""
-    rng = np.random.default_rng(5)
-    layout = BucketLayout.from_order(order, model)
-    errors = {name: rng.standard_normal(model[name].shape) for name in layout.names}
-    factors = {
-        s.entry.name: (rng.standard_normal((s.rows, s.rank)), rng.standard_normal((s.cols, s.rank)))
-        for s in layout.factor_slots(rank, rate)
-    }
-    buffers = [
-        {bucket: flat.astype(dtype) for bucket, flat in part.items()}
-        for part in pack(layout, rank, rate, errors, factors)
-    ]
-    record = PowerSGDRecord(rank, 20, *buffers, min_compression_rate=rate, **fields)
-    arrays = {name: np.asarray(array, np.float32) for name, array in model.items()}
-    return Checkpoint(arrays, (record,), layout=layout, world_size=1), errors, factors
-
-
 def product(p, q):
     return p @ q.T
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
-def test_several_buckets_and_narrow_dtypes_survive(dtype):
-    model = {"a.weight": np.zeros((24, 32)), "b.weight": np.zeros((24, 32)), "b.bias": np.zeros(24)}
-    dtype = jnp.dtype(dtype)
-    checkpoint, _, _ = made(model, [["b.bias", "b.weight"], ["a.weight"]], dtype=dtype)
-    params = {
-        "a": {"kernel": jnp.zeros((32, 24))},
-        "b": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)},
-    }
-    state = powersgd_from_torch(checkpoint, params)
-    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
-    for bucket, q in checkpoint.powersgd[0].q_memory_dict.items():
-        assert (
-            torch_bridge._base.tensors.to_numpy(back.q_memory_dict[bucket]).tobytes() == q.tobytes()
-        )
-        assert back.error_dict[bucket].dtype == back.q_memory_dict[bucket].dtype
-
-
 def test_channels_last_kernels():
     kernel = torch.zeros(16, 8, 3, 3).to(memory_format=torch.channels_last)
-    checkpoint, errors, factors = made({"c.weight": kernel}, [["c.weight"]])
+    checkpoint, errors, factors = random_run({"c.weight": kernel}, [["c.weight"]])
     params = {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}}
     state = powersgd_from_torch(checkpoint, params)
     residual = errors["c.weight"].transpose(2, 3, 1, 0)
@@ -270,7 +234,7 @@ def test_channels_last_kernels():
 
 
 def test_convolution_columns_are_reordered():
-    checkpoint, _, factors = made({"c.weight": np.zeros((16, 8, 3, 3))}, [["c.weight"]])
+    checkpoint, _, factors = random_run({"c.weight": np.zeros((16, 8, 3, 3))}, [["c.weight"]])
     params = {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}}
     p, q = factors["c.weight"]
     state = powersgd_from_torch(checkpoint, params)
@@ -281,7 +245,7 @@ def test_convolution_columns_are_reordered():
 
 def test_tied_parameters_have_one_state():
     weight = np.zeros((48, 24), np.float32)
-    checkpoint, errors, _ = made({"embed.weight": weight}, [["embed.weight"]])
+    checkpoint, errors, _ = random_run({"embed.weight": weight}, [["embed.weight"]])
     checkpoint = dataclasses.replace(
         checkpoint,
         model={"embed.weight": weight, "head.weight": weight},
@@ -303,7 +267,7 @@ def test_packed_attention_shares_q_and_says_so():
     module = torch.nn.Module()
     module.attn = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     model = {name: value.numpy() for name, value in module.state_dict().items()}
-    checkpoint, errors, factors = made(model, [list(model)[::-1]])
+    checkpoint, errors, factors = random_run(model, [list(model)[::-1]])
     params = Attention().init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
     with pytest.warns(UserWarning, match=r"attn\.in_proj_weight.*equivalent in kind"):
         state = powersgd_from_torch(checkpoint, params)
@@ -326,7 +290,7 @@ def test_packed_attention_shares_q_and_says_so():
 @pytest.mark.parametrize("fields", [{"warm_start": False}, {"use_error_feedback": False}])
 def test_states_without_factors_or_errors(fields):
     model = {"a.weight": np.zeros((24, 32))}
-    checkpoint, _, _ = made(model, [["a.weight"]], **fields)
+    checkpoint, _, _ = random_run(model, [["a.weight"]], **fields)
     record = checkpoint.powersgd[0]
     empty = (
         {"p_memory_dict": {}, "q_memory_dict": {}} if "warm_start" in fields else {"error_dict": {}}
@@ -384,7 +348,7 @@ def test_no_state_and_unfit_layout():
     model = {"a.weight": np.zeros((24, 32), np.float32)}
     with pytest.raises(CheckpointMismatch, match="no PowerSGD state"):
         powersgd_from_torch(Checkpoint(model), params)
-    checkpoint, _, _ = made(model, [["a.weight"]])
+    checkpoint, _, _ = random_run(model, [["a.weight"]])
     wrong = BucketLayout.from_order(
         [["a.weight", "a.bias"]], {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
     )
@@ -399,7 +363,7 @@ def test_no_state_and_unfit_layout():
 def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
     # Few outputs, many inputs, a long kernel: jaxcomp's default cut is not torch's.
     model = {"a.weight": np.zeros((4, 40, 30)), "b.weight": np.zeros((4, 40, 30))}
-    checkpoint, _, _ = made(model, [["a.weight", "b.weight"]], rank=1, rate=1.0)
+    checkpoint, _, _ = random_run(model, [["a.weight", "b.weight"]], rank=1, rate=1.0)
     params = {name: {"kernel": jnp.zeros((30, 40, 4))} for name in "ab"}
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims") as error:
         powersgd_from_torch(checkpoint, params)
@@ -434,7 +398,7 @@ def test_a_state_that_is_not_consolidated_is_refused():
 def test_lossless_compression_of_small_leaves_in_torch_only():
     # With a rate below one torch "compresses" even biases, at full rank: nothing is lost by it.
     model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
-    checkpoint, _, _ = made(model, [["a.bias", "a.weight"]], rate=0.5)
+    checkpoint, _, _ = random_run(model, [["a.bias", "a.weight"]], rate=0.5)
     params = {"a": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)}}
     state = powersgd_from_torch(checkpoint, params)
     assert isinstance(state.q["a"]["bias"], optax.MaskedNode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,135 +12,65 @@ import numpy as np
 import optax
 import pytest
 import torch
+from bridge import kernels, norm, values
 from flax import nnx
+from hook_states import compressed_step, random_run
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 import jaxcomp
 import torch_bridge
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
-from torch_bridge._hook.buckets import pack
 
 pytestmark = pytest.mark.torch
 
 
-class Network(torch.nn.Module):
-    """BatchNorm, a flatten, a frozen layer and one that is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = torch.nn.Conv2d(3, 16, 3)
-        self.norm = torch.nn.BatchNorm2d(16)
-        self.fc1 = torch.nn.Linear(16 * 2 * 2, 32)
-        self.unused = torch.nn.Linear(24, 40)
-        self.frozen = torch.nn.Linear(32, 32).requires_grad_(False)
-        self.head = torch.nn.Linear(32, 10)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.conv(x))).flatten(1)
-        return self.head(self.frozen(torch.relu(self.fc1(x))))
+LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}
 
 
-class FlaxNetwork(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Conv(16, (3, 3), padding="VALID", name="conv")(x)
-        x = nn.relu(nn.BatchNorm(not train, momentum=0.9, epsilon=1e-5, name="norm")(x))
-        x = nn.relu(nn.Dense(32, name="fc1")(x.reshape(x.shape[0], -1)))
-        nn.Dense(40, name="unused")(jnp.zeros((1, 24)))
-        return nn.Dense(10, name="head")(nn.Dense(32, name="frozen")(x))
-
-
-# What neither names nor shapes of the two tell.
-ANSWERS = {"flatten": {"fc1": (16, 2, 2)}, "conv1d": ""}
+def network():
+    """A frozen layer, BatchNorm and a layer that is never used."""
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(*n) for name, n in LINEARS.items()})
+    module["norm"] = torch.nn.BatchNorm1d(24)
+    module["frozen"].requires_grad_(False)
+    return module
 
 
 def variables():
-    return jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
+    params = kernels(**LINEARS)
+    for name, (_, outputs) in LINEARS.items():
+        params[name]["bias"] = np.zeros(outputs, np.float32)
+    statistics = {"norm": {name: np.zeros(24, np.float32) for name in ("mean", "var")}}
+    return {"params": params | {"norm": norm(24)}, "batch_stats": statistics}
 
 
-def checkpoint(algorithm="sgd", ranks=2, **fields):
+def arrays_of(module):
+    return {name: value.numpy() for name, value in module.state_dict().items()}
+
+
+def checkpoint(ranks=2):
     """After some steps, with two buckets, and NaN where torch leaves it for an unused layer."""
-    torch.manual_seed(0)
-    model = Network()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
-    kinds = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
-    }
-    optimizer = kinds[algorithm](zip(names, trained, strict=True))
+    module = network()
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.items(), lr=0.1, momentum=0.9)
     for _ in range(2):
-        model(torch.randn(8, 3, 4, 4)).square().mean().backward()
+        x = module["norm"](module["frozen"](torch.randn(8, 32)))
+        module["head"](x).square().mean().backward()
         optimizer.step()
-    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
-    layout = BucketLayout.from_order([names[:2:-1], names[2::-1]], arrays)
-    rng = np.random.default_rng(1)
-    factors = {
-        slot.entry.name: (
-            rng.standard_normal((slot.rows, slot.rank)).astype("f4"),
-            rng.standard_normal((slot.cols, slot.rank)).astype("f4"),
-        )
-        for slot in layout.factor_slots(2, 2.0)
-    }
-    assert {"unused.weight", "fc1.weight", "conv.weight"} <= factors.keys()
-    factors["unused.weight"] = tuple(np.full_like(f, np.nan) for f in factors["unused.weight"])
-    records = []
-    for _ in range(ranks):
-        errors = {n: rng.standard_normal(arrays[n].shape).astype("f4") for n in names}
-        errors["unused.weight"][:] = np.nan
-        buffers = pack(layout, 2, 2.0, errors, factors)
-        records.append(PowerSGDRecord(2, 20, *buffers, start_powerSGD_iter=5))
-    state = optimizer.state_dict()
-    return Checkpoint(arrays, tuple(records), state, layout, world_size=ranks, **fields)
+    names = [*trained]
+    source, _, factors = random_run(
+        arrays_of(module),
+        [names[:2:-1], names[2::-1]],
+        ranks=ranks,
+        unused={"unused.weight"},
+        start_powerSGD_iter=5,
+    )
+    assert factors.keys() == {"unused.weight", "head.weight"}
+    return dataclasses.replace(source, optimizer=optimizer.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
-@pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
-def test_a_whole_run_there_and_back(algorithm, tmp_path):
-    source = checkpoint(algorithm)
-    params, transformation, opt_state, step = torch_bridge.to_flax(source, variables(), **ANSWERS)
-    assert step == 20
-    fresh = jax.eval_shape(transformation.init, params["params"])
-    assert jax.tree.structure(opt_state) == jax.tree.structure(fresh)
-    for mine, theirs in zip(jax.tree.leaves(opt_state), jax.tree.leaves(fresh), strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    x = torch.randn(2, 3, 4, 4)
-    model = Network()
-    model.load_state_dict({n: torch.from_numpy(v) for n, v in source.model.items()})
-    ours = FlaxNetwork().apply(params, jnp.asarray(x.permute(0, 2, 3, 1).numpy()))
-    np.testing.assert_allclose(ours, model.eval()(x).detach(), atol=1e-5)
-
-    grads = jax.tree.map(lambda p: np.full((2, *p.shape), 0.01, p.dtype), params["params"])
-    update = jax.vmap(transformation.update, in_axes=(0, None, None), axis_name="data")
-    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        updates, _ = jax.jit(update)(grads, opt_state, params["params"])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
-    assert not np.any(updates["frozen"]["kernel"])
-
-    statistics = jax.tree.map(lambda x: x + 1, params["batch_stats"])
-    path = tmp_path / "continued.pt"
-    moved = {**params, "batch_stats": statistics}
-    document = torch_bridge.to_torch(moved, opt_state, source, path=path, **ANSWERS)
-    assert torch.load(path, weights_only=True).keys() == document.keys()
-    Network().load_state_dict(document["state_dict"])
-    mean = document["state_dict"]["norm.running_mean"]
-    np.testing.assert_array_equal(mean, source.model["norm.running_mean"] + 1)
-    back = torch_bridge.load(path)
-    assert (back.layout, back.world_size) == (source.layout, 2)
-    for name in ("fc1.weight", "conv.weight", "head.bias", "frozen.weight"):
-        np.testing.assert_array_equal(back.model[name], source.model[name])
-    error = back.mean_errors(back.layout)
-    wanted = source.mean_errors(source.layout)
-    np.testing.assert_array_equal(error["fc1.weight"], wanted["fc1.weight"])
-    assert not error["unused.weight"].any()
-    for index, entry in source.optimizer["state"].items():
-        for key, value in entry.items():
-            np.testing.assert_allclose(back.optimizer["state"][index][key], value, rtol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_what_else_the_file_holds_comes_back(tmp_path):
-    model = Network()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
     found = {
@@ -155,9 +84,9 @@ def test_what_else_the_file_holds_comes_back(tmp_path):
     read = torch_bridge.load(tmp_path / "source.pt")
     assert "comm_hook" not in read.extra
     read.extra["args"]["activation"] = torch.relu
-    params = torch_bridge.to_flax(read, variables(), **ANSWERS).params
+    params = torch_bridge.to_flax(read, variables()).params
     with pytest.warns(UserWarning, match=r"left out: args\.activation\. Add them in torch"):
-        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt", **ANSWERS)
+        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt")
     extra = torch.load(tmp_path / "back.pt", weights_only=True)["extra"]
     assert extra["scheduler"] == found["scheduler"]
     assert extra["args"] == {"lr": 0.1}
@@ -173,27 +102,11 @@ def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sum(p.sum() for p in model.parameters()).backward()
     optimizer.step()
-    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    arrays = arrays_of(model)
     layout = BucketLayout.from_order([["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]], arrays)
-    rng, q = np.random.default_rng(0), np.linalg.qr
-    factors = {
-        slot.entry.name: (
-            q(rng.standard_normal((slot.rows, slot.rank)))[0].astype("f4"),
-            rng.standard_normal((slot.cols, slot.rank)).astype("f4"),
-        )
-        for slot in layout.factor_slots(2, 2.0)
-    }
-    own = {name: rng.standard_normal(arrays[name].shape).astype("f4") for name in layout.names}
-    records = []
-    for sign in (1, -1):  # what is not compressed cancels, and P has taken its part of the rest
-        left = {n: own[n] - factors[n][0] @ (factors[n][0].T @ own[n]) for n in factors}
-        errors = {name: left.get(name, sign * own[name]) for name in own}
-        records.append(PowerSGDRecord(2, 20, *pack(layout, 2, 2.0, errors, factors)))
-    source = Checkpoint(arrays, tuple(records), optimizer.state_dict(), world_size=2)
-    like = {
-        "fc1": {"kernel": np.zeros((24, 32), "f4"), "bias": np.zeros(32, "f4")},
-        "fc2": {"kernel": np.zeros((32, 16), "f4"), "bias": np.zeros(16, "f4")},
-    }
+    source = dataclasses.replace(compressed_step(layout, arrays), optimizer=optimizer.state_dict())
+    like = kernels(fc1=(24, 32), fc2=(32, 16))
+    like["fc1"]["bias"], like["fc2"]["bias"] = (np.zeros(n, np.float32) for n in (32, 16))
     params, _, opt_state, _ = torch_bridge.to_flax(source, like, ignore="mask")
     momentum = optax.tree_utils.tree_get(opt_state, "trace")
     np.testing.assert_array_equal(momentum["fc2"]["bias"], np.ones(16))
@@ -205,7 +118,7 @@ def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
 
 def test_an_unused_layer_starts_afresh_and_is_named():
     with pytest.warns(UserWarning, match="unused/kernel in the file is not finite"):
-        state = torch_bridge.to_flax(checkpoint(), variables(), **ANSWERS).opt_state[0]
+        state = torch_bridge.to_flax(checkpoint(), variables()).opt_state[0]
     assert not np.any(state.residual["unused"]["kernel"])
     assert np.isfinite(state.q["unused"]["kernel"]).all()
     assert np.any(state.q["unused"]["kernel"])
@@ -213,14 +126,12 @@ def test_an_unused_layer_starts_afresh_and_is_named():
 
 def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
     source = checkpoint()
-    pairs = torch_bridge.pair(source.model, variables(), **ANSWERS)
+    pairs = torch_bridge.pair(source.model, variables())
     with pytest.raises(ValueError, match="`pairs` says already"):
-        torch_bridge.params_from_torch(
-            source.model, variables(), pairs=pairs, flatten={"fc1": (16, 2, 2)}
-        )
+        torch_bridge.params_from_torch(source.model, variables(), pairs=pairs, ignore="unused")
     with pytest.raises(CheckpointMismatch, match="not the one that `pairs`") as error:
         torch_bridge.params_from_torch(
-            source.model, {"fc1": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairs=pairs
+            source.model, {"head": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairs=pairs
         )
     assert error.value.missing == ("x",)
     assert len(error.value.mis_shaped) == 1
@@ -229,16 +140,16 @@ def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_states_of_the_trained_parameters_alone():
     source = checkpoint()
-    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
+    run = torch_bridge.to_flax(source, variables())
     trained = {name: leaf for name, leaf in run.params["params"].items() if name != "frozen"}
-    pairs = torch_bridge.pair(source.model, run.params, **ANSWERS)
+    pairs = torch_bridge.pair(source.model, run.params)
     reducer = torch_bridge.powersgd_from_torch(source, trained, pairs=pairs)
     assert set(reducer.q) == set(trained)
     sgd = optax.sgd(0.1, momentum=0.9).init(trained)
     document = torch_bridge.to_torch(run.params, (reducer, sgd), source, pairs=pairs)
-    old = source.powersgd[0].q_memory_dict[0]
+    old = source.powersgd[0].q_memory_dict[1]
     kept = np.isfinite(old)
-    np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][0][kept], old[kept])
+    np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][1][kept], old[kept])
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
 
 
@@ -246,12 +157,12 @@ def test_states_of_the_trained_parameters_alone():
 def test_running_statistics_are_neither_lost_nor_stale():
     source, alone = checkpoint(), variables()["params"]
     with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_flax(source, alone, **ANSWERS)
+        torch_bridge.to_flax(source, alone)
     ignore = ".*running_(mean|var)"
-    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore, **ANSWERS)
+    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore)
     with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_torch(params, opt_state, source, **ANSWERS)
-    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore, **ANSWERS)
+        torch_bridge.to_torch(params, opt_state, source)
+    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore)
     assert document["state_dict"].keys() == source.model.keys()
 
 
@@ -262,19 +173,17 @@ def test_an_optimizer_of_the_trained_parameters_without_their_names():
     optimizer = {**named.optimizer, "param_groups": [group]}
     source = dataclasses.replace(named, optimizer=optimizer)
     with pytest.warns(UserWarning, match="not finite"):
-        runs = [torch_bridge.to_flax(one, variables(), **ANSWERS) for one in (named, source)]
+        runs = [torch_bridge.to_flax(one, variables()) for one in (named, source)]
     for mine, theirs in zip(*(jax.tree.leaves(run.opt_state) for run in runs), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     params, _, opt_state, _ = runs[0]
     unknown = dataclasses.replace(source, layout=None)
     with pytest.raises(ValueError, match="param_names"):
-        torch_bridge.to_torch(
-            params, opt_state, dataclasses.replace(unknown, powersgd=()), **ANSWERS
-        )
+        torch_bridge.to_torch(params, opt_state, dataclasses.replace(unknown, powersgd=()))
     alone = dataclasses.replace(unknown, powersgd=())
     returned = [
-        torch_bridge.to_torch(params, opt_state, source, **ANSWERS)["optimizer"],
-        torch_bridge.to_torch(params, opt_state, alone, param_names=names, **ANSWERS)["optimizer"],
+        torch_bridge.to_torch(params, opt_state, source)["optimizer"],
+        torch_bridge.to_torch(params, opt_state, alone, param_names=names)["optimizer"],
     ]
     for back in returned:
         assert back["state"].keys() >= optimizer["state"].keys()
@@ -291,7 +200,7 @@ def frozen_beside(make, steps=2, **fields):
     for _ in range(steps):
         module["head"](torch.randn(2, 4)).square().sum().backward()
         optimizer.step()
-    arrays = {name: value.numpy() for name, value in module.state_dict().items()}
+    arrays = arrays_of(module)
     layout = BucketLayout.from_order([["head.bias", "head.weight"]], arrays)
     fields = {"optimizer": optimizer.state_dict(), "layout": layout, **fields}
     source = Checkpoint(arrays, **fields)
@@ -394,20 +303,19 @@ def test_an_nnx_model_with_statistics():
     torch.manual_seed(0)
     module = torch.nn.Sequential()
     module.fc, module.norm = torch.nn.Linear(32, 24), torch.nn.BatchNorm1d(24)
-    arrays = {name: value.numpy() for name, value in module.state_dict().items()}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).state_dict()
-    source = Checkpoint(arrays, (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
+    source = Checkpoint(arrays_of(module), (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
     state = nnx.state(Model(nnx.Rngs(0)))
     run = torch_bridge.to_flax(source, state)
     fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
     assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
-    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], arrays["fc.weight"])
+    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], module.fc.weight.detach())
 
 
 def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     source = dataclasses.replace(checkpoint(), powersgd=(), hook="fp16_compress_hook")
-    run = torch_bridge.to_flax(source, variables(), **ANSWERS)
+    run = torch_bridge.to_flax(source, variables())
     grads = jax.tree.map(lambda p: jnp.stack([p, -p]), run.params["params"])
     update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
     state = run.transformation.init(run.params["params"])
@@ -419,34 +327,31 @@ def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):
     seen = {}
     real = jaxcomp.powersgd
     monkeypatch.setattr(jaxcomp, "powersgd", lambda **kwargs: seen.update(kwargs) or real(**kwargs))
-    source = checkpoint(hook="bf16_compress_wrapper(powerSGD_hook)")
+    source = dataclasses.replace(checkpoint(), hook="bf16_compress_wrapper(powerSGD_hook)")
     with pytest.warns(UserWarning, match="not finite"):
-        torch_bridge.to_flax(source, variables(), **ANSWERS, axis_name="batch")
+        torch_bridge.to_flax(source, variables(), axis_name="batch")
     assert (seen["comm_dtype"], seen["axis_name"], seen["rank"]) == (jnp.bfloat16, "batch", 2)
 
 
 def test_torchs_cut_is_used_where_jaxcomps_is_another():
     # Few outputs, many inputs, a long kernel: the default rule would cut elsewhere.
     arrays = {"a.weight": np.zeros((4, 40, 30), np.float32)}
-    layout = BucketLayout.from_order([["a.weight"]], arrays)
-    factors = {"a.weight": (np.zeros((4, 1), "f4"), np.ones((1200, 1), "f4"))}
-    buffers = pack(layout, 1, 1.0, {"a.weight": arrays["a.weight"]}, factors)
-    record = PowerSGDRecord(1, 20, *buffers, min_compression_rate=1.0)
-    source = Checkpoint(arrays, (record,), layout=layout, world_size=1)
+    source, _, factors = random_run(arrays, [["a.weight"]], rank=1, rate=1.0)
     run = torch_bridge.to_flax(source, {"a": {"kernel": np.zeros((30, 40, 4), np.float32)}})
     assert run.opt_state[0].q["a"]["kernel"].shape == (1200, 1)
     fresh = run.transformation.init(run.params)
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, run.opt_state)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
-    assert document["powersgd"]["q_memory_dict"][0].all()
+    q = document["powersgd"]["q_memory_dict"][0]
+    np.testing.assert_array_equal(q, factors["a.weight"][1].ravel().astype("f4"))
 
 
 def test_a_run_without_its_reducer_is_refused():
     source = checkpoint()
     with pytest.warns(UserWarning, match="not finite"):
-        run = torch_bridge.to_flax(source, variables(), **ANSWERS)
+        run = torch_bridge.to_flax(source, variables())
     with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
-        torch_bridge.to_torch(run.params, run.opt_state[1], source, **ANSWERS)
+        torch_bridge.to_torch(run.params, run.opt_state[1], source)
 
 
 def test_a_file_serves_any_number_of_ranks():
@@ -457,83 +362,26 @@ def test_a_file_serves_any_number_of_ranks():
         np.testing.assert_allclose(means, source.mean_error(1), atol=1e-6)
 
 
-# --- runs with one bucket ---------------------------------------------------------------------
+# --- runs of which all is trained -------------------------------------------------------------
+
+LIKE = kernels(fc=(32, 24), head=(24, 48))
 
 
-def values(*shape, dtype=np.float32):
-    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
-
-
-def kernels(**shapes):
-    return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
-
-
-def model_and_tree():
+def run(ranks=1, dtype=np.float32):
+    """A checkpoint at rank 2 with two buckets and momentum."""
     model = {"fc.weight": values(24, 32), "head.weight": values(48, 24)}
-    return model, kernels(fc=(32, 24), head=(24, 48))
-
-
-def generator():
-    """A Linear whose outputs become a map, with a norm between."""
-    model = {
-        "fc.weight": values(128, 16),
-        "fc.bias": values(128),
-        "norm.weight": values(128) + 1,
-        "norm.bias": values(128) + 2,
-        "up.weight": values(8, 3, 2, 2),
-    }
-    like = kernels(fc=(16, 128), up=(2, 2, 8, 3))
-    like["fc"]["bias"] = np.zeros(128, np.float32)
-    like["norm"] = {"scale": np.zeros(128, np.float32), "bias": np.zeros(128, np.float32)}
-    return model, like
-
-
-def run(model, ranks=1, dtype=np.float32):
-    """A checkpoint at rank 2 with one bucket and momentum."""
-    layout = BucketLayout.from_order([list(model)], model)
-    factors, errors = {}, []
-    for slot in layout.factor_slots(2, 2.0):
-        factors[slot.entry.name] = tuple(values(n, slot.rank) for n in (slot.rows, slot.cols))
-    for rank in range(ranks):
-        errors.append({name: values(*w.shape) * (rank + 1) for name, w in model.items()})
-    records = []
-    for error in errors:
-        buffers = pack(layout, 2, 2.0, error, factors)
-        cast = [{b: flat.astype(dtype) for b, flat in part.items()} for part in buffers]
-        records.append(PowerSGDRecord(2, 20, *cast, start_powerSGD_iter=5))
+    source, _, _ = random_run(model, [["head.weight"], ["fc.weight"]], ranks=ranks, dtype=dtype)
     state = {k: {"momentum_buffer": values(*w.shape)} for k, w in enumerate(model.values())}
     group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}
-    optimizer = {"state": state, "param_groups": [{**group, "params": list(range(len(model)))}]}
-    arrays = {name: weight.astype(dtype) for name, weight in model.items()}
-    return Checkpoint(arrays, tuple(records), optimizer, layout, world_size=ranks)
-
-
-def test_a_run_of_which_outputs_become_a_map_there_and_back():
-    model, like = generator()
-    checkpoint = run(model)
-    options = {"unflatten": {"fc": (8, 4, 4)}}
-    there = torch_bridge.to_flax(checkpoint, like, **options)
-    back = torch_bridge.to_torch(there.params, there.opt_state, checkpoint, **options)
-    for number, state in checkpoint.optimizer["state"].items():
-        mine = back["optimizer"]["state"][number]["momentum_buffer"]
-        np.testing.assert_array_equal(mine, state["momentum_buffer"])
-    pairs = torch_bridge.pair(model, like, **options)
-    (found,) = [p for p in pairs if p.torch_name == "fc.weight"]
-    row, col = found.matrix_order()
-    weight = model["fc.weight"]
-    np.testing.assert_array_equal(found.to_flax(weight).T, weight[row][:, col])
-    error = checkpoint.mean_errors(checkpoint.layout)
-    mine = there.reducer_state.residual["fc"]["kernel"]
-    np.testing.assert_array_equal(mine, found.to_flax(error["fc.weight"]))
+    optimizer = {"state": state, "param_groups": [{**group, "params": [0, 1]}]}
+    return dataclasses.replace(source, optimizer=optimizer)
 
 
 def test_clipping_is_named_and_has_a_place():
-    model, like = generator()
-    with pytest.warns(
-        UserWarning, match="clip_grad_norm_.* between run.reducer and run.optim"
-    ) as w:
-        there = torch_bridge.to_flax(run(model), like, unflatten={"fc": None})
-    assert w[0].filename == __file__
+    between = "clip_grad_norm_.* between run.reducer and run.optim"
+    with pytest.warns(UserWarning, match=between) as warned:
+        there = torch_bridge.to_flax(run(), LIKE)
+    assert warned[0].filename == __file__
     clipped = optax.chain(there.reducer, optax.clip_by_global_norm(0.01), there.optimizer)
     state = (there.reducer_state, optax.EmptyState(), there.optimizer_state)
     grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), there.params)
@@ -546,37 +394,37 @@ def test_clipping_is_named_and_has_a_place():
 
 @pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
 def test_an_optimizer_elsewhere_in_the_file_is_named(name):
-    model, like = model_and_tree()
-    found = run(model)
+    found = run()
     extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
     checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
     with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
-        there = torch_bridge.to_flax(checkpoint, like)
+        there = torch_bridge.to_flax(checkpoint, LIKE)
     assert there.optimizer is None
     assert len(there.opt_state) == 1
     assert warned[0].filename == __file__
-    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), like)
+    torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), LIKE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("dtype", "bits"), [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
-def test_what_16_bits_keep_of_a_run(dtype, bits, ranks):
-    model, like = model_and_tree()
-    source = run(model, ranks, dtype)
-    params, _, opt_state, _ = torch_bridge.to_flax(source, like)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(np.float32, 24), (ml_dtypes.bfloat16, 8), (np.float16, 11)]
+)
+def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, bits, ranks):
+    source = run(ranks, dtype)
+    params, _, opt_state, _ = torch_bridge.to_flax(source, LIKE)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
     assert opt_state[0].q["fc"]["kernel"].dtype == jnp.float32
     document = torch_bridge.to_torch(params, opt_state, source)
-    slots = document["powersgd"]
-    for name in ("p_memory_dict", "q_memory_dict"):
-        old = getattr(source.powersgd[0], name)[0]
-        assert str(slots[name][0].dtype).removeprefix("torch.") == np.dtype(dtype).name
-        np.testing.assert_array_equal(slots[name][0].float(), old.astype(np.float32))
     for name, weight in source.model.items():
         kept = document["state_dict"][name].float()
         np.testing.assert_array_equal(kept, weight.astype(np.float32))
-    mean = source.mean_error(0)
-    error = document["errors"][0][0].float().numpy()
-    if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
-        np.testing.assert_array_equal(error, mean)
-    assert np.max(np.abs(error - mean) / np.abs(mean)) <= 2.0**-bits
+    for bucket in (0, 1):
+        for name in ("p_memory_dict", "q_memory_dict"):
+            old, new = getattr(source.powersgd[0], name), document["powersgd"][name]
+            assert str(new[bucket].dtype).removeprefix("torch.") == np.dtype(dtype).name
+            np.testing.assert_array_equal(new[bucket].float(), old[bucket].astype(np.float32))
+        mean, back = source.mean_error(bucket), document["errors"][0][bucket]
+        assert back.dtype == document["powersgd"]["q_memory_dict"][bucket].dtype
+        if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
+            np.testing.assert_array_equal(back.float(), mean)
+        assert np.max(np.abs(back.float().numpy() - mean) / np.abs(mean)) <= 2.0**-bits
