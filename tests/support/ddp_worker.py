@@ -31,7 +31,7 @@ class Feed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Conv2d(6, 20, 3)
+        self.conv = nn.Conv2d(6, 20, 3).to(memory_format=torch.channels_last)
         self.fc1 = nn.Linear(32, 24)
         self.norm = nn.LayerNorm(24)
         self.fc2 = nn.Linear(24, 48)

@@ -178,18 +178,6 @@ MODEL = torch.ones(1)
 # --- several ranks ----------------------------------------------------------------------------
 
 
-def test_one_file_per_rank(put):
-    document = files.documented()
-    paths = []
-    for rank in range(3):
-        document["comm_hook_state"].error_dict[0] = torch.full((100,), float(rank))
-        paths.append(put(files.saved(document), f"rank{rank}.pt"))
-    checkpoint = load(paths)
-    assert [r.error_dict[0][0] for r in checkpoint.powersgd] == [0, 1, 2]
-    assert checkpoint.world_size == 3
-    assert not checkpoint.missing_ranks
-
-
 def test_files_of_different_runs_are_refused_together(put):
     one, other, third = files.documented(), files.documented(), files.documented()
     other["comm_hook_state"].iter = 13

@@ -250,8 +250,19 @@ def optimizer(**changes):
         (adam(float("inf")), "`step` must be a count"),
         (adam("many"), "`step` must be a number"),
         (optimizer(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
-        ({"state": [], "param_groups": []}, "no optimizer state"),
-        ({"state": {}, "param_groups": {"lr": 0.1}}, "no optimizer state"),
+        *(
+            (entries, "no optimizer state")
+            for entries in (
+                {},
+                {"state": {}},
+                {"state": [], "param_groups": []},
+                {"state": {}, "param_groups": 5},
+                {"state": {}, "param_groups": [5]},
+                {"state": {}, "param_groups": {"lr": 0.1}},
+                {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+                {"generator": {"state": {}, "param_groups": []}},
+            )
+        ),
     ],
 )
 def test_entries_of_an_optimizer_of_wrong_types(entries, message):
