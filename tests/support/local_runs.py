@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from hlo import text
@@ -13,10 +14,24 @@ from runners import AXIS, first, mesh_of, placed, spread, stack, steps_of, types
 
 import jaxcomp
 
+SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
+PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
+
 
 def towards(params: Any, target: Any) -> Any:
     """The gradient of ``|params - target|^2 / 2``."""
     return jax.tree.map(lambda p, t: p - t, params, target)
+
+
+def step_of(optimizer: optax.GradientTransformation) -> Any:
+    """A step `towards` a target, for a round; it returns its parameters besides."""
+
+    def step(params: Any, state: Any, target: Any) -> Any:
+        updates, state = optimizer.update(towards(params, target), state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, params
+
+    return step
 
 
 def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = towards) -> Any:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from leaves import random_grads
-from paths import DOCS
 
 import jaxcomp
 from jaxcomp import ranks_by_spectrum
@@ -115,18 +113,6 @@ def test_with_a_dtype_the_ratio_is_of_bytes(wire, ratio):
 def test_zero_gradients_get_one_column():
     grads = {"a": jnp.zeros((24, 16)), "b": matrix((40, 20), np.ones(20))}
     assert ranks(grads, ranks_by_spectrum(grads, ratio=3.0))[0]["a"] == 1
-
-
-def test_the_programs_of_the_page_run(capsys):
-    programs = re.findall(r"```python\n(.*?)```", (DOCS / "choosing.md").read_text(), re.DOTALL)
-    names = {"jax": jax, "jnp": jnp, "jaxcomp": jaxcomp}
-    with jax.numpy_dtype_promotion("standard"):  # what a user has
-        for program in programs:
-            if "ranks" in program:
-                exec(compile(program, "choosing.md", "exec"), names)
-    assert "total" in capsys.readouterr().out
-    by_leaf = names["ranks"].by_leaf
-    assert by_leaf["['sharp']"] < by_leaf["['flat']"]
 
 
 def test_messages():

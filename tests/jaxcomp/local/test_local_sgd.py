@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import random_grads
-from local_runs import NESTEROV, run, streaming_diloco, towards
+from local_runs import NESTEROV, PARAMS, SHAPES, run, streaming_diloco, towards
 from runners import AXIS, MAPPINGS
 
 import jaxcomp
-
-SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
-PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
 
 
 def whole(shape, seed=0):

@@ -9,32 +9,27 @@ import optax
 import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
-from local_runs import NESTEROV, rounds, run, towards
+from local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
 from runners import AXIS, MAPPINGS, mesh_of
 
 import jaxcomp
 
-SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
-PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
-def step_of(optimizer):
-    def step(params, state, target):
-        updates, state = optimizer.update(towards(params, target), state, params)
-        return optax.apply_updates(params, updates), state, params["c"]
-
-    return step
-
-
-@pytest.mark.parametrize("mapping", MAPPINGS)
-def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping):
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    [
+        *((mapping, {"outer": NESTEROV}) for mapping in MAPPINGS),
+        *(("shard_map", {"average_inner_state": mode}) for mode in (False, True, "reset")),
+    ],
+)
+def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping, options):
     targets = random_grads(SHAPES, 3, 8)
-    inner = optax.sgd(0.1, momentum=0.9)
-    round_ = jaxcomp.local_sgd_round(step_of(inner), sync_every=4, axis_name=AXIS, outer=NESTEROV)
-    start = round_.init(PARAMS, inner.init(PARAMS))
-    got, state, _ = rounds(round_, PARAMS, targets, start, mapping)
-    tx = jaxcomp.local_sgd(inner, sync_every=4, axis_name=AXIS, outer=NESTEROV)
-    expected, _ = run("vmap", tx, PARAMS, targets)
+    options = {"sync_every": 4, "axis_name": AXIS, **options}
+    round_ = jaxcomp.local_sgd_round(step_of(MOMENTUM), inner_init=MOMENTUM.init, **options)
+    got, state, _ = rounds(round_, PARAMS, targets, mapping=mapping)
+    expected, _ = run("vmap", jaxcomp.local_sgd(MOMENTUM, **options), PARAMS, targets)
     for name in SHAPES:
         assert len(np.unique(np.asarray(got[name]).reshape(3, -1), axis=0)) == 1
         np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
@@ -51,32 +46,13 @@ def test_a_round_sets_the_exact_mean():
         np.testing.assert_array_equal(got[name][0], local[name][:, -1].sum(0) / 4)
 
 
-@pytest.mark.parametrize("mode", [False, True, "reset"])
-def test_inner_state_is_kept_averaged_or_reset(mode):
-    targets = random_grads(SHAPES, 4, 4)
-    inner = optax.sgd(0.1, momentum=0.9)
-    round_ = jaxcomp.local_sgd_round(
-        step_of(inner),
-        sync_every=2,
-        axis_name=AXIS,
-        average_inner_state=mode,
-        inner_init=inner.init,
-    )
-    got, _, _ = rounds(round_, PARAMS, targets)
-    tx = jaxcomp.local_sgd(inner, sync_every=2, axis_name=AXIS, average_inner_state=mode)
-    expected, _ = run("vmap", tx, PARAMS, targets)
-    for name in SHAPES:
-        np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
-
-
 def test_rounds_of_several_lengths_share_a_state():
     targets = random_grads(SHAPES, 4, 6)
-    inner = optax.sgd(0.1, momentum=0.9)
-    make = functools.partial(jaxcomp.local_sgd_round, step_of(inner), axis_name=AXIS)
+    make = functools.partial(jaxcomp.local_sgd_round, step_of(MOMENTUM), axis_name=AXIS)
     long, short = make(sync_every=4), make(sync_every=2)
 
     def train(targets):
-        params, state = PARAMS, long.init(PARAMS, inner.init(PARAMS))
+        params, state = PARAMS, long.init(PARAMS, MOMENTUM.init(PARAMS))
         head = jax.tree.map(lambda x: x[:4], targets)
         tail = jax.tree.map(lambda x: x[4:], targets)
         params, state, _ = long(params, state, head)
@@ -84,7 +60,7 @@ def test_rounds_of_several_lengths_share_a_state():
 
     got = jax.jit(jax.vmap(train, axis_name=AXIS))(targets)
     schedule = lambda step: jnp.where(step < 4, 4.0, 1.9999)  # noqa: E731
-    tx = jaxcomp.local_sgd(inner, sync_every=schedule, axis_name=AXIS)
+    tx = jaxcomp.local_sgd(MOMENTUM, sync_every=schedule, axis_name=AXIS)
     expected, _ = run("vmap", tx, PARAMS, targets)
     for name in SHAPES:
         np.testing.assert_allclose(got[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)

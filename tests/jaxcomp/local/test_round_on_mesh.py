@@ -7,6 +7,7 @@ import optax
 import pytest
 from classifier import KINDS, grid
 from jax.sharding import NamedSharding
+from local_runs import rounds
 from runners import types_of
 
 import jaxcomp
@@ -32,41 +33,24 @@ def arguments():
     }
 
 
-def by_hand(params, batches):
-    """(parameters, losses) of the round that the caller maps."""
-    mesh, run = grid(N), jaxcomp.local_sgd_round(step, **arguments())
-    state = run.init(params)
-    specs = jaxcomp.state_specs(state, "data")
-    mapped = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(P(), specs, P(None, "data")),
-        out_specs=(P(), specs, P("data")),
-    )
-    mapped, state = jax.jit(mapped), jaxcomp.shard_state(state, mesh, "data")
-    losses = []
-    for batch in batches:
-        params, state, loss = mapped(params, state, batch)
-        losses.append(np.reshape(loss, (N, EVERY)))
-    return params, losses
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_round_maps_itself_over_the_mesh(kind):
     rng = np.random.default_rng(0)
     start = {"w": (rng.normal(size=(16, 12)) / 4).astype(np.float32)}
     batches = rng.normal(size=(ROUNDS, EVERY, 2 * N, 16)).astype(np.float32)
-    expected, losses = by_hand(jax.tree.map(jnp.asarray, start), batches)
+    # The same in a shard_map by hand: of each replica its two rows of every batch.
+    rows = batches.reshape(ROUNDS * EVERY, N, 2, 16).swapaxes(0, 1)
+    expected, _, losses = rounds(jaxcomp.local_sgd_round(step, **arguments()), start, rows)
 
     mesh = grid(N, kind)
     run = jaxcomp.local_sgd_round(step, mesh=mesh, **arguments())
     params = jax.device_put(start, NamedSharding(mesh, P()))
     state, compiled = run.init(params), jax.jit(run)
     assert optax.tree.get(state.inner, "trace")["w"].shape == (N, 16, 12)
-    for batch, loss in zip(batches, losses, strict=True):
+    for batch, loss in zip(batches, np.split(losses, ROUNDS, axis=1), strict=True):
         params, state, found = compiled(params, state, batch)
         np.testing.assert_allclose(found, loss, rtol=1e-6)
-    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)
+    np.testing.assert_allclose(params["w"], expected["w"][0], rtol=1e-6)
     assert params["w"].sharding.is_fully_replicated
     mean = jaxcomp.consolidate(state)
     momenta, averaged = (optax.tree.get(x.inner, "trace")["w"] for x in (state, mean))

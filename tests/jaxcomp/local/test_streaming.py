@@ -11,14 +11,12 @@ import optax
 import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
-from local_runs import NESTEROV, rounds, streaming_diloco, towards
+from local_runs import NESTEROV, PARAMS, SHAPES, rounds, step_of, streaming_diloco
 from runners import AXIS, mesh_of
 
 import jaxcomp
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchft_diloco.json").read_text())
-SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
-PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
 INNER = optax.sgd(0.1)
 HALVES = ["a", "b|c"]  # after 3 and 6 steps of each 6
 HALF_PRECISION = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.float16))
@@ -37,10 +35,7 @@ def streaming(**kwargs):
     }
 
 
-def sgd_step(params, state, target):
-    updates, state = INNER.update(towards(params, target), state, params)
-    new = optax.apply_updates(params, updates)
-    return new, state, new
+sgd_step = step_of(INNER)
 
 
 @pytest.mark.parametrize("recording", RECORDED["recordings"], ids=range(6))

@@ -123,27 +123,6 @@ def test_the_residual_stays_bounded(tx):
     assert norms[-100:].mean() < 1.5 * norms[200:300].mean()
 
 
-@pytest.mark.parametrize("replicas_after", [4, 2, 8])
-def test_restart_from_the_consolidated_state_continues_the_run(replicas_after):
-    n, steps, half = 4, 10, 5
-    grads = random_grads(SHAPES, n, steps)
-    tx = shared_powersgd(2, axis_name=AXIS, start_step=0)
-    straight, _ = simulate("vmap", tx, grads, tx.init(zeros()))
-
-    first = jax.tree.map(lambda g: g[:, :half], grads)
-    _, state = simulate("vmap", tx, first, tx.init(zeros()))
-    mean = jaxcomp.consolidate(state)
-    # The same data on another number of replicas: groups averaged, or each gradient seen twice.
-    second = jax.tree.map(lambda g: g[:, half:], grads)
-    if replicas_after < n:
-        second = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]).mean(1), second)
-    elif replicas_after > n:
-        second = jax.tree.map(lambda g: jnp.repeat(g, 2, axis=0), second)
-    resumed, _ = simulate("vmap", tx, second, mean)
-    for name, outputs in resumed.items():
-        np.testing.assert_allclose(outputs, straight[name][half:], atol=2e-4)
-
-
 def test_a_bfloat16_residual_loses_only_its_rounding():
     n, steps = 4, 50
     grads = random_grads({"w": (32, 24)}, n, steps)
