@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import pickle
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import torch_files as files
 

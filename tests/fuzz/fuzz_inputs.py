@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import collections
 import io
-import pathlib
 import pickle
 import pickletools
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import numpy as np
 import torch

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 import pickle
 import pickletools
 import random
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 import torch_files as files
 

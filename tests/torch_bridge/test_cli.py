@@ -31,24 +31,6 @@ pytestmark = pytest.mark.torch
 FC1, FC2 = "fc1.weight", "fc2.weight"
 
 
-@pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
-    """Runs a command where checkpoint.pt lies; (code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-    torch.save(document(), "checkpoint.pt")
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:  # argparse's, for wrong usage
-            code = stop.code
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return run
-
-
 def train_state():
     tx = optax.chain(jaxcomp.powersgd(2, axis_name="data"), optax.sgd(0.1, momentum=0.9))
     state = TrainState.create(apply_fn=None, params=cli_model.params(), tx=tx)

@@ -10,7 +10,6 @@ import pkgutil
 import jax
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import torch_bridge
@@ -20,16 +19,13 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(alone):
     """What the examples about a torch job have around them."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
     state = PowerSGDState(None, 1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    yield {"ddp_model": model, "state": state, "optimizer": optimizer}
-    dist.destroy_process_group()
+    return {"ddp_model": model, "state": state, "optimizer": optimizer}
 
 
 def test_the_examples_run(job):

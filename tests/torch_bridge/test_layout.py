@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hook_states import compressed_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,15 +69,6 @@ def test_any_dense_strides(shape, random):
 # --- recording, in a real process group of one ----------------------------------------------
 
 
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -95,7 +85,7 @@ class Net(torch.nn.Module):
         return self.head(self.fc1(self.norm(self.conv(x)).flatten(1)) + self.embed(tokens)).sum()
 
 
-def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(group, tmp_path):
+def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(alone, tmp_path):
     ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="must be the DistributedDataParallel model, got a Net"):
@@ -112,7 +102,7 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(group,
     assert torch.load(path, weights_only=True)["extra"]["best"] == 0.5
 
 
-def test_a_saved_file_is_plain_in_every_part(group, tmp_path, monkeypatch):
+def test_a_saved_file_is_plain_in_every_part(alone, tmp_path, monkeypatch):
     ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
     state = {"calls": np.int64(3)}
     monkeypatch.setattr(Net, "get_extra_state", lambda _: state)
@@ -134,7 +124,7 @@ def train(ddp, steps):
 
 
 @pytest.mark.parametrize(("cap", "static"), [(1000, False), (0.02, False), (0.02, True)])
-def test_recorded_buckets_are_those_that_the_hook_gets(group, cap, static):
+def test_recorded_buckets_are_those_that_the_hook_gets(alone, cap, static):
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=cap, static_graph=static)
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     seen = {}
@@ -158,14 +148,14 @@ def test_recorded_buckets_are_those_that_the_hook_gets(group, cap, static):
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
-def test_recorded_buckets_that_are_never_rebuilt(group):
+def test_recorded_buckets_that_are_never_rebuilt(alone):
     ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=1000)
     train(ddp, 3)
     trained = [n for n, p in ddp.module.named_parameters() if p.requires_grad]
     assert list(record_layout(ddp).names) == trained
 
 
-def test_a_state_of_other_buckets_is_refused(group):
+def test_a_state_of_other_buckets_is_refused(alone):
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000)
     train(ddp, 3)
     state = powerSGD_hook.PowerSGDState(None)
@@ -176,7 +166,7 @@ def test_a_state_of_other_buckets_is_refused(group):
 
 
 @pytest.mark.parametrize(("static", "rebuilt_after"), [(False, 2), (True, 3)])
-def test_a_resumed_state_has_no_layout_before_ddp_rebuilds(group, static, rebuilt_after):
+def test_a_resumed_state_has_no_layout_before_ddp_rebuilds(alone, static, rebuilt_after):
     # The buckets have its size and another order: the layout would name the wrong parameters.
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000, static_graph=static)
     state = powerSGD_hook.PowerSGDState(None)
@@ -189,7 +179,7 @@ def test_a_resumed_state_has_no_layout_before_ddp_rebuilds(group, static, rebuil
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_backward_beside_ddp_does_not_resume(group, static):
+def test_a_backward_beside_ddp_does_not_resume(alone, static):
     ddp = DistributedDataParallel(Net(), static_graph=static)
     layout, state = record_layout(ddp), powerSGD_hook.PowerSGDState(None)
     with pytest.raises(CheckpointMismatch, match="through `ddp_model` itself"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import pathlib
 import re
@@ -11,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+import torch_bridge
 
 pytestmark = pytest.mark.torch
 
@@ -18,20 +23,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
 BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def torch_loss(model, batch):
-    import torch
-
     x = torch.from_numpy(batch)
     return ((model(x) - torch.sin(x[:, :16])) ** 2).mean()
 
@@ -44,10 +36,6 @@ def jax_loss(params, batch):
 
 def new_job():
     """Model, DDP around it and optimizer, as the page's reader has them."""
-    import collections
-
-    import torch
-
     layers = collections.OrderedDict(
         first=torch.nn.Linear(24, 48), tanh=torch.nn.Tanh(), second=torch.nn.Linear(48, 16)
     )
@@ -86,11 +74,6 @@ def jax_steps(tx, params, opt_state, batches):
 
 
 def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, monkeypatch):
-    import torch
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
-
-    import torch_bridge
-
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     save, go_on, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)

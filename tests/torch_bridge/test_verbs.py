@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import jax
@@ -15,7 +14,6 @@ import torch
 from bridge import kernels, norm, values
 from flax import nnx
 from hook_states import compressed_step, random_run
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 import jaxcomp
 import torch_bridge
@@ -67,31 +65,6 @@ def checkpoint(ranks=2):
     )
     assert factors.keys() == {"unused.weight", "head.weight"}
     return dataclasses.replace(source, optimizer=optimizer.state_dict())
-
-
-def test_what_else_the_file_holds_comes_back(tmp_path):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
-    found = {
-        "scheduler": scheduler.state_dict(),
-        "ema": {"decay": 0.9, "shadow": [torch.ones(3)]},
-        "args": argparse.Namespace(lr=0.1),
-        "comm_hook": powerSGD_hook,
-        "epoch": 3,
-    }
-    torch.save({"state_dict": model.state_dict(), **found}, tmp_path / "source.pt")
-    read = torch_bridge.load(tmp_path / "source.pt")
-    assert "comm_hook" not in read.extra
-    read.extra["args"]["activation"] = torch.relu
-    params = torch_bridge.to_flax(read, variables()).params
-    with pytest.warns(UserWarning, match=r"left out: args\.activation\. Add them in torch"):
-        torch_bridge.to_torch(params, (), read, path=tmp_path / "back.pt")
-    extra = torch.load(tmp_path / "back.pt", weights_only=True)["extra"]
-    assert extra["scheduler"] == found["scheduler"]
-    assert extra["args"] == {"lr": 0.1}
-    assert extra["epoch"] == 3
-    np.testing.assert_array_equal(extra["ema"]["shadow"][0], np.ones(3))
 
 
 def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
@@ -151,19 +124,6 @@ def test_states_of_the_trained_parameters_alone():
     kept = np.isfinite(old)
     np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][1][kept], old[kept])
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
-
-
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
-def test_running_statistics_are_neither_lost_nor_stale():
-    source, alone = checkpoint(), variables()["params"]
-    with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_flax(source, alone)
-    ignore = ".*running_(mean|var)"
-    params, _, opt_state, _ = torch_bridge.to_flax(source, alone, ignore=ignore)
-    with pytest.raises(CheckpointMismatch, match="no place for running statistics"):
-        torch_bridge.to_torch(params, opt_state, source)
-    document = torch_bridge.to_torch(params, opt_state, source, ignore=ignore)
-    assert document["state_dict"].keys() == source.model.keys()
 
 
 def test_an_optimizer_of_the_trained_parameters_without_their_names():
