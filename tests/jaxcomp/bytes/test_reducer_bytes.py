@@ -5,10 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from hlo import BYTES, collectives, text
-from runners import AXIS, mesh_of
+from hlo import BYTES, collectives, sent_bytes, text, unconditional
+from reducers import reducer
+from runners import AXIS, lower_update, mesh_of
+from xla import users_program
 
 import jaxcomp
 
@@ -33,6 +36,7 @@ CASES = {
     "int8": (INT8, PARAMS, [None]),
     "powersgd": (POWERSGD, PARAMS, [None]),
     "powersgd of halves": (POWERSGD, HALF, [None]),
+    "nothing to send": (POWERSGD, {"none": None, "empty": jnp.zeros((8, 0))}, [None]),
     "late": (jaxcomp.powersgd(2, axis_name=AXIS, start_step=3), PARAMS, [2, 3]),
     "ACP-SGD": (
         jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0), PARAMS, [0, 1]
@@ -54,6 +58,19 @@ CASES = {
         jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)), HALF, [None]
     ),
     "local": (jaxcomp.local_sgd(optax.sgd(0.1), sync_every=3, axis_name=AXIS), PARAMS, [1, 2]),
+    "local of low rank": (
+        jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, reducer=POWERSGD),
+        PARAMS,
+        range(8),
+    ),
+    "local in float16": (
+        jaxcomp.local_sgd(
+            optax.sgd(0.1), sync_every=2, axis_name=AXIS,
+            reducer=jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16"),
+        ),
+        PARAMS,
+        [0, 1],
+    ),
     "local with momenta": (
         jaxcomp.local_sgd(
             optax.sgd(0.1, momentum=0.9), sync_every=3, axis_name=AXIS, average_inner_state=True
@@ -107,6 +124,63 @@ def test_the_bytes_are_those_of_the_compiled_program(name):
         assert one.bytes_before == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "local" in name])
+def test_of_local_steps_every_collective_stands_in_a_branch(name):
+    assert unconditional(program(name)) == []
+
+
+def transformer(layers=24, width=16):
+    layer = {
+        "attention": {"qkv": (width, 3, 4, width // 4), "out": (4, width // 4, width)},
+        "mlp": {"up": (width, 4 * width), "bias": (4 * width,), "down": (4 * width, width)},
+        "norm": {"scale": (width,), "bias": (width,)},
+    }
+    tree = {f"layer_{i}": layer for i in range(layers)}
+    tree["embed"] = {"embedding": (256, width)}
+    return jax.tree.map(lambda s: jnp.zeros(s), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
+def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
+    params, rank = transformer(), 2
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
+    text = lower_update(tx, params, 8, mapping).compile().as_text()
+    found = collectives(text)
+    assert [op for op, _, _ in found] == ["all-reduce", "all-reduce"]
+    sent = sent_bytes(found)
+    assert "conditional" not in text  # start_step=0 leaves no warm-up branch
+
+    # Counted by hand: every matrix passes the test, out (16, 16) just so: 32 * 2 * 2 < 256.
+    layer = rank * (16 + 48) + rank * (16 + 16) + 2 * rank * (16 + 64) + (64 + 16 + 16)
+    by_hand = 4 * (24 * layer + rank * (256 + 16))
+    stats = jaxcomp.powersgd(rank, axis_name=AXIS).bytes(params)
+    assert sent == by_hand == stats.bytes_after
+    assert stats.bytes_before == 4 * sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", ["powersgd-late", "int8"])
+def test_compiling_quickly_changes_no_collective_and_no_memory(name):
+    """So that other tests may read the wire of programs that took a quarter of the time."""
+    lowered = lower_update(reducer(name), transformer(2), 8)
+    quick, users = lowered.compile(), users_program(lowered)
+    assert collectives(quick.as_text()) == collectives(users.as_text())
+    memory = [x.memory_analysis().temp_size_in_bytes for x in (quick, users)]
+    # Of small buffers some are laid out otherwise.
+    assert abs(memory[0] - memory[1]) < 1e-2 * memory[1]
+
+
+def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
+    """The CPU has none; the program that is lowered for a GPU shows it."""
+    params = transformer(1)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0, comm_dtype=jnp.bfloat16)
+    text = lower_update(tx, params, 8, platforms=("cuda",)).as_text()
+    regions = [
+        part.split("})", 1)[1].split("\n", 1)[0] for part in text.split("stablehlo.all_reduce")[1:]
+    ]
+    assert len(regions) == 2
+    assert all("bf16>" in region for region in regions), regions
+
+
 @pytest.mark.parametrize(("name", "averages"), [("int8", 1), ("int6 factors", 2)])
 def test_all_integers_of_an_average_take_one_all_to_all_and_one_all_gather(name, averages):
     found = collectives(program(name))
@@ -140,6 +214,24 @@ def test_a_schedule_is_followed_step_by_step():
     assert synced == [1, 4, 8]  # rounds of 2, 3 and 4 steps
     with pytest.raises(ValueError, match="Pass `step`"):
         tx.bytes(PARAMS)
+
+
+def test_stats_read_well_and_follow_the_arguments():
+    params = {"w": jnp.zeros((64, 32), jnp.bfloat16), "b": jnp.zeros(32, jnp.bfloat16)}
+    tx = jaxcomp.powersgd(2, axis_name=AXIS)
+    stats = tx.bytes(params)
+    assert stats.ratio == pytest.approx(stats.bytes_before / stats.bytes_after)
+    narrow = jaxcomp.powersgd(2, axis_name=AXIS, comm_dtype=jnp.bfloat16).bytes(params)
+    assert narrow.bytes_after * 2 == stats.bytes_after
+    weight = stats.leaves[1]
+    assert (weight.path, weight.rank, weight.compressed) == ("['w']", 2, True)
+    assert "['w']" in str(stats)
+    assert "total" in str(stats)
+    shapes = jax.eval_shape(lambda: params)
+    assert tx.bytes(shapes) == stats
+    assert tx.bytes({}).ratio == 1.0
+    none = jaxcomp.powersgd(lambda path, leaf: None, axis_name=AXIS, comm_dtype=np.float32)
+    assert none.bytes(params).bytes_after == 4 * (64 * 32 + 32)
 
 
 def test_what_cannot_be_counted_is_said():

@@ -94,6 +94,17 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
         np.testing.assert_allclose(came_out, went_in, atol=tolerance * np.abs(went_in).max())
 
 
+def test_many_columns_on_a_bfloat16_wire_lose_nothing():
+    """Of more than 64 columns the sums are widened once, and known to be replicated."""
+    tx = jaxcomp.powersgd(
+        70, axis_name=AXIS, start_step=0, min_compression_rate=0.0, comm_dtype=jnp.bfloat16
+    )
+    grads = random_grads({"a": (72, 80)}, 2, 2)
+    outputs, state = simulate("shard_map", tx, grads)
+    total = outputs["a"].sum(0) + state.residual["a"].mean(0)
+    np.testing.assert_allclose(total, grads["a"].mean(0).sum(0), atol=2e-5)
+
+
 @pytest.mark.parametrize(
     "tx",
     [

@@ -31,13 +31,15 @@ def weighted_means(grads, weights):
 
 @functools.cache
 def step_of(tx, weighed=True):
-    """One compiled update of four replicas; what leaves it without an axis is the same on all."""
-    axes = jaxcomp.state_axes(tx.init(zeros(SMALL)))
+    """One compiled update of all replicas; what leaves it without an axis is the same on each."""
 
     def step(grads, weight, state):
         return tx.update(grads, state, **({"weight": weight} if weighed else {}))
 
-    mapped = jax.vmap(step, in_axes=(0, 0, axes), out_axes=(None, axes), axis_name=AXIS)
+    def mapped(grads, weight, state):
+        axes = jaxcomp.state_axes(state)
+        return jax.vmap(step, (0, 0, axes), (None, axes), axis_name=AXIS)(grads, weight, state)
+
     return jax.jit(mapped)
 
 
@@ -105,9 +107,6 @@ def test_every_step_is_exact_at_full_rank_whatever_the_weights_become():
     """After a checkpoint too, and where residuals cancel in the mean without being zero."""
     shapes = {"wide": (8, 18), "tall": (24, 16), "cube": (8, 6, 3), "bias": (5,)}
     tx = jaxcomp.powersgd(**FULL)
-    axes = jaxcomp.state_axes(tx.init(zeros(shapes)))
-    update = lambda g, w, s: tx.update(g, s, weight=w)  # noqa: E731
-    step = jax.jit(jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS))
     state = start(tx, shapes)
     everything = random_grads(shapes, 4, len(CHANGING), seed=1)
     heaviest = max(max(weights) / np.mean(weights) for weights in CHANGING)
@@ -116,7 +115,7 @@ def test_every_step_is_exact_at_full_rank_whatever_the_weights_become():
         exact = weighted_means(grads, weights)
         for x in grads.values():
             x[np.equal(weights, 0)] = np.nan
-        outputs, state = step(grads, np.array(weights, np.float32), state)
+        outputs, state = step_of(tx)(grads, np.array(weights, np.float32), state)
         for leaf, mean in exact.items():
             # The mean, the products with the two factors of 24 rows, and theirs of 18 columns.
             allowed = rounding(4, 24, 24, 18, largest=heaviest * everything[leaf])
@@ -214,11 +213,8 @@ def test_a_float16_mean_that_overflows_is_a_bad_step(make, weighed):
     state = tx.init(params)
     large = jax.tree.map(lambda x: jnp.full(x.shape, 4e4, x.dtype), state.residual)
     state = jaxcomp.stack_replicas(state._replace(residual=large), 2)
-    axes = jaxcomp.state_axes(state)
     grads = {"w": jnp.full((2, 16, 16), 4e4, jnp.float16), "b": jnp.ones((2, 3), jnp.float16)}
-    update = lambda g, w, s: tx.update(g, s, **({"weight": w} if weighed else {}))  # noqa: E731
-    step = jax.jit(jax.vmap(update, (0, 0, axes), (None, axes), axis_name=AXIS))
-    outputs, after = step(grads, np.ones(2, np.float32), state)
+    outputs, after = step_of(tx, weighed)(grads, np.ones(2, np.float32), state)
     assert all(np.isnan(np.asarray(x, np.float32)).all() for x in outputs.values())
     jax.tree.map(np.testing.assert_array_equal, after, state)
 
