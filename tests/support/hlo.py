@@ -23,7 +23,7 @@ _LINE = re.compile(
 
 
 def text(function: Any, *arguments: Any) -> str:
-    """The program of a function, which may be jitted already; test_reducer_bytes.py shows a user's alike."""
+    """The program of a function, which may be jitted; see test_reducer_bytes.py for a user's."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return jitted.lower(*arguments).compile().as_text()
 
