@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 
@@ -22,6 +20,7 @@ import torch
 import torch_files as files
 from cli_model import PARAMS, document
 from flax.training.train_state import TrainState
+from script import python
 
 import jaxcomp
 import torch_bridge
@@ -296,12 +295,4 @@ def test_help_has_examples(capsys):
 
 
 def test_as_a_module(call):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_bridge", "inspect", "checkpoint.pt"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "COLUMNS": "100"},
-    )
-    assert done.returncode == OK, done.stderr
-    assert FC2 in done.stdout
+    assert FC2 in python("-m", "torch_bridge", "inspect", "checkpoint.pt", COLUMNS="100")

@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import flax.serialization
 import orbax.checkpoint as ocp
 import pytest
 import torch
 from cli_model import PARAMS, document
+from script import python
 
 import torch_bridge
 from torch_bridge.__main__ import OK, UNUSABLE, main
@@ -190,8 +189,6 @@ def test_a_conversion_stays_below_three_times_the_size(tmp_path):
         f"leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)\n"
         f"params = {{f'fc{{i}}': {{'kernel': leaf}} for i in range({layers})}}\n"
     )
-    command = [sys.executable, "-c", MEMORY, "big.pt", "run.msgpack"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    said = python("-c", MEMORY, "big.pt", "run.msgpack", cwd=tmp_path)
     size = (tmp_path / "big.pt").stat().st_size
-    assert int(done.stdout.split("used")[1]) < 3 * size
+    assert int(said.split("used")[1]) < 3 * size

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import collections
 import pathlib
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 import torch_files as files
+from script import python
 
 from torch_bridge import Checkpoint, CheckpointMismatch, PowerSGDRecord, load
 
@@ -167,10 +166,7 @@ def test_reading_imports_no_torch_and_no_process_group(put):
         "import sys; from torch_bridge import load; c = load(sys.argv[1]); "
         "print(c.powersgd[0].iter, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == ["12", "False"], done.stderr
+    assert python("-c", code, path).split() == ["12", "False"]
 
 
 MODEL = torch.ones(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import pathlib
 import re
 
 import jax
@@ -13,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 import torch
+from paths import DOCS
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 import torch_bridge
 
 pytestmark = pytest.mark.torch
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
+PAGE = DOCS / "migrating.md"
 BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)
 
 

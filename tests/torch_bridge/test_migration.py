@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from paths import EXAMPLES
+from script import python
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "migrate" / "from_torch.py"
+SCRIPT = EXAMPLES / "migrate" / "from_torch.py"
 
 
 def test_a_run_that_moves_has_the_losses_of_one_that_stays(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--only", "transformer-sgd-rank1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all below 1e-04" in done.stdout
+    only = ("--only", "transformer-sgd-rank1")
+    assert "all below 1e-04" in python(SCRIPT, "--out", tmp_path, *only, COLUMNS="200")
     losses = json.loads((tmp_path / "losses.json").read_text())["transformer-sgd-rank1"]
     stayed, moved = np.array(losses["stayed"]), np.array(losses["moved"])
     assert len(stayed) == len(moved) == 96  # 33 steps after each of the two moves

@@ -6,8 +6,6 @@ import codecs
 import os
 import pathlib
 import resource
-import subprocess
-import sys
 import time
 
 import bad_files
@@ -16,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch_files as files
+from paths import SUPPORT
+from script import python
 from watch import watched
 
 import torch_bridge
@@ -96,11 +96,7 @@ def test_bombs_do_not_grow_the_process(tmp_path):
         "    raise SystemExit(name)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "f.pt")]
-    here = pathlib.Path(files.__file__).parent
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 200 << 10  # kilobytes
+    assert int(python("-c", code, tmp_path / "f.pt", cwd=SUPPORT)) < 200 << 10  # kilobytes
 
 
 # --- what is no file, too large, or gone ------------------------------------------------------
