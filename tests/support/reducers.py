@@ -1,14 +1,17 @@
-"""Every reducer of the package, and every way in which one of them goes."""
+"""Every reducer of the package, every way in which one of them goes, and one of a user's own."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from runners import AXIS
 
 import jaxcomp
+from jaxcomp import extend
 
 # Always the same one for the same arguments, so that tests of the same shapes share what is
 # compiled for it.
@@ -30,6 +33,24 @@ def quantized(**options: object) -> Callable[[int], jaxcomp.Reducer]:
 
 def batched(**options: object) -> Callable[[int], jaxcomp.Reducer]:
     return lambda start: jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=start, **options)
+
+
+def users_own(check: bool = True) -> jaxcomp.Reducer:
+    """Sends gradients in float16 and counts, as a user would write it: with our blocks, or bare."""
+
+    def reduce(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        assert "weight" not in extra_args  # which the door has multiplied in
+        if not check:
+            mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
+            return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
+        reduced = extend.reduce_mean(extend.floating_leaves(updates), AXIS, jnp.float16)
+        means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
+        means, sent = (extend.with_leaves(updates, x) for x in (means, reduced.sent))
+        return jaxcomp.Reduction(
+            means, state + reduced.finite.astype(jnp.int32), sent, reduced.finite
+        )
+
+    return jaxcomp.Reducer(lambda params: jnp.zeros([], jnp.int32), reduce, AXIS)
 
 
 # From the step at which those that begin with exact averages change over.
@@ -54,6 +75,8 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "feedback-late": lambda start: jaxcomp.error_feedback(
         powersgd(error_feedback=False)(start), every=2, decay=0.5
     ),
+    "own": lambda _: users_own(),
+    "feedback-own": lambda _: jaxcomp.error_feedback(users_own()),
 }
 
 

@@ -1,4 +1,4 @@
-"""A reducer of the user's own: what it is made of and what it refuses."""
+"""What a reducer promises beside the battery, in which is one of a user's own, too."""
 
 import copy
 from typing import NamedTuple
@@ -8,28 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reducers import users_own
 from runners import AXIS, mesh_of, simulate
 
 import jaxcomp
-from jaxcomp import extend
-
-
-def halves(check=True):
-    """Sends gradients in float16, with the building blocks or bare."""
-
-    def reduce(updates, state, params=None, **extra_args):
-        assert "weight" not in extra_args  # which the door has multiplied in
-        if not check:
-            mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
-            return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
-        reduced = extend.reduce_mean(extend.floating_leaves(updates), AXIS, jnp.float16)
-        means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
-        means, sent = (extend.with_leaves(updates, x) for x in (means, reduced.sent))
-        return jaxcomp.Reduction(
-            means, state + reduced.finite.astype(jnp.int32), sent, reduced.finite
-        )
-
-    return jaxcomp.Reducer(lambda params: jnp.zeros([], jnp.int32), reduce, AXIS)
 
 
 def run(tx, grads):
@@ -37,46 +19,15 @@ def run(tx, grads):
     return step(grads, tx.init(grads))
 
 
-def test_what_can_be_averaged_is():
-    labels = np.zeros((2, 3), jax.dtypes.float0)
-    grads = {"half": jnp.ones((2, 4), jnp.bfloat16), "w": jnp.array([[1.0], [3.0]])}
-
-    def update(grads):
-        tx = halves()
-        means, state = tx.update(grads | {"label": labels[0]}, tx.init(grads))
-        assert means["label"] is labels[0] or means["label"].dtype == jax.dtypes.float0
-        return {name: means[name] for name in grads}, state
-
-    means, state = jax.vmap(update, axis_name=AXIS)(grads)
-    assert means["half"].dtype == jnp.bfloat16
-    assert means["w"].tolist() == [[2.0], [2.0]]
-    assert state.tolist() == [1, 1]
-
-
-def test_weights_are_multiplied_in_at_the_door():
-    tx, grads = halves(), {"w": jnp.array([[1.0], [3.0]])}
-    step = jax.vmap(lambda g, w: tx.update(g, tx.init(g), weight=w)[0], axis_name=AXIS)
-    assert step(grads, jnp.array([1.0, 3.0]))["w"].tolist() == [[2.5], [2.5]]
-
-
-def test_a_step_that_is_not_finite_leaves_no_trace():
-    means, state = run(halves(), {"b": jnp.ones((2, 1)), "w": jnp.array([[1.0], [jnp.inf]])})
-    assert state.tolist() == [0, 0]
-    assert all(jnp.isnan(x).all() for x in jax.tree.leaves(means))
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_a_users_reducer_refuses_what_ours_refuse(check):
-    """Also one that does not use the building blocks."""
+def test_a_reducer_without_our_building_blocks_refuses_what_ours_refuse():
     grads = {"v": jnp.ones((2, 3), jnp.complex64), "w": jnp.ones((2, 3), jnp.int32)}
-    for tx in (halves(check), jaxcomp.error_feedback(halves(check))):
+    for tx in (users_own(check=False), jaxcomp.error_feedback(users_own(check=False))):
         with pytest.raises(ValueError, match=r"\['v'\] has dtype complex64.*\['w'\].* int32"):
             run(tx, grads)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_users_reducer_refuses_gradients_that_were_reduced(check):
-    tx = halves(check)
+def test_a_reducer_without_our_building_blocks_refuses_gradients_that_were_reduced():
+    tx = users_own(check=False)
 
     def step(w, x):
         grads = jax.grad(lambda w: jnp.sum(w * x))(w)  # summed by JAX, as `w` is replicated

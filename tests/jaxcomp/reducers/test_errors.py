@@ -1,5 +1,6 @@
 """Unusable arguments and gradients: one clear sentence, when built or traced."""
 
+import functools
 import re
 
 import jax
@@ -44,11 +45,6 @@ import jaxcomp
 def test_powersgd_refuses_when_built(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         jaxcomp.powersgd(**{"axis_name": AXIS, **arguments})
-
-
-def test_a_leaf_that_is_no_array_is_named_by_init_too():
-    with pytest.raises(ValueError, match=r"\['name'\] is a str and no array"):
-        jaxcomp.powersgd(axis_name=AXIS).init({"name": "resnet"})
 
 
 def test_a_state_of_another_rank_lists_every_leaf():
@@ -114,6 +110,34 @@ def test_the_others_refuse_when_built(build, words):
         build()
 
 
+POWERSGD = functools.partial(jaxcomp.powersgd, 2, axis_name=AXIS)
+FEEDBACK, INT8 = jaxcomp.error_feedback, jaxcomp.quantized_allreduce(axis_name=AXIS)
+SECOND = r"keeps a residual of its own.*error_feedback=False"
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (FEEDBACK(POWERSGD()), SECOND),
+        (FEEDBACK(jaxcomp.batched_powersgd(2, axis_name=AXIS)), SECOND),
+        (FEEDBACK(FEEDBACK(INT8)), SECOND),
+        (POWERSGD(matrix_dims=jaxcomp.stacked("block")), "'block'.*names no part of .*blocks"),
+        (
+            optax.inject_hyperparams(jaxcomp.powersgd)(rank=2, axis_name=AXIS),
+            r"static_args=\('rank', ...\)",
+        ),
+    ],
+)
+def test_init_refuses(tx, words):
+    with pytest.raises(ValueError, match=words):
+        tx.init({"blocks": {"kernel": jnp.zeros((3, 16, 16))}})
+
+
+def test_a_leaf_that_is_no_array_is_named_by_init_too():
+    with pytest.raises(ValueError, match=r"\['name'\] is a str and no array"):
+        POWERSGD().init({"name": "resnet"})
+
+
 @pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.acp_sgd, jaxcomp.batched_powersgd])
 def test_torchs_names_are_answered_with_ours(make):
     with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
@@ -122,18 +146,6 @@ def test_torchs_names_are_answered_with_ours(make):
         make(2, axis_name=AXIS, start_powerSGD_iter=2)
     with pytest.raises(TypeError, match=f"{make.__name__} has no argument colour"):
         make(2, axis_name=AXIS, colour="blue")
-
-
-def test_a_misspelt_name_of_stacked_layers_is_refused():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, matrix_dims=jaxcomp.stacked("block"))
-    with pytest.raises(ValueError, match=r"stacked.*'block'.*names no part of this tree.*blocks"):
-        tx.init({"blocks": {"kernel": jnp.zeros((3, 16, 16))}})
-
-
-def test_inject_hyperparams_says_which_argument_must_be_static():
-    injected = optax.inject_hyperparams(jaxcomp.powersgd)(rank=2, axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"static_args=\('rank', ...\)"):
-        injected.init({"w": jnp.zeros((8, 8))})
 
 
 def test_a_state_that_lacks_a_factor_is_told_by_it():

@@ -50,6 +50,20 @@ def test_equals_the_numpy_reference(mapping, rank):
     assert int(final.count) == steps
 
 
+def test_decay_scales_the_residual_and_may_be_a_schedule():
+    grads = random_grads({"dense": (24, 16)}, 2, 4)
+    schedule = optax.linear_schedule(1.0, 0.25, 3)
+    sent = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_feedback=False)
+    tx = jaxcomp.error_feedback(sent, decay=schedule)
+    state = tx.init({"dense": jnp.zeros((24, 16))})
+    outputs, _ = simulate("vmap", tx, grads, state)
+    matrices = as_matrix("dense", np.asarray(grads["dense"], np.float64))
+    reference = Reference(2, 16, 24, state.inner.q["dense"])
+    for t in range(4):
+        expected = reference.step(matrices[:, t], decay=float(schedule(t)))
+        np.testing.assert_allclose(as_matrix("dense", outputs["dense"][t]), expected, atol=2e-5)
+
+
 shapes = st.one_of(
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)),
