@@ -16,6 +16,7 @@ from jaxcomp import extend
 # Always the same one for the same arguments, so that tests of the same shapes share what is
 # compiled for it.
 shared_powersgd = functools.cache(jaxcomp.powersgd)
+shared_acp_sgd = functools.cache(jaxcomp.acp_sgd)
 
 
 def powersgd(rank: int = 2, **options: object) -> Callable[[int], jaxcomp.Reducer]:

@@ -36,10 +36,13 @@ class Alternating:
     def __init__(self, replicas: int, rows: int, cols: int, q: np.ndarray):
         self.residual = np.zeros((replicas, rows, cols))
         self.p, self.q, self.left = None, np.asarray(q, np.float64), True
+        self.condition = self.largest = 0.0  # of what was orthogonalised, of what was multiplied
 
     def step(self, gradients: np.ndarray) -> np.ndarray:
         """Local gradients ``(replicas, rows, cols)`` to the output ``(rows, cols)``."""
         m = gradients + self.residual
+        self.condition = max(self.condition, np.linalg.cond(self.q if self.left else self.p))
+        self.largest = max(self.largest, np.abs(m).max())
         if self.left:
             basis = orthogonalize(self.q)
             own = m @ basis

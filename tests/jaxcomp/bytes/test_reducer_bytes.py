@@ -158,6 +158,18 @@ def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
     assert stats.bytes_before == 4 * sum(x.size for x in jax.tree.leaves(params))
 
 
+def test_each_side_of_acp_sgd_takes_one_all_reduce():
+    params = {f"layer_{i}": jnp.zeros((64, 32)) for i in range(5)} | {"bias": jnp.zeros(8)}
+    tx = jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0)
+    # One in each branch of the conditional, of which a step takes one.
+    assert sorted(collectives(lower_update(tx, params, 4).compile().as_text())) == [
+        ("all-reduce", "f32", 5 * 2 * 32 + 8),
+        ("all-reduce", "f32", 5 * 2 * 64 + 8),
+    ]
+    two_sided = jaxcomp.powersgd(2, axis_name=AXIS).bytes(params)
+    assert tx.bytes(params).bytes_after - 32 == (two_sided.bytes_after - 32) // 2
+
+
 @pytest.mark.parametrize("name", ["powersgd-late", "int8"])
 def test_compiling_quickly_changes_no_collective_and_no_memory(name):
     """So that other tests may read the wire of programs that took a quarter of the time."""
