@@ -180,12 +180,12 @@ class OptimizerPlan:
             for part in sorted(set(self.parts.values()))
         }
         tree = flatten(params)
-        if len(inner) == 1 and len(self.parts) == len(tree.paths):
+        if len(inner) == 1 and len(self.parts) == len(tree.leaves):
             return next(iter(inner.values()))
         labels = {path: part.label for path, part in self.parts.items()}
         return optax.multi_transform(
             {**{part.label: one for part, one in inner.items()}, _FROZEN: optax.set_to_zero()},
-            tree.with_leaves({path: labels.get(path, _FROZEN) for path in tree.paths}),
+            tree.with_leaves({path: labels.get(path, _FROZEN) for path in tree.leaves}),
         )
 
     def state(self, fresh: Any, taken: int) -> Any:

@@ -71,9 +71,7 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       (3, 2)
     """
     like = named(like)
-    tree = flatten_tree(params)
-    leaves = dict(zip(tree.paths, tree.values, strict=True))
-    arrays = tensors_from_flax(pairs_for(like, params, pairs), leaves)
+    arrays = tensors_from_flax(pairs_for(like, params, pairs), flatten_tree(params).leaves)
     converted: dict[int, Any] = {}
     state = {}
     for name, value in like.items():

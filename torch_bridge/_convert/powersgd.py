@@ -396,8 +396,7 @@ def params_of(state: PowerSGDState, params: Any) -> Any:
     Raises:
       CheckpointMismatch: The state has leaves that `params` has not; they are listed.
     """
-    tree = flatten(params)
-    leaves = dict(zip(tree.paths, tree.values, strict=True))
+    leaves = flatten(params).leaves
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         state.q, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode)
     )

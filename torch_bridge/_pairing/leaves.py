@@ -51,15 +51,13 @@ class Tree:
     Attributes:
       shapes: Path -> shape of every leaf that corresponds to a torch parameter or buffer, in
         natural order: ``Dense_10`` after ``Dense_9``.
-      values: Every leaf, those included that correspond to nothing in torch.
-      paths: Their paths.
+      leaves: Path -> leaf, in JAX's order, those included that correspond to nothing in torch.
       treedef: Their structure.
       collections: Whether it is of linen variables, ``{'params': ..., ...}``.
     """
 
     shapes: Mapping[tuple[str, ...], tuple[int, ...]]
-    values: tuple[Any, ...]
-    paths: tuple[tuple[str, ...], ...]
+    leaves: Mapping[tuple[str, ...], Any]
     treedef: Any
     collections: bool
 
@@ -74,8 +72,7 @@ class Tree:
 
     def with_leaves(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
         """The tree with the given leaves exchanged and all others as they are."""
-        pairs = zip(self.paths, self.values, strict=True)
-        return self.treedef.unflatten([leaves.get(path, value) for path, value in pairs])
+        return self.treedef.unflatten([leaves.get(p, value) for p, value in self.leaves.items()])
 
 
 def trained(tree: Any) -> Any:
@@ -96,21 +93,20 @@ def flatten(tree: Any) -> Tree:
         ``nnx.State`` or an nnx module; arrays or anything with ``shape`` and ``dtype``.
 
     Returns:
-      The flattened tree. Random-number state, caches and other collections are kept in `values`
+      The flattened tree. Random-number state, caches and other collections are kept in `leaves`
       and have no shape in `shapes`.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = tuple(plain_path(path) for path, _ in leaves)
-    values = tuple(value for _, value in leaves)
-    owned = [len(path) for path in paths if path[:1] == ("params",)]
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {plain_path(path): value for path, value in flat}
+    owned = [len(path) for path in leaves if path[:1] == ("params",)]
     collections = bool(owned) and min(owned) > 1
     shapes = {
         path: shape_of(value)
-        for path, value in zip(paths, values, strict=True)
+        for path, value in leaves.items()
         if _is_parameter(path, value) and (not collections or path[0] in COLLECTIONS)
     }
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
-    return Tree(ordered, values, paths, treedef, collections)
+    return Tree(ordered, leaves, treedef, collections)
 
 
 def hollow(tree: Any) -> Any:

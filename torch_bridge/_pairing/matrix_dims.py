@@ -58,7 +58,7 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
             rows = tuple(range(1, ndim))
         elif ndim > 2 and TRANSPOSED_WORDS.intersection(Layer((module,), "weight", {}).words):
             rows = (ndim - 2,)
-    return _dims(ndim, rows)
+    return MatrixDims(rows=rows, cols=tuple(axis for axis in range(ndim) if axis not in rows))
 
 
 def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
@@ -89,7 +89,3 @@ def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
         return MatrixDims(rows=rows, cols=cols) if rows and cols else None
 
     return matrix_dims
-
-
-def _dims(ndim: int, rows: tuple[int, ...]) -> MatrixDims:
-    return MatrixDims(rows=rows, cols=tuple(axis for axis in range(ndim) if axis not in rows))
