@@ -17,7 +17,7 @@ PARAMS = ("--params", "cli_model:params")
 def document():
     """What a run of one rank with momentum leaves behind; random factors and errors."""
     import torch
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from hook_states import random_run
 
     import torch_bridge
 
@@ -29,18 +29,12 @@ def document():
     model(torch.randn(4, 32)).sum().backward()
     optimizer.step()
     order = [["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]]
-    layout = torch_bridge.BucketLayout.from_order(order, model.state_dict())
-    slots = list(layout.factor_slots(2, 2.0))
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=5)
-    state.iter = 20
-    state.error_dict = {0: torch.randn(layout.sizes[0])}
-    state.p_memory_dict = {0: torch.randn(sum(slot.rows * slot.rank for slot in slots))}
-    state.q_memory_dict = {0: torch.randn(sum(slot.cols * slot.rank for slot in slots))}
+    found, _, _ = random_run(model.state_dict(), order, start_powerSGD_iter=5)
     return {
         "state_dict": model.state_dict(),
-        "comm_hook_state": state,
+        "comm_hook_state": torch_bridge.state_from_record(found.powersgd[0]),
         "optimizer": optimizer.state_dict(),
-        "layout": layout.to_json(),
+        "layout": found.layout.to_json(),
         "world_size": 1,
         "epoch": 3,
     }
