@@ -1,10 +1,13 @@
-"""`batched_powersgd` against the nine steps in the documentation of torch's hook."""
+"""`batched_powersgd`: PowerSGD of one square matrix, as in the documentation of torch's hook."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from leaves import random_grads
+from reference import Reference
 from runners import AXIS, MAPPINGS, simulate
 
 import jaxcomp
@@ -12,33 +15,12 @@ import jaxcomp
 SHAPES = {"bias": (7,), "dense": (9, 5), "kernel": (2, 3, 4, 3)}
 
 
-class NineSteps:
-    """torch's documentation of batched_powerSGD_hook, step by step, in float64.
+@pytest.mark.parametrize(("mapping", "rank"), [("vmap", 1), *((m, 3) for m in MAPPINGS)])
+def test_equals_the_nine_steps(mapping, rank):
+    """A square padded with zeros is the first, what is cut off the last; between them is PowerSGD.
 
     The residual is the replica's own, as everywhere in this package; outputs do not depend on it.
     """
-
-    def __init__(self, n, size, q):
-        self.side = int(np.ceil(np.sqrt(size)))
-        self.errors = np.zeros((n, self.side, self.side))
-        self.q = np.asarray(q, np.float64)
-
-    def step(self, vectors):
-        matrices = np.zeros_like(self.errors)
-        for matrix, vector in zip(matrices, vectors, strict=True):  # 1: square, padded with zeros
-            matrix.reshape(-1)[: vector.size] = vector
-        matrices += self.errors
-        q = np.linalg.qr(self.q)[0]  # 2: Q, orthogonalised
-        p = (matrices @ q).sum(0)  # 3, 4: P = MQ, all-reduced
-        p = np.linalg.qr(p)[0]  # 5: orthogonalised
-        own = matrices.transpose(0, 2, 1) @ p  # 6: Q = M^T P
-        self.q = own.mean(0)  # 7: all-reduced
-        self.errors = matrices - p @ own.transpose(0, 2, 1)
-        return (p @ self.q.T).reshape(-1)[: vectors.shape[1]]  # 8, 9: M = P Q^T, truncated
-
-
-@pytest.mark.parametrize(("mapping", "rank"), [("vmap", 1), *((m, 3) for m in MAPPINGS)])
-def test_equals_the_nine_steps(mapping, rank):
     n, steps = 3, 4
     grads = random_grads(SHAPES, n, steps)
     tx = jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0)
@@ -49,11 +31,15 @@ def test_equals_the_nine_steps(mapping, rank):
         return np.concatenate([x.reshape(*x.shape[:keep], -1) for x in parts], axis=-1)
 
     vectors = flat(grads, 2)
-    oracle = NineSteps(n, vectors.shape[-1], state.q)
+    size = vectors.shape[-1]
+    side = math.ceil(math.sqrt(size))
+    padded = np.pad(vectors, ((0, 0), (0, 0), (0, side**2 - size)))
+    reference = Reference(n, side, side, state.q)
     outputs, final = simulate(mapping, tx, grads, state)
     for t in range(steps):
-        np.testing.assert_allclose(flat(outputs, 1)[t], oracle.step(vectors[:, t]), atol=2e-5)
-    np.testing.assert_allclose(final.residual, oracle.errors, atol=2e-5)
+        expected = reference.step(padded[:, t].reshape(n, side, side)).ravel()[:size]
+        np.testing.assert_allclose(flat(outputs, 1)[t], expected, atol=2e-5)
+    np.testing.assert_allclose(final.residual, reference.residual, atol=2e-5)
 
 
 def test_leaves_of_other_dtypes():

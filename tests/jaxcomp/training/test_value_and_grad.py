@@ -9,6 +9,7 @@ import optax
 import pytest
 from classifier import KINDS, grid
 from jax.sharding import NamedSharding
+from reducers import reducer
 
 import jaxcomp
 
@@ -75,7 +76,7 @@ def shard_map_losses(name):
     """The same training as one shard_map around the whole step, on an Auto mesh."""
     mesh = grid(4)
     params, data = parameters(mesh), batches(mesh)
-    tx = optax.chain(REDUCERS[name](), optax.sgd(0.3, momentum=0.9))
+    tx = optax.chain(reducer(name), optax.sgd(0.3, momentum=0.9))
     state = tx.init(params)
     specs = jaxcomp.state_specs(state, "data")
     state = jaxcomp.shard_state(state, mesh, "data")
@@ -101,31 +102,27 @@ def shard_map_losses(name):
 def trained(kind):
     """Parameters and PowerSGD's state after the loop, and the gradients that come next."""
     mesh = grid(4, kind)
-    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
+    value_and_grad = jaxcomp.value_and_grad(loss, reducer("powersgd"), mesh=mesh)
     _, params, state = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
     (_, grads), _ = jax.jit(value_and_grad)(state, params, batches(mesh)[5])
     return params, state, grads
 
 
-REDUCERS = {
-    "powersgd": lambda: jaxcomp.powersgd(2, axis_name="data", start_step=0),
-    "powersgd later": lambda: jaxcomp.powersgd(2, axis_name="data", start_step=3),
-    "acp_sgd": lambda: jaxcomp.acp_sgd(2, axis_name="data", start_step=0),
-    "int8": lambda: jaxcomp.powersgd(2, axis_name="data", start_step=0, comm_dtype=jnp.int8),
-    "quantized": lambda: jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data")),
-    "allreduce": lambda: jaxcomp.allreduce(axis_name="data"),
-    "batched": lambda: jaxcomp.batched_powersgd(2, axis_name="data", start_step=1),
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("powersgd", "powersgd-late", "acp-sgd", "powersgd-int8", "feedback-int8"),
+        *("allreduce", "batched"),
+    ],
+)
 def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
-    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS[name](), mesh=mesh)
+    value_and_grad = jaxcomp.value_and_grad(loss, reducer(name), mesh=mesh)
     losses, _, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
     np.testing.assert_allclose(losses, shard_map_losses(name), rtol=1e-6)
-    assert losses[-1] < losses[0] or name == "acp_sgd"  # too few steps for half iterations
+    # Too few steps for half iterations, and for one matrix of all leaves.
+    assert losses[-1] < losses[0] or name in ("acp-sgd", "batched")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +131,7 @@ def test_beside_sharded_weights_residuals_are_sharded_alike(layout, kind):
     """What crosses either axis is test_other_axes.py's."""
     mesh = grid(4, kind, model=2)
     fun = typed_loss if kind == "explicit" else loss
-    value_and_grad = jaxcomp.value_and_grad(fun, REDUCERS["powersgd"](), mesh=mesh)
+    value_and_grad = jaxcomp.value_and_grad(fun, reducer("powersgd"), mesh=mesh)
     params = parameters(mesh, layout)
     losses, after, state = jit_loop(value_and_grad, params, batches(mesh))
     np.testing.assert_allclose(losses, shard_map_losses("powersgd"), rtol=1e-5)
@@ -149,10 +146,10 @@ def test_beside_sharded_weights_residuals_are_sharded_alike(layout, kind):
 def test_the_mesh_may_come_from_the_context(kind):
     mesh = grid(4, kind, model=2)
     fun = typed_loss if kind == "explicit" else loss
-    given = jaxcomp.value_and_grad(fun, REDUCERS["powersgd later"](), mesh=mesh)
+    given = jaxcomp.value_and_grad(fun, reducer("powersgd-late"), mesh=mesh)
     expected = jit_loop(given, parameters(mesh, "tensor"), batches(mesh))[0]
     with jax.set_mesh(mesh):
-        found = jaxcomp.value_and_grad(fun, REDUCERS["powersgd later"]())
+        found = jaxcomp.value_and_grad(fun, reducer("powersgd-late"))
         losses = jit_loop(found, parameters(mesh, "tensor"), batches(mesh))[0]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
@@ -160,7 +157,7 @@ def test_the_mesh_may_come_from_the_context(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_inside_jit_gives_the_same_state(kind):
     mesh = grid(4, kind)
-    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=mesh)
+    value_and_grad = jaxcomp.value_and_grad(loss, reducer("powersgd"), mesh=mesh)
     params = parameters(mesh)
     outside, inside = value_and_grad.init(params), jax.jit(value_and_grad.init)(params)
     jax.tree.map(np.testing.assert_array_equal, outside, inside)
@@ -177,8 +174,8 @@ def test_a_random_key_is_the_same_for_all_and_no_batch_of_two(make):
         aux = [jax.random.bits(seed) for seed in (key, other, own)]
         return loss(params, x), aux
 
-    reducer, params, x = REDUCERS["allreduce"](), parameters(mesh), batches(mesh)[0]
-    value_and_grad = jaxcomp.value_and_grad(fun, reducer, mesh=mesh, has_aux=True, aux="stack")
+    tx, params, x = reducer("allreduce"), parameters(mesh), batches(mesh)[0]
+    value_and_grad = jaxcomp.value_and_grad(fun, tx, mesh=mesh, has_aux=True, aux="stack")
     state = value_and_grad.init(params)
     ((_, aux), _), _ = jax.jit(value_and_grad)(state, params, x, make(5), other=make(6))
     (a, b), (c, d), (e, f) = map(np.asarray, aux)
@@ -195,10 +192,9 @@ def test_several_argnums_and_batch_specs():
         """Every replica sees the whole table and its columns of x."""
         return jnp.mean((x.T @ table["whole"] @ up @ down) ** 2)
 
-    reducer = jaxcomp.allreduce(axis_name="data")
     specs = (P(None, "data"), {"whole": P()})
     value_and_grad = jaxcomp.value_and_grad(
-        fun, reducer, mesh=mesh, argnums=(0, 3), batch_specs=specs
+        fun, reducer("allreduce"), mesh=mesh, argnums=(0, 3), batch_specs=specs
     )
     arguments = (params["up"], x.T, {"whole": jnp.eye(32)}, params["down"])
     state = value_and_grad.init((params["up"], params["down"]))
@@ -225,7 +221,7 @@ def test_a_function_may_map_over_other_axes_itself():
         )
         return jnp.mean(inner(x, params["up"]) ** 2)
 
-    value_and_grad = jaxcomp.value_and_grad(fun, REDUCERS["allreduce"](), mesh=mesh)
+    value_and_grad = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh)
     x = batches(mesh)[0]
     (value, grads), _ = jax.jit(value_and_grad)(value_and_grad.init(params), params, x)
     expected = jnp.mean((np.asarray(x) @ np.asarray(params["up"])) ** 2)
@@ -236,7 +232,7 @@ def test_a_function_may_map_over_other_axes_itself():
 def test_any_transformation_that_begins_with_a_reducer():
     mesh = grid(4)
     params, x = parameters(mesh), batches(mesh)[0]
-    tx = optax.chain(REDUCERS["powersgd"](), optax.clip_by_global_norm(1e-3))
+    tx = optax.chain(reducer("powersgd"), optax.clip_by_global_norm(1e-3))
     value_and_grad = jaxcomp.value_and_grad(loss, tx, mesh=mesh, axis_name="data")
     state = value_and_grad.init(params)
     (_, grads), state = jax.jit(value_and_grad)(state, params, x)
@@ -253,7 +249,7 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
     params, state, expected = trained(kind)
     saved = jax.device_get(jaxcomp.consolidate(state) if consolidated else state)
     moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(there, P())), params)
-    value_and_grad = jaxcomp.value_and_grad(loss, REDUCERS["powersgd"](), mesh=there)
+    value_and_grad = jaxcomp.value_and_grad(loss, reducer("powersgd"), mesh=there)
     restored = value_and_grad.restore(saved, moved)
     assert restored.residual["up"].shape == (replicas, 32, 64)
     if replicas == 4 and not consolidated:
@@ -267,7 +263,7 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
 def test_a_call_outside_of_jit_beside_an_explicit_axis_gives_the_same():
     mesh = grid(2, "explicit", model=2)
     params, x = parameters(mesh, "tensor"), batches(mesh, steps=1)[0]
-    run = jaxcomp.value_and_grad(typed_loss, REDUCERS["powersgd"](), mesh=mesh)
+    run = jaxcomp.value_and_grad(typed_loss, reducer("powersgd"), mesh=mesh)
     state = run.init(params)
     (value, grads), _ = run(state, params, x)
     (expected, means), _ = jax.jit(run)(state, params, x)

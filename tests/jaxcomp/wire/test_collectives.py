@@ -14,7 +14,6 @@ from runners import mesh_of
 import jaxcomp
 
 P = jax.P
-AUTO = AxisType.Auto
 
 
 def parameters(mesh, specs=None):
@@ -177,14 +176,13 @@ LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["now", "later", "int8", "int6 later", "quantized", "bfloat16"])
 def test_a_right_step_passes_beside_another_axis_and_a_pmean_in_it_does_not(name, layout):
-    kinds = {"axis_types": (AUTO, AUTO), "devices": jax.devices()[:4]}
-    mesh = jax.make_mesh((2, 2), ("data", "model"), **kinds)
+    mesh = grid(2, model=2)
     params, reducer = parameters(mesh, LAYOUTS[layout]), REDUCERS[name]
     check_alone_and_beside_a_pmean(reducer, mesh, params, X)
 
 
 def test_of_parameters_of_16_bits_a_device_sends_its_share_too():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (AUTO, AUTO), devices=jax.devices()[:4])
+    mesh = grid(2, model=2)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(mesh, LAYOUTS["fsdp"]))
     check_alone_and_beside_a_pmean(REDUCERS["bfloat16"], mesh, params, X.astype(jnp.bfloat16))
 
