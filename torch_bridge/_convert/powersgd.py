@@ -18,7 +18,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
-from torch_bridge._hook.buckets import BucketLayout, FactorSlot, pack
+from torch_bridge._hook.buckets import BucketLayout, FactorSlot
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_without
 from torch_bridge._job.resume import state_from_record
@@ -445,13 +445,16 @@ def export_record(
     for (plan, _), residual, q in leaves:
         problems += _shape_problems(plan, residual, q)
     _refuse(problems)
-    flats: dict[int, np.ndarray] = {}
+    arguments = base.matrix_approximation_rank, base.min_compression_rate
+    kept = base.use_error_feedback, base.warm_start, base.warm_start
+    # Written through views of the buckets: a second copy would double the memory.
+    flats, ps, q_memory = (
+        {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
+        for sizes, keeps in zip(layout.buffer_sizes(*arguments), kept, strict=True)
+    )
     errors: dict[str, np.ndarray] = {}
-    if base.use_error_feedback:
-        # Written through views of the buckets: a second copy would double the memory.
-        flats = {bucket: np.zeros(size, np.float32) for bucket, size in enumerate(layout.sizes)}
-        for bucket, flat in flats.items():
-            errors |= layout.split(bucket, flat)
+    for bucket, flat in flats.items():
+        errors |= layout.split(bucket, flat)
     qs: dict[str, list[np.ndarray]] = {}
     for (plan, terms), residual, q in leaves:
         for term in terms if plan.view is not None else ():
@@ -465,18 +468,14 @@ def export_record(
                 torch_q = np.empty((term.slot.cols, term.slot.rank), np.float32)
                 torch_q[_rows_of_q(plan, term)] = to_numpy(q)
                 qs.setdefault(name, []).append(torch_q)
-    arguments = base.matrix_approximation_rank, base.min_compression_rate
-    factors = {}
     for slot in layout.factor_slots(*arguments) if base.warm_start else ():
-        p = np.zeros((slot.rows, slot.rank), np.float32)
-        factors[slot.entry.name] = p, _common(slot, qs.get(slot.entry.name, []))
-    _, ps, q_memory = pack(layout, *arguments, {}, factors)
+        slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(slot.entry.name, []))
     if old is not None:
         # Of P only its presence matters to torch; with the old one nothing at all changes.
         for bucket, p in ps.items():
-            kept = old.p_memory_dict.get(bucket)
-            if kept is not None and kept.size == p.size and np.isfinite(kept).all():
-                ps[bucket] = kept
+            before = old.p_memory_dict.get(bucket)
+            if before is not None and before.size == p.size and np.isfinite(before).all():
+                ps[bucket] = before
         for name, buffers in zip(BUFFERS, (flats, ps, q_memory), strict=True):
             for bucket, before in getattr(old, name).items():
                 if bucket in buffers:

@@ -264,17 +264,27 @@ class BucketLayout:
         """`factor_slots` with the rank and the rate of a record."""
         return self.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
 
+    def buffer_sizes(self, rank: int, min_compression_rate: float) -> tuple[dict[int, int], ...]:
+        """Values in the error, P and Q buffer of each bucket, to be filled through views.
+
+        Args:
+          rank: Torch's ``matrix_approximation_rank``.
+          min_compression_rate: Torch's argument of this name.
+
+        Returns:
+          Three dictionaries, bucket index -> length; a bucket without factors has no P and Q.
+        """
+        ps, qs = dict[int, int](), dict[int, int]()
+        for slot in self.factor_slots(rank, min_compression_rate):  # the last one of a bucket stays
+            ps[slot.bucket] = slot.p_start + slot.rows * slot.rank
+            qs[slot.bucket] = slot.q_start + slot.cols * slot.rank
+        return dict(enumerate(self.sizes)), ps, qs
+
     def misfit(self, record: PowerSGDRecord) -> str | None:
         """The first buffer of another length than the layout gives it; None if all fit."""
-        buckets = range(len(self.buckets))
-        sizes = {
-            "error": dict(enumerate(self.sizes)),
-            **{k: dict.fromkeys(buckets, 0) for k in "PQ"},
-        }
-        for slot in self.slots_of(record):
-            sizes["P"][slot.bucket] += slot.rows * slot.rank
-            sizes["Q"][slot.bucket] += slot.cols * slot.rank
-        for (kind, wanted), name in zip(sizes.items(), BUFFERS, strict=True):
+        sizes = self.buffer_sizes(record.matrix_approximation_rank, record.min_compression_rate)
+        for kind, own, name in zip(("error", "P", "Q"), sizes, BUFFERS, strict=True):
+            wanted = dict.fromkeys(range(len(self.buckets)), 0) | own
             for bucket, array in getattr(record, name).items():
                 if array.size != wanted.get(bucket):
                     return (
@@ -282,36 +292,6 @@ class BucketLayout:
                         f"{wanted.get(bucket, 'no such bucket')}"
                     )
         return None
-
-
-def pack(
-    layout: BucketLayout,
-    rank: int,
-    min_compression_rate: float,
-    errors: Mapping[str, np.ndarray],
-    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
-) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], dict[int, np.ndarray]]:
-    """Flat error, P and Q buffers per bucket from named arrays: the inverse of cutting them.
-
-    Args:
-      layout: Where everything goes.
-      rank: Torch's ``matrix_approximation_rank``.
-      min_compression_rate: Torch's argument of this name.
-      errors: Parameter name -> array of its shape; a bucket without any gets no buffer.
-      factors: Name of a compressed parameter -> (P, Q), in the hook's order of rows and columns.
-
-    Returns:
-      The three dictionaries, bucket index -> flat array.
-    """
-    parts: list[dict[int, list[np.ndarray]]] = [{}, {}, {}]
-    for bucket, entries in enumerate(layout.buckets):
-        if entries and all(entry.name in errors for entry in entries):
-            parts[0][bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
-    for slot in layout.factor_slots(rank, min_compression_rate):
-        for part, factor in zip(parts[1:], factors.get(slot.entry.name, ()), strict=False):
-            part.setdefault(slot.bucket, []).append(factor.reshape(-1))
-    e, p, q = ({bucket: np.concatenate(flat) for bucket, flat in part.items()} for part in parts)
-    return e, p, q
 
 
 def _entry(item: Any) -> BucketEntry:

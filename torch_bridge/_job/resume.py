@@ -13,7 +13,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_tensor
-from torch_bridge._hook.buckets import BucketLayout, pack
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._job.save import (
     arrays_of,
     awaits_rebuild,
@@ -169,11 +169,17 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
     errors: dict[str, np.ndarray] = {}
     for bucket, flat in flats.items():
         errors |= old.split(bucket, flat)
-    factors = {
-        slot.entry.name: (slot.p(ps[slot.bucket]), slot.q(qs[slot.bucket]))
-        for slot in old.factor_slots(rank, rate)
-        if slot.bucket in qs
-    }
+    slots = {s.entry.name: s for s in old.factor_slots(rank, rate) if s.bucket in qs}
+    moved: list[dict[int, list[np.ndarray]]] = [{}, {}, {}]
+    for bucket, entries in enumerate(new.buckets):
+        if entries and all(entry.name in errors for entry in entries):
+            moved[0][bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
+    for slot in new.factor_slots(rank, rate):
+        if before := slots.get(slot.entry.name):
+            factors = before.p(ps[before.bucket]), before.q(qs[before.bucket])
+            for parts, factor in zip(moved[1:], factors, strict=True):
+                parts.setdefault(slot.bucket, []).append(factor.reshape(-1))
     device = next((t.device for name in BUFFERS for t in getattr(state, name).values()), None)
-    for name, buffers in zip(BUFFERS, pack(new, rank, rate, errors, factors), strict=True):
-        setattr(state, name, {bucket: to_tensor(f).to(device) for bucket, f in buffers.items()})
+    for name, buffers in zip(BUFFERS, moved, strict=True):
+        tensors = {bucket: to_tensor(np.concatenate(parts)) for bucket, parts in buffers.items()}
+        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in tensors.items()})
