@@ -207,6 +207,10 @@ def test_bytes_of_the_compiled_round_are_those_of_its_steps():
 
 
 BAD = [
+    ({"sync_every": 0}, "sync_every=0"),
+    ({"sync_every": {AXIS: 2}}, "positive integer"),
+    ({"step_fn": optax.sgd(0.1)}, "`step_fn` must be a function"),
+    ({"inner_init": optax.sgd(0.1)}, "`inner_init` must be a function"),
     ({"fragment_sync_delay": 3}, "fragment_sync_delay=3 must be less than .* = 3"),
     ({"sync_every": 7, "fragment_sync_delay": 3}, "sync_every // fragments = 3"),
     ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
@@ -227,7 +231,7 @@ BAD = [
 @pytest.mark.parametrize(("case", "message"), BAD)
 def test_bad_input_is_refused_when_built(case, message):
     with pytest.raises(ValueError, match=message):
-        jaxcomp.local_sgd_round(sgd_step, **streaming(**case))
+        jaxcomp.local_sgd_round(**{"step_fn": sgd_step, **streaming(**case)})
 
 
 def test_bad_input_is_refused_when_used():
