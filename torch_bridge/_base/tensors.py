@@ -25,6 +25,9 @@ _NARROW = {
 # What DDP, FSDP and torch.compile put into the names of parameters.
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
+# What a normalisation keeps in buffers, which have no gradient; nothing else marks them.
+STATISTICS = ("running_mean", "running_var")
+BUFFER_NAMES = (*STATISTICS, "num_batches_tracked")
 
 
 def is_tensor(value: Any) -> bool:

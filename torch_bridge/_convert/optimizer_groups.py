@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import clean_names, shape_of, tied
+from torch_bridge._base.tensors import BUFFER_NAMES, clean_names, shape_of, tied
 from torch_bridge._base.terminal import printable
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
@@ -25,7 +25,6 @@ _OF_TORCH = {
     *("lr_scale", "lr_mult"),
 }
 _STATES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +281,7 @@ def _names(
         names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
     else:
         again = tied(model)  # which Module.parameters() gives once
-        every = [n for n in model if n not in again and not n.endswith(_BUFFERS)]
+        every = [n for n in model if n not in again and not n.endswith(BUFFER_NAMES)]
         choices = (
             [name for name in model if name in trainable],
             every,

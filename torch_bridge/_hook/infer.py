@@ -18,11 +18,10 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.tensors import BUFFER_NAMES
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 
-# torch keeps running statistics in buffers, which have no gradient; nothing else marks them.
-_BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 _COLUMNS = 128
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
@@ -145,7 +144,7 @@ def trainable(checkpoint: Checkpoint) -> list[str]:
         name
         for name, array in checkpoint.model.items()
         if name not in aliases
-        and name.rpartition(".")[2] not in _BUFFER_NAMES
+        and name.rpartition(".")[2] not in BUFFER_NAMES
         and (array.dtype.kind in "fc" or array.dtype.name == "bfloat16")
     ]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from torch_bridge._base.tensors import clean_names
+from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
 from torch_bridge._pairing.leaves import Tree
 
 Kind = Literal["weight", "norm", "attention", "recurrent", "array"]
@@ -24,7 +24,6 @@ _GATES = {
     frozenset({"i", "h"}),
     frozenset({"dense_i", "dense_h"}),
 }
-_STATISTICS = ("running_mean", "running_var")
 _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
 _PACKED = ("in_proj_weight", "q_proj_weight")
 # One word per idea, where the two sides are used to different ones.
@@ -115,7 +114,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
         module, _, local = clean.rpartition(".")
-        if local != "num_batches_tracked" and (local not in _STATISTICS or statistics):
+        if local not in BUFFER_NAMES or (local in STATISTICS and statistics):
             module, local = _owner(module, local, packed, attention)
             modules.setdefault(module, {})[local] = (name, shapes[name])
     torch = [layer for module, parts in modules.items() for layer in _of_torch(module, parts)]
@@ -156,7 +155,7 @@ def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
     elif "weight_ih" in parts:
         kind, known = "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     elif "running_mean" in parts or (weight and len(weight[1]) == 1):
-        kind, known = "norm", ("weight", "bias", *_STATISTICS)
+        kind, known = "norm", ("weight", "bias", *STATISTICS)
     else:
         kind, known = "weight", ("weight", "bias") if weight and len(weight[1]) > 1 else ()
     segments = tuple(module.split(".")) if module else ()

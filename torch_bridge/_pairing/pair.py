@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import clean_names, equal_matrices, shape_of, tied
+from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._pairing.build import Build
 from torch_bridge._pairing.layers import Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
@@ -160,7 +160,7 @@ def _pair(
     names = clean_names(list(model))
     ignored = {n for n, clean in names.items() if re.fullmatch(options.ignore or "(?!)", clean)}
     kept = {name: value for name, value in model.items() if name not in ignored}
-    lost = [n for n in kept if whole and n.endswith(("running_mean", "running_var"))]
+    lost = [n for n in kept if whole and n.endswith(STATISTICS)]
     if lost and not tree.has_statistics:
         raise CheckpointMismatch(
             "The Flax tree has no place for running statistics. Pass linen variables with "
