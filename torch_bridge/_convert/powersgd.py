@@ -247,10 +247,10 @@ def _aligned(
       The leaves, the structure of the state's trees, and a line for each matrix of the one side
       that the other does not have.
     """
-    arguments = record.matrix_approximation_rank, record.min_compression_rate
-    plans = plan_leaves(params, *arguments, matrix_dims)
+    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
+    plans = plan_leaves(params, rank, rate, matrix_dims)
     entries = layout.entries if layout else {}
-    slots = {s.entry.name: s for s in layout.factor_slots(*arguments)} if layout else {}
+    slots = {s.entry.name: s for s in layout.slots_of(record)} if layout else {}
     names = names_in(pairs, entries, like.aliases if like else {})
     by_path: dict[tuple[str, ...], list[Term]] = {}
     for pair in pairs:
@@ -445,12 +445,11 @@ def export_record(
     for (plan, _), residual, q in leaves:
         problems += _shape_problems(plan, residual, q)
     _refuse(problems)
-    arguments = base.matrix_approximation_rank, base.min_compression_rate
     kept = base.use_error_feedback, base.warm_start, base.warm_start
     # Written through views of the buckets: a second copy would double the memory.
     flats, ps, q_memory = (
         {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
-        for sizes, keeps in zip(layout.buffer_sizes(*arguments), kept, strict=True)
+        for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
     errors: dict[str, np.ndarray] = {}
     for bucket, flat in flats.items():
@@ -468,7 +467,7 @@ def export_record(
                 torch_q = np.empty((term.slot.cols, term.slot.rank), np.float32)
                 torch_q[_rows_of_q(plan, term)] = to_numpy(q)
                 qs.setdefault(name, []).append(torch_q)
-    for slot in layout.factor_slots(*arguments) if base.warm_start else ():
+    for slot in layout.slots_of(base) if base.warm_start else ():
         slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(slot.entry.name, []))
     if old is not None:
         # Of P only its presence matters to torch; with the old one nothing at all changes.

@@ -264,25 +264,21 @@ class BucketLayout:
         """`factor_slots` with the rank and the rate of a record."""
         return self.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
 
-    def buffer_sizes(self, rank: int, min_compression_rate: float) -> tuple[dict[int, int], ...]:
-        """Values in the error, P and Q buffer of each bucket, to be filled through views.
-
-        Args:
-          rank: Torch's ``matrix_approximation_rank``.
-          min_compression_rate: Torch's argument of this name.
+    def buffer_sizes(self, record: PowerSGDRecord) -> tuple[dict[int, int], ...]:
+        """Length of the error, P and Q buffer of each bucket, with the rank and rate of a record.
 
         Returns:
-          Three dictionaries, bucket index -> length; a bucket without factors has no P and Q.
+          Three dictionaries, bucket index -> values; a bucket without factors has no P and Q.
         """
         ps, qs = dict[int, int](), dict[int, int]()
-        for slot in self.factor_slots(rank, min_compression_rate):  # the last one of a bucket stays
+        for slot in self.slots_of(record):  # the last one of a bucket stays
             ps[slot.bucket] = slot.p_start + slot.rows * slot.rank
             qs[slot.bucket] = slot.q_start + slot.cols * slot.rank
         return dict(enumerate(self.sizes)), ps, qs
 
     def misfit(self, record: PowerSGDRecord) -> str | None:
         """The first buffer of another length than the layout gives it; None if all fit."""
-        sizes = self.buffer_sizes(record.matrix_approximation_rank, record.min_compression_rate)
+        sizes = self.buffer_sizes(record)
         for kind, own, name in zip(("error", "P", "Q"), sizes, BUFFERS, strict=True):
             wanted = dict.fromkeys(range(len(self.buckets)), 0) | own
             for bucket, array in getattr(record, name).items():
