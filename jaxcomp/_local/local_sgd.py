@@ -31,7 +31,7 @@ from jaxcomp._local.sync import (
     wide_leaves,
 )
 from jaxcomp._mesh.axes import as_local, switch
-from jaxcomp._mesh.collectives import this_replica
+from jaxcomp._mesh.collectives import owner_id
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_gradients, takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
@@ -173,7 +173,7 @@ class _LocalSGD:
         inner = as_local(state.inner, axis_name)
         step, inner = self.inner.update(gradients, inner, params, **extra)
         step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
-        state = state._replace(reducer=reducer, inner=inner, owner=this_replica(axis_name))
+        state = state._replace(reducer=reducer, inner=inner, owner=owner_id(axis_name))
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)

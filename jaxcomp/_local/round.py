@@ -21,7 +21,7 @@ from jaxcomp._local.fragments import Streaming, make_fragments
 from jaxcomp._local.state import LocalSGDState
 from jaxcomp._local.sync import InnerInit, Part, Sync, total
 from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.collectives import this_replica
+from jaxcomp._mesh.collectives import owner_id
 from jaxcomp._mesh.explicit import resharded
 from jaxcomp._mesh.per_replica import with_row, without_row
 from jaxcomp._reducers.reducer import has_rows
@@ -192,7 +192,7 @@ class LocalSGDRound:
             outer=tuple(new.outer for new in averages) if state.outer else (),
             reducer=tuple(new.reducer for new in averages),
             local=local,
-            owner=this_replica(self.sync.axis_name),
+            owner=owner_id(self.sync.axis_name),
         )
         if len(seen) > 1:
             seen = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.axes import local_if_bound
-from jaxcomp._mesh.per_replica import everybodys
+from jaxcomp._mesh.per_replica import no_owner
 
 
 class LocalSGDState(NamedTuple):
@@ -46,5 +46,5 @@ class LocalSGDState(NamedTuple):
         count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         arrays = jax.tree.map(jnp.asarray, (inner, local))
         inner, local = local_if_bound(arrays, axis_name)
-        owner = everybodys(axis_name)
+        owner = no_owner(axis_name)
         return cls(count, last_sync, inner, local=local, owner=owner, **shared)

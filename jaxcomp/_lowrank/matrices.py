@@ -46,7 +46,7 @@ class MatrixView:
     shape: tuple[int, ...]
     dims: MatrixDims
     # Whether it is many leaves as one, which are cut out of what is made of it.
-    is_stack: bool = False
+    is_group: bool = False
     batch: tuple[int, ...] = dataclasses.field(init=False)  # sizes of the batch axes
     n_rows: int = dataclasses.field(init=False)  # of one matrix
     n_cols: int = dataclasses.field(init=False)
@@ -106,7 +106,7 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     """``P Q^T`` in the shape of the leaf."""
     rank = p.shape[-1]
     # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
-    if rank > _FUSED_OUTER_RANK or view.is_stack:
+    if rank > _FUSED_OUTER_RANK or view.is_group:
         return view.unmatricize(_dense(*((q, p) if view.cols_first else (p, q))))
     batch, rows, cols = view.dims
     products = [

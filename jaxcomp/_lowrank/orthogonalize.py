@@ -47,7 +47,7 @@ _LARGE_SHIFT = 1e-2
 # The round that looks for columns without a direction of their own, and the least pivot of those
 # that have one. Each round before makes what tells a column from the others some two hundred times
 # larger; those after it orthogonalise what takes the place of the rest.
-_LOOKS, _LEAST_PIVOT = 2, 1e-2
+_CHECK_ROUND, _LEAST_PIVOT = 2, 1e-2
 # Columns come in with entries up to 1; nothing but zeros gets a squared length of this.
 _ZERO = 1e-30
 # Rows in a block, of which the largest is taken whose padding costs less than an eighth.
@@ -200,10 +200,10 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     for turn in range(rounds):
         gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
         gram = _of_matrices(jnp.sum, gram, runs)
-        lost_below = jnp.asarray(_LEAST_PIVOT if turn == _LOOKS else -1, dtype)
+        lost_below = jnp.asarray(_LEAST_PIVOT if turn == _CHECK_ROUND else -1, dtype)
         inverse, lost = inverse_factors(gram, lost_below)
         x = jnp.einsum("bni,bij->bnj", x, _of_blocks(inverse, runs), precision=exact)
-        if turn == _LOOKS:
+        if turn == _CHECK_ROUND:
             x = jnp.where(_of_blocks(lost, runs)[:, None], dense, x)
     found = dict(zip(order, _joined(x, factors), strict=True))
     return [found[i] for i in range(len(factors))]

@@ -38,13 +38,13 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
 def known_equal(x: Any, axis_name: AxisName) -> bool:
     """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
     known = axes_known_equal(x, axis_name)
-    return bool(known) and known == checked_axes(axis_name)
+    return bool(known) and known == vma_axes(axis_name)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
     """Those of the axes over which JAX knows `x` to be the same."""
     known = varying(x)
-    return tuple(name for name in checked_axes(axis_name) if name not in known)
+    return tuple(name for name in vma_axes(axis_name) if name not in known)
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def varying(x: Any) -> frozenset[str]:
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
     """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
     axis_size(axis_name)
     return tuple(name for name in axis_tuple(axis_name) if name in varying(lax.axis_index(name)))
@@ -116,7 +116,7 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
       >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
       [0.0, 1.0]
     """
-    axes = frozenset(checked_axes(axis_name))
+    axes = frozenset(vma_axes(axis_name))
     return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
 
 

@@ -25,9 +25,9 @@ from jaxcomp._mesh.axes import (
     as_local,
     axis_size,
     axis_tuple,
-    checked_axes,
     mesh_axes,
     other_axes,
+    vma_axes,
 )
 
 # On CPU an array of at least so many bytes for every replica is an operand of its own. gloo sends
@@ -218,7 +218,7 @@ def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
     return means
 
 
-def this_replica(axis_name: AxisName) -> Array:
+def owner_id(axis_name: AxisName) -> Array:
     """The owner of what this replica keeps, its number less that of all: float32 scalar, not 0."""
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
@@ -245,7 +245,7 @@ def gather(x: Array, axis_name: AxisName) -> Array:
     if not _one_call(axis_name):
         rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
         return rows.reshape(-1, *x.shape)
-    if checked_axes(axis_name):
+    if vma_axes(axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
     return lax.all_gather(x, axis_name)
 

@@ -46,7 +46,7 @@ def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
     )
 
 
-def everybodys(axis_name: AxisName) -> Array:
+def no_owner(axis_name: AxisName) -> Array:
     """The owner of a residual before the first step: float32 scalar 0."""
     return local_if_bound(jnp.zeros([], jnp.float32), axis_name)
 

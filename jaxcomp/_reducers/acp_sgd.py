@@ -13,13 +13,13 @@ from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
 from jaxcomp._lowrank.matrices import product
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
 from jaxcomp._mesh.axes import switch
-from jaxcomp._mesh.per_replica import everybodys
+from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import (
     Averaged,
     Factors,
+    FactorsByName,
     Leaves,
-    Stacks,
     Wire,
     fitted_state,
     low_rank_step,
@@ -87,7 +87,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
 
     def init(params: PyTree) -> ACPSGDState:
         p, q = low_rank.random_factors(params, "p", 0, 1), low_rank.random_factors(params, "q", 0)
-        residual, owner = low_rank.zero_residual(params), everybodys(axis_name)
+        residual, owner = low_rank.zero_residual(params), no_owner(axis_name)
         return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
 
     def reduce(
@@ -99,7 +99,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
 
         def half(
             left: bool,
-            starts: Stacks,
+            starts: FactorsByName,
             totals: list[Array],
             uncompressed: list[Array],
             wire: Wire,

@@ -23,8 +23,8 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.axes import as_local, local_if_bound
-from jaxcomp._mesh.collectives import this_replica
-from jaxcomp._mesh.per_replica import everybodys
+from jaxcomp._mesh.collectives import owner_id
+from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.reducer import Reducer, Reduction, fitted, is_reducer_state
 from jaxcomp._reducers.transformation import call_text, shown
 
@@ -122,7 +122,7 @@ def error_feedback(
         residual = local_if_bound(jax.tree.map(zeros, params), axis_name)
         inner_state = reducer.init(params)
         _refuse_second_residual(reducer, inner_state)
-        owner = everybodys(axis_name)
+        owner = no_owner(axis_name)
         return ErrorFeedbackState(residual, inner_state, jnp.zeros([], jnp.int32), owner)
 
     def reduce(
@@ -149,7 +149,7 @@ def error_feedback(
             jax.tree.structure(state.residual).unflatten(unsent),
             result.state,
             jnp.where(finite, optax.safe_increment(state.count), state.count),
-            jnp.where(finite, this_replica(axis_name), state.owner),
+            jnp.where(finite, owner_id(axis_name), state.owner),
         )
         # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
         means = nan_unless(finite, floating_leaves(result.updates))

@@ -31,7 +31,7 @@ from jaxcomp._base.typing import Array, AxisName, MatrixDims, PyTree
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.axes import as_local, axis_size, from_step, other_axes
-from jaxcomp._mesh.collectives import Reduced, reduce_mean, this_replica
+from jaxcomp._mesh.collectives import Reduced, owner_id, reduce_mean
 from jaxcomp._reducers.integer_factors import reduce_integers
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reduction, fitted
@@ -47,7 +47,7 @@ _MOST_LEAVES = 32
 # (arrays, how many of them, at the front, are factors) -> their means, and what was sent
 Wire = Callable[[list[Array], int], Reduced]
 # One array for each group of leaves, by the name of the state's field
-Stacks = Mapping[str, list[Array]]
+FactorsByName = Mapping[str, list[Array]]
 
 
 class PowerSGDState(NamedTuple):
@@ -77,13 +77,13 @@ class Averaged(NamedTuple):
 
     means: Factors
     sent: Factors  # what this replica sent of them
-    kept: Stacks  # factors for the state
+    kept: FactorsByName  # factors for the state
     finite: Array  # bool scalar, equal on every replica
 
 
 # From factors of the state, the sums of gradient and residual of each group, and the uncompressed
 # leaves
-Average = Callable[[Stacks, list[Array], list[Array], Wire], Averaged]
+Average = Callable[[FactorsByName, list[Array], list[Array], Wire], Averaged]
 
 
 class Leaves(NamedTuple):
@@ -133,7 +133,7 @@ class Leaves(NamedTuple):
                 whole[i] = leaf
         return self.treedef.unflatten(whole)
 
-    def mean(
+    def all_reduce(
         self, options: LowRank, parts: list[Array], n_factors: int, *, integers: bool = True
     ) -> Reduced:
         """The wire: an all-reduce; for factors as integers an all-to-all and an all-gather.
@@ -175,7 +175,7 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
         return plan
     batch, rows, cols = (tuple(axis + 1 for axis in part) for part in plan.view.dims)
     shape = (number, *plan.shape)
-    view = MatrixView(shape, MatrixDims((0, *batch), rows, cols), is_stack=True)
+    view = MatrixView(shape, MatrixDims((0, *batch), rows, cols), is_group=True)
     return dataclasses.replace(plan, shape=shape, view=view)
 
 
@@ -231,7 +231,7 @@ def nan_if_too_large(
 def power_iteration(
     options: LowRank,
     views: Sequence[MatrixView],
-    starts: Stacks,
+    starts: FactorsByName,
     totals: list[Array],
     uncompressed: list[Array],
     wire: Wire,
@@ -262,7 +262,7 @@ def power_iteration(
 
 
 def _from_fresh_factors(
-    options: LowRank, leaves: Leaves, count: Array, starts: Stacks, *arrays: Any
+    options: LowRank, leaves: Leaves, count: Array, starts: FactorsByName, *arrays: Any
 ) -> Averaged:
     """A `power_iteration` from right factors that are drawn for every leaf and count."""
     del starts  # the state holds no factors
@@ -299,7 +299,7 @@ def low_rank_step(
         the factors of the state in the dtype of the sums.
     """
     start, count, started = options.start_step, state.count, state.count >= options.start_step
-    wire = functools.partial(leaves.mean, options)
+    wire = functools.partial(leaves.all_reduce, options)
     gradients = leaves.stack(leaves.values)
     uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
     dtypes, n = [x.dtype for x in gradients], len(gradients)
@@ -329,7 +329,7 @@ def low_rank_step(
         # The sums, which are the gradients before the start: the gradients themselves would have to
         # be kept beside them.
         whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = leaves.mean(options, [*whole, *uncompressed], 0, integers=False)
+        reduced = leaves.all_reduce(options, [*whole, *uncompressed], 0, integers=False)
         means = nan_unless(reduced.finite, reduced.means)
         return nothing(), means, reduced.sent, reduced.finite
 
@@ -360,7 +360,7 @@ def low_rank_step(
         new["residual"] = leaves.unstack(fields["residual"], kept)
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
-        owner=jnp.where(commit, this_replica(options.axis_name), state.owner),
+        owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
         **new,
     )
     means, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))

@@ -10,7 +10,7 @@ import optax
 
 from jaxcomp._base.checks import check_flag, names_checked
 from jaxcomp._base.typing import AxisName, DType, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._mesh.per_replica import everybodys
+from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import PowerSGDState, powersgd_step
 from jaxcomp._reducers.options import LowRank
@@ -125,7 +125,7 @@ def powersgd(
     def init(params: PyTree) -> PowerSGDState:
         blank = jax.tree.map(lambda _: optax.MaskedNode(), params)
         q = options.random_factors(params, "q", 0) if warm_start else blank
-        residual, owner = options.zero_residual(params), everybodys(axis_name)
+        residual, owner = options.zero_residual(params), no_owner(axis_name)
         return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, owner)
 
     reduce = functools.partial(powersgd_step, options, warm_start)

@@ -27,7 +27,7 @@ from jaxcomp._base.leaves import (
     with_leaves,
 )
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import checked_axes, mesh_axes, varying
+from jaxcomp._mesh.axes import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import map_leaves, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
@@ -189,7 +189,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
       ValueError: If a leaf is neither floating nor ``float0``, or was already reduced over the
         axis, or the axis is not bound. The message names the leaves.
     """
-    axes = checked_axes(axis_name)
+    axes = vma_axes(axis_name)
     wrong, summed = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)

@@ -13,7 +13,7 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.axes import as_local, axis_size, mesh_axes
-from jaxcomp._mesh.collectives import largest, mean_each, this_replica
+from jaxcomp._mesh.collectives import largest, mean_each, owner_id
 from jaxcomp._mesh.per_replica import map_leaves, without_row
 from jaxcomp._reducers.reducer import has_rows, owners_of
 
@@ -130,7 +130,7 @@ def _mean_of_rows(leaf: Any) -> Any:
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     local = _leaves(state)[True]
-    replicas, own = axis_size(axis_name), this_replica(axis_name)
+    replicas, own = axis_size(axis_name), owner_id(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
     rows = all(np.shape(leaf)[:1] == (1,) for leaf in local.values())
     owners = owners_of(state)

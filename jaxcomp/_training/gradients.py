@@ -84,11 +84,11 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
     Raises:
       ValueError: Naming a leaf. Known under ``check_vma=True`` only.
     """
-    checked_axes = axes_known_equal(jnp.zeros([]), axis_name)
+    all_axes = axes_known_equal(jnp.zeros([]), axis_name)
     for path, leaf in jax.tree_util.tree_flatten_with_path(means)[0]:
         if leaf.dtype == jax.dtypes.float0:
             continue
-        if len(axes_known_equal(leaf, axis_name)) < len(checked_axes):
+        if len(axes_known_equal(leaf, axis_name)) < len(all_axes):
             raise ValueError(
                 f"`reducer` leaves the gradient {leaf_name(path)} different on every replica: it "
                 "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "
