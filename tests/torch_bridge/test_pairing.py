@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import numpy as np
 import pytest
@@ -155,6 +157,12 @@ def test_names_that_become_one_are_refused():
         with pytest.raises(ValueError, match="Names become one") as error:
             convert()
         assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
+
+
+def test_leaves_of_one_name_are_refused():
+    leaf = {"kernel": np.zeros((3, 4))}
+    like = collections.OrderedDict([(0, leaf), ("0", leaf)])
+    assert refused({"0.weight": values(4, 3)}, like).ambiguous == ("0/kernel",)
 
 
 # --- rules that name a tensor and a leaf ------------------------------------------------------

@@ -5,6 +5,7 @@ JAX's own key paths name the leaves, so no Flax import is needed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import shape_of
 
 # The collections of linen variables that hold what a torch state dict holds.
@@ -95,18 +97,27 @@ def flatten(tree: Any) -> Tree:
     Returns:
       The flattened tree. Random-number state, caches and other collections are kept in `leaves`
       and have no shape in `shapes`.
+
+    Raises:
+      CheckpointMismatch: Leaves have one name, as those of the keys 1 and "1".
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {plain_path(path): value for path, value in flat}
+    if len(leaves) < len(flat):
+        counts = collections.Counter(plain_path(path) for path, _ in flat)
+        raise CheckpointMismatch(
+            "Several leaves of the Flax tree have one name. Rename all but one.",
+            ambiguous=["/".join(path) for path, count in counts.items() if count > 1],
+        )
     owned = [len(path) for path in leaves if path[:1] == ("params",)]
-    collections = bool(owned) and min(owned) > 1
+    in_collections = bool(owned) and min(owned) > 1
     shapes = {
         path: shape_of(value)
         for path, value in leaves.items()
-        if _is_parameter(path, value) and (not collections or path[0] in COLLECTIONS)
+        if _is_parameter(path, value) and (not in_collections or path[0] in COLLECTIONS)
     }
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
-    return Tree(ordered, leaves, treedef, collections)
+    return Tree(ordered, leaves, treedef, in_collections)
 
 
 def hollow(tree: Any) -> Any:
