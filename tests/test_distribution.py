@@ -22,7 +22,7 @@ import jaxcomp
 ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (
-    "tests/jaxcomp/reducers/test_contract.py::test_what_can_be_averaged_is",
+    "tests/jaxcomp/reducers/test_contract.py::test_a_copy_weighs_once",
     "tests/docs/test_adopt.py::test_all_loops_are_there",
 )
 
