@@ -6,8 +6,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 
-import jaxcomp
-
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CLASSES, WIDTH, LENGTH = 5, 16, 3
 WHOLE = jax.P()
@@ -54,11 +52,16 @@ def loss_fn(params, x, y):
     return losses.mean(), aux
 
 
-def allreduce():
-    return jaxcomp.allreduce(axis_name="data")
+def bare_loss(params, x, y):
+    return loss_fn(params, x, y)[0]
 
 
-def close(found, expected, rtol=1e-5):
+def stepped(run, params, *data, **named):
+    """The outputs of a first step, compiled."""
+    return jax.jit(run)(run.init(params), params, *data, **named)[0]
+
+
+def close(found, expected, rtol=1e-5, atol=1e-6):
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
     )

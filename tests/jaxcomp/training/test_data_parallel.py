@@ -12,14 +12,17 @@ from classifier import (
     CLASSES,
     KINDS,
     LENGTH,
-    allreduce,
+    WIDTH,
+    bare_loss,
     batch,
     close,
     grid,
     loss_fn,
     new_params,
     placed,
+    stepped,
 )
+from reducers import reducer
 
 import jaxcomp
 
@@ -31,9 +34,8 @@ P = jax.P
 def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind):
     mesh, params, data = grid(replicas, kind), new_params(), batch()
     expected = jax.value_and_grad(loss_fn, has_aux=True)(params, *data)
-    run = jaxcomp.value_and_grad(loss_fn, allreduce(), mesh=mesh, has_aux=True)
-    params = placed(mesh, params)
-    found, _ = jax.jit(run)(run.init(params), params, *placed(mesh, data, P("data")))
+    run = jaxcomp.value_and_grad(loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True)
+    found = stepped(run, placed(mesh, params), *placed(mesh, data, P("data")))
     close(found, expected)
     assert found[0][1]["hits"].dtype == jnp.bool_
 
@@ -46,11 +48,8 @@ def test_value_auxiliary_and_gradients_may_also_come_as_three():
         (value, aux), grads = pair(params, *data)
         return value, aux, grads
 
-    outputs = []
-    for function in (pair, three):
-        run = jaxcomp.data_parallel(function, allreduce(), mesh=mesh)
-        outputs.append(run(run.init(params), params, *data)[0])
-    close(*outputs)
+    runs = (jaxcomp.data_parallel(f, reducer("allreduce"), mesh=mesh) for f in (pair, three))
+    close(*(stepped(run, params, *data) for run in runs))
 
 
 def test_statistics_as_long_as_the_batch_are_not_taken_for_rows():
@@ -62,30 +61,30 @@ def test_statistics_as_long_as_the_batch_are_not_taken_for_rows():
         y = x @ params["w"]
         return (y**2).mean(), (y.mean(0), y.sum(1))
 
-    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True)
-    found, _ = jax.jit(run)(run.init(params), params, x)
-    close(found, jax.value_and_grad(fun, has_aux=True)(params, x))
+    make = functools.partial(
+        jaxcomp.value_and_grad, reducer=reducer("allreduce"), mesh=mesh, has_aux=True
+    )
+    close(stepped(make(fun), params, x), jax.value_and_grad(fun, has_aux=True)(params, x))
 
     def fixed(params, x):  # of one size of the batch: nobody can tell
         return fun(params, x.reshape(16, 16))
 
-    run = jaxcomp.value_and_grad(fixed, allreduce(), mesh=mesh, has_aux=True)
     with pytest.raises(ValueError, match=r"\[0\].* may hold a row for each example, or may not"):
-        run(run.init(params), params, x)
-    run = jaxcomp.value_and_grad(fixed, allreduce(), mesh=mesh, has_aux=True, aux=("mean", "join"))
-    close(jax.jit(run)(run.init(params), params, x)[0][0][1], fun(params, x)[1])
+        stepped(make(fixed), params, x)
+    close(stepped(make(fixed, aux=("mean", "join")), params, x)[0][1], fun(params, x)[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_mean_is_asked_about(kind):
-    mesh, params, (x, y) = grid(4, kind), placed(grid(4, kind), new_params()), batch()
+    mesh, (x, y) = grid(4, kind), batch()
+    params, tx = placed(mesh, new_params()), reducer("allreduce")
 
     def fun(params, x, y):
-        return loss_fn(params, x, y)[0], {"tokens": jnp.sum(y > 0), "step": jnp.int32(7)}
+        return bare_loss(params, x, y), {"tokens": jnp.sum(y > 0), "step": jnp.int32(7)}
 
     def aux_of(choice):
-        run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True, aux=choice)
-        return jax.jit(run)(run.init(params), params, x, y)[0][0][1]
+        run = jaxcomp.value_and_grad(fun, tx, mesh=mesh, has_aux=True, aux=choice)
+        return stepped(run, params, x, y)[0][1]
 
     with pytest.raises(ValueError, match=r"\['tokens'\].* has no rows of examples .*sum"):
         aux_of(None)
@@ -105,7 +104,8 @@ def test_what_is_no_mean_is_asked_about(kind):
 @pytest.mark.parametrize("weighted", ["mask", "counts", "replicas"])
 def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
     """Equal to one process with the examples that there are, as in the last batch of an epoch."""
-    mesh, params, (x, y) = grid(4, kind), new_params(), batch()
+    mesh, (x, y) = grid(4, kind), batch()
+    params = placed(mesh, new_params())
     mask = np.random.default_rng(3).integers(0, 2, size=y.shape)
     mask[:4] = 0  # the first replica sits out
     mask = mask.astype(np.float32)
@@ -118,13 +118,11 @@ def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
         return mean, {"loss": mean}
 
     weight = {"mask": mask, "counts": mask.sum(1), "replicas": mask.reshape(4, -1).sum(1)}
-    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, has_aux=True)
-    step = jax.jit(lambda s, p, w: run(s, p, x, y, mask, weight=w))
-    here = placed(mesh, params)
-    found, _ = step(run.init(here), here, weight[weighted])
-    close(found, jax.value_and_grad(fun, has_aux=True)(params, x, y, mask))
+    run = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh, has_aux=True)
+    found = stepped(run, params, x, y, mask, weight=weight[weighted])
+    close(found, jax.value_and_grad(fun, has_aux=True)(new_params(), x, y, mask))
     with pytest.raises(ValueError, match=r"must have shape \(4,\), .* or 16 along axis 0 as the b"):
-        step(run.init(here), here, np.ones(7))
+        stepped(run, params, x, y, mask, weight=np.ones(7))
 
 
 @pytest.mark.parametrize("known", ["explicit", "outside of jit", "batch_specs"])
@@ -133,7 +131,9 @@ def test_a_batch_is_split_as_its_sharding_says(known):
     params, (x, y) = placed(mesh, new_params()), batch()
     x, y = (placed(mesh, jnp.swapaxes(a, 0, 1), P(None, "data")) for a in (x, y))
     specs = P(None, "data") if known == "batch_specs" else None
-    run = jaxcomp.value_and_grad(loss_fn, allreduce(), mesh=mesh, has_aux=True, batch_specs=specs)
+    run = jaxcomp.value_and_grad(
+        loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True, batch_specs=specs
+    )
     step = run if known == "outside of jit" else jax.jit(run)
     mask = np.ones((LENGTH, 16))
     found, _ = step(run.init(params), params, x, y, weight=mask)
@@ -149,38 +149,22 @@ def test_two_labels_are_not_taken_for_a_key():
     mesh, params = grid(2), {"w": jnp.ones(2)}
     fun = lambda p, x, y: jnp.mean((p["w"] * x).sum(-1) * y.astype(jnp.float32))  # noqa: E731
     x, y = np.ones((2, 2), np.float32), np.array([1, 3], np.uint32)
-    run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh)
+    make = functools.partial(jaxcomp.value_and_grad, reducer=reducer("allreduce"), mesh=mesh)
     with pytest.raises(ValueError, match=r"argument 2 is uint32 of shape \(2,\): a key of .*, or"):
-        run(run.init(params), params, x, y)
-    told = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, batch_specs=P("data"))
-    close(told(told.init(params), params, x, y)[0], jax.value_and_grad(fun)(params, x, y))
+        stepped(make(fun), params, x, y)
+    told = stepped(make(fun, batch_specs=P("data")), params, x, y)
+    close(told, jax.value_and_grad(fun)(params, x, y))
     # With four examples two numbers can only be a key.
     four = np.ones((4, 2), np.float32)
     key = lambda p, x, key: jnp.mean(p["w"] * x) * key[0].astype(jnp.float32)  # noqa: E731
-    run = jaxcomp.value_and_grad(key, allreduce(), mesh=mesh)
-    close(run(run.init(params), params, four, y)[0], jax.value_and_grad(key)(params, four, y))
-
-
-def test_what_is_no_array_is_no_batch():
-    class Config(dict):
-        """As ml_collections.ConfigDict: a mapping that JAX does not know."""
-
-    config, mesh, params, (x, y) = Config(scale=2.0), grid(2), new_params(), batch()
-    fun = lambda p, config, x, y: config["scale"] * loss_fn(p, x, y)[0]  # noqa: E731
-    for specs in (None, (P(), P("data"), P("data"))):
-        run = jaxcomp.value_and_grad(fun, allreduce(), mesh=mesh, batch_specs=specs)
-        found, _ = jax.jit(lambda s, p, x, y, run=run: run(s, p, config, x, y))(
-            run.init(params), params, x, y
-        )
-        close(found, jax.value_and_grad(fun)(params, config, x, y))
+    close(stepped(make(key), params, four, y), jax.value_and_grad(key)(params, four, y))
 
 
 def accumulated(params, x, y, steps=4):
     """Mean gradients of micro-batches, one after the other."""
 
     def one(carry, batch):
-        value, grads = jax.value_and_grad(lambda p, *b: loss_fn(p, *b)[0])(params, *batch)
-        return jax.tree.map(jnp.add, carry, (value, grads)), None
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(bare_loss)(params, *batch)), None
 
     parts = jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), (x, y))
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -190,14 +174,13 @@ def accumulated(params, x, y, steps=4):
 
 
 def sharpness_aware(params, x, y):
-    grad = jax.grad(lambda p: loss_fn(p, x, y)[0])
-    steps = jax.tree.map(lambda g: 0.05 * g / optax.tree.norm(grad(params)), grad(params))
-    moved = jax.tree.map(jnp.add, params, steps)
-    return loss_fn(moved, x, y)[0], grad(moved)
+    grads = jax.grad(bare_loss)(params, x, y)
+    steps = jax.tree.map(lambda g: 0.05 * g / optax.tree.norm(grads), grads)
+    return jax.value_and_grad(bare_loss)(jax.tree.map(jnp.add, params, steps), x, y)
 
 
 def clipped(params, x, y):
-    one = jax.value_and_grad(lambda p, x, y: loss_fn(p, x[None], y[None])[0])
+    one = jax.value_and_grad(lambda p, x, y: bare_loss(p, x[None], y[None]))
     values, grads = jax.vmap(one, (None, 0, 0))(params, x, y)
     return values.mean(), jax.tree.map(lambda g: g.clip(-0.01, 0.01).mean(0), grads)
 
@@ -209,20 +192,18 @@ def test_any_gradient_function(grad_fn, kind):
     mesh, params, data = grid(4, kind), new_params(), batch()
     each = [grad_fn(params, *(a[i : i + 4] for a in data)) for i in range(0, 16, 4)]
     expected = jax.tree.map(lambda *xs: sum(xs) / 4, *each)
-    run = jaxcomp.data_parallel(grad_fn, allreduce(), mesh=mesh)
-    params = placed(mesh, params)
-    found, _ = jax.jit(run)(run.init(params), params, *placed(mesh, data, P("data")))
+    run = jaxcomp.data_parallel(grad_fn, reducer("allreduce"), mesh=mesh)
+    found = stepped(run, placed(mesh, params), *placed(mesh, data, P("data")))
     close(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mapping", ["pmap", "shard_map", "vmap"])
 def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
     mesh, params, data = grid(4), new_params(), batch()
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    run = jaxcomp.value_and_grad(loss_fn, reducer, has_aux=True)
-    outside = jaxcomp.value_and_grad(loss_fn, reducer, has_aux=True, mesh=mesh)
+    run = jaxcomp.value_and_grad(loss_fn, reducer("powersgd"), has_aux=True)
+    outside = jaxcomp.value_and_grad(loss_fn, reducer("powersgd"), has_aux=True, mesh=mesh)
     expected, after = jax.jit(outside)(outside.init(params), params, *data)
-    fresh = reducer.init(params)
+    fresh = reducer("powersgd").init(params)
     rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), data)
     axes = jaxcomp.state_axes(fresh)
     stacked = jaxcomp.stack_replicas(fresh, 4)
@@ -254,67 +235,45 @@ def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
 
 def test_a_dynamic_scale_is_taken_out_before_the_reducer():
     """The residual is in units of the gradient, whatever scale each step had."""
-    mesh, params = grid(4), new_params()
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    fun = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
+    mesh, params, tx = grid(4), new_params(), reducer("powersgd")
 
     def scaled(params, scale, x, y):
-        _, finite, value, grads = scale.value_and_grad(fun)(params, x, y)
+        _, finite, value, grads = scale.value_and_grad(bare_loss)(params, x, y)
         return (value, {"finite": finite.astype(jnp.float32)}), grads
 
-    run = jaxcomp.data_parallel(scaled, reducer, mesh=mesh, batch_specs=(P(), P("data"), P("data")))
-    plain = jaxcomp.value_and_grad(fun, reducer, mesh=mesh)
+    run = jaxcomp.data_parallel(scaled, tx, mesh=mesh, batch_specs=(P(), P("data"), P("data")))
+    plain = jaxcomp.value_and_grad(bare_loss, tx, mesh=mesh)
     state, expected_state = run.init(params), plain.init(params)
     for step, factor in enumerate([32768.0, 32768.0, 4096.0, 65536.0, 1.0]):
         scale = flax.training.dynamic_scale.DynamicScale(scale=jnp.float32(factor))
         ((value, aux), grads), state = jax.jit(run)(state, params, scale, *batch(step))
         expected, expected_state = jax.jit(plain)(expected_state, params, *batch(step))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-            (value, grads),
-            expected,
-        )
+        close((value, grads), expected, rtol=1e-3, atol=1e-5)
         assert float(aux["finite"]) == 1.0
 
 
 def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
-    """16 micro-batches: temporary memory at most 1.2 times, flops equal."""
-    mesh, width, rows = grid(4), 128, 16 * 4 * 16
-    rng = np.random.default_rng(0)
+    """Sixteen micro-batches: temporary memory at most 1.2 times, flops equal."""
+    mesh, wide = grid(4), 1024
     params = placed(
-        mesh, {k: rng.normal(size=(width, width)).astype(np.float32) / 12 for k in "abc"}
+        mesh, {"up": np.ones((WIDTH, wide), "f4"), "down": np.ones((wide, CLASSES), "f4")}
     )
-    x = placed(mesh, rng.normal(size=(rows, width)).astype(np.float32), P("data"))
-    reducer = jaxcomp.powersgd(4, axis_name="data", start_step=0)
-
-    def loss(params, x):
-        for name in "abc":
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
-
-    def grad_fn(params, x):
-        def one(carry, part):
-            return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, part)), None
-
-        parts = x.reshape(16, -1, width)
-        start = (parts[0, 0, 0] * 0, jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(one, start, parts)
-        return jax.tree.map(lambda t: t / 16, total)
-
-    run = jaxcomp.data_parallel(grad_fn, reducer, mesh=mesh)
+    data = placed(mesh, batch(size=16 * 4 * 4), P("data"))
+    grad_fn = functools.partial(accumulated, steps=16)
+    run = jaxcomp.data_parallel(grad_fn, reducer("powersgd"), mesh=mesh)
     state = run.init(params)
     specs = jaxcomp.state_specs(state, "data")
 
-    def by_hand(state, params, x):
-        value, grads = grad_fn(jaxcomp.as_local(params, "data"), x)
-        grads, state = reducer.update(grads, state)
+    def by_hand(state, params, *data):
+        value, grads = grad_fn(jaxcomp.as_local(params, "data"), *data)
+        grads, state = reducer("powersgd").update(grads, state)
         return (jax.lax.pmean(value, "data"), grads), state
 
     hand = jax.shard_map(
-        by_hand, mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=(P(), specs)
+        by_hand, mesh=mesh, in_specs=(specs, P(), P("data"), P("data")), out_specs=(P(), specs)
     )
     ours, theirs = (
-        jax.jit(f, donate_argnums=0).lower(state, params, x).compile() for f in (run, hand)
+        jax.jit(f, donate_argnums=0).lower(state, params, *data).compile() for f in (run, hand)
     )
     temporary = [c.memory_analysis().temp_size_in_bytes for c in (ours, theirs)]
     assert temporary[0] <= 1.2 * temporary[1]
@@ -324,8 +283,7 @@ def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
 def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     mesh = grid(2)
     layers = {"kernel": jnp.zeros((6, 32, 32)), "bias": jnp.zeros((6, 32))}
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    run = jaxcomp.data_parallel(accumulated, reducer, mesh=mesh)
+    run = jaxcomp.data_parallel(accumulated, reducer("powersgd"), mesh=mesh)
     with pytest.warns(UserWarning, match=r"matrix_dims=jaxcomp\.stacked\('blocks'\)") as found:
         run.init({"blocks": layers, "head": jnp.zeros((32, 8))})
     assert len(found) == 1
@@ -337,22 +295,21 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
 
 
 def test_a_gradient_function_that_returns_something_else_is_told():
-    mesh, params, data = grid(2), new_params(), batch()
-    run = jaxcomp.data_parallel(lambda p, x, y: loss_fn(p, x, y)[0], allreduce(), mesh=mesh)
+    run = jaxcomp.data_parallel(bare_loss, reducer("allreduce"), mesh=grid(2))
     with pytest.raises(ValueError, match=r"must return \(value, gradients\)"):
-        run(run.init(params), params, *data)
+        stepped(run, new_params(), *batch())
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
     def total(params, x, y):
-        return loss_fn(params, x, y)[0] * len(x) / 16  # as if divided by a constant
+        return bare_loss(params, x, y) * len(x) / 16  # as if divided by a constant
 
     def dropped(params, x, y, key):
         key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        return loss_fn(params, x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype), y)[0]
+        return bare_loss(params, x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype), y)
 
-    params, data = new_params(), batch()
-    jaxcomp.value_and_grad(loss_fn, allreduce(), has_aux=True).check_mean(params, *data)
-    jaxcomp.value_and_grad(dropped, allreduce()).check_mean(params, *data, jax.random.key(0))
+    params, data, tx = new_params(), batch(), reducer("allreduce")
+    jaxcomp.value_and_grad(loss_fn, tx, has_aux=True).check_mean(params, *data)
+    jaxcomp.value_and_grad(dropped, tx).check_mean(params, *data, jax.random.key(0))
     with pytest.raises(ValueError, match="divides by a constant"):
-        jaxcomp.value_and_grad(total, allreduce()).check_mean(params, *data)
+        jaxcomp.value_and_grad(total, tx).check_mean(params, *data)

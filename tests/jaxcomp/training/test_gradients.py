@@ -48,36 +48,23 @@ def test_the_gradient_is_this_replicas_alone(mapping):
         np.testing.assert_allclose(grads["w"][i], g["w"], rtol=1e-6)
 
 
-def test_keywords_of_value_and_grad_are_passed_on():
-    def with_aux(x, params):
-        return loss(params, x), {"mean": x.mean()}
+def test_keywords_of_value_and_grad_are_passed_on_and_the_axes_may_be_two():
+    def fun(a, x, b):
+        return jnp.sum((a + 2 * b) * x), {"mean": x.mean()}
 
-    def step(x, params):
-        return jaxcomp.local_value_and_grad(with_aux, AXIS, argnums=-1, has_aux=True)(x, params)
-
-    (value, aux), grads = jax.vmap(step, in_axes=(0, None), axis_name=AXIS)(BATCH, PARAMS)
-    np.testing.assert_allclose(value[1], expected()[1][0], rtol=1e-6)
-    np.testing.assert_allclose(aux["mean"][0], BATCH[0].mean())
-    np.testing.assert_allclose(grads["w"][1], expected()[1][1]["w"], rtol=1e-6)
-
-
-def test_several_argnums_and_two_axes():
-    def step(a, b):
-        return jaxcomp.local_value_and_grad(
-            lambda a, b: jnp.sum(a * b), ("x", "y"), argnums=(0, 1)
-        )(a, b)[1]
+    def step(*arguments):
+        of = jaxcomp.local_value_and_grad(fun, ("x", "y"), argnums=(0, -1), has_aux=True)
+        return jax.tree.map(lambda x: x[None], of(*arguments))
 
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    mapped = jax.shard_map(
-        lambda a, b: [g[None] for g in step(a, b[0])],
-        mesh=mesh,
-        in_specs=(jax.P(), jax.P(("x", "y"))),
-        out_specs=jax.P(("x", "y")),
-    )
-    a, b = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
-    grad_a, grad_b = jax.jit(mapped)(a, b)
-    np.testing.assert_allclose(grad_a, b)
-    np.testing.assert_allclose(grad_b, jnp.broadcast_to(a, (4, 3)))
+    both, a, x = jax.P(("x", "y")), jnp.arange(3.0), jnp.arange(12.0)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), both, jax.P()), out_specs=both)
+    (values, aux), grads = jax.jit(mapped)(a, x, a)
+    parts = x.reshape(4, 3)
+    np.testing.assert_allclose(values, parts @ (3 * a))
+    np.testing.assert_allclose(aux["mean"], parts.mean(1))
+    np.testing.assert_allclose(grads[0], parts)
+    np.testing.assert_allclose(grads[1], 2 * parts)
 
 
 def test_an_unbound_axis_is_refused():

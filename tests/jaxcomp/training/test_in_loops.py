@@ -10,16 +10,16 @@ from classifier import (
     KINDS,
     LENGTH,
     WIDTH,
-    allreduce,
+    bare_loss,
     batch,
     close,
     grid,
-    loss_fn,
     new_params,
     placed,
 )
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
+from reducers import reducer
 
 import jaxcomp
 
@@ -32,9 +32,7 @@ def test_flax_metadata_that_names_an_axis_of_layers_is_read():
     def boxed(*names):
         return {"blocks": {"kernel": nn.Partitioned(jnp.zeros((6, 32, 32)), names)}}
 
-    run = jaxcomp.value_and_grad(
-        lambda p, x: 0.0, jaxcomp.powersgd(2, axis_name="data"), mesh=grid(2)
-    )
+    run = jaxcomp.value_and_grad(lambda p, x: 0.0, reducer("powersgd"), mesh=grid(2))
     with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
         run.init(boxed("layers", "embed", "mlp"))
     run.init(boxed("experts", "embed", "mlp"))
@@ -49,7 +47,7 @@ def test_dense_general_with_metadata_inside_a_mesh_is_explained(partitioning, wo
     dense, x = nn.DenseGeneral((4, 8), kernel_init=kernel_init), jnp.ones((8, 16))
     params = nn.unbox(dense.init(jax.random.key(0), x))
     run = jaxcomp.value_and_grad(
-        lambda p, x: jnp.mean(dense.apply(p, x) ** 2), allreduce(), mesh=grid(2, model=2)
+        lambda p, x: jnp.mean(dense.apply(p, x) ** 2), reducer("allreduce"), mesh=grid(2, model=2)
     )
     if works:
         assert jax.eval_shape(run, run.init(params), params, x)[0][0].shape == ()
@@ -74,24 +72,21 @@ HOLDERS = {  # what holds the state, and where it is then
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(holder, kind):
     mesh, params, data = grid(4, kind), new_params(), batch()
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    tx = optax.chain(jaxcomp.hold_state(reducer), optax.identity())
-    loss = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
-    given = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    tx = optax.chain(jaxcomp.hold_state(reducer("powersgd")), optax.identity())
+    given = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
     expected, after = jax.jit(given)(given.init(params), params, *data)
     make, take = HOLDERS[holder]
     held = jaxcomp.shard_state(make(tx, params, tx.init(params)[0]), mesh, "data")
-    run = jaxcomp.value_and_grad(loss, reducer)
+    run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"))
     found, held = jax.jit(run)(held, placed(mesh, params), *data)
     jax.tree.map(np.testing.assert_array_equal, (found, take(held)), (expected, after))
 
 
 def test_a_reducer_without_a_state_takes_any_and_two_states_are_refused():
     mesh, params, data = grid(2), new_params(), batch()
-    loss = lambda p, x, y: loss_fn(p, x, y)[0]  # noqa: E731
-    _, held = jaxcomp.value_and_grad(loss, allreduce(), mesh=mesh)({"step": 3}, params, *data)
-    assert held == {"step": 3}
-    run = jaxcomp.value_and_grad(loss, jaxcomp.powersgd(2, axis_name="data"), mesh=mesh)
+    run = jaxcomp.value_and_grad(bare_loss, reducer("allreduce"), mesh=mesh)
+    assert jax.jit(run)({"step": 3}, params, *data)[1] == {"step": 3}
+    run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
     state = run.init(params)
     for wrong, message in (((state, state), "has 2 that may be it"), (None, "has none")):
         with pytest.raises(ValueError, match=f"must be the reducer's state, .*{message}"):
@@ -114,8 +109,7 @@ def test_weights_keys_and_exact_steps_beside_an_automatic_axis(shape, spec):
             hidden @ params["down"], y % 4
         ).mean()
 
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=1)
-    run = jaxcomp.value_and_grad(dropped, reducer, mesh=mesh)
+    run = jaxcomp.value_and_grad(dropped, reducer("powersgd", 1), mesh=mesh)
     weight, key = np.arange(1.0, 17.0, dtype=np.float32), jax.random.key(0)
     step = jax.jit(lambda s, p: run(s, p, x, y, key, weight=weight))
     (value, grads), state = step(run.init(params), params)
@@ -141,20 +135,22 @@ def test_weights_keys_and_exact_steps_beside_an_automatic_axis(shape, spec):
     assert state.residual["up"].shape == (shape[0], WIDTH, 32)
 
 
-def test_what_is_no_array_goes_where_the_function_wants_it():
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_no_array_goes_where_the_function_wants_it(told):
     """As MaxText accumulates: parameters in the middle, with shardings and a configuration."""
     mesh, params, (x, y) = grid(2, model=2), new_params(), batch()
     shardings = {"up": NamedSharding(mesh, P("data", "model")), "down": NamedSharding(mesh, P())}
 
     def gradients(scale, params, shardings, data):
         laid = jax.tree.map(jax.lax.with_sharding_constraint, params, shardings)
-        loss = lambda p: scale(loss_fn(p, *data)[0])  # noqa: E731
+        loss = lambda p: scale(bare_loss(p, *data))  # noqa: E731
         return jax.value_and_grad(loss)(laid)
 
-    run = jaxcomp.data_parallel(gradients, allreduce(), mesh=mesh, argnums=1)
+    specs = {"batch_specs": (P(), P(), P("data"))} if told else {}
+    run = jaxcomp.data_parallel(gradients, reducer("allreduce"), mesh=mesh, argnums=1, **specs)
     step = jax.jit(lambda s, p, data: run(s, jnp.negative, p, shardings, data))
     found, _ = step(run.init(params), params, (x, y))
-    close(found, jax.value_and_grad(lambda p: -loss_fn(p, x, y)[0])(params))
+    close(found, jax.value_and_grad(lambda p: -bare_loss(p, x, y))(params))
 
 
 def test_a_model_may_hold_functions():
@@ -163,12 +159,10 @@ def test_a_model_may_hold_functions():
     arrays = {**new_params(), "activation": None}
 
     def gradients(model, x, y):
-        value, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y)[0])(
-            {name: model[name] for name in ("up", "down")}
-        )
+        weights = {name: model[name] for name in ("up", "down")}
+        value, grads = jax.value_and_grad(bare_loss)(weights, x, y)
         return value, {**grads, "activation": None}
 
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    run = jaxcomp.data_parallel(gradients, reducer, mesh=mesh)
-    (_, grads), _ = run(run.init(model), model, x, y)
+    run = jaxcomp.data_parallel(gradients, reducer("powersgd"), mesh=mesh)
+    (_, grads), _ = jax.eval_shape(lambda x, y: run(run.init(model), model, x, y), x, y)
     assert jax.tree.structure(grads) == jax.tree.structure(arrays)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import allreduce, close, grid, placed
+from classifier import close, grid, placed, stepped
 from jax.sharding import NamedSharding
+from reducers import reducer
 
 import jaxcomp
 
@@ -31,8 +32,8 @@ def mesh_and_state():
     return mesh, jaxcomp.shard_state(REDUCER.init(PARAMS), mesh, "data")
 
 
-def make(fun=loss, reducer=REDUCER, mesh=None, **options):
-    return jaxcomp.value_and_grad(fun, reducer, mesh=mesh or mesh_and_state()[0], **options)
+def make(fun=loss, tx=REDUCER, mesh=None, **options):
+    return jaxcomp.value_and_grad(fun, tx, mesh=mesh or mesh_and_state()[0], **options)
 
 
 def state():
@@ -138,7 +139,7 @@ def test_restore_casts_to_what_the_reducer_keeps():
     params = {"w": jnp.zeros((16, 12))}
     narrow = jaxcomp.powersgd(1, axis_name="data", residual_dtype=jnp.bfloat16)
     wide = jaxcomp.powersgd(1, axis_name="data").init(params)
-    assert make(reducer=narrow).restore(wide, params).residual["w"].dtype == jnp.bfloat16
+    assert make(tx=narrow).restore(wide, params).residual["w"].dtype == jnp.bfloat16
 
 
 def test_a_table_is_not_taken_for_a_batch():
@@ -148,8 +149,8 @@ def test_a_table_is_not_taken_for_a_batch():
         return loss(params, x) * table[jnp.arange(len(x)) % 8].mean()
 
     def value(batch_specs):
-        run = make(weighted, allreduce(), batch_specs=batch_specs)
-        return jax.jit(run)(run.init(PARAMS), PARAMS, X, table)[0][0]
+        run = make(weighted, reducer("allreduce"), batch_specs=batch_specs)
+        return stepped(run, PARAMS, X, table)[0]
 
     with pytest.raises(ValueError, match=r"argument 2 has 8 rows, and .* has 16\. .*batch_specs"):
         value(None)
@@ -181,8 +182,8 @@ def test_what_the_types_refuse_is_right_without_them(fun, whole, error, message)
     """Of a mean differentiation makes a sum there; a loop may begin with zeros."""
 
     def gradients(check_vma):
-        run = make(fun, allreduce(), check_vma=check_vma)
-        return jax.jit(run)(run.init(PARAMS), PARAMS, X)[0][1]
+        run = make(fun, reducer("allreduce"), check_vma=check_vma)
+        return stepped(run, PARAMS, X)[1]
 
     with pytest.raises(error) as raised:
         gradients(check_vma=True)
@@ -199,7 +200,7 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
             hidden = jax.lax.with_sharding_constraint(hidden, sharding)
             return jnp.mean((hidden @ params["down"] - x) ** 2)
 
-        run = make(constrained, allreduce(), mesh=mesh)
+        run = make(constrained, reducer("allreduce"), mesh=mesh)
         return jax.eval_shape(run, run.init(PARAMS), PARAMS, X)[0][0]
 
     for spec in (P("data", "model"), P(None, "model")):

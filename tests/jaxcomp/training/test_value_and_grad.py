@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import KINDS, grid
-from jax.sharding import NamedSharding
+from classifier import KINDS, close, grid, placed, stepped
 from reducers import reducer
 
 import jaxcomp
@@ -29,15 +28,12 @@ def parameters(mesh, layout="replicated"):
         "bias": np.zeros(64),
     }
     spec = LAYOUTS[layout]
-    return {
-        name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, spec.get(name, P())))
-        for name, x in values.items()
-    }
+    return {name: placed(mesh, np.float32(x), spec.get(name, P())) for name, x in values.items()}
 
 
 def batches(mesh, steps=6, size=16):
     x = np.random.default_rng(1).normal(size=(steps, size, 32)).astype(np.float32)
-    return [jax.device_put(row, NamedSharding(mesh, P("data"))) for row in x]
+    return [placed(mesh, row, P("data")) for row in x]
 
 
 def loss(params, x):
@@ -86,14 +82,14 @@ def shard_map_losses(name):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
 
-    step = jax.jit(
+    mapped = jax.jit(
         jax.shard_map(
             step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
         )
     )
     losses = []
     for x in data:
-        params, state, value = step(params, state, x)
+        params, state, value = mapped(params, state, x)
         losses.append(float(value))
     return losses
 
@@ -111,10 +107,7 @@ def trained(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name",
-    [
-        *("powersgd", "powersgd-late", "acp-sgd", "powersgd-int8", "feedback-int8"),
-        *("allreduce", "batched"),
-    ],
+    ["powersgd", "powersgd-late", "acp-sgd", "feedback-int8", "allreduce", "batched"],
 )
 def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
@@ -176,8 +169,7 @@ def test_a_random_key_is_the_same_for_all_and_no_batch_of_two(make):
 
     tx, params, x = reducer("allreduce"), parameters(mesh), batches(mesh)[0]
     value_and_grad = jaxcomp.value_and_grad(fun, tx, mesh=mesh, has_aux=True, aux="stack")
-    state = value_and_grad.init(params)
-    ((_, aux), _), _ = jax.jit(value_and_grad)(state, params, x, make(5), other=make(6))
+    (_, aux), _ = stepped(value_and_grad, params, x, make(5), other=make(6))
     (a, b), (c, d), (e, f) = map(np.asarray, aux)
     assert a == b == jax.random.bits(make(5))
     assert c == d == jax.random.bits(make(6))
@@ -198,13 +190,8 @@ def test_several_argnums_and_batch_specs():
     )
     arguments = (params["up"], x.T, {"whole": jnp.eye(32)}, params["down"])
     state = value_and_grad.init((params["up"], params["down"]))
-    (value, grads), _ = jax.jit(value_and_grad)(state, *arguments)
-    expected = jax.value_and_grad(fun, argnums=(0, 3))(*jax.device_get(arguments))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        (value, grads),
-        expected,
-    )
+    found, _ = jax.jit(value_and_grad)(state, *arguments)
+    close(found, jax.value_and_grad(fun, argnums=(0, 3))(*jax.device_get(arguments)))
 
 
 def test_a_function_may_map_over_other_axes_itself():
@@ -223,7 +210,7 @@ def test_a_function_may_map_over_other_axes_itself():
 
     value_and_grad = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh)
     x = batches(mesh)[0]
-    (value, grads), _ = jax.jit(value_and_grad)(value_and_grad.init(params), params, x)
+    value, grads = stepped(value_and_grad, params, x)
     expected = jnp.mean((np.asarray(x) @ np.asarray(params["up"])) ** 2)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert float(jnp.abs(grads["up"]).max()) > 0
@@ -248,16 +235,14 @@ def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind
     there = grid(replicas, kind)
     params, state, expected = trained(kind)
     saved = jax.device_get(jaxcomp.consolidate(state) if consolidated else state)
-    moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(there, P())), params)
+    moved = placed(there, jax.device_get(params))
     value_and_grad = jaxcomp.value_and_grad(loss, reducer("powersgd"), mesh=there)
     restored = value_and_grad.restore(saved, moved)
     assert restored.residual["up"].shape == (replicas, 32, 64)
     if replicas == 4 and not consolidated:
         jax.tree.map(np.testing.assert_array_equal, restored, state)
     (_, grads), _ = jax.jit(value_and_grad)(restored, moved, batches(there)[5])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), grads, expected
-    )
+    close(grads, expected, rtol=1e-3, atol=2e-6)
 
 
 def test_a_call_outside_of_jit_beside_an_explicit_axis_gives_the_same():
