@@ -1,7 +1,6 @@
 """Where torch is not installed, what needs it says so in one sentence; the rest works."""
 
 import ast
-import subprocess
 import sys
 import types
 
@@ -9,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from paths import ROOT
+from script import python
 
 import jaxcomp
 import torch_bridge
-from torch_bridge.__main__ import OK, USAGE, main
+from torch_bridge.__main__ import USAGE, main
 
 SENTENCE = 'This needs torch, which is not installed: pip install "jaxcomp[torch]"'
 KERNEL = np.zeros((12, 8), np.float32)
@@ -100,9 +100,7 @@ def test_the_help_needs_nothing():
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'flax', 'orbax')));"
         "from torch_bridge.__main__ import main; main(['--help'])"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == OK, run.stderr
-    assert run.stdout.startswith("usage: python -m torch_bridge")
+    assert python("-c", code, cwd=ROOT).startswith("usage: python -m torch_bridge")
 
 
 def test_no_file_imports_torch_past_its_owner():

@@ -5,13 +5,11 @@
 
 import base64
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from paths import ROOT
+from script import python
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 LARGEST = 100_000  # bytes of a picture
@@ -56,14 +54,6 @@ def test_a_notebook_is_one_file_to_copy_and_its_links_lead_somewhere(path):
 def test_the_notebook_that_needs_torch_runs_and_its_run_keeps_its_losses(tmp_path):
     program = tmp_path / "notebook.py"
     program.write_text(source(ROOT / "docs/notebooks/torch_and_back.ipynb"))
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (apart,) = re.findall(r"largest relative difference: (\S+)", done.stdout)
+    said = python(program, JAX_PLATFORMS="cpu", MPLBACKEND="Agg", TMPDIR=str(tmp_path))
+    (apart,) = re.findall(r"largest relative difference: (\S+)", said)
     assert float(apart) < 1e-4

@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 import train
 from paths import LANGUAGE_MODEL
+from script import python
 
 import jaxcomp
 
@@ -203,10 +203,7 @@ def test_a_log_that_was_cut_off_goes_on(tmp_path):
 def test_hybrid_mesh_trains_and_sends_what_the_stats_say(mode):
     arguments = ["--mode", mode, "--width", 32, "--steps", 20, "--rank", 2]
     if mode == "tensor":
-        command = [sys.executable, LANGUAGE_MODEL / "hybrid_mesh.py", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
+        printed = python(LANGUAGE_MODEL / "hybrid_mesh.py", *arguments)
     else:
         printed = here(hybrid_mesh, *arguments)
     (sent,) = re.findall(r"bytes between hosts, per device and step: ([\d,]+)", printed)

@@ -1,15 +1,14 @@
 """The programs to copy, run as a user runs them, and what they say."""
 
 import ast
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import include
 import pytest
 from paths import EXAMPLES
+from script import python
 
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
@@ -20,16 +19,7 @@ def output(name, *changes):
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python("-c", source, JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)

@@ -92,7 +92,12 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any, gradient: Any = towards) 
 
 
 def rounds(
-    round_: Any, params: Any, targets: Any, state: Any = None, mapping: str = "shard_map"
+    round_: Any,
+    params: Any,
+    targets: Any,
+    state: Any = None,
+    mapping: str = "shard_map",
+    weights: Any = None,
 ) -> Any:
     """Rounds of `local_sgd_round` over ``(n, steps, *shape)`` targets, in one compiled program.
 
@@ -102,6 +107,7 @@ def rounds(
       targets: What `step_fn` gets as its batches.
       state: Consolidated; by default ``round_.init(params)``.
       mapping: One of runners.MAPPINGS. shard_map runs with check_vma=True.
+      weights: How much each replica counts, ``(n,)``.
 
     Returns:
       The parameters as each device has them, ``(n, *shape)``; the state; what the steps returned
@@ -110,9 +116,9 @@ def rounds(
     n, steps = jax.tree.leaves(targets)[0].shape[:2]
     state = round_.init(params) if state is None else state
 
-    def train(params: Any, state: Any, targets: Any) -> Any:
+    def train(params: Any, state: Any, targets: Any, weight: Any) -> Any:
         def one(carry: Any, batches: Any) -> Any:
-            params, state, ends = round_(*carry, batches)
+            params, state, ends = round_(*carry, batches, weight=weight)
             return (params, state), ends
 
         every = round_.sync_every
@@ -123,23 +129,23 @@ def rounds(
     if mapping != "shard_map":
         pmap = functools.partial(jax.pmap, devices=jax.devices()[:n])
         mapped = {"vmap": jax.vmap, "pmap": pmap}[mapping](
-            train, in_axes=(None, None, 0), axis_name=AXIS
+            train, in_axes=(None, None, 0, 0), axis_name=AXIS
         )
-        return jax.jit(mapped)(params, state, targets)
+        return jax.jit(mapped)(params, state, targets, weights)
 
-    def local(params: Any, state: Any, targets: Any) -> Any:
-        params, state, ends = train(params, state, first(targets))
+    def local(params: Any, state: Any, targets: Any, weight: Any) -> Any:
+        params, state, ends = train(params, state, first(targets), first(weight))
         return params, state, jax.tree.map(lambda x: x[None], ends)
 
     specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(jax.P(), specs, jax.P(AXIS)),
+        in_specs=(jax.P(), specs, jax.P(AXIS), jax.P(AXIS)),
         out_specs=(jax.P(), specs, jax.P(AXIS)),
     )
     placed = jaxcomp.shard_state(state, mesh, AXIS)
-    params, state, ends = jax.jit(mapped)(params, placed, targets)
+    params, state, ends = jax.jit(mapped)(params, placed, targets, weights)
     # The same array on every device: each has its own copy.
     copies = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
     return copies, state, jax.device_get(ends)

@@ -156,7 +156,7 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any) -> Any:
 
 
 def lower_update(
-    tx: Any, params: Any, n: int, mapping: str = "shard_map", platforms: Any = None
+    tx: Any, params: Any, n: int, mapping: str = "shard_map", platforms: Any = None, **extra: Any
 ) -> Any:
     """One update of `n` replicas, lowered for gradients ``(n, *shape)`` that nobody has to make."""
     abstract = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
@@ -166,8 +166,8 @@ def lower_update(
     state = placed(state, specs, n) if specs else jax.tree.map(abstract, state)
     mapped = _mapped(mapping, tx, n, specs)
     if platforms:
-        return mapped.trace(grads, state, None, {}).lower(lowering_platforms=platforms)
-    return mapped.lower(grads, state, None, {})
+        return mapped.trace(grads, state, None, extra).lower(lowering_platforms=platforms)
+    return mapped.lower(grads, state, None, extra)
 
 
 def placed(state: Any, specs: Any, n: int) -> Any:

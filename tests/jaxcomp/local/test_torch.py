@@ -1,9 +1,6 @@
 """The same weights as torch's and Accelerate's local SGD after 40 steps, over gloo."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +9,14 @@ import optax
 import pytest
 import torch
 from paths import SUPPORT
+from script import python
 
 import jaxcomp
 import torch_bridge
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = SUPPORT / "torch_local_sgd.py"
-STEPS, BATCH, TIMEOUT = 40, 4, 120
+STEPS, BATCH = 40, 4
 NAMES = ("w1", "b1", "w2", "b2")
 SHAPES = ((6, 8), (8,), (8, 3), (3,))
 AXES = ("node", "device")
@@ -45,16 +42,8 @@ def torch_run(tmp_path_factory):
 def launch(world, folder):
     params, x, y = data_of(world)
     np.savez(folder / "data.npz", x=x, y=y, **params)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, folder, str(world)],
-        env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = SUPPORT / "torch_local_sgd.py"
+    python(script, folder, world, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     ranks = [dict(np.load(folder / f"{rank}.npz")) for rank in range(world)]
     cases = {key.rsplit("_", 1)[0] for key in ranks[0]}
     return {

@@ -8,36 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reducers import users_own
-from runners import AXIS, mesh_of, simulate
+from runners import AXIS, simulate
 
 import jaxcomp
-
-
-def run(tx, grads):
-    step = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
-    return step(grads, tx.init(grads))
-
-
-def test_a_reducer_without_our_building_blocks_refuses_what_ours_refuse():
-    grads = {"v": jnp.ones((2, 3), jnp.complex64), "w": jnp.ones((2, 3), jnp.int32)}
-    for tx in (users_own(check=False), jaxcomp.error_feedback(users_own(check=False))):
-        with pytest.raises(ValueError, match=r"\['v'\] has dtype complex64.*\['w'\].* int32"):
-            run(tx, grads)
-
-
-def test_a_reducer_without_our_building_blocks_refuses_gradients_that_were_reduced():
-    tx = users_own(check=False)
-
-    def step(w, x):
-        grads = jax.grad(lambda w: jnp.sum(w * x))(w)  # summed by JAX, as `w` is replicated
-        return tx.update(grads, tx.init(w))[0]
-
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
-    )
-    with pytest.raises(ValueError, match=r"already summed by jax\.grad"):
-        mapped(jnp.ones(2), jnp.ones(4))
 
 
 class Owned(NamedTuple):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from runners import AXIS, simulate
+from leaves import zeros
+from runners import AXIS
 
 import jaxcomp
 
@@ -45,43 +46,6 @@ import jaxcomp
 def test_powersgd_refuses_when_built(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         jaxcomp.powersgd(**{"axis_name": AXIS, **arguments})
-
-
-def test_a_state_of_another_rank_lists_every_leaf():
-    params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((20, 20)), "c": jnp.zeros(3)}
-    old = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0).init(params)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    grads = jax.tree.map(lambda p: jnp.zeros((2, 1, *p.shape)), params)
-    with pytest.raises(ValueError, match="does not fit") as caught:
-        simulate("vmap", tx, grads, old)
-    assert "q['a']: expected (16, 2), got (16, 1)" in str(caught.value)
-    assert "q['b']" in str(caught.value)
-
-
-def test_a_state_of_another_tree_is_refused():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    state = tx.init({"a": jnp.zeros((16, 16))})
-    grads = {"b": jnp.zeros((2, 1, 16, 16))}
-    with pytest.raises(ValueError, match=r"gradients \['b'\], only in the state \['a'\]"):
-        simulate("vmap", tx, grads, state)
-
-
-def test_a_residual_of_other_shapes_or_another_tree_is_refused():
-    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
-    update = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
-    state = tx.init({"w": jnp.zeros((4, 3))})
-    with pytest.raises(ValueError, match=r"residual\['w'\]: expected \(2, 3\), got \(4, 3\)"):
-        update({"w": jnp.zeros((2, 2, 3))}, state)
-    with pytest.raises(ValueError, match="different tree structures"):
-        update({"v": jnp.zeros((2, 2, 3))}, state)
-
-
-def test_a_residual_that_was_not_sharded_says_how():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    state = jaxcomp.stack_replicas(tx.init({"w": jnp.zeros((16, 16))}), 2)
-    step = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)  # the state is not mapped
-    with pytest.raises(ValueError, match=r"residual\['w'\].*rows of 2 replicas.*shard_state"):
-        step({"w": jnp.zeros((2, 16, 16))}, state)
 
 
 OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduce, or jax"
@@ -148,14 +112,37 @@ def test_torchs_names_are_answered_with_ours(make):
         make(2, axis_name=AXIS, colour="blue")
 
 
-def test_a_state_that_lacks_a_factor_is_told_by_it():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
-    params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((20, 20))}
-    state = tx.init(params)
-    grads = jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params)
-    update = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"'s q have different.*only among the gradients \['b'\]"):
-        update(grads, state._replace(q={"a": state.q["a"]}))
-    with pytest.raises(ValueError, match="does not fit") as caught:
-        update(grads, state._replace(q=state.q | {"b": state.q["b"][:, :1]}))
-    assert "axis of replicas" not in str(caught.value)
+TX = POWERSGD(start_step=0)
+TWO = {"a": (16, 16), "b": (20, 20)}
+STATE, OTHER = TX.init(zeros(TWO)), TX.init(zeros({"c": (16, 16)}))
+FED_BACK = FEEDBACK(jaxcomp.allreduce(axis_name=AXIS))
+RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("tx", "state", "shapes", "words"),
+    [
+        (
+            jaxcomp.powersgd(1, axis_name=AXIS), STATE, TWO,
+            # No word of an axis of replicas, and every leaf.
+            r"(?s)does not fit(?!.*axis of replicas).*q\['a'\]: expected \(16, 1\), got \(16, 2\)"
+            r".*q\['b'\]",
+        ),
+        (TX, OTHER, TWO, r"gradients \['a'\], .*only in the state \['c'\]"),
+        (
+            TX, STATE._replace(q={"a": STATE.q["a"]}), TWO,
+            r"'s q have different.*only among the gradients \['b'\]",
+        ),
+        (
+            TX, jaxcomp.stack_replicas(STATE, 2), TWO,
+            r"residual\['a'\].*rows of 2 replicas.*shard_state",
+        ),
+        (FED_BACK, RESIDUAL, {"w": (2, 3)}, r"residual\['w'\]: expected \(2, 3\), got \(4, 3\)"),
+        (FED_BACK, RESIDUAL, {"v": (4, 3)}, "different tree structures"),
+    ],
+    ids=["rank", "tree", "a factor", "rows", "shape", "name"],
+)  # fmt: skip
+def test_a_state_that_does_not_fit_the_gradients_is_refused(tx, state, shapes, words):
+    grads = {name: jnp.zeros((2, *shape)) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS), grads, state)

@@ -1,19 +1,16 @@
 """Step for step against torch's own powerSGD_hook, run over gloo by three real processes."""
 
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from paths import SUPPORT
 from runners import AXIS, simulate
+from script import python
 
 import jaxcomp
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = SUPPORT / "torch_hook.py"
 REPLICAS, START, STEPS = 3, 2, 12  # ten compressed steps
 RANKS = (1, 2, 4)
 TORCH_SHAPES = {
@@ -52,8 +49,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch")
     source, target = folder / "gradients.npz", folder / "outputs.npz"
     np.savez(source, **grads)
-    command = [sys.executable, SCRIPT, source, target, START, *RANKS]
-    subprocess.run([str(part) for part in command], check=True, timeout=300, capture_output=True)
+    python(SUPPORT / "torch_hook.py", source, target, START, *RANKS)
     return grads, dict(np.load(target))
 
 
