@@ -16,12 +16,8 @@ from benchmarks.optimizers.settings import (
     GRID,
     MAIN,
     UNSEEN,
-    WIDE,
     Setting,
     frontier,
-    frontier_of_width,
-    longer,
-    wider,
 )
 from jaxcomp.types import Law
 
@@ -65,42 +61,18 @@ def test_finished_runs_are_not_made_again(setting, tmp_path, capsys):
     assert run["bytes"] == sum(setting.bytes_sent(TINY))
 
 
-def test_the_tables_have_what_was_searched_to_its_end():
-    runs = []
-
-    def loss(config, setting, seed):
-        value = valley(setting, seed)
-        made = {"setting": asdict(setting), "seed": seed, "curve": [(4, value)]}
-        machine = {"cpu": "A", "versions": {"jax": "1"}}
-        about = {"date": "2026-11-22 12:00 UTC", "machine": machine}
-        sent = 1_000 if setting.exact else 10 * (setting.rank or 5)
-        runs.append(made | {"bytes": sent, "config": asdict(config), "about": about})
-        return value
-
-    for optimizer in ("adamw", "muon", "sgd"):
-        exact = report.best(optimizer, lambda s, seed: loss(TINY, s, seed))
-        for setting in (exact, *frontier(exact, full=optimizer in MAIN)):
-            for seed in (0, 1):
-                loss(TINY, setting, seed)
-    loss(TINY, Setting("lion", *GRID["lion"][0]), 0)  # the others of its grid are missing
-    adamw = Setting("adamw", *GRID["adamw"][1])
-    for setting in (adamw, replace(adamw, rank=21, wire="int6")):
-        loss(longer(TINY), setting, 0)
-    in_width = 0
-    for name in WIDE:
-        config = wider(TINY, name)
-        wide = report.best(name, lambda s, seed, own=config: loss(own, s, seed), WIDE)
-        for setting in frontier_of_width(wide):
-            loss(config, setting, 0)
-        in_width += 1 + len([*frontier_of_width(wide)])
-    page = f"before\n<!-- {report.COMMAND} -->\nold\n<!-- end -->\nafter"
-    text = report.paged(page, runs, TINY)
-    assert "| adamw, rate 0.002, momentum 0.8 | exact | 2 | loss 2.500 | 1.0x |" in text
-    assert "|  | rank 21, int6, 16 steps | 1 | +0.2% | 4.8x |" in text
-    assert text.count("width 64") == in_width
-    assert "lion" not in text
+def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end():
+    page, runs = report.PAGE.read_text(), read_runs(command.OUT)
+    assert report.paged(page, runs, Config()) == page
+    rate, _ = GRID["lion"][0]
+    cut = [
+        run
+        for run in runs
+        if (run["setting"]["optimizer"], run["setting"]["rate"]) != ("lion", rate)
+    ]
+    assert "\n| lion, " not in report.paged(page, cut, Config())
     with pytest.raises(ValueError, match="no search has come to its end"):
-        report.paged(page, [], TINY)
+        report.paged(page, [], Config())
 
 
 @pytest.mark.parametrize("name", MAIN)

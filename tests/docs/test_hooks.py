@@ -33,42 +33,24 @@ EXACT = {
     "8 bits with error feedback (no equivalent)": 3e-2,
 }
 
-
-STATES = {
-    "jaxcomp.allreduce": optax.EmptyState,
-    "jaxcomp.quantized_allreduce": optax.EmptyState,
-    "jaxcomp.powersgd": jaxcomp.PowerSGDState,
-    "jaxcomp.batched_powersgd": jaxcomp.PowerSGDState,
-    "jaxcomp.error_feedback": jaxcomp.types.ErrorFeedbackState,
-    "jaxcomp.local_sgd": jaxcomp.types.LocalSGDState,
-    "optax.identity": optax.EmptyState,
-    "optax.chain": tuple,
-}
-FUNCTIONS = {name: call.split("(")[0] for name, call in CALLS.items()}
 PARAMS = {"w": jnp.zeros((16, 12))}
 
 
-def made(call, library=jaxcomp):
-    return eval(call, {"jaxcomp": library, "optax": optax, "jnp": jnp})
-
-
 def one_update(tx):
-    """(outputs, new state, gradients) of four replicas."""
+    """Outputs and gradients of four replicas."""
     rng = np.random.default_rng(0)
     grads = {"w": jnp.asarray(rng.normal(size=(4, 16, 12)), jnp.float32)}
     step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="data")
     with jax.numpy_dtype_promotion("standard"):
-        outputs, state = jax.jit(step)(grads, tx.init(PARAMS), PARAMS)
-    return outputs["w"], state, grads["w"]
+        outputs, _ = jax.jit(step)(grads, tx.init(PARAMS), PARAMS)
+    return outputs["w"], grads["w"]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_in_the_table_runs(name):
-    tx = made(CALLS[name])
-    outputs, state, grads = one_update(tx)
-    assert isinstance(state, STATES[FUNCTIONS[name]])
+    outputs, grads = one_update(eval(CALLS[name], {"jaxcomp": jaxcomp, "optax": optax, "jnp": jnp}))
     mean = grads.mean(0)
-    if FUNCTIONS[name] == "optax.identity":
+    if CALLS[name].startswith("optax.identity"):
         np.testing.assert_array_equal(outputs, grads)
     elif "sgd(0.1" in CALLS[name]:  # local SGD too averages exactly until start_step
         np.testing.assert_allclose(outputs, -0.1 * np.broadcast_to(mean, (4, 16, 12)), atol=1e-6)

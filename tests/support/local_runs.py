@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from hlo import text
-from runners import AXIS, first, mesh_of, placed, spread, stack, steps_of, types_of
+from runners import AXIS, first, mesh_of, placed, sharded, spread, stack, steps_of, types_of
 
 import jaxcomp
 
@@ -79,13 +79,7 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any, gradient: Any = towards) 
         return jax.tree.map(lambda x: x[None], params), state
 
     if mapping == "shard_map":
-        mapped = jax.shard_map(
-            local,
-            mesh=mesh_of(n),
-            in_specs=(jax.P(AXIS), specs, jax.P(AXIS)),
-            out_specs=(jax.P(AXIS), specs),
-        )
-        return jax.jit(mapped)
+        return sharded(n, local, (jax.P(AXIS), specs, jax.P(AXIS)), (jax.P(AXIS), specs))
     if mapping == "pmap":
         return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:n])
     return jax.jit(jax.vmap(step, axis_name=AXIS))
@@ -137,15 +131,10 @@ def rounds(
         params, state, ends = train(params, state, first(targets), first(weight))
         return params, state, jax.tree.map(lambda x: x[None], ends)
 
-    specs, mesh = jaxcomp.state_specs(state, AXIS), mesh_of(n)
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(jax.P(), specs, jax.P(AXIS), jax.P(AXIS)),
-        out_specs=(jax.P(), specs, jax.P(AXIS)),
-    )
-    placed = jaxcomp.shard_state(state, mesh, AXIS)
-    params, state, ends = jax.jit(mapped)(params, placed, targets, weights)
+    own, specs = jax.P(AXIS), jaxcomp.state_specs(state, AXIS)
+    mapped = sharded(n, local, (jax.P(), specs, own, own), (jax.P(), specs, own))
+    placed = jaxcomp.shard_state(state, mesh_of(n), AXIS)
+    params, state, ends = mapped(params, placed, targets, weights)
     # The same array on every device: each has its own copy.
     copies = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
     return copies, state, jax.device_get(ends)

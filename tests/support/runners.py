@@ -25,6 +25,13 @@ def mesh_of(n: int, axis: str = AXIS) -> Mesh:
     return jax.make_mesh((n,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
 
 
+def sharded(mesh: Mesh | int, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """A jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
+    mesh = mesh_of(mesh) if isinstance(mesh, int) else mesh
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.jit(jax.shard_map(function, mesh=mesh, **specs, **options))
+
+
 def first(tree: Any) -> Any:
     """This replica's entry of arrays with a leading axis of length 1."""
     return jax.tree.map(lambda x: x[0], tree)
@@ -143,13 +150,8 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any) -> Any:
         return tx.update(grads, state, params, **extra)
 
     if mapping == "shard_map":
-        mapped = jax.shard_map(
-            lambda grads, *rest: step(first(grads), *rest),
-            mesh=mesh_of(n),
-            in_specs=(jax.P(AXIS), specs, jax.P(), jax.P()),
-            out_specs=(jax.P(), specs),
-        )
-        return jax.jit(mapped)
+        local = lambda grads, *rest: step(first(grads), *rest)  # noqa: E731
+        return sharded(n, local, (jax.P(AXIS), specs, jax.P(), jax.P()), (jax.P(), specs))
     if mapping == "pmap":
         return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:n])
     return jax.jit(jax.vmap(step, axis_name=AXIS, in_axes=(0, 0, None, None)))

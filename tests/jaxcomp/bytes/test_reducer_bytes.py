@@ -10,12 +10,12 @@ import optax
 import pytest
 from hlo import BYTES, collectives, sent_bytes, text, unconditional
 from reducers import REDUCERS, reducer
-from runners import AXIS, lower_update, mesh_of
+from runners import AXIS, lower_update, sharded
 from xla import users_program
 
 import jaxcomp
 
-REPLICAS = 4
+P, REPLICAS = jax.P, 4
 PARAMS = {"bias": jnp.zeros(24), "kernel": jnp.zeros((24, 16)), "wide": jnp.zeros((16, 40))}
 HALF = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
 POWERSGD = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
@@ -91,13 +91,8 @@ CASES = {name: (reducer(name), PARAMS, TURNS.get(name, [None])) for name in COUN
 @functools.cache
 def program(name):
     tx, params, _ = CASES[name]
-    mapped = jax.shard_map(
-        lambda grads, state, params: tx.update(grads, state, params)[0],
-        mesh=mesh_of(REPLICAS),
-        in_specs=(jax.P(), jax.P(), jax.P()),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
+    update = lambda *arguments: tx.update(*arguments)[0]  # noqa: E731
+    mapped = sharded(REPLICAS, update, (P(), P(), P()), P(), check_vma=False)
     return text(mapped, params, tx.init(params), params)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import random_grads
 from local_runs import NESTEROV, PARAMS, SHAPES, run, streaming_diloco, towards
-from runners import AXIS, MAPPINGS, mesh_of
+from runners import AXIS, MAPPINGS, sharded
 
 import jaxcomp
 
@@ -242,14 +242,10 @@ def test_average_keeps_what_has_no_mean():
     got = jax.vmap(lambda t: jaxcomp.average(t, AXIS), axis_name=AXIS)(tree)
     assert got["n"].tolist() == [0, 1]
     assert got["x"].tolist() == [0.5, 0.5]
-    mapped = jax.shard_map(
-        lambda x, when: jaxcomp.average(x, AXIS, when=when),
-        mesh=mesh_of(2),
-        in_specs=(jax.P(AXIS), jax.P()),
-        out_specs=jax.P(AXIS),
-    )
+    average = lambda x, when: jaxcomp.average(x, AXIS, when=when)  # noqa: E731
+    mapped = sharded(2, average, (jax.P(AXIS), jax.P()), jax.P(AXIS))
     for when, expected in ((True, [0.5, 0.5]), (False, [0.0, 1.0])):
-        assert jax.jit(mapped)(jnp.arange(2.0), jnp.array(when)).tolist() == expected
+        assert mapped(jnp.arange(2.0), jnp.array(when)).tolist() == expected
     with pytest.raises(ValueError, match="is not bound here"):
         jaxcomp.average({}, "unbound")
 

@@ -10,7 +10,7 @@ import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
 from local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
-from runners import AXIS, MAPPINGS, mesh_of
+from runners import AXIS, MAPPINGS, sharded
 
 import jaxcomp
 
@@ -78,13 +78,8 @@ def test_statistics_in_the_parameters_are_averaged():
     params = {"w": jnp.zeros(2), "steps": jnp.array(0), "statistics": jnp.array(0.0)}
     round_ = jaxcomp.local_sgd_round(step, sync_every=2, axis_name=AXIS)
     x = jnp.array([[[1.0, 1.0], [2.0, 2.0]], [[3.0, 3.0], [4.0, 4.0]]])
-    mapped = jax.shard_map(
-        lambda p, x: round_(p, round_.init(p, ()), x[0])[0],
-        mesh=mesh_of(2),
-        in_specs=(jax.P(), jax.P(AXIS)),
-        out_specs=jax.P(),
-    )
-    got = jax.jit(mapped)(params, x)
+    train = lambda p, x: round_(p, round_.init(p, ()), x[0])[0]  # noqa: E731
+    got = sharded(2, train, (jax.P(), jax.P(AXIS)), jax.P())(params, x)
     np.testing.assert_array_equal(got["w"], [-5.0, -5.0])
     assert int(got["steps"]) == 2
     assert float(got["statistics"]) == (0.25 + 1.0 + 0.75 + 2.0) / 2
@@ -102,12 +97,7 @@ def test_averaged_momenta_are_counted():
         kept = sum(jnp.sum(x) for x in jax.tree.leaves(state.inner))
         return params, kept[None]
 
-    mapped = jax.shard_map(
-        states,
-        mesh=mesh_of(2),
-        in_specs=(jax.P(), jax.P(AXIS)),
-        out_specs=(jax.P(), jax.P(AXIS)),
-    )
+    mapped = sharded(2, states, (jax.P(), jax.P(AXIS)), (jax.P(), jax.P(AXIS)))
     with jax.numpy_dtype_promotion("standard"):  # for Adam
         hlo = text(mapped, params, batches)
     assert once(hlo) == collectives(hlo)  # after the loop, and not in its body

@@ -12,7 +12,7 @@ import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
 from local_runs import NESTEROV, PARAMS, SHAPES, rounds, step_of, streaming_diloco
-from runners import AXIS, mesh_of
+from runners import AXIS, mesh_of, sharded
 
 import jaxcomp
 
@@ -195,9 +195,7 @@ def test_bytes_of_the_compiled_round_are_those_of_its_steps():
         batches = jax.tree.map(lambda x: x[0], targets)
         return round_(params, round_.init(params, INNER.init(params)), batches)[0]
 
-    mapped = jax.shard_map(
-        train, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
-    )
+    mapped = sharded(2, train, (jax.P(), jax.P(AXIS)), jax.P())
     hlo = text(mapped, PARAMS, targets)
     steps = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
     assert steps == [48, 0, 20, 0, 4, 0]  # for use after 2, 4 and 6 steps

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from leaves import random_grads
+from runners import sharded
 
 import jaxcomp
 from jaxcomp.extend import reduce_mean
@@ -51,16 +52,10 @@ def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.shard_map(
-        step,
-        mesh=grid,
-        in_specs=(P(), specs, P(axes)),
-        out_specs=(P(), specs),
-        axis_names=set(manual),
-    )
+    mapped = sharded(grid, step, (P(), specs, P(axes)), (P(), specs), axis_names=set(manual))
     rng = np.random.default_rng(1)
     batch = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
-    return jax.jit(mapped), params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
+    return mapped, params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
 
 
 HOSTS = jax.sharding.AbstractMesh((2, 4), ("host", "device"))
@@ -148,17 +143,13 @@ def test_an_average_moves_no_more_within_a_host_than_pmean(layout, reducer, by_h
 def test_consolidate_gathers_nothing_and_its_state_is_sharded_again(layout):
     grid, tx = mesh(), jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
     state = training(tx, LAYOUTS[layout])[2]
-    mapped = jax.shard_map(
-        lambda s: jaxcomp.consolidate(s, "dcn"),
-        mesh=grid,
-        in_specs=(jaxcomp.state_specs(state, "dcn"),),
-        out_specs=P(),
-        axis_names={"dcn"},
-    )
+    specs = jaxcomp.state_specs(state, "dcn")
+    inside = lambda s: jaxcomp.consolidate(s, "dcn")  # noqa: E731
+    mapped = sharded(grid, inside, (specs,), P(), axis_names={"dcn"})
     found = collectives(hlo.text(mapped, state))
     assert crossing(found) == 2 * 64 * 96 // 4 + 2  # and whose residual it is
     assert moved(found) == (0, 0)
-    one = jax.jit(mapped)(state)
+    one = mapped(state)
     assert one.residual["up"].shape == SHAPES["up"]
     for each in (jaxcomp.shard_state(one, grid, "dcn"), state):
         assert each.residual["up"].shape == (2, 64, 96)
@@ -178,14 +169,12 @@ def test_thin_factors_cross_hosts_in_shares():
     parts = jax.tree.map(
         lambda x, s: jax.device_put(x, NamedSharding(grid, s)), tuple(parts), specs
     )
-    mapped = jax.shard_map(
-        mean, mesh=grid, in_specs=(P("dcn"),) * 3, out_specs=P(), axis_names={"dcn"}
-    )
+    mapped = sharded(grid, mean, (P("dcn"),) * 3, P(), axis_names={"dcn"})
     found = collectives(hlo.text(mapped, *parts))
     # No side of `odd` can be cut in four.
     assert crossing(found) == 8 * 2 / 4 + 3 * 5 + 16 * 8 / 4
     assert moved(found) == (8 * 2, 8 * 2)
-    for result, x in zip(jax.jit(mapped)(*parts), values.values(), strict=True):
+    for result, x in zip(mapped(*parts), values.values(), strict=True):
         np.testing.assert_allclose(result, x[:, 0].mean(0), atol=1e-6)
 
 
@@ -267,14 +256,8 @@ def test_bfloat16_gradients_beside_automatic_axes(wire):
     grid = mesh()
     tx = jaxcomp.allreduce(axis_name="dcn", comm_dtype=wire)
     grads = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(grid, P("dcn", "ici")))
-    mapped = jax.shard_map(
-        lambda g: tx.update(g, tx.init(g))[0],
-        mesh=grid,
-        in_specs=P("dcn"),
-        out_specs=P(),
-        axis_names={"dcn"},
-    )
-    output = jax.jit(mapped)(grads)
+    mapped = sharded(grid, lambda g: tx.update(g, tx.init(g))[0], P("dcn"), P(), axis_names={"dcn"})
+    output = mapped(grads)
     assert output.dtype == jnp.bfloat16
     np.testing.assert_array_equal(output.astype(jnp.float32), 1)
 
@@ -312,6 +295,6 @@ def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
         return jax.tree.map(lambda x: x[None], tx.update(*own))
 
     spec = jax.P(axes)
-    step = jax.shard_map(update, mesh=grid, in_specs=spec, out_specs=spec)
+    step = sharded(grid, update, spec, spec)
     found = jax.eval_shape(step, grads, state)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, (grads, state))

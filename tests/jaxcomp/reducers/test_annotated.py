@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from leaves import random_grads
-from runners import mesh_of
+from runners import mesh_of, sharded
 
 import jaxcomp
 
@@ -145,10 +145,8 @@ def test_lora_and_frozen_leaves_type_check():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
-    )
-    after, _ = jax.jit(mapped)(params, jaxcomp.shard_state(state, mesh, "data"), jnp.ones((8, 32)))
+    mapped = sharded(mesh, step, (P(), specs, P("data")), (P(), specs))
+    after, _ = mapped(params, jaxcomp.shard_state(state, mesh, "data"), jnp.ones((8, 32)))
     np.testing.assert_array_equal(after["frozen"], params["frozen"])
     assert float(jnp.abs(after["a"] - params["a"]).max()) > 0
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from leaves import SMALL, random_grads, zeros
 from reducers import BARE, REDUCERS, allreduce, batched, powersgd, reducer
-from runners import AXIS, mesh_of, simulate
+from runners import AXIS, sharded, simulate
 
 import jaxcomp
 
@@ -258,11 +258,9 @@ def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(name):
         grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
         return tx.update({"w": grads}, tx.init({"w": w}))[0]
 
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(2), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P()
-    )
+    mapped = sharded(2, step, (jax.P(), jax.P(AXIS)), jax.P())
     with pytest.raises(ValueError, match=r"\['w'\] is the same on every replica.*local_value_and_"):
-        jax.jit(mapped)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+        mapped(jnp.ones((8, 8)), jnp.ones((4, 8)))
 
 
 @pytest.mark.parametrize("name", [name for name in REDUCERS if name != "own"])  # which looks itself

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from leaves import SMALL, random_grads, zeros
-from runners import AXIS, mesh_of, simulate
+from runners import AXIS, mesh_of, sharded, simulate
 
 import jaxcomp
 
@@ -76,14 +76,7 @@ def test_nnx_optimizer_under_shard_map_as_a_module():
         optimizer.update(model, grads)
         return model, optimizer, jax.lax.pmean(value, AXIS)
 
-    compiled = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh_of(MESH_SIZE),
-            in_specs=(jax.P(), specs, jax.P(AXIS)),
-            out_specs=(jax.P(), specs, jax.P()),
-        )
-    )
+    compiled = sharded(MESH_SIZE, step, (jax.P(), specs, jax.P(AXIS)), (jax.P(), specs, jax.P()))
     optimizer = jaxcomp.shard_state(optimizer, mesh_of(MESH_SIZE), AXIS)
     losses = []
     for _ in range(STEPS):

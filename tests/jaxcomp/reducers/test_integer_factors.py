@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import shared_powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, simulate
+from runners import AXIS, MAPPINGS, first, sharded, simulate
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
@@ -204,13 +204,8 @@ def test_several_axes_are_one_axis_of_as_many_replicas(make):
     nested = jax.vmap(jax.vmap(mean(("a", "b")), axis_name="b"), axis_name="a")
     two = jax.jit(nested)(folded)
     mesh = jax.make_mesh((2, 3), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:6])
-    mapped = jax.shard_map(
-        lambda g: mean(("a", "b"))(jax.tree.map(lambda x: x[0], g)),
-        mesh=mesh,
-        in_specs=jax.P(("a", "b")),
-        out_specs=jax.P(),
-    )
-    three = jax.jit(mapped)(grads)
+    local = lambda g: mean(("a", "b"))(first(g))  # noqa: E731
+    three = sharded(mesh, local, jax.P(("a", "b")), jax.P())(grads)
     for name in SMALL:
         np.testing.assert_allclose(two[name][1, 2], one[name][0], atol=1e-5)
         np.testing.assert_allclose(three[name], one[name][0], atol=1e-5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from leaves import random_grads
-from runners import AXIS, mesh_of, simulate
+from runners import AXIS, first, mesh_of, sharded, simulate
 
 import jaxcomp
 
@@ -40,14 +40,8 @@ def as_in_flax_imagenet(tx):
 
 def without_checks(tx):
     """shard_map(check_vma=False) whose specifications say that the state is replicated."""
-    update = jax.shard_map(
-        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s)[1],
-        mesh=mesh_of(N),
-        in_specs=(P(AXIS), P()),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(update)
+    update = lambda g, s: tx.update(first(g), s)[1]  # noqa: E731
+    return sharded(N, update, (P(AXIS), P()), P(), check_vma=False)
 
 
 @pytest.mark.parametrize("mapping", [as_in_flax_imagenet, without_checks])
@@ -142,9 +136,7 @@ def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
     mapped = {
         "vmap": jax.vmap(jaxcomp.consolidate, in_axes=(axes,), axis_name=AXIS),
         "pmap": jax.pmap(jaxcomp.consolidate, AXIS, in_axes=(axes,), devices=jax.devices()[:N]),
-        "shard_map": jax.shard_map(
-            jaxcomp.consolidate, mesh=mesh_of(N), in_specs=(specs,), out_specs=specs
-        ),
+        "shard_map": sharded(N, jaxcomp.consolidate, (specs,), specs),
     }[mapping]
     with pytest.raises(ValueError, match="needs the axis of the replicas"):
         mapped(state)
@@ -162,13 +154,9 @@ def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jax.device_get, (a, b))), *placed)
     assert placed[0].residual["w"].shape == (after, 16, 12)
     specs = jaxcomp.state_specs(one, AXIS)
-    step = jax.shard_map(
-        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-        mesh=mesh,
-        in_specs=(P(AXIS), specs),
-        out_specs=(P(), specs),
-    )
-    output, new = jax.jit(step)(mean, placed[0])
+    update = lambda g, s: tx.update(first(g), s)  # noqa: E731
+    step = sharded(mesh, update, (P(AXIS), specs), (P(), specs))
+    output, new = step(mean, placed[0])
     assert new.owner.tolist() == [i - after for i in range(after)]
     accounted = output["w"] + new.residual["w"].mean(0)
     np.testing.assert_allclose(accounted, mean["w"][0] + one.residual["w"], atol=1e-5)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from leaves import random_grads
-from runners import AXIS, mesh_of, simulate
+from runners import AXIS, first, mesh_of, sharded, simulate
 
 import jaxcomp
 
@@ -32,28 +32,13 @@ class Own(NamedTuple):
     per_replica = ("memory",)
 
 
-def test_init_is_consolidated_and_mirrors_the_parameters():
-    state = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
-    assert (state.count.dtype, state.count.shape) == (jnp.int32, ())
-    assert state.residual["kernel"].shape == (24, 16)
-    assert state.q["kernel"].shape == (24, 2)
-    assert state.residual["bias"] == state.q["bias"] == optax.MaskedNode()
-    shapes = jax.eval_shape(jaxcomp.powersgd(2, axis_name=AXIS).init, PARAMS)
-    assert jax.tree.structure(shapes) == jax.tree.structure(state)
-
-
 def test_consolidate_gives_every_replica_the_mean():
     """Under shard_map, which proves it; under pmap see test_owners.py."""
     tx = chain()
     grads = random_grads({"kernel": (24, 16), "bias": (16,)}, 4, 3)
     _, state = simulate("vmap", tx, grads, tx.init(PARAMS))
-    run = jax.shard_map(
-        lambda s: jaxcomp.consolidate(s, AXIS),
-        mesh=mesh_of(4),
-        in_specs=(jaxcomp.state_specs(state, AXIS),),
-        out_specs=jax.P(),
-    )
-    result = jax.jit(run)(state)
+    inside = lambda s: jaxcomp.consolidate(s, AXIS)  # noqa: E731
+    result = sharded(4, inside, (jaxcomp.state_specs(state, AXIS),), jax.P())(state)
     mean = np.asarray(state[1].residual["kernel"].mean(0))
     np.testing.assert_allclose(result[1].residual["kernel"], mean, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, result[1].q, state[1].q)
@@ -138,11 +123,6 @@ def test_a_state_made_inside_the_mapped_function_can_be_scanned():
 
         return jax.lax.scan(one, tx.init({"kernel": jnp.zeros((24, 16))}), g)[1]
 
-    mapped = jax.shard_map(
-        lambda g: run(jax.tree.map(lambda x: x[0], g)),
-        mesh=mesh_of(2),
-        in_specs=(jax.P(AXIS),),
-        out_specs=jax.P(),
-    )
+    mapped = sharded(2, lambda g: run(first(g)), (jax.P(AXIS),), jax.P())
     expected, _ = simulate("vmap", tx, grads, tx.init({"kernel": jnp.zeros((24, 16))}))
-    np.testing.assert_allclose(jax.jit(mapped)(grads)["kernel"], expected["kernel"], atol=1e-5)
+    np.testing.assert_allclose(mapped(grads)["kernel"], expected["kernel"], atol=1e-5)

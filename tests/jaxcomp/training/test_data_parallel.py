@@ -23,6 +23,7 @@ from classifier import (
     stepped,
 )
 from reducers import reducer
+from runners import sharded
 
 import jaxcomp
 
@@ -214,13 +215,8 @@ def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
 
     if mapping == "shard_map":
         specs = jaxcomp.state_specs(fresh, "data")
-        mapped = jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, P("data"), P("data")),
-            out_specs=(P(), P("data"), specs),
-        )
-        found, logits, state = jax.jit(mapped)(jaxcomp.shard_state(fresh, mesh, "data"), *data)
+        mapped = sharded(mesh, step, (specs, P("data"), P("data")), (P(), P("data"), specs))
+        found, logits, state = mapped(jaxcomp.shard_state(fresh, mesh, "data"), *data)
     else:
         make = {"pmap": functools.partial(jax.pmap, devices=jax.devices()[:4]), "vmap": jax.vmap}
         mapped = make[mapping](

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import AXIS, mesh_of
+from runners import AXIS, sharded
 
 import jaxcomp
 
@@ -26,8 +26,7 @@ def expected():
 def shard_map(step, *, check_vma):
     """As vmap: batch and results have an axis of replicas in front."""
     mapped = lambda p, x: jax.tree.map(lambda y: y[None], step(p, x[0]))  # noqa: E731
-    specs = {"in_specs": (jax.P(), jax.P(AXIS)), "out_specs": jax.P(AXIS)}
-    return jax.jit(jax.shard_map(mapped, mesh=mesh_of(2), **specs, check_vma=check_vma))
+    return sharded(2, mapped, (jax.P(), jax.P(AXIS)), jax.P(AXIS), check_vma=check_vma)
 
 
 OVER = {"in_axes": (None, 0), "axis_name": AXIS}
@@ -58,8 +57,8 @@ def test_keywords_of_value_and_grad_are_passed_on_and_the_axes_may_be_two():
 
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     both, a, x = jax.P(("x", "y")), jnp.arange(3.0), jnp.arange(12.0)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), both, jax.P()), out_specs=both)
-    (values, aux), grads = jax.jit(mapped)(a, x, a)
+    mapped = sharded(mesh, step, (jax.P(), both, jax.P()), both)
+    (values, aux), grads = mapped(a, x, a)
     parts = x.reshape(4, 3)
     np.testing.assert_allclose(values, parts @ (3 * a))
     np.testing.assert_allclose(aux["mean"], parts.mean(1))

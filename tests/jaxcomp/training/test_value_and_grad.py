@@ -9,6 +9,7 @@ import optax
 import pytest
 from classifier import KINDS, close, grid, placed, stepped
 from reducers import reducer
+from runners import sharded
 
 import jaxcomp
 
@@ -82,11 +83,7 @@ def shard_map_losses(name):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
 
-    mapped = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
-        )
-    )
+    mapped = sharded(mesh, step, (P(), specs, P("data")), (P(), specs, P()))
     losses = []
     for x in data:
         params, state, value = mapped(params, state, x)
