@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,32 +18,22 @@ from paths import ROOT
 
 import benchmarks.cluster.__main__ as cluster
 from benchmarks.cluster.jax_trainer import payload
-from benchmarks.cluster.plan import (
-    parse_rate,
-    parse_strategy,
-    sample_count,
-)
+from benchmarks.cluster.plan import parse_rate, parse_strategy, sample_count
 from benchmarks.cluster.report import Case, all_figures, compare, figures_of, table
+from benchmarks.common.paths import RESULTS
 
 
 def command(*arguments):
     return [sys.executable, "-m", "benchmarks.cluster", *map(str, arguments)]
 
 
-def case(strategy="none", framework="jax", seconds=((0.1, 0.1),), **changes):
-    fields = {
-        "framework": framework,
-        "model": "mlp",
-        "rate": "1gbit",
-        "strategy": strategy,
-        "steps_per_sample": 1,
-        "seconds": [list(times) for times in seconds],
-        "tx_bytes": [0 for _ in seconds],
-        "rx_bytes": [0 for _ in seconds],
-        "payload": None,
-        "loss": 1.0,
-    }
-    return Case(**{**fields, **changes})
+COMMITTED = [Case(**x) for x in json.loads((RESULTS / "cluster.json").read_text())["cases"]]
+
+
+def case(strategy, framework, *medians, **changes):
+    """As the first that is committed, of such times."""
+    fields = {"strategy": strategy, "framework": framework, "seconds": [[x] for x in medians]}
+    return replace(COMMITTED[0], **{"steps_per_sample": 1, **fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -58,25 +49,25 @@ def test_rates(text, bits, shown):
     assert (parse_rate(text).bits_per_second, parse_rate(text).shown) == (bits, shown)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "number", "comm_dtype", "round_steps", "in_torch"),
-    [
-        ("none", "none", 0, None, 1, True),
-        ("fp16", "fp16", 0, None, 1, True),
-        ("int8", "int8", 0, None, 1, False),
-        ("powersgd-16", "powersgd", 16, None, 1, True),
-        ("powersgd-2-fp16", "powersgd", 2, "float16", 1, False),
-        ("powersgd-4-int8", "powersgd", 4, "int8", 1, False),
-        ("powersgd-4-int6-every-8", "powersgd", 4, "int6", 8, False),
-        ("local-sgd-8", "local-sgd", 8, None, 8, True),
-        ("streaming-8", "streaming", 8, None, 8, False),
-    ],
-)
-def test_strategies(text, kind, number, comm_dtype, round_steps, in_torch):
-    found = parse_strategy(text)
-    assert (found.name, found.kind, found.comm_dtype) == (text, kind, comm_dtype)
-    assert not number or found.number == number
-    assert (found.round_steps, found.runs_in("torch")) == (round_steps, in_torch)
+# What is averaged, with which number, in which dtype; the steps of a round; whether torch has it.
+STRATEGIES = {
+    "none": ("none", 0, None, 1, True),
+    "fp16": ("fp16", 0, None, 1, True),
+    "int8": ("int8", 0, None, 1, False),
+    "powersgd-16": ("powersgd", 16, None, 1, True),
+    "powersgd-2-fp16": ("powersgd", 2, "float16", 1, False),
+    "powersgd-4-int8": ("powersgd", 4, "int8", 1, False),
+    "powersgd-4-int6-every-8": ("powersgd", 4, "int6", 8, False),
+    "local-sgd-8": ("local-sgd", 8, None, 8, True),
+    "streaming-8": ("streaming", 8, None, 8, False),
+}
+
+
+def test_strategies():
+    for text, expected in STRATEGIES.items():
+        found = parse_strategy(text)
+        said = found.kind, found.number, found.comm_dtype, found.round_steps, found.runs_in("torch")
+        assert (found.name, said) == (text, expected)
 
 
 def test_a_round_promises_a_part_of_what_its_reducer_sends():
@@ -87,15 +78,9 @@ def test_a_round_promises_a_part_of_what_its_reducer_sends():
 
 
 def test_figures_are_per_step_and_over_all_processes():
-    figures = figures_of(
-        case(
-            "local-sgd-8",
-            seconds=[[0.8, 1.6], [1.6, 2.4]],
-            steps_per_sample=8,
-            tx_bytes=[16_000, 32_000],
-            payload=1_400.0,
-        )
-    )
+    sent = {"steps_per_sample": 8, "tx_bytes": [16_000, 32_000], "payload": 1_400.0}
+    seconds = [[0.8, 1.6], [1.6, 2.4]]
+    figures = figures_of(case("local-sgd-8", "jax", **sent, seconds=seconds))
     assert figures.median == pytest.approx(0.2)
     assert (figures.low, figures.high) == (pytest.approx(0.13), pytest.approx(0.27))
     assert figures.wire == 1_500
@@ -103,32 +88,21 @@ def test_figures_are_per_step_and_over_all_processes():
 
 
 def test_ratios():
-    figures = all_figures(
-        [
-            case("none", "jax", [[0.04]]),
-            case("none", "torch", [[0.06]]),
-            case("allreduce", "jax", [[0.44]]),
-            case("powersgd-4", "jax", [[0.05]]),
-            case("powersgd-4", "torch", [[0.21]]),
-        ]
-    )
-    found = compare(figures, ("mlp", "1gbit", "powersgd-4", "jax"))
-    assert found.to_alone == pytest.approx(1.25)
+    times = {("none", "jax"): 0.04, ("none", "torch"): 0.06, ("allreduce", "jax"): 0.44}
+    times |= {("powersgd-4", "jax"): 0.05, ("powersgd-4", "torch"): 0.21}
+    figures = all_figures([case(*name, seconds) for name, seconds in times.items()])
+    at = COMMITTED[0].model, COMMITTED[0].rate, "powersgd-4"
+    found, torch = (compare(figures, (*at, framework)) for framework in ("jax", "torch"))
+    assert (found.to_alone, torch.to_alone) == (pytest.approx(1.25), pytest.approx(3.5))
     assert found.over_allreduce == pytest.approx(8.8)
     assert found.over_torch == pytest.approx(4.2)
     assert found.overhead == pytest.approx(0.01)
     assert found.overhead_of_torch == pytest.approx(0.01 / 0.15)
+    assert torch.over_allreduce is torch.over_torch is None
 
-    torch = compare(figures, ("mlp", "1gbit", "powersgd-4", "torch"))
-    assert torch.to_alone == pytest.approx(3.5)
-    assert torch.over_allreduce is None
-    assert torch.over_torch is None
-    lines = table(figures).splitlines()
-    assert "| powersgd-4 | 50.0 / 210.0 |" in lines
-    assert "| allreduce | 440.0 / - |" in lines
-    assert "#### mlp, 1gbit" in lines
-    row = "| powersgd-4 | jax | 50.0 | 50.0 to 50.0 | 1.25 | 8.80 | 4.20 | 10.0 | 0.07 | 0.0 |  |"
-    assert row in lines
+
+def test_the_page_shows_the_committed_cases():
+    assert table(all_figures(COMMITTED)) in (RESULTS / "cluster.md").read_text()
 
 
 def namespaces_of(run):

@@ -49,15 +49,11 @@ def device(kind="cpu", **changed):
     return dataclasses.replace(constants, **changed)
 
 
-def test_a_slow_network_wants_compression():
-    advice = jaxcomp.advise(PARAMS, **SLOW)
-    chosen = advice.recommended
-    assert advice.compress
-    assert chosen in powersgd(advice)
-    assert chosen.gap <= 0.005
-    assert chosen.speedup > 1.1
-    assert chosen.break_even > advice.link.bandwidth
-    assert f"Use {chosen.name}." in str(advice)
+def test_of_what_is_about_as_fast_the_one_that_sends_most_is_recommended():
+    advice = advise(10**8, **{**SLOW, "bandwidth": "3Gbit", "step_time": "500ms"})
+    least, more, most = powersgd(advice)
+    assert least.step_time < more.step_time < 1.1 * least.step_time < most.step_time
+    assert advice.recommended is more
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from leaves import random_grads
-from runners import mesh_of, sharded
 
 import jaxcomp
 
@@ -115,40 +114,6 @@ def test_stacked_layers_are_compressed_one_by_one():
     means, _ = one_update(stacked, stack)
     ranks = [np.linalg.matrix_rank(x, tol=1e-4) for x in means["blocks"]["kernel"]]
     assert ranks == [2, 2, 2]
-
-
-def zeros_typed_as_shared(updates, params):
-    """Made like a local gradient, optax.set_to_zero's count as different on every replica."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates)
-
-
-def test_lora_and_frozen_leaves_type_check():
-    """Frozen weights beside adapters, in one shard_map with check_vma=True."""
-    mesh = mesh_of(4)
-    shapes = {"frozen": (32, 32), "a": (32, 2), "b": (2, 32)}
-    params = {name: x[0, 0] for name, x in random_grads(shapes, 1, 1).items()}
-    reducer = jaxcomp.powersgd(1, min_compression_rate=1, **REDUCER)
-    zeros = optax.stateless(zeros_typed_as_shared)
-    tx = optax.chain(
-        optax.masked(reducer, {"frozen": False, "a": True, "b": True}),
-        optax.masked(zeros, {"frozen": True, "a": False, "b": False}),
-        optax.sgd(0.1),
-    )
-    state = tx.init(params)
-    specs = jaxcomp.state_specs(state, "data")
-
-    def loss(params, x):
-        return jnp.mean((x @ (params["frozen"] + params["a"] @ params["b"])) ** 2)
-
-    def step(params, state, x):
-        _, grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    mapped = sharded(mesh, step, (P(), specs, P("data")), (P(), specs))
-    after, _ = mapped(params, jaxcomp.shard_state(state, mesh, "data"), jnp.ones((8, 32)))
-    np.testing.assert_array_equal(after["frozen"], params["frozen"])
-    assert float(jnp.abs(after["a"] - params["a"]).max()) > 0
 
 
 def test_a_module_with_functions_in_it_is_told_to_filter():

@@ -66,7 +66,8 @@ def test_multi_transform_and_inject_hyperparams_around_a_chain(name):
         return optax.chain(split, optax.sgd(learning_rate))
 
     tx = optimizer(learning_rate=optax.linear_schedule(1.0, 0.5, 2))
-    outputs, _ = simulate("shard_map", tx, GRADS, value=1.0)  # an extra argument for others
+    # With parameters, and with an extra argument for others.
+    outputs, _ = simulate("shard_map", tx, GRADS, params=zeros(SMALL), value=1.0)
     expected, _ = simulate("shard_map", reducer(name), {"dense": GRADS["dense"]})
     atol = LEVEL if sends_int8(name) else 1e-5
     for t, rate in enumerate((1.0, 0.75, 0.5, 0.5)):

@@ -83,24 +83,24 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
     assert {shard.data.shape for shard in residual.addressable_shards} == {(1, 6, 16)}
 
 
-def test_a_random_key_and_a_python_number_in_the_state_are_placed_too():
-    state = {"key": jax.random.key(3), "plain": np.float32(2.0), "count": 4}
-    placed = jaxcomp.shard_state(state, mesh_of(2), AXIS)
+def test_random_keys_and_python_numbers_are_placed_too():
+    """Of one replica's own keys as many copies as the mesh has replicas."""
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
+    state = {
+        "own": Own(None, {"keys": keys[:2]}),
+        "key": keys[2],
+        "plain": np.float32(2),
+        "count": 4,
+    }
+    placed = jaxcomp.shard_state(state, mesh_of(3), AXIS)
     assert placed["plain"].sharding.is_fully_replicated
     assert int(placed["count"]) == 4
-    assert jax.random.key_data(placed["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
-
-
-def test_random_keys_of_each_replica_are_placed_on_every_one():
-    """One replica's keys, of which the mesh has three: so many copies of them."""
-    state = Own(None, {"keys": jax.random.split(jax.random.key(3, impl="rbg"), 2)})
-    placed = jaxcomp.shard_state(state, mesh_of(3), AXIS).memory["keys"]
-    assert placed.shape == (3, 2)
-    assert placed.sharding.spec == jax.P(AXIS, None)
-    assert jax.random.key_impl(placed) == "rbg"
-    words = jax.random.key_data(state.memory["keys"])
-    np.testing.assert_array_equal(jax.random.key_data(placed), jnp.stack([words] * 3))
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(1, 2)}
+    own = placed["own"].memory["keys"]
+    assert own.sharding.spec == jax.P(AXIS, None)
+    assert {shard.data.shape for shard in own.addressable_shards} == {(1, 2)}
+    for found, expected in ((placed["key"], keys[2]), (own, jnp.stack([keys[:2]] * 3))):
+        assert jax.random.key_impl(found) == "rbg"
+        np.testing.assert_array_equal(*map(jax.random.key_data, (found, expected)))
 
 
 def test_errors_name_the_leaf_or_the_axis():
