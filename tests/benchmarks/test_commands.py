@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 
 import pytest
 
@@ -39,15 +40,18 @@ WRONG = {
     "optimizers --seeds 0": "`--seeds` must be at least 1",
     "optimizers --steps 70": "`--steps` must be a multiple of 60",
     "gpu_program --trees oak": "has no 'oak'",
+    "convergence --only nothing": "no strategy is called 'nothing'",
+    "convergence --steps 5 --eval-every 2 --out {tmp}/x": "steps must be a multiple of eval_every",
+    "convergence --report --out {tmp}/x": "no finished run of allreduce",
 }
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_wrong_arguments(command, capsys):
-    name, *arguments = command.split()
+def test_wrong_arguments(command, capsys, tmp_path):
+    name, *arguments = command.format(tmp=tmp_path).split()
     main = importlib.import_module(f"benchmarks.{name}.__main__").main
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        sys.exit(main(arguments))
     assert stopped.value.code == 2
     assert WRONG[command] in capsys.readouterr().err.splitlines()[-1]
 

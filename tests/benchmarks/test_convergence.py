@@ -80,14 +80,3 @@ def test_what_lines_have_in_common_is_written_once(tmp_path):
         file.write('{"loss": 5, "con')  # a kill
     append_run(path, runs[0])
     assert read_runs(path) == [*runs, runs[0]]
-
-
-def test_wrong_input_is_said_in_one_sentence(tmp_path, capsys):
-    assert convergence.main(["--only", "nothing"]) == 2
-    out = str(tmp_path / "x")
-    assert convergence.main(["--steps", "5", "--eval-every", "2", "--out", out]) == 2
-    said = capsys.readouterr().err
-    assert "no strategy is called 'nothing'" in said
-    assert "steps must be a multiple of eval_every" in said
-    assert convergence.main(["--report", "--out", out]) == 2
-    assert "no finished run of allreduce" in capsys.readouterr().err

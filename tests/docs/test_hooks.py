@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from paths import DOCS
+from runners import mesh_of
 
 import jaxcomp
 
@@ -63,8 +64,7 @@ def test_the_call_in_the_table_runs(name):
 def test_zero_as_in_the_page():
     """Only a part of the momentum on every device, and the numbers of the whole."""
     (program,) = (x for x in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "split" in x)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,),
-                         devices=jax.devices()[:4])  # fmt: skip
+    mesh = mesh_of(4)
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(16, 12)), jnp.float32)}
     batch = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)

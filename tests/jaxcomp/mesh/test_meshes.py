@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from classifier import grid, placed
+from jax.sharding import AxisType
 from leaves import random_grads
 from runners import sharded
 
@@ -41,8 +42,7 @@ def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
     grid = mesh(fast)
     values = random_grads(SHAPES, 1, 1)
     params = {
-        name: jax.device_put(x[0, 0] * 0.1, NamedSharding(grid, layout.get(name, P())))
-        for name, x in values.items()
+        name: placed(grid, x[0, 0] * 0.1, layout.get(name, P())) for name, x in values.items()
     }
     state = jaxcomp.shard_state(tx.init(params), grid, "dcn")
     specs = jaxcomp.state_specs(state, "dcn")
@@ -55,7 +55,7 @@ def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
     mapped = sharded(grid, step, (P(), specs, P(axes)), (P(), specs), axis_names=set(manual))
     rng = np.random.default_rng(1)
     batch = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
-    return mapped, params, state, jax.device_put(batch, NamedSharding(grid, P(axes)))
+    return mapped, params, state, placed(grid, batch, P(axes))
 
 
 HOSTS = jax.sharding.AbstractMesh((2, 4), ("host", "device"))
@@ -166,9 +166,7 @@ def test_thin_factors_cross_hosts_in_shares():
     values = random_grads({"factor": (8, 2), "odd": (3, 5), "weight": (16, 8)}, 2, 1)
     parts = [x[:, 0].reshape(-1, x.shape[-1]) for x in values.values()]
     specs = (P("dcn"), P("dcn"), P("dcn", "ici"))
-    parts = jax.tree.map(
-        lambda x, s: jax.device_put(x, NamedSharding(grid, s)), tuple(parts), specs
-    )
+    parts = [placed(grid, x, spec) for x, spec in zip(parts, specs, strict=True)]
     mapped = sharded(grid, mean, (P("dcn"),) * 3, P(), axis_names={"dcn"})
     found = collectives(hlo.text(mapped, *parts))
     # No side of `odd` can be cut in four.
@@ -255,7 +253,7 @@ def test_bfloat16_gradients_beside_automatic_axes(wire):
     """A bfloat16 all-reduce there aborts the process on CPU; so none is made."""
     grid = mesh()
     tx = jaxcomp.allreduce(axis_name="dcn", comm_dtype=wire)
-    grads = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(grid, P("dcn", "ici")))
+    grads = placed(grid, jnp.ones((8, 8), jnp.bfloat16), P("dcn", "ici"))
     mapped = sharded(grid, lambda g: tx.update(g, tx.init(g))[0], P("dcn"), P(), axis_names={"dcn"})
     output = mapped(grads)
     assert output.dtype == jnp.bfloat16
@@ -285,7 +283,6 @@ def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
 )
 def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
     """Also its count and factors, which are equal; also along an axis beside the replicas'."""
-    grid = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     tx, n = make(1, axis_name="data", start_step=start_step), 2 * (1 if axes == "data" else 2)
     grads = {"w": jnp.ones((n, 8, 8))}
     state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init({"w": jnp.ones((8, 8))}))
@@ -295,6 +292,6 @@ def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
         return jax.tree.map(lambda x: x[None], tx.update(*own))
 
     spec = jax.P(axes)
-    step = sharded(grid, update, spec, spec)
+    step = sharded(grid(2, model=2), update, spec, spec)
     found = jax.eval_shape(step, grads, state)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, (grads, state))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from classifier import grid
 from leaves import random_grads, with_value
 from reference import Reference
 from rounding import rounding
@@ -81,8 +82,6 @@ def test_more_large_leaves_than_xla_merges_are_one_all_reduce():
 
 def test_a_residual_in_blocks_may_differ_over_another_axis():
     """Made where it is the same on all of "model", updated by gradients that are not."""
-    kinds = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
-    mesh = jax.make_mesh((2, 2), (AXIS, "model"), **kinds)
     tx = jaxcomp.powersgd(16, axis_name=AXIS, start_step=0)
 
     def step(gradient):
@@ -91,7 +90,7 @@ def test_a_residual_in_blocks_may_differ_over_another_axis():
         return update[None], state.residual[None, None]
 
     specs = {"in_specs": jax.P(AXIS, "model"), "out_specs": (jax.P("model"), jax.P(AXIS, "model"))}
-    mapped = jax.shard_map(step, mesh=mesh, **specs)
+    mapped = jax.shard_map(step, mesh=grid(2, model=2), **specs)
     update, residual = jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 2, 1200, 1200), jnp.float32))
     assert update.shape == (2, 1200, 1200)
     assert residual.shape == (2, 2, 1200, 1200)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from classifier import grid
 from hlo import collectives
 from leaves import SMALL, random_grads, zeros
 from reducers import REDUCERS, reducer
@@ -183,13 +184,9 @@ def test_a_float16_mean_that_overflows_is_a_bad_step(make, weighed):
 
 
 def test_data_parallel_weighs_a_chain_along_all_axes():
-    kinds = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
-    mesh = jax.make_mesh((2, 2), (AXIS, "fast"), **kinds)
-    plain = optax.GradientTransformation(
-        lambda params: optax.EmptyState(),
-        lambda g, s, params=None: (jax.tree.map(lambda x: jax.lax.pmean(x, (AXIS, "fast")), g), s),
-    )
-    chain = optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(**FULL))
+    both = AXIS, "model"
+    plain = optax.stateless(lambda g, params: jax.tree.map(lambda x: jax.lax.pmean(x, both), g))
+    chain = optax.chain(jaxcomp.allreduce(axis_name="model"), jaxcomp.powersgd(**FULL))
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     params = {"w": jnp.ones((8, 8))}
 
@@ -199,8 +196,8 @@ def test_data_parallel_weighs_a_chain_along_all_axes():
     parts = [jax.grad(loss)(params, rows)["w"] for rows in x.reshape(4, 2, 8)]
     x[4:6] = np.nan  # who sits out may hold anything
     for tx in (chain, plain):
-        axes = {"axis_name": (AXIS, "fast"), "check_vma": False}
-        dp = jaxcomp.data_parallel(jax.value_and_grad(loss), tx, mesh=mesh, **axes)
+        given = {"mesh": grid(2, model=2), "axis_name": both, "check_vma": False}
+        dp = jaxcomp.data_parallel(jax.value_and_grad(loss), tx, **given)
         step = jax.jit(lambda w, dp=dp: dp(dp.init(params), params, x, weight=w))
         for weights in (UNEVEN, WEIGHTS[2]):
             (_, grads), _ = step(weights)

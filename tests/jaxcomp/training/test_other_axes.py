@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from classifier import KINDS, grid
-from jax.sharding import NamedSharding
+from classifier import KINDS, grid, placed
 from xla import users_program
 
 import jaxcomp
@@ -57,11 +57,8 @@ def test_the_other_axis_carries_at_most_a_twentieth_more_than_without_compressio
     mesh = grid(4, kind, model=2)
     specs, rows, examples = LAYOUTS[layout]
     shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    params = {
-        name: jax.device_put(jnp.ones(shape), NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
-    }
-    x = jax.device_put(jnp.ones((examples, WIDTH)), NamedSharding(mesh, rows))
+    params = {name: placed(mesh, np.ones(x, "f4"), specs[name]) for name, x in shapes.items()}
+    x = placed(mesh, np.ones((examples, WIDTH), "f4"), rows)
     fun = loss_for(layout, kind)
     tx = jaxcomp.powersgd(4, axis_name="data", start_step=0)
     compressed = jaxcomp.value_and_grad(fun, tx, mesh=mesh)

@@ -1,5 +1,6 @@
 """jaxcomp.value_and_grad in a jit loop: the losses of the shard_map form, and its states."""
 
+import contextlib
 import functools
 
 import jax
@@ -116,32 +117,25 @@ def test_losses_are_those_of_the_shard_map_form(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["tensor", "fsdp"])
-def test_beside_sharded_weights_residuals_are_sharded_alike(layout, kind):
+@pytest.mark.parametrize(
+    ("layout", "name", "given"),
+    [("tensor", "powersgd", True), ("fsdp", "powersgd", True), ("tensor", "powersgd-late", False)],
+    ids=["tensor", "fsdp", "mesh of the context"],
+)
+def test_beside_sharded_weights_residuals_are_sharded_alike(layout, name, given, kind):
     """What crosses either axis is test_other_axes.py's."""
     mesh = grid(4, kind, model=2)
     fun = typed_loss if kind == "explicit" else loss
-    value_and_grad = jaxcomp.value_and_grad(fun, reducer("powersgd"), mesh=mesh)
-    params = parameters(mesh, layout)
-    losses, after, state = jit_loop(value_and_grad, params, batches(mesh))
-    np.testing.assert_allclose(losses, shard_map_losses("powersgd"), rtol=1e-5)
+    with contextlib.nullcontext() if given else jax.set_mesh(mesh):
+        run = jaxcomp.value_and_grad(fun, reducer(name), mesh=mesh if given else None)
+        params = parameters(mesh, layout)
+        losses, after, state = jit_loop(run, params, batches(mesh))
+    np.testing.assert_allclose(losses, shard_map_losses(name), rtol=1e-5)
     for name, leaf in state.residual.items():
         if name != "bias":
             assert leaf.sharding.spec[0] == "data"
             assert leaf.addressable_shards[0].data.size == params[name].size // 2
             assert after[name].sharding.is_equivalent_to(params[name].sharding, 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mesh_may_come_from_the_context(kind):
-    mesh = grid(4, kind, model=2)
-    fun = typed_loss if kind == "explicit" else loss
-    given = jaxcomp.value_and_grad(fun, reducer("powersgd-late"), mesh=mesh)
-    expected = jit_loop(given, parameters(mesh, "tensor"), batches(mesh))[0]
-    with jax.set_mesh(mesh):
-        found = jaxcomp.value_and_grad(fun, reducer("powersgd-late"))
-        losses = jit_loop(found, parameters(mesh, "tensor"), batches(mesh))[0]
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
