@@ -16,7 +16,7 @@ from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
 # The options of arguments that are spelled otherwise on the command line.
-_AS_OPTIONS: dict[str, str] = {"rules": "--rule", "matrix_dims": "--torch-dims"}
+_AS_OPTIONS = {"rules": "--rule", "matrix_dims": None}  # the last one has no option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _fail(error: object, code: int) -> int:
     print(f"error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
     names: tuple[str, ...] = getattr(error, "parameters", ())
     options = [_AS_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in names]
-    if options:
+    if options := [option for option in options if option]:
         print(f"  on the command line: {', '.join(options)}", file=sys.stderr)
     return code
 

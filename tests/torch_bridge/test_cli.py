@@ -142,7 +142,7 @@ def test_to_flax_restores_as_a_train_state(call):
     assert restored["config"]["powersgd"]["rank"] == 2
 
 
-OPTIONS = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2", "--rule", "fc2=fc2", "--torch-dims")
+OPTIONS = ("--ignore", r"aux\..*", "--flatten", "fc1=8,2,2", "--rule", "fc2=fc2")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,26 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
     keys = {name: storage_key(value) for name, value in tensors.items()}
     named = {name: first.setdefault(key, name) for name, key in keys.items() if key is not None}
     return {name: other for name, other in named.items() if name != other}
+
+
+def trainable(model: Mapping[str, Any]) -> list[str]:
+    """What can be a parameter, in the order of the model: no buffer, and tied ones once.
+
+    Integers (``position_ids``) and float8 have no gradient in torch.
+    """
+    again = tied(model)
+    return [
+        name
+        for name, value in model.items()
+        if name not in again
+        and name.rpartition(".")[2] not in BUFFER_NAMES
+        and re.search(r"(float|complex)\d\d", _dtype_name(value))
+    ]
+
+
+def _dtype_name(value: Any) -> str:
+    dtype = getattr(value, "dtype", "float32")  # of a shape alone it is not known
+    return str(getattr(dtype, "name", dtype))
 
 
 def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,6 @@ import jax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.matrix_dims import torch_matrix_dims
 from torch_bridge._pairing.options import Options
 from torch_bridge._read.values import Budget, Malformed
 
@@ -98,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         add("--out", required=True, type=pathlib.Path)
         add("--force", action="store_true", help="overwrite --out")
         add("--param-names", type=pathlib.Path, metavar="JSON", help="as the optimizer got them")
-        add("--torch-dims", action="store_true", help="see kernels as torch does")
         for name, metavar, kind, what in (
             ("--rule", "REGEX=PATH", _rule, "the Flax path of these torch names"),
             ("--flatten", "REGEX=C,H,W", _shape, "what this Linear's input was, or none"),
@@ -127,7 +125,6 @@ def conversion(options: argparse.Namespace) -> dict[str, Any]:
     """
     return {
         "layout": layout(options),
-        "matrix_dims": torch_matrix_dims if options.torch_dims else None,
         "param_names": _read(options.param_names, _names, options.max_bytes),
     }
 

@@ -18,10 +18,12 @@ from torch_bridge._cli.files import read_flax, write_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
 from torch_bridge._convert.to_torch import assemble
+from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import flatten, hollow
 from torch_bridge._pairing.pair import pairs_of_whole
+from torch_bridge._pairing.pairs import unpaired
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
@@ -51,7 +53,10 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     _refuse_overwriting(options)
     like = load(options.like, max_bytes=options.max_bytes)
     pairs = pairs_of_whole(like.model, options.params, None, options.pairing)
-    template = _entries(shapes_of_run(like, options.params, pairs, **conversion))
+    leftover = unpaired(like.model, pairs)
+    layout = conversion["layout"] or layout_of(like, None, leftover)  # it needs the errors
+    names = conversion["param_names"]
+    template = _entries(shapes_of_run(like, options.params, pairs, leftover, layout, names))
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
     fresh = hollow(like.optimizer)
@@ -65,7 +70,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         "optimizer": tuple(links),
     }
     del read, reducer, links
-    document = assemble(parts, like, fresh, pairs, **conversion)
+    document = assemble(parts, like, fresh, pairs, layout, names)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")

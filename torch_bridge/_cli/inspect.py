@@ -12,13 +12,13 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
 from torch_bridge._convert.optimizer_groups import is_optimizer
-from torch_bridge._convert.powersgd import layout_of
 from torch_bridge._hook.buckets import BucketLayout, matrix_shape
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.infer import trainable
+from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
@@ -56,7 +56,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     if record is not None:
         facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
     # The shapes alone say what is compressed.
-    known = layout or BucketLayout.from_order([trainable(checkpoint)], checkpoint.model)
+    known = layout or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
     ranks = {slot.entry.name: slot.rank for slot in known.slots_of(record)} if record else {}
     found = _measured(checkpoint, layout) if layout is not None else {}
     parameters = [

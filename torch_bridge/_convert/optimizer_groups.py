@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import BUFFER_NAMES, clean_names, shape_of, tied
+from torch_bridge._base.tensors import clean_names, shape_of, trainable
 from torch_bridge._base.terminal import printable
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
@@ -186,7 +186,7 @@ def read_entries(
     model: Mapping[str, Any],
     param_names: ParamNames = None,
     leftover: Collection[str] = (),
-    trainable: Collection[str] = (),
+    bucketed: Collection[str] = (),
 ) -> dict[str, Entry]:
     """Names the parameters of an optimizer state dict.
 
@@ -196,7 +196,7 @@ def read_entries(
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
       leftover: Tensors that go to no leaf. Where `model` has too many, these were buffers.
-      trainable: What DDP has in its buckets. An optimizer of as many was given these alone.
+      bucketed: What DDP has in its buckets. An optimizer of as many was given these alone.
 
     Returns:
       Parameter name, as in `model`, -> entry.
@@ -221,7 +221,7 @@ def read_entries(
             if not 0 <= step < _MAX_STEPS:
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
             entries.append(Entry(index, number, hyper, state, int(step)))
-    names = _names(optimizer, model, param_names, len(entries), leftover, trainable)
+    names = _names(optimizer, model, param_names, len(entries), leftover, bucketed)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)
     found = {cleaned.get(wanted[n], n): e for n, e in zip(names, entries, strict=True)}
@@ -266,7 +266,7 @@ def _names(
     said: ParamNames,
     count: int,
     leftover: Collection[str],
-    trainable: Collection[str],
+    bucketed: Collection[str],
 ) -> list[str]:
     """The names of the parameters, in the optimizer's order."""
     groups = optimizer["param_groups"]
@@ -280,10 +280,9 @@ def _names(
     if said is not None:
         names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
     else:
-        again = tied(model)  # which Module.parameters() gives once
-        every = [n for n in model if n not in again and not n.endswith(BUFFER_NAMES)]
+        every = trainable(model)
         choices = (
-            [name for name in model if name in trainable],
+            [name for name in model if name in bucketed],
             every,
             [name for name in every if name not in leftover],
         )

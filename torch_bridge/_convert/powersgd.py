@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,7 +20,7 @@ from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import BucketLayout, FactorSlot
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.infer import infer_without
+from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import flatten, plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
@@ -41,6 +41,7 @@ class Term(NamedTuple):
     pair: Pair
     name: str | None  # in the layout; None where the tensor is frozen
     slot: FactorSlot | None  # of its factors; None where it is not compressed
+    q_rows: np.ndarray | None  # ``q = torch_q[q_rows]``; None where one side compresses nothing
 
 
 Leaf: TypeAlias = tuple[LeafPlan, list[Term]]
@@ -105,42 +106,6 @@ def powersgd_from_torch(
     return filled_state(checkpoint, params, pairs, layout, missing_ranks, matrix_dims)
 
 
-def layout_of(
-    checkpoint: Checkpoint, layout: BucketLayout | None, leftover: Collection[str]
-) -> BucketLayout | None:
-    """The layout of the hook state: as given, in the file, or inferred.
-
-    Args:
-      checkpoint: With hook state.
-      layout: None for that of the checkpoint.
-      leftover: Tensors that go to no Flax leaf, and may be buffers without a gradient.
-
-    Returns:
-      The layout; None where there is none before compression begins.
-
-    Raises:
-      CheckpointMismatch: The layout is unknown or does not fit.
-    """
-    record, layout = checkpoint.powersgd[0], layout or checkpoint.layout
-    if not record.buckets:  # before the start
-        return layout
-    layout = layout or infer_without(checkpoint, leftover)
-    if reason := layout.misfit(record):
-        raise CheckpointMismatch(
-            f"The layout does not fit the hook state: {reason}. Record it in the same run with "
-            f"torch_bridge.record_layout.",
-            parameters=("layout",),
-        )
-    unknown = sorted(set(layout.names) - checkpoint.model.keys()) if checkpoint.model else []
-    if unknown:  # taken for frozen, their state would be lost without a word
-        raise CheckpointMismatch(
-            "The layout names parameters that the model does not have. Record it from this "
-            "model with torch_bridge.record_layout.",
-            unexpected=unknown,
-        )
-    return layout
-
-
 def filled_state(
     checkpoint: Checkpoint,
     params: Any,
@@ -168,7 +133,7 @@ def filled_state(
                 residual = term.pair.to_flax(errors[term.name])
             if term.slot is not None and term.slot.bucket in record.q_memory_dict:
                 torch_q = term.slot.q(record.q_memory_dict[term.slot.bucket])
-                q = torch_q.astype(np.float32)[_rows_of_q(plan, term)]
+                q = torch_q.astype(np.float32)[term.q_rows]
             if not (np.isfinite(residual).all() and np.isfinite(q).all()):
                 afresh.append("/".join(term.pair.path))
                 residual, q = np.zeros(plan.shape, np.float32), fresh
@@ -252,39 +217,48 @@ def _aligned(
     entries = layout.entries if layout else {}
     slots = {s.entry.name: s for s in layout.slots_of(record)} if layout else {}
     names = names_in(pairs, entries, like.aliases if like else {})
-    by_path: dict[tuple[str, ...], list[Term]] = {}
-    for pair in pairs:
-        name = names.get(pair.torch_name)
-        by_path.setdefault(pair.path, []).append(Term(pair, name, slots.get(name or "")))
     paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    leaves = [(plan, by_path.get(path, [])) for plan, path in zip(plans, paths, strict=True)]
-    problems = [
-        f"{plan.path} {plan.shape} <- {term.pair.torch_name} {term.pair.torch_shape}: {problem}"
-        for plan, terms in leaves
-        for term in terms
-        if slots and (problem := _disagreement(plan, term))
-    ]
+    leaves = [(plan, list[Term]()) for plan in plans]
+    by_path = dict(zip(paths, leaves, strict=True))
+    problems: list[str] = []
+    for pair in pairs:
+        plan, terms = by_path[pair.path]
+        name, q_rows = names.get(pair.torch_name), None
+        slot = slots.get(name or "")
+        try:
+            if slot is not None:
+                q_rows = _rows_of_q(plan, pair, slot)
+            elif slots and name is not None and plan.view is not None:
+                raise CheckpointMismatch("compressed by jaxcomp only")
+        except CheckpointMismatch as error:
+            line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
+            problems.append(f"{line}: {error.message}")
+        terms.append(Term(pair, name, slot, q_rows))
     return leaves, jax.tree.structure(unboxed(params)), problems
 
 
-def _disagreement(plan: LeafPlan, term: Term) -> str | None:
-    """Why the state of a tensor cannot be that of its leaf; None if it can."""
-    slot = term.slot
-    if slot is None:
-        only = plan.view is not None and term.name is not None
-        return "compressed by jaxcomp only" if only else None
+def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray | None:
+    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``.
+
+    Returns:
+      Positions, shape (cols,); None where a full-rank Q of torch's is not needed.
+
+    Raises:
+      CheckpointMismatch: The state of the tensor cannot be that of the leaf.
+    """
     if plan.view is None:
-        full = slot.rank == min(slot.rows, slot.cols)
-        return None if full else f"compressed by torch only ({slot.rows} x {slot.cols})"
-    if plan.view.batch or term.pair.terms > 1:
-        return "several torch matrices in one leaf, which have several Q"
-    if slot.entry.column_order() is None:
-        return f"its strides {slot.entry.strides} mix torch's rows and columns"
-    try:
-        term.pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    except CheckpointMismatch as error:
-        return error.message
-    return None if plan.rank == slot.rank else f"rank {plan.rank}, torch has {slot.rank}"
+        if slot.rank == min(slot.rows, slot.cols):
+            return None
+        raise CheckpointMismatch(f"compressed by torch only ({slot.rows} x {slot.cols})")
+    if plan.view.batch or pair.terms > 1:
+        raise CheckpointMismatch("several torch matrices in one leaf, which have several Q")
+    order = slot.entry.column_order()
+    if order is None:
+        raise CheckpointMismatch(f"its strides {slot.entry.strides} mix torch's rows and columns")
+    _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
+    if plan.rank != slot.rank:
+        raise CheckpointMismatch(f"rank {plan.rank}, torch has {slot.rank}")
+    return np.argsort(order)[cols]
 
 
 def _refuse(problems: list[str]) -> None:
@@ -296,15 +270,6 @@ def _refuse(problems: list[str]) -> None:
             mis_shaped=problems,
             parameters=("matrix_dims",),
         )
-
-
-def _rows_of_q(plan: LeafPlan, term: Term) -> np.ndarray:
-    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``."""
-    order = term.slot.entry.column_order() if term.slot else None
-    assert plan.view is not None
-    assert order is not None
-    _, cols = term.pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    return np.argsort(order)[cols]
 
 
 def _pairs_for_trained(
@@ -455,9 +420,9 @@ def export_record(
     for bucket, flat in flats.items():
         errors |= layout.split(bucket, flat)
     qs: dict[str, list[np.ndarray]] = {}
-    for (plan, terms), residual, q in leaves:
-        for term in terms if plan.view is not None else ():
-            if term.slot is None:
+    for (_, terms), residual, q in leaves:
+        for term in terms:
+            if term.slot is None or term.q_rows is None:
                 continue
             name = term.slot.entry.name
             if errors and not isinstance(residual, optax.MaskedNode):
@@ -465,7 +430,7 @@ def export_record(
                 errors[name][slice(*term.pair.row_range)] = term.pair.to_torch(values)
             if not isinstance(q, optax.MaskedNode):
                 torch_q = np.empty((term.slot.cols, term.slot.rank), np.float32)
-                torch_q[_rows_of_q(plan, term)] = to_numpy(q)
+                torch_q[term.q_rows] = to_numpy(q)
                 qs.setdefault(name, []).append(torch_q)
     for slot in layout.slots_of(base) if base.warm_start else ():
         slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(slot.entry.name, []))

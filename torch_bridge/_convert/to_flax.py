@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -15,9 +15,10 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
-from torch_bridge._convert.powersgd import filled_state, layout_of
+from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
@@ -141,15 +142,15 @@ def to_flax(
     checkpoint = checked(checkpoint)
     pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
-    layout = layout or checkpoint.layout
-    links = _links(checkpoint, params, pairs, axis_name, layout, matrix_dims, param_names)
+    leftover = unpaired(checkpoint.model, pairs)
+    layout = layout_of(checkpoint, layout, leftover)
+    links = _links(checkpoint, params, pairs, leftover, layout, axis_name, matrix_dims, param_names)
     chosen, own, reducer, matrix_dims, plan = links
     counted = plan.counted if plan else 0
     hook = counted
     if checkpoint.powersgd:
         hook = checkpoint.powersgd[0].iter
-        known = layout_of(checkpoint, layout, unpaired(checkpoint.model, pairs))
-        state = filled_state(checkpoint, chosen, own, known, missing_ranks, matrix_dims)
+        state = filled_state(checkpoint, chosen, own, layout, missing_ranks, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:
@@ -187,16 +188,15 @@ def shapes_of_run(
     checkpoint: Checkpoint,
     like: Any,
     pairs: Pairs,
-    layout: BucketLayout | None = None,
-    matrix_dims: MatrixDimsFn | None = None,
-    param_names: ParamNames = None,
+    leftover: Collection[str],
+    layout: BucketLayout | None,
+    param_names: ParamNames,
 ) -> FlaxRun:
     """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
     model = checkpoint.model
     leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).with_leaves(hollow(leaves))
-    layout = layout or checkpoint.layout
-    links = _links(checkpoint, params, pairs, "data", layout, matrix_dims, param_names)
+    links = _links(checkpoint, params, pairs, leftover, layout, "data", None, param_names)
     chosen, _, reducer, _, plan = links
     optimizer = plan.transformation(chosen, None) if plan else None
     state = hollow(jax.eval_shape(reducer.init, chosen))
@@ -218,8 +218,9 @@ def _links(
     checkpoint: Checkpoint,
     params: Any,
     pairs: Pairs,
-    axis_name: str | tuple[str, ...],
+    leftover: Collection[str],
     layout: BucketLayout | None,
+    axis_name: str | tuple[str, ...],
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
 ) -> _Links:
@@ -240,7 +241,7 @@ def _links(
             entries = layout.entries
             bucketed = names_in(own, entries, checkpoint.aliases)
             frozen = {pair.torch_name for pair in own} - bucketed.keys()
-        model, leftover = checkpoint.model, unpaired(checkpoint.model, pairs)
+        model = checkpoint.model
         read = read_entries(checkpoint.optimizer, model, param_names, leftover, entries)
         plan = OptimizerPlan.of(read, own, frozen)
     return _Links(chosen, own, reducer, matrix_dims, plan)
@@ -279,9 +280,7 @@ def _doubts(
             f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
             "that they get no gradient. They are frozen here too; their state is kept."
         )
-    # An inferred layout is accepted only where every parameter is in a bucket.
-    said = (layout and layout.names) or any(record.buckets for record in checkpoint.powersgd)
-    if (unused := plan.paused("unused")) and not said:
+    if (unused := plan.paused("unused")) and not (layout and layout.names):
         yield (
             f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
             "and the optimizer has no state for them. They are trained as soon as they get a "

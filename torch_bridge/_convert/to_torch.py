@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -25,7 +25,7 @@ from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
-from torch_bridge._hook.infer import infer_without
+from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import hollow
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
@@ -92,7 +92,8 @@ def to_torch(
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
     found = pairs_of_whole(like.model, params, pairs, options)
-    document = assemble(parts, like, like.optimizer, found, layout, matrix_dims, param_names)
+    layout = layout or layout_of(like, None, unpaired(like.model, found))
+    document = assemble(parts, like, like.optimizer, found, layout, param_names, matrix_dims)
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
@@ -113,8 +114,8 @@ def assemble(
     fresh: Any,
     pairs: Pairs,
     layout: BucketLayout | None,
-    matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
+    matrix_dims: MatrixDimsFn | None = None,
 ) -> dict[str, Any]:
     """The torch document out of Flax parts.
 
@@ -123,9 +124,9 @@ def assemble(
       like: The torch checkpoint that the run came from.
       fresh: A torch optimizer state dict to be filled, or None.
       pairs: Of ``params``.
-      layout: The bucket layout; None for that of `like`.
-      matrix_dims: As for `to_torch`.
+      layout: The bucket layout; None where `like` is from before compression began.
       param_names: As for `to_torch`.
+      matrix_dims: As for `to_torch`.
     """
     import_torch()
     params = parts.pop("params")
@@ -137,10 +138,10 @@ def assemble(
             tensors[id(value)] = to_tensor(np.asarray(value), copy=id(value) in unchanged)
     model = {name: tensors[id(value)] for name, value in arrays.items()}
     params = hollow(params)
-    record, errors, layout = None, [], layout or like.layout
+    record, errors = None, []
     if parts["powersgd"] is not None and (like.powersgd or layout):
         reducer = parts.pop("powersgd")
-        layout = layout or _inferred(like, reducer, unpaired(like.model, pairs))
+        layout = layout or _empty_layout(like, reducer)
         chosen = params_of(reducer, params)
         found = pairs_of(chosen, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(found)
@@ -168,11 +169,8 @@ def assemble(
     )
 
 
-def _inferred(like: Checkpoint, reducer: PowerSGDState, leftover: Sequence[str]) -> BucketLayout:
-    record = like.powersgd[0]
-    if record.buckets:
-        return infer_without(like, leftover)
-    if int(np.asarray(reducer.count)) == record.iter:
+def _empty_layout(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
+    if int(np.asarray(reducer.count)) == like.powersgd[0].iter:
         return BucketLayout(())  # nothing but counters on either side
     raise CheckpointMismatch(
         "The torch file was saved before compression began, so it has no bucket layout, and JAX "

@@ -276,18 +276,22 @@ class BucketLayout:
             qs[slot.bucket] = slot.q_start + slot.cols * slot.rank
         return dict(enumerate(self.sizes)), ps, qs
 
-    def misfit(self, record: PowerSGDRecord) -> str | None:
-        """The first buffer of another length than the layout gives it; None if all fit."""
-        sizes = self.buffer_sizes(record)
+    def misfits(self, record: Any) -> list[str]:
+        """The buffers of another length than the layout gives them, a line each.
+
+        Args:
+          record: A `PowerSGDRecord`, or torch's own ``PowerSGDState``.
+        """
+        lines, sizes = [], self.buffer_sizes(record)
         for kind, own, name in zip(("error", "P", "Q"), sizes, BUFFERS, strict=True):
             wanted = dict.fromkeys(range(len(self.buckets)), 0) | own
             for bucket, array in getattr(record, name).items():
-                if array.size != wanted.get(bucket):
-                    return (
-                        f"{kind} of bucket {bucket} has {array.size} values, the layout gives it "
+                if len(array) != wanted.get(bucket):
+                    lines.append(
+                        f"{kind} of bucket {bucket} has {len(array)} values, the layout gives it "
                         f"{wanted.get(bucket, 'no such bucket')}"
                     )
-        return None
+        return lines
 
 
 def _entry(item: Any) -> BucketEntry:

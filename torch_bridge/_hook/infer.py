@@ -18,7 +18,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.tensors import BUFFER_NAMES
+from torch_bridge._base.tensors import trainable
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 
@@ -59,11 +59,13 @@ def infer_layout(
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    record = checkpoint.powersgd[0]
+    record, model = checkpoint.powersgd[0], checkpoint.model
+    parameters = trainable(model)
     fitting: dict[Hashable, tuple[str, BucketLayout]] = {}
     reasons = []
-    for label, order in _candidates(checkpoint, frozen):
-        layout = BucketLayout.from_order(order, checkpoint.model)
+    names = [name for name in parameters if name not in frozen]
+    for label, order in _candidates(names, model, record.error_sizes):
+        layout = BucketLayout.from_order(order, model)
         if reason := _misfit(layout, checkpoint):
             reasons.append(f"{label}: {reason}")
         else:
@@ -75,7 +77,7 @@ def infer_layout(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
             ambiguous=[f"{label}: {_brief(layout)}" for label, layout in fitting.values()],
         )
-    have = sum(checkpoint.model[name].size for name in trainable(checkpoint))
+    have = sum(model[name].size for name in parameters)
     held = dict(sorted(record.error_sizes.items()))
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
@@ -89,14 +91,46 @@ def infer_layout(
     )
 
 
-def infer_without(checkpoint: Checkpoint, leftover: Collection[str]) -> BucketLayout:
-    """`infer_layout`, where tensors that go to no Flax leaf may be buffers without a gradient."""
-    try:
-        return infer_layout(checkpoint)
-    except CheckpointMismatch:
-        if not leftover:
-            raise
-    return infer_layout(checkpoint, frozen=leftover)
+def layout_of(
+    checkpoint: Checkpoint, layout: BucketLayout | None, leftover: Collection[str]
+) -> BucketLayout | None:
+    """The layout of a checkpoint: as given, in the file, or inferred from its hook state.
+
+    Args:
+      checkpoint: With or without hook state.
+      layout: None for that of the checkpoint.
+      leftover: Tensors that go to no Flax leaf, and may be buffers without a gradient.
+
+    Returns:
+      The layout; None where there is none and compression has not begun.
+
+    Raises:
+      CheckpointMismatch: The layout is unknown or does not fit.
+    """
+    layout = layout or checkpoint.layout
+    if not any(record.buckets for record in checkpoint.powersgd[:1]):
+        return layout
+    if layout is None:
+        try:
+            return infer_layout(checkpoint)
+        except CheckpointMismatch:
+            if not leftover:
+                raise
+        return infer_layout(checkpoint, frozen=leftover)
+    if wrong := layout.misfits(checkpoint.powersgd[0]):
+        raise CheckpointMismatch(
+            f"The layout does not fit the hook state: {wrong[0]}. Record it in the same run with "
+            f"torch_bridge.record_layout.",
+            parameters=("layout",),
+        )
+    unknown = sorted(set(layout.names) - checkpoint.model.keys()) if checkpoint.model else []
+    if unknown:  # taken for frozen, their state would be lost without a word
+        raise CheckpointMismatch(
+            "The layout names parameters that the model does not have. Record it from this "
+            "model with torch_bridge.record_layout.",
+            unexpected=unknown,
+        )
+    return layout
 
 
 def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
@@ -108,10 +142,9 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
 
 
 def _candidates(
-    checkpoint: Checkpoint, frozen: Collection[str]
+    names: Sequence[str], model: Mapping[str, np.ndarray], sizes: Mapping[int, int]
 ) -> Iterator[tuple[str, list[list[str]]]]:
     """Label and parameter names per bucket of every order that can be cut at the right lengths."""
-    model, names = checkpoint.model, [n for n in trainable(checkpoint) if n not in frozen]
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -123,7 +156,6 @@ def _candidates(
         linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
         return members[::-1] if linear else members
 
-    sizes = checkpoint.powersgd[0].error_sizes
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     flat = {
         "gradient-ready order": [name for part in reversed_modules for name in ready(part)],
@@ -135,18 +167,6 @@ def _candidates(
             yield label, buckets
     if buckets := _cut(names, lengths[::-1], model):
         yield "definition order", buckets[::-1]
-
-
-def trainable(checkpoint: Checkpoint) -> list[str]:
-    """Names of the model's parameters, in definition order, tied ones once, buffers left out."""
-    aliases = checkpoint.aliases
-    return [
-        name
-        for name, array in checkpoint.model.items()
-        if name not in aliases
-        and name.rpartition(".")[2] not in BUFFER_NAMES
-        and (array.dtype.kind in "fc" or array.dtype.name == "bfloat16")
-    ]
 
 
 def _cut(
@@ -171,8 +191,8 @@ def _cut(
 def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     """Why `layout` contradicts the hook state; None if it does not."""
     record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
-    if reason := layout.misfit(record):
-        return reason
+    if wrong := layout.misfits(record):
+        return wrong[0]
     by_name = {slot.entry.name: slot for slot in layout.slots_of(record)}
     for bucket, entries in enumerate(layout.buckets):
         mean, own = {}, {}

@@ -84,8 +84,20 @@ def record_layout(
     layout = BucketLayout.from_order(
         [[parameters[index][0] for index in bucket] for bucket in order], dict(parameters)
     )
-    if state is not None:
-        _check_state(layout, state, ddp_model)
+    if state is None:
+        return layout
+    if wrong := layout.misfits(state):
+        raise CheckpointMismatch(
+            "The hook state was made for other buckets than DDP uses now. Call record_layout in "
+            "the run that made the state, after compression began.",
+            mis_shaped=wrong,
+        )
+    if holds_buffers(state) and awaits_rebuild(ddp_model):
+        raise CheckpointMismatch(
+            "The hook state comes from an earlier job, and DDP has not rebuilt its buckets in this "
+            "one: their order is not the state's. Wait for two iterations, or for three with "
+            "static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
+        )
     return layout
 
 
@@ -141,30 +153,6 @@ def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> 
         f"DDP's buckets of {wanted} bytes are not cut in a way that torch documents. Give the "
         f"order yourself: BucketLayout.from_order(order, dict(model.named_parameters()))."
     )
-
-
-def _check_state(
-    layout: BucketLayout, state: PowerSGDState, ddp_model: DistributedDataParallel
-) -> None:
-    expected = dict(enumerate(layout.sizes))
-    wrong = [
-        f"bucket {bucket}: {error.numel()} values in the state, {expected.get(bucket, 'none')} in "
-        f"DDP"
-        for bucket, error in state.error_dict.items()
-        if expected.get(bucket) != error.numel()
-    ]
-    if wrong:
-        raise CheckpointMismatch(
-            "The hook state was made for other buckets than DDP uses now. Call record_layout in "
-            "the run that made the state, after compression began.",
-            mis_shaped=wrong,
-        )
-    if holds_buffers(state) and awaits_rebuild(ddp_model):
-        raise CheckpointMismatch(
-            "The hook state comes from an earlier job, and DDP has not rebuilt its buckets in this "
-            "one: their order is not the state's. Wait for two iterations, or for three with "
-            "static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
-        )
 
 
 # --- saving ---------------------------------------------------------------------------------
