@@ -10,11 +10,13 @@ import importlib
 import io
 import json
 import re
+import runpy
 import shutil
 import signal
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import demo
 import hybrid_mesh
@@ -23,12 +25,16 @@ import lm
 import numpy as np
 import pytest
 import train
-from paths import LANGUAGE_MODEL
+from paths import EXAMPLES, LANGUAGE_MODEL
 from script import python
 
 import jaxcomp
 
 STEPS, STOP = 12, 6
+# A program without functions, like a module of which the program is one.
+RESUME = SimpleNamespace(
+    __name__="resume", main=partial(runpy.run_path, str(EXAMPLES / "resume.py"))
+)
 # What the interrupted run was made with, and what it was not.
 SAVED = {"--width": (32, 64), "--rank": (2, 3), "--strategy": ("powersgd", "allreduce")}
 MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
@@ -164,6 +170,9 @@ def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupt
             (f"train --checkpoint-dir {{saved}} --resume {name} {other}", f"with {name} {x}, not")
             for name, (x, other) in SAVED.items()
         ),
+        ("resume {tmp}/run --replicas 3", "--replicas must divide the batch of 64, got 3"),
+        ("resume {tmp}/file", "/file is a file; checkpoints need a directory"),
+        ("resume", "required: directory"),
         ("hybrid_mesh --rank -1", "--rank positive or 0"),
         ("hybrid_mesh --steps 0", "--steps must be positive"),
         ("hybrid_mesh --width 24", "--width must be a multiple of 16"),
@@ -185,9 +194,10 @@ def test_wrong_input_gives_one_sentence(command, message, capsys, tmp_path, inte
     if name == "train":
         arguments = [*TINY, *([] if "--devices" in arguments else ["--devices", 4]), *arguments]
     with pytest.raises(SystemExit) as exit_:
-        here(importlib.import_module(name), *arguments)
+        here(RESUME if name == "resume" else importlib.import_module(name), *arguments)
     assert exit_.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    *usage, line = capsys.readouterr().err.strip().splitlines()
+    assert not usage or name == "resume"
     assert line.startswith(f"{name}.py: error: ")
     assert message in line
 

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import runpy
-import sys
 
 import include
 import pytest
@@ -57,23 +55,3 @@ def test_diloco_ends_near_the_exact_loss():
     excess, ratio = excess_and_ratio(output("diloco.py"))
     assert excess < 2
     assert ratio == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{tmp}/run", "--replicas", "3"], "--replicas must divide the batch of 64, got 3"),
-        (["{tmp}/file"], "/file is a file; checkpoints need a directory"),
-        ([], "required: directory"),
-    ],
-)
-def test_resume_answers_wrong_input_in_one_sentence(
-    arguments, message, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "file").touch()
-    arguments = [argument.format(tmp=tmp_path) for argument in arguments]
-    monkeypatch.setattr(sys, "argv", ["resume.py", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(EXAMPLES / "resume.py"), run_name="__main__")
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -218,10 +218,11 @@ def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
         mapped = sharded(mesh, step, (specs, P("data"), P("data")), (P(), P("data"), specs))
         found, logits, state = mapped(jaxcomp.shard_state(fresh, mesh, "data"), *data)
     else:
-        make = {"pmap": functools.partial(jax.pmap, devices=jax.devices()[:4]), "vmap": jax.vmap}
-        mapped = make[mapping](
-            step, axis_name="data", in_axes=(axes, 0, 0), out_axes=(None, 0, axes)
-        )
+        over = {"axis_name": "data", "in_axes": (axes, 0, 0), "out_axes": (None, 0, axes)}
+        mapped = {
+            "pmap": lambda: jax.pmap(step, devices=jax.devices()[:4], **over),
+            "vmap": lambda: jax.jit(jax.vmap(step, **over)),
+        }[mapping]()
         found, logits, state = mapped(stacked, *rows)
         logits = logits.reshape(16, LENGTH, CLASSES)
     close(found, (expected[0][0], expected[1]))

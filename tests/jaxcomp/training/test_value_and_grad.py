@@ -129,6 +129,7 @@ def test_beside_sharded_weights_residuals_are_sharded_alike(layout, name, given,
     with contextlib.nullcontext() if given else jax.set_mesh(mesh):
         run = jaxcomp.value_and_grad(fun, reducer(name), mesh=mesh if given else None)
         params = parameters(mesh, layout)
+        run.init(jax.device_get(params))  # which say nothing of a mesh
         losses, after, state = jit_loop(run, params, batches(mesh))
     np.testing.assert_allclose(losses, shard_map_losses(name), rtol=1e-5)
     for name, leaf in state.residual.items():
