@@ -16,6 +16,7 @@ import jax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
+from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.options import Options
 from torch_bridge._read.values import Budget, Malformed
@@ -117,18 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     return main
 
 
-def conversion(options: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments that `to_flax` and `to_torch` have in common, beside `pairing`.
-
-    Raises:
-      CheckpointMismatch: A file of JSON is none, or takes more than `max_bytes`.
-    """
-    return {
-        "layout": layout(options),
-        "param_names": _read(options.param_names, _names, options.max_bytes),
-    }
-
-
 def layout(options: argparse.Namespace) -> BucketLayout | None:
     """What ``--layout`` names.
 
@@ -136,6 +125,15 @@ def layout(options: argparse.Namespace) -> BucketLayout | None:
       CheckpointMismatch: It is no layout, or takes more than `max_bytes`.
     """
     return _read(options.layout, BucketLayout.from_json, options.max_bytes)
+
+
+def param_names(options: argparse.Namespace) -> ParamNames:
+    """What ``--param-names`` names.
+
+    Raises:
+      CheckpointMismatch: It is no list of names, or takes more than `max_bytes`.
+    """
+    return _read(options.param_names, _names, options.max_bytes)
 
 
 def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:

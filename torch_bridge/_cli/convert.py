@@ -23,12 +23,11 @@ from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import flatten, hollow
 from torch_bridge._pairing.pair import pairs_of_whole
-from torch_bridge._pairing.pairs import unpaired
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
     """``to-flax``: torch files to an orbax directory or a msgpack file."""
-    conversion = arguments.conversion(options)
+    layout, names = arguments.layout(options), arguments.param_names(options)
     _refuse_overwriting(options)
     checkpoint = load(options.files, max_bytes=options.max_bytes)
     config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
@@ -37,8 +36,16 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         if "comm_dtype" in kwargs:
             kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
         config = {"powersgd": kwargs}
-    conversion |= {"missing_ranks": options.missing_ranks, "consume": True}
-    state = _entries(to_flax(checkpoint, options.params, **conversion, **options.pairing))
+    run = to_flax(
+        checkpoint,
+        options.params,
+        layout=layout,
+        missing_ranks=options.missing_ranks,
+        param_names=names,
+        consume=True,
+        **options.pairing,
+    )
+    state = _entries(run)
     write_flax(options.out, state, config, force=options.force)
     size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
     print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
@@ -47,16 +54,14 @@ def convert_to_flax(options: argparse.Namespace) -> None:
 def convert_to_torch(options: argparse.Namespace) -> None:
     """``to-torch``: what a training script or ``to-flax`` wrote, as `save_checkpoint` writes."""
     import_torch()  # before large files are read
-    conversion = arguments.conversion(options)
+    layout, names = arguments.layout(options), arguments.param_names(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
     like = load(options.like, max_bytes=options.max_bytes)
     pairs = pairs_of_whole(like.model, options.params, None, options.pairing)
-    leftover = unpaired(like.model, pairs)
-    layout = conversion["layout"] or layout_of(like, None, leftover)  # it needs the errors
-    names = conversion["param_names"]
-    template = _entries(shapes_of_run(like, options.params, pairs, leftover, layout, names))
+    layout = layout or layout_of(like, None, pairs)  # which needs the errors
+    template = _entries(shapes_of_run(like, options.params, pairs, layout, names))
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
     fresh = hollow(like.optimizer)

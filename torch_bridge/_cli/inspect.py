@@ -49,7 +49,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     source = "inferred" if checkpoint.layout is None else "in the file"
     source = source if layout is None else "given"
     try:
-        layout = layout_of(checkpoint, layout, ()) if record is not None else None
+        layout = layout_of(checkpoint, layout, None) if record is not None else None
     except CheckpointMismatch as error:
         layout = None
         missing.append(f"the bucket layout: {error.message}")
@@ -57,7 +57,8 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
         facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
     # The shapes alone say what is compressed.
     known = layout or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
-    ranks = {slot.entry.name: slot.rank for slot in known.slots_of(record)} if record else {}
+    slots = known.slots_of(record) if record else {}
+    ranks = {name: slot.rank for name, slot in slots.items()}
     found = _measured(checkpoint, layout) if layout is not None else {}
     parameters = [
         {"name": name, "shape": entry.shape, "matrix": matrix_shape(entry.shape)}
@@ -118,9 +119,9 @@ def _measured(checkpoint: Checkpoint, layout: BucketLayout) -> dict[str, dict[st
         if index in record.error_dict:  # one bucket after the other, as each is a copy
             for name, error in layout.split(index, checkpoint.mean_error(index)).items():
                 found[name]["error_norm"] = _norm(error)
-    for slot in layout.slots_of(record):
+    for name, slot in layout.slots_of(record).items():
         if (q := record.q_memory_dict.get(slot.bucket)) is not None:
-            found[slot.entry.name]["q_norm"] = _norm(slot.q(q))
+            found[name]["q_norm"] = _norm(slot.q(q))
     return found
 
 

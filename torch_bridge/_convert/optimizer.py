@@ -18,7 +18,7 @@ from torch_bridge._convert.optimizer_groups import Entry, ParamNames, read_entri
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path, without_collection
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair, leaves_from_torch, tensors_from_flax, unpaired
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch, tensors_from_flax
 
 Path: TypeAlias = tuple[str, ...]
 Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
@@ -104,7 +104,7 @@ def optimizer_from_torch(
     """
     model = named(model)
     pairs = pairs_for(model, params, pairs)
-    entries = read_entries(optimizer, model, param_names, unpaired(model, pairs))
+    entries = read_entries(optimizer, model, param_names, pairs)
     plan = OptimizerPlan.of(entries, pairs)
     tx = plan.transformation(params, learning_rate)
     return tx, plan.state(tx.init(params), plan.counted if step is None else step)
@@ -296,7 +296,7 @@ def optimizer_to_torch(
     """
     model = named(model)
     found = pairs_for(model, params, pairs)
-    entries = read_entries(like, model, param_names, unpaired(model, found))
+    entries = read_entries(like, model, param_names, found)
     return fill_optimizer(state, like, entries, found)
 
 

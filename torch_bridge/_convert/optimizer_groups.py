@@ -11,6 +11,7 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names, shape_of, trainable
 from torch_bridge._base.terminal import printable
+from torch_bridge._pairing.pairs import Pair, unpaired
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _MAX_STEPS = 2**31  # optax counts in int32
@@ -184,8 +185,8 @@ class Entry:
 def read_entries(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
-    param_names: ParamNames = None,
-    leftover: Collection[str] = (),
+    param_names: ParamNames,
+    pairs: Sequence[Pair],
     bucketed: Collection[str] = (),
 ) -> dict[str, Entry]:
     """Names the parameters of an optimizer state dict.
@@ -195,7 +196,7 @@ def read_entries(
       model: Torch state dict of the model.
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
-      leftover: Tensors that go to no leaf. Where `model` has too many, these were buffers.
+      pairs: Of `model`. Where it has too many tensors, those that go to no leaf were buffers.
       bucketed: What DDP has in its buckets. An optimizer of as many was given these alone.
 
     Returns:
@@ -221,7 +222,7 @@ def read_entries(
             if not 0 <= step < _MAX_STEPS:
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
             entries.append(Entry(index, number, hyper, state, int(step)))
-    names = _names(optimizer, model, param_names, len(entries), leftover, bucketed)
+    names = _names(optimizer, model, param_names, len(entries), pairs, bucketed)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)
     found = {cleaned.get(wanted[n], n): e for n, e in zip(names, entries, strict=True)}
@@ -265,7 +266,7 @@ def _names(
     model: Mapping[str, Any],
     said: ParamNames,
     count: int,
-    leftover: Collection[str],
+    pairs: Sequence[Pair],
     bucketed: Collection[str],
 ) -> list[str]:
     """The names of the parameters, in the optimizer's order."""
@@ -280,7 +281,7 @@ def _names(
     if said is not None:
         names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
     else:
-        every = trainable(model)
+        every, leftover = trainable(model), set(unpaired(model, pairs))
         choices = (
             [name for name in model if name in bucketed],
             every,

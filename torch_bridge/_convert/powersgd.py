@@ -25,7 +25,7 @@ from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import flatten, plain_path
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
-from torch_bridge._pairing.pairs import Pair, names_in, unpaired
+from torch_bridge._pairing.pairs import Pair, names_in
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
@@ -100,8 +100,7 @@ def powersgd_from_torch(
             "The checkpoint has no PowerSGD state. Pass a file with `comm_hook_state`, or start "
             "afresh with jaxcomp.powersgd(...).init(params)."
         )
-    leftover = [] if pairs is None else unpaired(checkpoint.model, pairs)
-    layout = layout_of(checkpoint, layout, leftover)
+    layout = layout_of(checkpoint, layout, pairs)
     pairs = _pairs_for_trained(checkpoint.model, params, pairs, layout)
     return filled_state(checkpoint, params, pairs, layout, missing_ranks, matrix_dims)
 
@@ -215,7 +214,7 @@ def _aligned(
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     plans = plan_leaves(params, rank, rate, matrix_dims)
     entries = layout.entries if layout else {}
-    slots = {s.entry.name: s for s in layout.slots_of(record)} if layout else {}
+    slots = layout.slots_of(record) if layout else {}
     names = names_in(pairs, entries, like.aliases if like else {})
     paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     leaves = [(plan, list[Term]()) for plan in plans]
@@ -432,8 +431,8 @@ def export_record(
                 torch_q = np.empty((term.slot.cols, term.slot.rank), np.float32)
                 torch_q[term.q_rows] = to_numpy(q)
                 qs.setdefault(name, []).append(torch_q)
-    for slot in layout.slots_of(base) if base.warm_start else ():
-        slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(slot.entry.name, []))
+    for name, slot in layout.slots_of(base).items() if base.warm_start else ():
+        slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(name, []))
     if old is not None:
         # Of P only its presence matters to torch; with the old one nothing at all changes.
         for bucket, p in ps.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -23,7 +23,7 @@ from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
-from torch_bridge._pairing.pairs import leaves_from_torch, names_in, unpaired
+from torch_bridge._pairing.pairs import leaves_from_torch, names_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +142,8 @@ def to_flax(
     checkpoint = checked(checkpoint)
     pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
-    leftover = unpaired(checkpoint.model, pairs)
-    layout = layout_of(checkpoint, layout, leftover)
-    links = _links(checkpoint, params, pairs, leftover, layout, axis_name, matrix_dims, param_names)
+    layout = layout_of(checkpoint, layout, pairs)
+    links = _links(checkpoint, params, pairs, axis_name, layout, matrix_dims, param_names)
     chosen, own, reducer, matrix_dims, plan = links
     counted = plan.counted if plan else 0
     hook = counted
@@ -188,7 +187,6 @@ def shapes_of_run(
     checkpoint: Checkpoint,
     like: Any,
     pairs: Pairs,
-    leftover: Collection[str],
     layout: BucketLayout | None,
     param_names: ParamNames,
 ) -> FlaxRun:
@@ -196,7 +194,7 @@ def shapes_of_run(
     model = checkpoint.model
     leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).with_leaves(hollow(leaves))
-    links = _links(checkpoint, params, pairs, leftover, layout, "data", None, param_names)
+    links = _links(checkpoint, params, pairs, "data", layout, None, param_names)
     chosen, _, reducer, _, plan = links
     optimizer = plan.transformation(chosen, None) if plan else None
     state = hollow(jax.eval_shape(reducer.init, chosen))
@@ -218,9 +216,8 @@ def _links(
     checkpoint: Checkpoint,
     params: Any,
     pairs: Pairs,
-    leftover: Collection[str],
-    layout: BucketLayout | None,
     axis_name: str | tuple[str, ...],
+    layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
     param_names: ParamNames,
 ) -> _Links:
@@ -241,8 +238,8 @@ def _links(
             entries = layout.entries
             bucketed = names_in(own, entries, checkpoint.aliases)
             frozen = {pair.torch_name for pair in own} - bucketed.keys()
-        model = checkpoint.model
-        read = read_entries(checkpoint.optimizer, model, param_names, leftover, entries)
+        given, model = checkpoint.optimizer, checkpoint.model
+        read = read_entries(given, model, param_names, pairs, entries)
         plan = OptimizerPlan.of(read, own, frozen)
     return _Links(chosen, own, reducer, matrix_dims, plan)
 

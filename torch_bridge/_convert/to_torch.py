@@ -31,7 +31,6 @@ from torch_bridge._pairing.leaves import hollow
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
-from torch_bridge._pairing.pairs import unpaired
 
 _SHOWN = 10  # names in a warning
 
@@ -92,7 +91,7 @@ def to_torch(
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
     found = pairs_of_whole(like.model, params, pairs, options)
-    layout = layout or layout_of(like, None, unpaired(like.model, found))
+    layout = layout or layout_of(like, None, found)
     document = assemble(parts, like, like.optimizer, found, layout, param_names, matrix_dims)
     if path is not None:
         write_document(pathlib.Path(path), document)
@@ -154,8 +153,7 @@ def assemble(
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
         names = layout.names if layout else ()
-        leftover = unpaired(like.model, pairs)
-        entries = read_entries(fresh, like.model, param_names, leftover, names)
+        entries = read_entries(fresh, like.model, param_names, pairs, names)
         optimizer = fill_optimizer(parts.pop("optimizer"), fresh, entries, pairs)
     return make_document(
         model=model,

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
+from torch_bridge._base.schema import BUFFERS
 from torch_bridge._base.tensors import shape_of, unwrapped
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
@@ -260,28 +260,29 @@ class BucketLayout:
                         p_start += rows * used
                         q_start += cols * used
 
-    def slots_of(self, record: PowerSGDRecord) -> Iterator[FactorSlot]:
-        """`factor_slots` with the rank and the rate of a record."""
-        return self.factor_slots(record.matrix_approximation_rank, record.min_compression_rate)
+    def slots_of(self, record: Any) -> dict[str, FactorSlot]:
+        """`factor_slots` by parameter, with the rank and the rate of a record.
 
-    def buffer_sizes(self, record: PowerSGDRecord) -> tuple[dict[int, int], ...]:
-        """Length of the error, P and Q buffer of each bucket, with the rank and rate of a record.
+        Args:
+          record: A `PowerSGDRecord`, or torch's own ``PowerSGDState``.
+        """
+        rank, rate = record.matrix_approximation_rank, record.min_compression_rate
+        return {slot.entry.name: slot for slot in self.factor_slots(rank, rate)}
+
+    def buffer_sizes(self, record: Any) -> tuple[dict[int, int], ...]:
+        """Length of the error, P and Q buffer of each bucket, as for `slots_of`.
 
         Returns:
           Three dictionaries, bucket index -> values; a bucket without factors has no P and Q.
         """
         ps, qs = dict[int, int](), dict[int, int]()
-        for slot in self.slots_of(record):  # the last one of a bucket stays
+        for slot in self.slots_of(record).values():  # the last one of a bucket stays
             ps[slot.bucket] = slot.p_start + slot.rows * slot.rank
             qs[slot.bucket] = slot.q_start + slot.cols * slot.rank
         return dict(enumerate(self.sizes)), ps, qs
 
     def misfits(self, record: Any) -> list[str]:
-        """The buffers of another length than the layout gives them, a line each.
-
-        Args:
-          record: A `PowerSGDRecord`, or torch's own ``PowerSGDState``.
-        """
+        """The buffers of another length than the layout gives them, a line each."""
         lines, sizes = [], self.buffer_sizes(record)
         for kind, own, name in zip(("error", "P", "Q"), sizes, BUFFERS, strict=True):
             wanted = dict.fromkeys(range(len(self.buckets)), 0) | own

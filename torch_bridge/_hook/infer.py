@@ -21,6 +21,7 @@ from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._pairing.pairs import Pair, unpaired
 
 _COLUMNS = 128
 _HOW_TO = (
@@ -92,14 +93,14 @@ def infer_layout(
 
 
 def layout_of(
-    checkpoint: Checkpoint, layout: BucketLayout | None, leftover: Collection[str]
+    checkpoint: Checkpoint, layout: BucketLayout | None, pairs: Sequence[Pair] | None
 ) -> BucketLayout | None:
     """The layout of a checkpoint: as given, in the file, or inferred from its hook state.
 
     Args:
       checkpoint: With or without hook state.
       layout: None for that of the checkpoint.
-      leftover: Tensors that go to no Flax leaf, and may be buffers without a gradient.
+      pairs: Of the model, if they are known: what goes to no Flax leaf may be a buffer.
 
     Returns:
       The layout; None where there is none and compression has not begun.
@@ -114,6 +115,7 @@ def layout_of(
         try:
             return infer_layout(checkpoint)
         except CheckpointMismatch:
+            leftover = [] if pairs is None else unpaired(checkpoint.model, pairs)
             if not leftover:
                 raise
         return infer_layout(checkpoint, frozen=leftover)
@@ -138,7 +140,7 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
     if record.error_dict:
         return layout
     slots = layout.slots_of(record)
-    return tuple((slot.entry.name, slot.bucket, slot.p_start, slot.q_start) for slot in slots)
+    return tuple((name, slot.bucket, slot.p_start, slot.q_start) for name, slot in slots.items())
 
 
 def _candidates(
@@ -193,14 +195,14 @@ def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
     if wrong := layout.misfits(record):
         return wrong[0]
-    by_name = {slot.entry.name: slot for slot in layout.slots_of(record)}
+    slots = layout.slots_of(record)
     for bucket, entries in enumerate(layout.buckets):
         mean, own = {}, {}
         if bucket in record.error_dict and not checkpoint.missing_ranks:
             mean = layout.split(bucket, checkpoint.mean_error(bucket))
             own = layout.split(bucket, record.error_dict[bucket])
         for entry in entries:
-            error, slot = mean.get(entry.name), by_name.get(entry.name)
+            error, slot = mean.get(entry.name), slots.get(entry.name)
             if slot is not None and bucket in record.p_memory_dict:
                 # Some columns show it; all of a full rank would take gigabytes and minutes.
                 p = slot.p(record.p_memory_dict[bucket])[:, :_COLUMNS]

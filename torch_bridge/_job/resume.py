@@ -164,18 +164,17 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             missing=sorted(set(old.names) - set(new.names)),
             unexpected=sorted(set(new.names) - set(old.names)),
         )
-    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
     flats, ps, qs = arrays_of(state)
     errors: dict[str, np.ndarray] = {}
     for bucket, flat in flats.items():
         errors |= old.split(bucket, flat)
-    slots = {s.entry.name: s for s in old.factor_slots(rank, rate) if s.bucket in qs}
+    slots = {name: slot for name, slot in old.slots_of(state).items() if slot.bucket in qs}
     moved: list[dict[int, list[np.ndarray]]] = [{}, {}, {}]
     for bucket, entries in enumerate(new.buckets):
         if entries and all(entry.name in errors for entry in entries):
             moved[0][bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
-    for slot in new.factor_slots(rank, rate):
-        if before := slots.get(slot.entry.name):
+    for name, slot in new.slots_of(state).items():
+        if before := slots.get(name):
             factors = before.p(ps[before.bucket]), before.q(qs[before.bucket])
             for parts, factor in zip(moved[1:], factors, strict=True):
                 parts.setdefault(slot.bucket, []).append(factor.reshape(-1))
