@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from runners import AXIS, MAPPINGS, simulate
+from runners import AXIS, MAPPINGS, first, sharded, simulate
 from test_recorded import CASES, REPLICAS, SHAPES, STEPS
 
 import jaxcomp
@@ -55,13 +55,10 @@ def beside_an_explicit_axis(tx: Any, grads: Any) -> Any:
     with jax.set_mesh(mesh):
         state = tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
         specs = jaxcomp.state_specs(state, AXIS)
-        step = jax.shard_map(
-            lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state),
-            in_specs=(jax.P(AXIS), specs),
-            out_specs=(jax.P(), specs),
-            axis_names={AXIS},
-        )
-        step, state = jax.jit(step), jaxcomp.shard_state(state, mesh, AXIS)
+        update = lambda g, state: tx.update(first(g), state)  # noqa: E731
+        own = jax.P(AXIS), specs
+        step = sharded(mesh, update, own, (jax.P(), specs), axis_names={AXIS})
+        state = jaxcomp.shard_state(state, mesh, AXIS)
         for t in range(STEPS):
             one = jax.tree.map(lambda x, t=t: x[:, t], grads)
             one = jax.device_put(one, jax.NamedSharding(mesh, jax.P(AXIS)))

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import zeros
 from paths import ROOT
-from runners import AXIS
+from runners import AXIS, simulate
 
 import jaxcomp
 
@@ -89,13 +88,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Of each step a tree ``(replicas, *shape)``, in float32."""
+    """A tree of ``(replicas, steps, *shape)``, in float32; the steps were drawn in turn."""
     rng = np.random.default_rng(3)
     common = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
-    return [
+    drawn = [
         {k: np.float32(x + rng.normal(size=(REPLICAS, *x.shape))) for k, x in common.items()}
         for _ in range(STEPS)
     ]
+    return jax.tree.map(lambda *steps: np.stack(steps, axis=1), *drawn)
 
 
 def allowed(name):
@@ -112,14 +112,8 @@ def allowed(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_that_were_recorded(name, gradients):
-    tx = CASES[name]
-    state = jaxcomp.stack_replicas(tx.init(zeros(SHAPES)), REPLICAS)
-    axes = jaxcomp.state_axes(state)
-    step = jax.jit(jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS))
-    steps = []
-    for grads in gradients:
-        outputs, state = step(grads, state)
-        steps.append(np.concatenate([np.ravel(outputs[k]) for k in SHAPES]))
-    expected, found = RECORDED[name], np.stack(steps)[SHOWN, ::EVERY]
+    outputs, _ = simulate("vmap", CASES[name], gradients)
+    values = np.concatenate([outputs[k].reshape(STEPS, -1) for k in SHAPES], axis=1)
+    expected, found = RECORDED[name], values[SHOWN, ::EVERY]
     off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
     assert np.all(off <= allowed(name)), (off, allowed(name))

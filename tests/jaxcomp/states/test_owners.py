@@ -97,11 +97,8 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
 def test_one_replicas_row_is_never_taken_for_everybodys(replicas):
     """Nor that of the middle one of an odd number."""
     tx = REDUCERS["powersgd"]()
-    axes = jaxcomp.state_axes(tx.init({"w": jnp.zeros((16, 12))}))
-    state = jaxcomp.stack_replicas(tx.init({"w": jnp.zeros((16, 12))}), replicas)
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-    for _ in range(STEPS):
-        _, state = step({"w": jnp.ones((replicas, 16, 12))}, state)
+    _, state = simulate("vmap", tx, {"w": np.ones((replicas, STEPS, 16, 12), np.float32)})
+    axes = jaxcomp.state_axes(state)
     for i in range(replicas):
         row = jax.tree.map(lambda x, axis: x if axis is None else x[i], state, axes)  # noqa: B023
         with pytest.raises(ValueError, match="residual of one replica only"):
