@@ -79,6 +79,11 @@ def test_the_page_about_local_sgd_runs():
     assert names["stats"].ratio == 32
 
 
+def test_the_page_about_choosing_runs():
+    by_leaf = run("docs/choosing.md", {})["ranks"].by_leaf
+    assert by_leaf["['sharp']"] < by_leaf["['flat']"]
+
+
 def resumed(directory, replicas, monkeypatch, capsys):
     """Names and printed losses after a run of the program about checkpoints."""
     text = (ROOT / "examples/resume.py").read_text()

@@ -286,16 +286,6 @@ def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
         assert capsys.readouterr().out == expected
 
 
-def test_the_programs_in_the_documentation_run():
-    page = DOCS / "choosing.md"
-    programs = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert programs
-    with jax.numpy_dtype_promotion("standard"):  # what a user has
-        exec(compile("\n".join(programs), str(page), "exec"), names := {})
-    by_leaf = names["ranks"].by_leaf
-    assert by_leaf["['sharp']"] < by_leaf["['flat']"]
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_measured_constants_are_positive_and_finite(number):
     params = shapes(w=(256, 512), b=(512,))

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import KINDS, grid
-from jax.sharding import NamedSharding
+from classifier import KINDS, grid, placed
 from local_runs import rounds
 from runners import types_of
 
 import jaxcomp
 
-P = jax.P
 N, EVERY, ROUNDS = 4, 3, 3
 INNER = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)  # flags and counts have no mean
 
@@ -44,7 +42,7 @@ def test_a_round_maps_itself_over_the_mesh(kind):
 
     mesh = grid(N, kind)
     run = jaxcomp.local_sgd_round(step, mesh=mesh, **arguments())
-    params = jax.device_put(start, NamedSharding(mesh, P()))
+    params = placed(mesh, start)
     state, compiled = run.init(params), jax.jit(run)
     assert optax.tree.get(state.inner, "trace")["w"].shape == (N, 16, 12)
     for batch, loss in zip(batches, np.split(losses, ROUNDS, axis=1), strict=True):
