@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _return_freed_memory()
     commands = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
     try:
+        arguments.read_files(options)
         commands[options.command](options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)

@@ -16,7 +16,6 @@ import jax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
-from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.options import Options
 from torch_bridge._read.values import Budget, Malformed
@@ -118,22 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     return main
 
 
-def layout(options: argparse.Namespace) -> BucketLayout | None:
-    """What ``--layout`` names.
+def read_files(options: argparse.Namespace) -> None:
+    """Puts what the files of ``--layout`` and ``--param-names`` say in the place of their paths.
 
     Raises:
-      CheckpointMismatch: It is no layout, or takes more than `max_bytes`.
+      CheckpointMismatch: A file of JSON is none, or takes more than `max_bytes`.
     """
-    return _read(options.layout, BucketLayout.from_json, options.max_bytes)
-
-
-def param_names(options: argparse.Namespace) -> ParamNames:
-    """What ``--param-names`` names.
-
-    Raises:
-      CheckpointMismatch: It is no list of names, or takes more than `max_bytes`.
-    """
-    return _read(options.param_names, _names, options.max_bytes)
+    options.layout = _read(options.layout, BucketLayout.from_json, options.max_bytes)
+    if options.command != "inspect":
+        options.param_names = _read(options.param_names, _names, options.max_bytes)
 
 
 def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:

@@ -13,7 +13,6 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
-from torch_bridge._cli import arguments
 from torch_bridge._cli.files import read_flax, write_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
@@ -27,7 +26,6 @@ from torch_bridge._pairing.pair import pairs_of_whole
 
 def convert_to_flax(options: argparse.Namespace) -> None:
     """``to-flax``: torch files to an orbax directory or a msgpack file."""
-    layout, names = arguments.layout(options), arguments.param_names(options)
     _refuse_overwriting(options)
     checkpoint = load(options.files, max_bytes=options.max_bytes)
     config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
@@ -39,9 +37,9 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     run = to_flax(
         checkpoint,
         options.params,
-        layout=layout,
+        layout=options.layout,
         missing_ranks=options.missing_ranks,
-        param_names=names,
+        param_names=options.param_names,
         consume=True,
         **options.pairing,
     )
@@ -54,12 +52,12 @@ def convert_to_flax(options: argparse.Namespace) -> None:
 def convert_to_torch(options: argparse.Namespace) -> None:
     """``to-torch``: what a training script or ``to-flax`` wrote, as `save_checkpoint` writes."""
     import_torch()  # before large files are read
-    layout, names = arguments.layout(options), arguments.param_names(options)
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
     like = load(options.like, max_bytes=options.max_bytes)
     pairs = pairs_of_whole(like.model, options.params, None, options.pairing)
+    layout, names = options.layout, options.param_names
     layout = layout or layout_of(like, None, pairs)  # which needs the errors
     template = _entries(shapes_of_run(like, options.params, pairs, layout, names))
     for record in like.powersgd:  # the way back needs their shapes only

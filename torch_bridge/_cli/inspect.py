@@ -14,7 +14,6 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable
-from torch_bridge._cli import arguments
 from torch_bridge._convert.optimizer_groups import is_optimizer
 from torch_bridge._hook.buckets import BucketLayout, matrix_shape
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -28,8 +27,7 @@ _NUMBERS = ("bucket", "q_norm", "error_norm")
 
 def inspect(options: argparse.Namespace) -> None:
     """``inspect``: a table, or JSON."""
-    layout = arguments.layout(options)
-    summary = _summary(load(options.files, max_bytes=options.max_bytes), layout)
+    summary = _summary(load(options.files, max_bytes=options.max_bytes), options.layout)
     print(json.dumps(summary, indent=2, allow_nan=False) if options.json else _text(summary))
 
 

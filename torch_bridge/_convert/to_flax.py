@@ -142,7 +142,9 @@ def to_flax(
     checkpoint = checked(checkpoint)
     pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
-    layout = layout_of(checkpoint, layout, pairs)
+    layout = layout or checkpoint.layout
+    if checkpoint.powersgd:
+        layout = layout_of(checkpoint, layout, pairs)
     links = _links(checkpoint, params, pairs, axis_name, layout, matrix_dims, param_names)
     chosen, own, reducer, matrix_dims, plan = links
     counted = plan.counted if plan else 0
