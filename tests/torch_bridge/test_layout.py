@@ -263,6 +263,8 @@ def test_no_model_frozen_parameters_and_ties():
         infer_layout(dataclasses.replace(checkpoint, model={}))
     tied = {**checkpoint.model, "tied.weight": checkpoint.model["fc1.weight"]}
     assert infer_layout(dataclasses.replace(checkpoint, model=tied)) == layout
+    counted = {"position_ids": np.arange(12), **checkpoint.model}  # an integer is no parameter
+    assert infer_layout(dataclasses.replace(checkpoint, model=counted)) == layout
     more = {"backbone.weight": np.zeros((3, 3), np.float32), **checkpoint.model}
     with pytest.raises(CheckpointMismatch, match="frozen"):
         infer_layout(dataclasses.replace(checkpoint, model=more))

@@ -238,6 +238,11 @@ def test_rule_takes_a_packed_linear_apart():
     params = there_and_back(model, like, rules, conv1d="")
     expected = model["h.0.c_attn.weight"][8:16].T.reshape(8, 2, 4)
     np.testing.assert_array_equal(params["h_0"]["key"]["kernel"], expected)
+    later = [*rules.items(), (r".*attn", "h_0/out"), (r"h.*", "a|b")]  # of which none decides
+    assert pair(model, like, later, conv1d="") == pair(model, like, rules, conv1d="")
+    whole = [(r"h\.0\.c_attn", "all"), *rules.items()]
+    one_more = like | {"all": {"kernel": np.ones((8, 24)), "bias": np.ones(24)}}
+    assert len(refused(model, one_more, whole, conv1d="").missing) == 6  # sent once, to the first
     straight = {"c_attn.weight": values(8, 24)}  # which no rule takes apart
     error = refused(straight, kernels(q=(8, 8), k=(8, 8), v=(8, 8)), {"c_attn": "q|k|v"})
     assert len(error.mis_shaped) == 3

@@ -85,17 +85,17 @@ class Match:
         targets = self._targets()
         for layer in self.open_torch:
             own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
-            for pattern, paths in _followed(rules, own):
-                shares = [layer]
-                if len(paths) > 1 and layer in self.torch:
-                    shares = [
-                        Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
-                        for k in range(len(paths))
-                    ]
-                    place = self.torch.index(layer)
-                    self.torch[place : place + 1] = shares
-                for share, path in zip(shares, paths, strict=False):
-                    self._send(share, targets.get(path, (None, None))[0], pattern, path)
+            pattern, paths = next(_followed(rules, own), ("", []))  # the first rule decides
+            shares = [layer]
+            if len(paths) > 1:
+                shares = [
+                    Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
+                    for k in range(len(paths))
+                ]
+                place = self.torch.index(layer)
+                self.torch[place : place + 1] = shares
+            for share, path in zip(shares, paths, strict=False):
+                self._send(share, targets.get(path, (None, None))[0], pattern, path)
 
     def _targets(self) -> dict[Path, tuple[Layer, str | None]]:
         """What a rule may name: the path of a module, or of a leaf with its part of the layer."""
@@ -109,8 +109,6 @@ class Match:
         text = f"the rule {pattern!r} sends {layer.name} to {'/'.join(path)}"
         if target is None:
             self.ambiguous.append(f"{text}, which is neither a leaf nor a module of the Flax tree")
-        elif layer in self.partners:
-            pass  # an earlier rule has decided
         elif target in self.partners.values():
             self.ambiguous.append(f"{text}, where an earlier rule sends another")
         else:
