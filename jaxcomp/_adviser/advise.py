@@ -253,10 +253,9 @@ def advise(
 
     predictions = _predictions(params, link, compute, constants, law, budget, matrix_dims)
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
-    # The one that sends most among those that pay and are about as fast as the fastest.
-    paying = [
-        p for p in predictions if p.compressed and p.gap <= budget and p.speedup >= _WORTHWHILE
-    ]
+    # The one that sends most among those that pay and are about as fast as the fastest: from the
+    # law's rank on all of them keep the budget.
+    paying = [p for p in predictions if p.compressed and p.speedup >= _WORTHWHILE]
     fastest = min((p.step_time for p in paying), default=0.0)
     near = [p for p in paying if p.step_time <= _AS_FAST * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
