@@ -126,6 +126,5 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p
 
-    counted = functools.partial(count_bytes, low_rank, of_factors=of_turn)
-    named = call_text("acp_sgd", given)
-    return Reducer(init, reduce, axis_name, made_by=named, count_bytes=counted)
+    sent = functools.partial(count_bytes, low_rank, of_factors=of_turn)
+    return Reducer(init, reduce, axis_name, made_by=call_text("acp_sgd", given), count_bytes=sent)
