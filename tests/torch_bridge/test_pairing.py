@@ -222,6 +222,10 @@ def test_rules_take_layers_apart():
     np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
     error = refused(model, like, {r"fc\.weight": "fc/w"}, flatten={"fc": None})
     assert error.unexpected == ("fc.bias (5,)",)
+    two = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
+    like = {n: {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)} for n in ("x", "y")}
+    rules = {r"a\.weight": "x/kernel", r"a\.bias": "y/bias"}  # of which one was not followed
+    assert any("to different layers" in line for line in refused(two, like, rules).ambiguous)
 
 
 def test_rule_takes_a_packed_linear_apart():

@@ -84,18 +84,30 @@ class Match:
         self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
         targets = self._targets()
         for layer in self.open_torch:
-            own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
-            pattern, paths = next(_followed(rules, own), ("", []))  # the first rule decides
-            shares = [layer]
-            if len(paths) > 1:
-                shares = [
-                    Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
-                    for k in range(len(paths))
-                ]
-                place = self.torch.index(layer)
-                self.torch[place : place + 1] = shares
-            for share, path in zip(shares, paths, strict=False):
-                self._send(share, targets.get(path, (None, None))[0], pattern, path)
+            # The first rule for each of its tensors, by where it sends them.
+            sent: dict[tuple[Layer | None, ...], tuple[str, list[Path]]] = {}
+            for name, _ in layer.parts.values():
+                if found := next(_followed(rules, [names[name], layer.name]), None):
+                    to = tuple(targets.get(path, (None, None))[0] for path in found[1])
+                    sent.setdefault(to, found)
+            if len(sent) > 1:
+                patterns = " and ".join(repr(pattern) for pattern, _ in sent.values())
+                self.ambiguous.append(
+                    f"the rules {patterns} send the tensors of {layer.name} to different layers: "
+                    "it goes as a whole, so let one rule name it"
+                )
+                continue
+            for to, (pattern, paths) in sent.items():
+                shares = [layer]
+                if len(paths) > 1:
+                    shares = [
+                        Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
+                        for k in range(len(paths))
+                    ]
+                    place = self.torch.index(layer)
+                    self.torch[place : place + 1] = shares
+                for share, target, path in zip(shares, to, paths, strict=True):
+                    self._send(share, target, pattern, path)
 
     def _targets(self) -> dict[Path, tuple[Layer, str | None]]:
         """What a rule may name: the path of a module, or of a leaf with its part of the layer."""
