@@ -8,6 +8,7 @@ left is listed, with the rules that would say it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -84,37 +85,25 @@ class Match:
         self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
         targets = self._targets()
         for layer in self.open_torch:
-            # The first rule for each of its tensors, by where it sends them.
-            sent: dict[tuple[Layer | None, ...], tuple[str, list[Path]]] = {}
-            for name, _ in layer.parts.values():
-                if found := next(_followed(rules, [names[name], layer.name]), None):
-                    to = tuple(targets.get(path, (None, None))[0] for path in found[1])
-                    sent.setdefault(to, found)
-            if len(sent) > 1:
-                patterns = " and ".join(repr(pattern) for pattern, _ in sent.values())
-                self.ambiguous.append(
-                    f"the rules {patterns} send the tensors of {layer.name} to different layers: "
-                    "it goes as a whole, so let one rule name it"
-                )
-                continue
-            for to, (pattern, paths) in sent.items():
-                shares = [layer]
-                if len(paths) > 1:
-                    shares = [
-                        Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
-                        for k in range(len(paths))
-                    ]
-                    place = self.torch.index(layer)
-                    self.torch[place : place + 1] = shares
-                for share, target, path in zip(shares, to, paths, strict=True):
-                    self._send(share, target, pattern, path)
+            own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
+            pattern, paths = next(_followed(rules, own), ("", []))  # the first rule decides
+            shares = [layer]
+            if len(paths) > 1:
+                shares = [
+                    Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
+                    for k in range(len(paths))
+                ]
+                place = self.torch.index(layer)
+                self.torch[place : place + 1] = shares
+            for share, path in zip(shares, paths, strict=False):
+                self._send(share, targets.get(path, (None, None))[0], pattern, path)
 
     def _targets(self) -> dict[Path, tuple[Layer, str | None]]:
         """What a rule may name: the path of a module, or of a leaf with its part of the layer."""
         found: dict[Path, tuple[Layer, str | None]] = {a.segments: (a, None) for a in self.flax}
         for layer in self.flax:
             for key, (path, _) in layer.parts.items():
-                found[path] = found[path[1:] if path[0] in COLLECTIONS else path] = (layer, key)
+                found[path] = found[_without_collection(path)] = (layer, key)
         return found
 
     def _send(self, layer: Layer, target: Layer | None, pattern: str, path: Path) -> None:
@@ -200,6 +189,28 @@ class Match:
                     f"{pattern} {shapes} could be {shown}: say which, as in "
                     f"rules={{{pattern!r}: {names[0]!r}}}"
                 )
+
+
+def not_followed(rules: Sequence[tuple[str, str]], built: Sequence[Build]) -> Iterator[str]:
+    """A line for each tensor that a rule sends to another leaf than its layer brought it to."""
+    names = clean_names([pair.torch_name for part in built for pair in part.pairs])
+    for part in built:
+        for pair in part.pairs:
+            name, place = names[pair.torch_name], _without_collection(pair.path)
+            for pattern, paths in itertools.islice(_followed(rules, [name, part.torch.name]), 1):
+                # One that names the module too speaks of the layer, whichever leaf it gives.
+                end = -1 if re.fullmatch(pattern, part.torch.name) else None
+                said = [_without_collection(path) for path in paths]
+                if not any(place[: len(p)] == p or place[:-1] == p[:end] for p in said):
+                    layer = part.torch.name or "(root)"
+                    yield (
+                        f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where "
+                        f"its layer {layer} goes: let one rule name the whole layer"
+                    )
+
+
+def _without_collection(path: Path) -> Path:
+    return path[1:] if path[:1] and path[0] in COLLECTIONS else path
 
 
 def _followed(

@@ -13,7 +13,7 @@ from torch_bridge._pairing.build import Build
 from torch_bridge._pairing.layers import Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.match import Match
+from torch_bridge._pairing.match import Match, not_followed
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
@@ -199,7 +199,11 @@ def _pair_layers(
         "unexpected": [line for part in built for line in part.unexpected]
         + [f"{name} {s}" for layer in extra for name, s in layer.parts.values()],
         "mis_shaped": [line for part in built for line in part.mis_shaped],
-        "ambiguous": [*match.ambiguous, *questions.asked],
+        "ambiguous": [
+            *match.ambiguous,
+            *not_followed(options.rules, built),
+            *questions.asked,
+        ],
     }
     if idle:
         raise CheckpointMismatch(
