@@ -8,7 +8,6 @@ left is listed, with the rules that would say it.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -73,7 +72,7 @@ class Match:
         taken: dict[Part, Layer] = {}
         for layer in self.torch:
             for key, (name, _) in layer.parts.items():
-                _, paths = next(_followed(rules, [names[name], layer.name]), ("", []))
+                _, paths = _first_rule(rules, [names[name], layer.name])
                 target, leaf = targets.get(paths[0] if len(paths) == 1 else (), (None, ""))
                 if target is None or leaf is None or (target, leaf) in taken:
                     continue
@@ -86,7 +85,7 @@ class Match:
         targets = self._targets()
         for layer in self.open_torch:
             own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
-            pattern, paths = next(_followed(rules, own), ("", []))  # the first rule decides
+            pattern, paths = _first_rule(rules, own)
             shares = [layer]
             if len(paths) > 1:
                 shares = [
@@ -197,26 +196,28 @@ def not_followed(rules: Sequence[tuple[str, str]], built: Sequence[Build]) -> It
     for part in built:
         for pair in part.pairs:
             name, place = names[pair.torch_name], _without_collection(pair.path)
-            for pattern, paths in itertools.islice(_followed(rules, [name, part.torch.name]), 1):
-                # One that names the module too speaks of the layer, whichever leaf it gives.
-                end = -1 if re.fullmatch(pattern, part.torch.name) else None
-                said = [_without_collection(path) for path in paths]
-                if not any(place[: len(p)] == p or place[:-1] == p[:end] for p in said):
-                    layer = part.torch.name or "(root)"
-                    yield (
-                        f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where "
-                        f"its layer {layer} goes: let one rule name the whole layer"
-                    )
+            pattern, paths = _first_rule(rules, [name, part.torch.name])
+            said = [_without_collection(path) for path in paths]
+            # One that names the module too speaks of the layer, whichever leaf it gives.
+            if re.fullmatch(pattern, part.torch.name):
+                said += [path[:-1] for path in said if len(path) == len(place)]
+            if said and not any(place[: len(path)] == path for path in said):
+                layer = part.torch.name or "(root)"
+                yield (
+                    f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where "
+                    f"its layer {layer} goes: let one rule name the whole layer"
+                )
 
 
 def _without_collection(path: Path) -> Path:
     return path[1:] if path[:1] and path[0] in COLLECTIONS else path
 
 
-def _followed(
-    rules: Sequence[tuple[str, str]], names: Sequence[str]
-) -> Iterator[tuple[str, list[Path]]]:
-    """The rules that match one of some names, each with the paths that it gives."""
+def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[Path]]:
+    """The rule that decides, the first to match one of some names, and the paths that it gives.
+
+    Of names that no rule matches no path.
+    """
     for pattern, template in rules:
         found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
         if found:
@@ -226,7 +227,8 @@ def _followed(
                 raise ValueError(
                     f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
                 ) from error
-            yield pattern, [tuple(path.strip("/").split("/")) for path in paths]
+            return pattern, [tuple(path.strip("/").split("/")) for path in paths]
+    return "", []
 
 
 def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
