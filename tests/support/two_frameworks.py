@@ -1,0 +1,200 @@
+"""One function of layers and inputs as a model of torch and as its twin in Flax.
+
+Arrays have their channels last in both; inside, torch's layers get them first, as everywhere. A
+layer ``h.0.attn`` of torch is ``h_0_attn`` in Flax; one that is a number has the name Flax gives.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import torch
+from torch import nn as tnn
+
+F = tnn.functional
+ONES = nn.initializers.ones
+
+
+class TorchModel(tnn.Module):
+    """Makes each layer when `body` first asks for it."""
+
+    def __init__(self, body):
+        super().__init__()
+        self._body = body
+
+    def forward(self, *inputs):
+        return self._body(TorchLayers(self), *inputs)
+
+
+class FlaxModel(nn.Module):
+    body: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *inputs):
+        return self.body(FlaxLayers(self), *inputs)
+
+
+class Conv1D(tnn.Module):
+    """transformers': a Linear whose weight is stored (in, out)."""
+
+    def __init__(self, ins, out):
+        super().__init__()
+        self.weight, self.bias = tnn.Parameter(torch.ones(ins, out)), tnn.Parameter(torch.ones(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class TorchLayers:
+    relu, relu6, gelu, silu, sigmoid, softmax = map(
+        staticmethod, (F.relu, F.relu6, F.gelu, F.silu, F.sigmoid, F.softmax)
+    )
+    max, concatenate, einsum, zeros, asarray = map(
+        staticmethod, (torch.amax, torch.concatenate, torch.einsum, torch.zeros, torch.as_tensor)
+    )
+
+    def __init__(self, module):
+        self.module = module
+
+    def _at(self, name, make):
+        *parents, last = name.split(".")
+        node = self.module
+        for parent in parents:
+            if not hasattr(node, parent):
+                node.add_module(parent, tnn.Module())
+            node = getattr(node, parent)
+        if not hasattr(node, last):
+            setattr(node, last, make())
+        return getattr(node, last)
+
+    def _of_channels_first(self, x, name, make):
+        return self._at(name, make)(x.movedim(-1, 1)).movedim(1, -1)
+
+    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
+        make = tnn.Conv1d if x.ndim == 3 else tnn.Conv2d
+        return self._of_channels_first(
+            x, name, lambda: make(x.shape[-1], out, k, s, p, groups=groups, bias=bias)
+        )
+
+    def conv_transpose(self, x, name, out, k):
+        make = lambda: tnn.ConvTranspose2d(x.shape[-1], out, k, k)  # noqa: E731
+        return self._of_channels_first(x, name, make)
+
+    def bn(self, x, name):
+        make = tnn.BatchNorm1d if x.ndim == 2 else tnn.BatchNorm2d
+        return self._of_channels_first(x, name, lambda: make(x.shape[-1]))
+
+    def dense(self, x, name, out, bias=True):
+        return self._at(name, lambda: tnn.Linear(x.shape[-1], out, bias))(x)
+
+    def conv1d(self, x, name, out):
+        return self._at(name, lambda: Conv1D(x.shape[-1], out))(x)
+
+    def ln(self, x, name):
+        return self._at(name, lambda: tnn.LayerNorm(x.shape[-1]))(x)
+
+    def rms(self, x, name):
+        return self._at(name, lambda: tnn.RMSNorm(x.shape[-1], eps=1e-6))(x)
+
+    def embed(self, ids, name, size, width):
+        return self._at(name, lambda: tnn.Embedding(size, width))(ids)
+
+    def tied(self, x, name, table):
+        """A head of the weights of an embedding."""
+        weight = self._at(table, None).weight
+        head = self._at(name, lambda: tnn.Linear(*weight.shape[::-1], bias=False))
+        head.weight = weight
+        return head(x)
+
+    def attention(self, x, name, heads):
+        make = lambda: tnn.MultiheadAttention(x.shape[-1], heads, batch_first=True)  # noqa: E731
+        return self._at(name, make)(x, x, x)[0]
+
+    def recurrent(self, x, name, kind, width, layers):
+        make = lambda: getattr(tnn, kind)(x.shape[-1], width, layers, batch_first=True)  # noqa: E731
+        return self._at(name, make)(x)[0]
+
+    def param(self, name, *shape):
+        return self._at(name, lambda: tnn.Parameter(torch.ones(shape)))
+
+    def flatten(self, x):
+        return x.movedim(-1, 1).flatten(1)
+
+    def unflatten(self, x, *shape):
+        return x.unflatten(1, shape).movedim(1, -1)
+
+
+class Bare(nn.Module):
+    """A parameter beside layers."""
+
+    @nn.compact
+    def __call__(self, name, shape):
+        return self.param(name, ONES, shape)
+
+
+class FlaxLayers:
+    gelu = functools.partial(nn.gelu, approximate=False)
+    relu, relu6, silu, sigmoid, softmax = map(
+        staticmethod, (nn.relu, nn.relu6, nn.silu, nn.sigmoid, nn.softmax)
+    )
+    max, concatenate, einsum, zeros, asarray = map(
+        staticmethod, (jnp.max, jnp.concatenate, jnp.einsum, jnp.zeros, jnp.asarray)
+    )
+
+    def __init__(self, module):
+        self.module, self.tables = module, {}
+
+    def _name(self, name):
+        return {"name": None if name.isdecimal() else name.replace(".", "_")}
+
+    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
+        more = {"padding": p, "feature_group_count": groups, "use_bias": bias, **self._name(name)}
+        return nn.Conv(out, (k,) * (x.ndim - 2), s, **more)(x)
+
+    def conv_transpose(self, x, name, out, k):
+        return nn.ConvTranspose(out, (k, k), (k, k), **self._name(name))(x)
+
+    def bn(self, x, name):
+        return nn.BatchNorm(True, epsilon=1e-5, **self._name(name))(x)
+
+    def dense(self, x, name, out, bias=True):
+        return nn.Dense(out, bias, **self._name(name))(x)
+
+    conv1d = dense
+
+    def ln(self, x, name):
+        return nn.LayerNorm(1e-5, **self._name(name))(x)
+
+    def rms(self, x, name):
+        return nn.RMSNorm(1e-6, **self._name(name))(x)
+
+    def embed(self, ids, name, size, width):
+        if name not in self.tables:
+            self.tables[name] = nn.Embed(size, width, **self._name(name))
+        return self.tables[name](ids)
+
+    def tied(self, x, name, table):
+        return self.tables[table].attend(x)
+
+    def attention(self, x, name, heads):
+        return nn.MultiHeadDotProductAttention(heads, **self._name(name))(x)
+
+    def recurrent(self, x, name, kind, width, layers):
+        cell = {"LSTM": nn.OptimizedLSTMCell, "GRU": nn.GRUCell}[kind]
+        for k in range(layers):
+            x = nn.RNN(cell(width, **self._name(f"{name}_{k}")))(x)
+        return x
+
+    def param(self, name, *shape):
+        parents, _, last = name.rpartition(".")
+        if parents:
+            return Bare(**self._name(parents))(last, shape)
+        return self.module.param(last, ONES, shape)
+
+    def flatten(self, x):
+        return x.reshape(len(x), -1)
+
+    def unflatten(self, x, channels, *spatial):
+        return x.reshape(len(x), *spatial, channels)
