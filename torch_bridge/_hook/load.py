@@ -20,12 +20,12 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_records
 from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
-from torch_bridge._read.values import Forbidden, Global, Malformed
+from torch_bridge._read.values import Forbidden, Global, Malformed, expect
 
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# Every value of a file is checked before it is used; should one slip through, the file is at fault.
+# `Malformed`; and should a value slip through that is not checked, the file is at fault.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
@@ -91,21 +91,28 @@ def load(
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
     try:
         value, budget = read_archive(file, max_bytes)
-        if not isinstance(value, dict):
-            raise Malformed(f"a {type(value).__name__}")
-        if isinstance(layout := value.get("layout"), str):
-            budget.claim(PARSED_BYTES * len(layout))
-        return _interpreted(value)
+        entries, records = _interpreted(expect(value, dict, "at its root"))
+        layout, extra, size = (entries.get(name) for name in ("layout", "extra", "world_size"))
+        budget.claim(PARSED_BYTES * len(layout or ""))
+        return Checkpoint(
+            model=_model(entries.get("state_dict")),
+            powersgd=tuple(records),
+            optimizer=entries.get("optimizer"),
+            layout=None if layout is None else BucketLayout.from_json(layout),
+            extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
+            world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
+            hook=entries.get("hook"),
+        )
     except Forbidden as error:
         raise UnsafeCheckpoint(
-            f"{file} asks for {error.name}, which is not on the allow-list; nothing was executed. "
-            f"{way_out(error.name)}."
+            f"{file} asks for {error!s:.200}, which is not on the allow-list; nothing was "
+            f"executed. {way_out(str(error))}."
         ) from error
     except MemoryError as error:
         raise CheckpointMismatch(
             f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
         ) from error
-    except (Malformed, *_UNFORESEEN) as error:
+    except _UNFORESEEN as error:
         raise CheckpointMismatch(
             f"{file} cannot be read: found {error!s:.400}. Expected {_EXPECTED}, complete and "
             f"undamaged.",
@@ -113,54 +120,32 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         ) from error
 
 
-def _interpreted(value: dict[Any, Any]) -> Checkpoint:
-    """Model, hook state, optimizer and the rest in the value at the root of a file."""
+def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRecord]]:
+    """The entries at the root of a file by the names of our own format, and the hook states."""
     kind = value.get("format")  # a parameter may have this name
-    entries: Mapping[str, Any] = value
     if isinstance(kind, str) and kind == FORMAT:
-        records = read_records(value)
-    elif is_slots(value):
-        entries, records = dict[str, Any](state_dict={}), [record_from_slots(value)]
-    else:
-        entries, records = _documented(value)
-    layout: Any = entries.get("layout")
-    extra, size = entries.get("extra"), entries.get("world_size")
-    return Checkpoint(
-        model=_unwrapped(entries.get("state_dict")),
-        powersgd=tuple(records),
-        optimizer=entries.get("optimizer"),
-        layout=None if layout is None else BucketLayout.from_json(layout),
-        extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
-        world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
-        hook=entries.get("hook"),
-    )
-
-
-def _documented(value: dict[Any, Any]) -> tuple[dict[str, Any], list[PowerSGDRecord]]:
-    """The entries of a file as torch's documentation writes it, by the names of our own format."""
-    rest = dict(value)
+        return value, read_records(value)
+    rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     parts = [rest.get(name) for name in (*_MODEL_KEYS, *_HOOK_KEYS)]
     # A flat state_dict may have parameters of these names.
     flat = not any(isinstance(part, dict) for part in parts)
     flat &= any(isinstance(part, np.ndarray) for part in parts)
-    model, hook = (None if flat else _take(rest, keys) for keys in (_MODEL_KEYS, _HOOK_KEYS))
-    if hook is not None and not is_slots(hook):
+    model, state = (None if flat else _take(rest, keys) for keys in (_MODEL_KEYS, _HOOK_KEYS))
+    if state is not None and not is_slots(state):
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     optimizer = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
-    if model is None and hook is None:
+    if model is None and state is None:
         model, rest = rest, {}
-    layout, registered = rest.pop("layout", None), rest.get("comm_hook")
-    if isinstance(registered, Global):
-        registered = rest.pop("comm_hook").name.rpartition(".")[2]
+    hook = _take(rest, ("comm_hook",), Global)
     entries = {
         "state_dict": {} if model is None else model,
         "optimizer": optimizer,
-        "layout": layout if isinstance(layout, str) else None,
+        "layout": _take(rest, ("layout",), str),
         "extra": rest,
         "world_size": rest.get("world_size"),
-        "hook": registered if "comm_hook" not in rest else None,
+        "hook": None if hook is None else hook.name.rpartition(".")[2],
     }
-    return entries, [] if hook is None else [record_from_slots(hook)]
+    return entries, [] if state is None else [record_from_slots(state)]
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str], kind: type = object) -> Any:
@@ -170,7 +155,7 @@ def _take(mapping: dict[Any, Any], names: Sequence[str], kind: type = object) ->
     return None
 
 
-def _unwrapped(model: Any) -> dict[str, np.ndarray]:
+def _model(model: Any) -> dict[str, np.ndarray]:
     """The tensors of a state_dict, by names without the prefixes of wrappers."""
     arrays = {}
     if isinstance(model, dict):

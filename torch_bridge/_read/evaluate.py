@@ -80,6 +80,8 @@ class Values:
             more["state"] = self.of(call.state)
         try:
             value = self.constructors[call.name](*args, **more)
+        except Malformed:
+            raise
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise Malformed(f"arguments that {call.name} cannot have") from error
         if call.items:
@@ -95,13 +97,6 @@ class Values:
             self._met += 1
         return made
 
-    def set_of(self, values: Iterable[Any]) -> set[Any]:
-        """A set of checked values."""
-        made: set[Any] = set()
-        for value in values:
-            made.add(self._key(value, len(made)))
-        return made
-
     def _key(self, key: Any, position: int) -> Any:
         """`key`, which may join a dictionary or set that has `position` entries.
 
@@ -114,9 +109,8 @@ class Values:
         parts = key if isinstance(key, tuple) else (key,)
         if len(parts) > _MAX_KEY_PARTS or not all(map(_is_cheap, parts)):
             raise Malformed(f"{brief(key)} as a dictionary key: too large, or none at all")
-        self._comparisons += min(position, self._chosen) * (
-            _TUPLE_COMPARISON if parts is key else 1
-        )
+        cost = _TUPLE_COMPARISON if parts is key else 1
+        self._comparisons += cost * min(position, self._chosen)
         self._chosen += 1
         if self._comparisons > _MAX_COMPARISONS:
             raise Malformed(

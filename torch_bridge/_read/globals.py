@@ -82,7 +82,7 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         return values.mapping(items.items() if isinstance(items, dict) else _listed(items))
 
     def set_of(items: Any = ()) -> set:
-        return values.set_of(_listed(items))
+        return set(values.mapping((item, None) for item in _listed(items)))
 
     def size(items: Any = ()) -> tuple:
         budget.claim(8 * len(_listed(items)))

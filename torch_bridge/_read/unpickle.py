@@ -21,17 +21,16 @@ from torch_bridge._read.values import Budget, Forbidden, Global, Malformed
 
 STORAGE = "storage"  # what a persistent id of torch's begins with
 _DICT, _SET = "collections.OrderedDict", "builtins.set"
-_MARKS = 1000  # at most, open at once
 # Of memory for a byte of a pickle: of it itself, and of text, which can take 4 bytes a character.
 _COPIES, _NAME = 4, 512  # and for a global that was not named before
 # Bytes of memory that an opcode takes at most, with its places on the stack and in a container;
 # what is not here only takes away from the stack.
 _CHARGES = {
     **dict.fromkeys(b"qr\x94", 16),
-    **dict.fromkeys(b"\x80\x95(N\x88\x89)2hjc\x93ioK", 32),
+    **dict.fromkeys(b"\x80\x95N\x88\x89)2hjc\x93ioK", 32),
     **dict.fromkeys(b"JMG\x8a\x8bt", 64),
     **dict.fromkeys(b"\x85\x86\x87XU\x8cT\x8dCB\x8e\x96", 96),
-    **dict.fromkeys(b"]", 112),
+    **dict.fromkeys(b"](", 128),
     **dict.fromkeys(b"}\x8fR\x81Q", 208),
 }
 _LOADS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
@@ -73,7 +72,6 @@ class _Memo(list):
 
 class _Unpickler(pickle._Unpickler):
     append: Callable[[Any], None]
-    metastack: list[Any]
     read: Callable[[int], bytes]
     stack: list[Any]
 
@@ -95,14 +93,9 @@ class _Unpickler(pickle._Unpickler):
         return self._named[full]
 
     def persistent_load(self, pid: Any) -> Call:
-        if isinstance(pid, tuple) and pid and isinstance(pid[0], str) and pid[0] == STORAGE:
+        if isinstance(pid, tuple) and pid[:1] == (STORAGE,):
             return Call(STORAGE, pid[1:])
         raise Malformed("a reference to something that is no storage")
-
-    def _mark(self) -> None:
-        if len(self.metastack) > _MARKS:
-            raise Malformed(f"more than {_MARKS} values that are begun and not ended")
-        _LOADS[pickle.MARK[0]](self)
 
     def _reduce(self) -> None:
         args = self.stack.pop()
@@ -123,7 +116,6 @@ class _Unpickler(pickle._Unpickler):
 
 
 _OWN: dict[int, Callable[[Any], None]] = {
-    pickle.MARK[0]: _Unpickler._mark,
     pickle.REDUCE[0]: _Unpickler._reduce,
     pickle.NEWOBJ[0]: _Unpickler._reduce,
     pickle.BUILD[0]: _Unpickler._build,

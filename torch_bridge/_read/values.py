@@ -5,25 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch_bridge._base.errors import CheckpointMismatch
 
-class Malformed(Exception):
-    """The file is damaged, or is no checkpoint of torch's; the message says what was found.
 
-    Attributes:
-      parameters: Names of the arguments with which the caller can decide otherwise.
-    """
-
-    def __init__(self, message: str, parameters: tuple[str, ...] = ()) -> None:
-        self.parameters = parameters
-        super().__init__(message)
+class Malformed(CheckpointMismatch):
+    """The file is damaged, or is no checkpoint of torch's; the message says what was found."""
 
 
 class Forbidden(Exception):
-    """The file asks for `name`, a global that is not on the allow-list."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name if len(name) < 200 else f"{name:.200}..."
-        super().__init__(self.name)
+    """The file asks for a global that is not on the allow-list; the message is its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +21,6 @@ class Global:
     """A global the file names, never imported: only its name."""
 
     name: str
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
 
 
 @dataclasses.dataclass
@@ -55,7 +42,7 @@ class Budget:
             raise Malformed(
                 f"contents that unpack to more than {self.limit} bytes, the limit for this file; "
                 f"if you trust it, pass a larger `max_bytes`",
-                ("max_bytes",),
+                parameters=("max_bytes",),
             )
 
 
