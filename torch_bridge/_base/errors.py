@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from torch_bridge._base.terminal import printable
@@ -56,11 +55,6 @@ class CheckpointMismatch(ValueError):
                 lines.append(f"  {name.replace('_', '-')} ({len(entries)}):")
                 lines += [f"    {printable(entry)}" for entry in entries]
         super().__init__("\n".join(lines))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the parts, so that the error survives a process pool."""
-        parts = {name: getattr(self, name) for name in (*_LISTS, "message", "parameters")}
-        return functools.partial(CheckpointMismatch, **parts), ()
 
 
 class UnsafeCheckpoint(ValueError):

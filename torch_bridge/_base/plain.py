@@ -27,8 +27,11 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lacking: list[str] = []
 
     def copy(value: Any, name: str, depth: int) -> Any:
-        value = _scalar(value)
-        if type(value) in _SCALARS or is_tensor(value) or _is_of_torch(value):
+        if isinstance(value, np.generic | str):  # NumPy's numbers, and ``torch.__version__``
+            value = value.item() if isinstance(value, np.generic) else str.__str__(value)
+        kind = type(value)
+        of_torch = kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
+        if kind in _SCALARS or of_torch or is_tensor(value):
             return value
         if depth > _DEEPEST:
             return _LEFT_OUT
@@ -60,13 +63,3 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return kept
 
     return copy(dict(entries), "", 0), lacking
-
-
-def _scalar(value: Any) -> Any:
-    """NumPy's numbers as Python's, and text of another type (``torch.__version__``) as text."""
-    value = value.item() if isinstance(value, np.generic) else value
-    return str.__str__(value) if isinstance(value, str) else value
-
-
-def _is_of_torch(value: Any) -> bool:
-    return type(value).__module__ == "torch" and type(value).__name__ in _OF_TORCH

@@ -93,19 +93,15 @@ class PowerSGDRecord:
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
         """What the user chose, by torch's argument names."""
-        return {name: getattr(self, name) for name in HYPERPARAMETERS}
+        return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 
-HYPERPARAMETERS = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "orthogonalization_epsilon",
-    "use_error_feedback",
-    "warm_start",
-    "batch_tensors_with_same_shape",
-    "compression_stats_logging_frequency",
-)
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    field.name: kind
+    for field in dataclasses.fields(PowerSGDRecord)
+    for kind in (int, float, bool)
+    if field.type == kind.__name__
+}
 COUNTERS = (
     "iter",
     "total_numel_before_compression",
@@ -114,14 +110,12 @@ COUNTERS = (
 )
 BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 # Present since the hook exists; later torch releases added the others, which have defaults.
-REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
-_FLOATS = ("min_compression_rate", "orthogonalization_epsilon")
-_FLAGS = ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape")
+_REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 
 def is_slots(value: object) -> bool:
     """Whether `value` looks like what ``PowerSGDState.__getstate__()`` returns."""
-    return isinstance(value, Mapping) and all(name in value for name in REQUIRED)
+    return isinstance(value, Mapping) and all(name in value for name in _REQUIRED)
 
 
 def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
@@ -136,11 +130,9 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     Raises:
       CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
     """
-    if missing := [name for name in REQUIRED if name not in slots]:
+    if missing := [name for name in _REQUIRED if name not in slots]:
         raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
-    values: dict[str, Any] = {
-        name: _number(name, slots[name]) for name in (*HYPERPARAMETERS, *COUNTERS) if name in slots
-    }
+    values: dict[str, Any] = {n: _number(n, slots[n]) for n in _NUMBERS if n in slots}
     values |= {name: bucket_arrays(name, slots[name]) for name in BUFFERS}
     rng = slots.get("rng")
     if rng is not None and not isinstance(rng, np.random.RandomState):
@@ -154,7 +146,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
 
 def _number(name: str, value: Any) -> int | float | bool:
     value = value.item() if isinstance(value, np.generic) else value
-    kind = float if name in _FLOATS else bool if name in _FLAGS else int
+    kind = _NUMBERS[name]
     if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
         exact = kind(value) == value and (kind is bool or not isinstance(value, bool))
         if kind is float or exact:

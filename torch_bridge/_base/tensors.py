@@ -103,13 +103,9 @@ def trainable(model: Mapping[str, Any]) -> list[str]:
         for name, value in model.items()
         if name not in again
         and name.rpartition(".")[2] not in BUFFER_NAMES
-        and re.search(r"(float|complex)\d\d", _dtype_name(value))
+        # A shape alone has no dtype.
+        and re.search(r"(float|complex)\d\d", str(getattr(value, "dtype", "float32")))
     ]
-
-
-def _dtype_name(value: Any) -> str:
-    dtype = getattr(value, "dtype", "float32")  # of a shape alone it is not known
-    return str(getattr(dtype, "name", dtype))
 
 
 def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:

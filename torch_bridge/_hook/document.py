@@ -10,8 +10,6 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import (
-    COUNTERS,
-    HYPERPARAMETERS,
     PowerSGDRecord,
     bucket_arrays,
     random_state,
@@ -66,10 +64,10 @@ def make_document(
 
 
 def _plain(record: PowerSGDRecord) -> dict[str, Any]:
-    slots: dict[str, Any] = {name: getattr(record, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
+    slots = dict(vars(record))
+    del slots["error_dict"]  # which is each rank's own
     for name in ("p_memory_dict", "q_memory_dict"):
-        slots[name] = {bucket: to_tensor(flat) for bucket, flat in getattr(record, name).items()}
-    slots["rng"] = None
+        slots[name] = {bucket: to_tensor(flat) for bucket, flat in slots[name].items()}
     if record.rng is not None:
         state: Any = record.rng.get_state()
         # int64: torch.load(weights_only=True) of older releases has no uint32.
@@ -98,11 +96,7 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
     ranks = len(errors) if isinstance(errors, list | tuple) else 0
     if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
-    # `to_torch` writes one dictionary for all ranks.
-    distinct = {id(error): error for error in errors}
-    if any(error.keys() != errors[0].keys() for error in distinct.values()):
-        raise CheckpointMismatch("`errors` of the ranks have different buckets")
-    if ranks * len(errors[0]) > _MAX_BUFFERS:
+    if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     rng = hook.get("rng")
     if rng is not None:
@@ -111,10 +105,11 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
     first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
-    records = {
-        key: dataclasses.replace(first, error_dict=bucket_arrays("error_dict", error))
-        for key, error in distinct.items()
-    }
+    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
+    for error in errors:
+        if id(error) not in records:
+            own = bucket_arrays("error_dict", error)
+            records[id(error)] = dataclasses.replace(first, error_dict=own)
     if any(record.error_sizes != first.error_sizes for record in records.values()):
-        raise CheckpointMismatch("`errors` of the ranks have different sizes")
+        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
     return [records[id(error)] for error in errors]

@@ -5,6 +5,7 @@ torch is imported when a function is called, so that ``import torch_bridge`` wor
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -15,13 +16,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import replacing
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
-from torch_bridge._base.schema import (
-    BUFFERS,
-    COUNTERS,
-    HYPERPARAMETERS,
-    PowerSGDRecord,
-    record_from_slots,
-)
+from torch_bridge._base.schema import BUFFERS, PowerSGDRecord, record_from_slots
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import BucketLayout
@@ -279,9 +274,8 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
 
 def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
     """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
-    slots: dict[str, Any] = {name: getattr(state, name) for name in (*HYPERPARAMETERS, *COUNTERS)}
-    slots |= dict(zip(BUFFERS, arrays_of(state), strict=True))
-    return record_from_slots({**slots, "rng": state.rng})
+    slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
+    return record_from_slots(slots | dict(zip(BUFFERS, arrays_of(state), strict=True)))
 
 
 def arrays_of(state: PowerSGDState) -> list[dict[int, np.ndarray]]:

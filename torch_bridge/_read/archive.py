@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pathlib
 import zipfile
@@ -103,8 +102,8 @@ def _reader(archive: zipfile.ZipFile, budget: Budget) -> Callable[..., np.ndarra
         raw, filled = np.empty(info.file_size, np.uint8), 0
         try:
             with archive.open(info) as entry:
-                assert isinstance(entry, io.BufferedIOBase)
-                while count := entry.readinto(raw[filled : filled + _CHUNK]):
+                into = entry.readinto  # type: ignore[attr-defined] (which typeshed's IO has not)
+                while count := into(raw.data[filled : filled + _CHUNK]):
                     filled += count  # zipfile checks the CRC at the end
             if filled != raw.size:
                 raise zipfile.BadZipFile("shorter than its directory says")

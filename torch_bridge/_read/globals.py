@@ -107,7 +107,8 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         if not isinstance(shape, tuple | list) or len(shape) > 64:
             raise Malformed("a NumPy array whose shape is no tuple of at most 64")
         order = "F" if isinstance(order, str) and order == "F" else "C"
-        return np.frombuffer(raw, dtype).reshape(shape, order=order).copy()
+        read = np.frombuffer(raw, dtype).reshape(shape, order=order)
+        return read.astype(dtype.newbyteorder("="))  # a copy, in an order that JAX and torch take
 
     def built_array(*_: Any, state: Any) -> np.ndarray:
         _version, shape, dtype, fortran, raw = _listed(state)
