@@ -29,28 +29,12 @@ Table = dict[str, tuple[bytes, str]]
 
 # --- what would run ---------------------------------------------------------------------------
 
+# As module and name, old names of Python 2 and attributes of attributes included.
 CALLED = """
-os.system posix.system nt.system os.popen subprocess.Popen subprocess.check_output builtins.eval
-builtins.exec builtins.compile builtins.__import__ builtins.getattr builtins.open builtins.setattr
-builtins.map importlib.import_module runpy.run_path shutil.rmtree socket.create_connection
-pickle.loads torch.load torch.hub.load numpy.load numpy.testing._private.utils.runstring
-operator.attrgetter functools.partial types.FunctionType copyreg._reconstructor timeit.timeit
-torch.nn.modules.linear.Linear torch._utils._rebuild_qtensor
-"""
-# Callables that picklescan, modelscan or fickling did not know before somebody told them.
-UNLISTED = """
-asyncio.unix_events:_UnixSubprocessTransport._start bdb:Bdb.run cProfile:run cProfile:runctx
-code:InteractiveInterpreter.runcode ctypes:CDLL distutils.file_util:write_file doctest:debug_script
-ensurepip:_run_pip idlelib.autocomplete:AutoComplete.get_entity idlelib.calltip:get_entity
-idlelib.debugobj:ObjectTreeItem.SetText idlelib.pyshell:ModifiedInterpreter.runcommand
-idlelib.run:Executive.runcode lib2to3.pgen2.grammar:Grammar.loads logging.config:_install_loggers
-marshal:loads multiprocessing.util:spawnv_passfds numpy.f2py.crackfortran:getlincoef
-numpy.testing._private.utils:runstring operator:methodcaller pdb:run pip:main profile:Profile.run
-pty:spawn pydoc:pipepager timeit:timeit torch.jit.unsupported_tensor_ops:execWrapper
-torch.utils._config_module:ConfigModule.load_config torch.utils.bottleneck.__main__:run_cprofile
-torch.utils.collect_env:run torch.utils.data.datapipes.utils.decoder:basichandlers trace:Trace.run
-uuid:_get_command_stdout webbrowser:open collections:OrderedDict.__class__
-torch:serialization.os.system builtins:__import__.__call__
+posix:system builtins:eval __builtin__:getattr copy_reg:_reconstructor pickle:loads torch:load
+operator:attrgetter functools:partial types:FunctionType torch.nn.modules.linear:Linear
+torch._utils:_rebuild_qtensor numpy.testing._private.utils:runstring uuid:_get_command_stdout
+torch:serialization.os.system builtins:__import__.__call__ collections:OrderedDict.__class__
 """
 
 
@@ -58,12 +42,10 @@ def unsafe() -> Table:
     """Calls of what is not on the allow-list, wherever a checkpoint has room for a value."""
     found = {}
     for name in CALLED.split():
-        module, _, function = name.rpartition(".")
-        old = {"builtins": "__builtin__", "copyreg": "copy_reg"}.get(module, module)
-        found[name] = call(glob(old, function), text(CANARY)), name
-    for name in UNLISTED.split():
         module, _, function = name.partition(":")
-        found[name] = call(files.stack_glob(module, function), text("a")), f"{module}.{function}"
+        now = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        make = glob if module != now else files.stack_glob
+        found[name] = call(make(module, function), text("a")), f"{now}.{function}"
     state = glob(HOOK, "PowerSGDState") + b")\x81"
     rebuild = glob("torch._tensor", "_rebuild_from_type_v2")
     memo = text("os") + put(0) + text("system") + put(1) + b"00" + get(0) + get(1) + b"\x93"
@@ -135,6 +117,10 @@ def tricks() -> Table:
         ) + b"Q",
         "an array as an encoding": call(glob("_codecs", "encode"), text("a"), tensor),
         "an array as a device's number": call(glob("torch", "device"), text("cuda"), tensor),
+        "a memo index of four billion": b"N" + b"r\xff\xff\xff\xff",
+        "text of four gigabytes": b"X\xff\xff\xff\xff",
+        "bytes of 2**63": b"\x8e" + struct.pack("<Q", 2**63),
+        "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
         "a memo that is not there": get(7),
         "a list that holds itself": b"]" + put(0) + get(0) + b"a",
         "an array of objects": call(glob("numpy", "dtype"), text("O8")),
@@ -167,26 +153,27 @@ def _long(value: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
+def _kept(*values: bytes) -> bytes:
+    """Values in the memo, from 0 on, and none on the stack."""
+    return b"".join(value + put(index) + POP for index, value in enumerate(values))
+
+
+def _doubling(start: bytes, times: int = 60) -> bytes:
+    """A pair of a pair of ... of one value."""
+    return _kept(start, *(get(k) * 2 + b"\x86" for k in range(times))) + get(times)
+
+
 def _endless() -> dict[str, bytes]:
-    """A value of endless ``repr`` wherever a message could show it."""
-    laughs = b"]" + put(0)
-    for k in range(40):
-        laughs += b"0](" + get(k) * 2 + b"e" + put(k + 1)
+    """A value of endless ``repr`` where a message could show it."""
     found = {}
-    for kind, value in (("deep", DEEP), ("doubling", laughs)):
-        small = b"K\x01" * 3
-        more = (files.storage(), b"K\x00", b"))", b"\x89", b"N", value)
+    for kind, value in (("deep", DEEP), ("doubling", _doubling(b")"))):
+        arguments = value, b"N", b"N", b"N"
         found |= {
-            f"{kind} dtype": call(glob("torch._utils", "_rebuild_tensor_v3"), *more),
             f"{kind} device": call(glob("torch", "device"), value),
-            f"{kind} NumPy dtype": call(glob("numpy", "dtype"), value),
-            f"{kind} path": call(PATH, value),
-            f"{kind} layout": call(glob("torch.serialization", "_get_layout"), value),
-            f"{kind} function": call(
-                glob("torch._tensor", "_rebuild_from_type_v2"), value, b"N", b"N", b"N"
-            ),
-            f"{kind} generator": GENERATOR + b")R" + tup(value, b"K\x01", small) + b"b",
-            f"{kind} words": GENERATOR + b")R" + tup(text("MT19937"), value, small) + b"b",
+            f"{kind} function": call(glob("torch._tensor", "_rebuild_from_type_v2"), *arguments),
+            f"{kind} generator": GENERATOR + b")R" + tup(value, b"K\x01", b"K\x01" * 3) + b"b",
+            f"{kind} key": b"}" + value + b"K\x01s",
+            f"{kind} optimizer": dictionary(state=value),
         }
     return found
 
@@ -197,28 +184,19 @@ def _keys() -> dict[str, bytes]:
     tuples = (b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN"
               for i in range(5_000))  # fmt: skip
     numbers = [integer(2 * k + 1) for k in range(1 << 14)] + [integer(-5)]
-    listed, short = b"(" + b"".join(numbers) + b"t", range((1 << 12) + 1)
+    listed = b"(" + b"".join(numbers) + b"t"
     pairs = b"(" + b"".join(number + b"N\x86" for number in numbers) + b"t"
-    huge = b"\x8b" + struct.pack("<i", 400_000) + b"\x7f" * 400_000
-    wide = b"(" + b"K\x01" * 64 + b"t" + put(0) + b"(" + get(0) * 64 + b"t" + put(1)
-    one_hash = (_long((2**61 - 1) * i) + b"N" for i in range(1, 50_000))
+    huge = _kept(b"\x8b" + struct.pack("<i", 400_000) + b"\x7f" * 400_000)
+    wide = _kept(b"(" + b"K\x01" * 64 + b"t", b"(" + get(0) * 64 + b"t")
     return {
         "tuples of one hash": b"}(" + b"".join(tuples) + b"u",
-        "integers of one hash": b"}(" + b"".join(one_hash) + b"u",
         "number keys": b"}(" + b"N".join(numbers) + b"Nu",
-        "number keys one by one": b"}" + b"".join(number + b"Ns" for number in numbers),
         "numbers in a set": call(glob("builtins", "set"), listed),
-        "numbers in a frozenset": call(glob("builtins", "frozenset"), listed),
         "numbers that ADDITEMS adds": b"\x8f" + listed[:-1] + b"\x90",
         "number keys of a mapping": call(glob("collections", "OrderedDict"), pairs),
-        "short tuple keys": b"}(" + b"".join(integer(k) + b"K\x01\x86N" for k in short) + b"u",
-        "one huge integer as a key": b"}" + put(0) + huge + put(1) + POP
-        + (get(1) + b"Ns") * 50_000,
-        "tuples of tuples as keys": wide + b"00}(" + (get(1) + b"N") * 50_000 + b"u",
-        "a key of 100 000 tuples in each other": b"}" + b")" + b"\x85" * 100_000 + b"K\x01s",
-        "a key that doubles": b"}" + b")" + put(0) + (get(0) + get(0) + b"\x86" + put(0)) * 60
-        + b"K\x01s",
-    }  # fmt: skip
+        "one huge integer as a key": huge + b"}" + (get(0) + b"Ns") * 50_000,
+        "tuples of tuples as keys": wide + b"}(" + (get(1) + b"N") * 50_000 + b"u",
+    }
 
 
 def _copied() -> dict[str, bytes]:
@@ -227,36 +205,27 @@ def _copied() -> dict[str, bytes]:
         size=(25 << 20,), stride=(0,), source=files.storage("1", 24, ("torch", "ByteStorage"))
     )
     table = b"}(" + b"".join(integer(i) + b"N" for i in range(20_000)) + b"u"
-    doubled = PATH + put(0) + text("a" * 100) + b"\x85R" + put(1)
-    doubled += b"".join((get(0) + get(k) * 2 + b"\x86R" + put(k + 1)) for k in range(1, 40))
-    pairs = b")" + put(0) + b"".join(get(k) * 2 + b"\x86" + put(k + 1) + POP for k in range(40))
+    joined = (get(0) + get(k) * 2 + b"\x86R" for k in range(1, 40))
     array = call(
         glob("numpy.core.multiarray", "_reconstruct"), glob("numpy", "ndarray"), tup(), b"N"
     )
-    doubles = call(glob("numpy", "dtype"), text("f8"))
+    huge = tup(integer(1), tup(integer(2**40)), call(glob("numpy", "dtype"), text("f8")), b"\x89",
+               b"C\x04abcd")  # fmt: skip
     return {
         "a size made of an expanded array": call(glob("torch", "Size"), expanded),
-        "a set made of an expanded array": call(glob("builtins", "set"), expanded),
         "a mapping of an expanded array": call(glob("collections", "OrderedDict"), expanded),
         "sizes made of an expanded array": call(
             REBUILD, files.storage(), b"K\x00", expanded, expanded, b"\x89", files.EMPTY
         ),
         "a generator of an expanded array": GENERATOR + b")R" + expanded + b"b",
-        "paths that double": doubled,
-        "text encoded 8000 times": b"](" + glob("_codecs", "encode") + put(0)
-        + text("a" * 500_000) + put(1) + text("latin1") + put(2)
-        + (get(0) + get(1) + get(2) + b"\x86R") * 8000 + b"e",
-        "dictionaries copied": b"](" + glob("collections", "OrderedDict") + put(0) + table + put(1)
-        + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
-        "an optimizer without an end": pairs + dictionary(state=get(40)),
-        "an array of terabytes": array
-        + tup(integer(1), tup(integer(2**40)), doubles, b"\x89", b"C\x04abcd") + b"b",
-        "lists in each other": DEEP,
+        "paths that double": _kept(PATH, text("a" * 100), *joined) + get(40),
+        "text encoded 8000 times": _kept(
+            glob("_codecs", "encode"), text("a" * 500_000), text("latin1")
+        ) + b"](" + (get(0) + get(1) + get(2) + b"\x86R") * 8000 + b"e",
+        "dictionaries copied": _kept(glob("collections", "OrderedDict"), table)
+        + b"](" + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
+        "an array of terabytes": array + huge + b"b",
         "tuples in each other": b"]" + b"\x85" * 200_000,
-        "a memo index of four billion": b"N" + b"r\xff\xff\xff\xff",
-        "text of four gigabytes": b"X\xff\xff\xff\xff",
-        "bytes of 2**63": b"\x8e" + struct.pack("<Q", 2**63),
-        "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
         "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
         "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
     }  # fmt: skip
@@ -277,21 +246,18 @@ def packed() -> Table:
     state = tup(text("MT19937"), key, b"K\x01", b"K\x00", b"G" + bytes(8))
     axes = tup(b"K\x00", *[b"K\x01"] * 63)
     tensor = tup(files.storage("0", 6), b"K\x00", axes, axes, b"\x89", b"N")
-    kept = lambda one, other: one + put(0) + POP + other + put(1) + POP  # noqa: E731
     layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**20}0]]}}'
     bodies = {
         "nothing": b"N" * 4_000_000,
         "nothing, popped": b"N0" * 10_000_000,
-        "numbers": b"K\x01" * 2_000_000,
-        "strings": b"X\x04\x00\x00\x00abcd" * 400_000,
         "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 400_000,
         "tuples": (b"K\x01" * 3 + b"\x87") * 500_000,
-        "marks": b"N" * 200_000 + b"(q\x000" * 1_000_000,
+        "marks": b"(" * 4_000_000,
         "sets": b"\x8f" * 10_000_000,
         "dictionaries": b"}\x94" * 5_000_000,
-        "generators": kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 20_000
+        "generators": _kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 20_000
         + b"e",
-        "empty tensors": kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000 + b"e",
+        "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000 + b"e",
         "a layout": dictionary(state_dict=b"}", layout=text(layout)),
     }  # fmt: skip
     found = {name: archive(whole(body), SMALL, PACKED) for name, body in bodies.items()}

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch_files as files
-from paths import SUPPORT
-from script import python
 from watch import watched
 
 import torch_bridge
@@ -57,9 +55,11 @@ def test_bad_files(tmp_path, monkeypatch, table):
         options = {"max_bytes": 9 << 20} if len(raw) < 50_000 and table == "packed" else {}
         error = UnsafeCheckpoint if table == "unsafe" else CheckpointMismatch
         said = why(path, raw, error, **options)
-        if part not in said or str(path) not in said or len(said) > 1000:
+        # What is large has to be read, or it would not show that it costs little.
+        vain = table in ("large", "packed") and "damaged pickle" in said
+        if part not in said or str(path) not in said or len(said) > 1000 or vain:
             wrong[name] = said
-    assert len(cases) > 14
+    assert len(cases) > 10
     assert not wrong
 
 
@@ -79,24 +79,6 @@ def test_other_kinds_of_tensors_are_named_with_the_way_out(tmp_path, advice):
     torch.save({"w": OTHER_TENSORS[advice]()}, path)
     with pytest.raises(UnsafeCheckpoint, match=f"asks for torch._utils._rebuild_.*{advice}"):
         load(path)
-
-
-def test_bombs_do_not_grow_the_process(tmp_path):
-    code = (
-        "import pathlib, resource, sys, bad_pickles, torch_bridge\n"
-        "bombs = bad_pickles.amplified() | bad_pickles.packed()\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "for name, (raw, _) in bombs.items():\n"
-        "    path.write_bytes(raw)\n"
-        "    try:\n"
-        "        torch_bridge.load(path)\n"
-        "    except torch_bridge.CheckpointMismatch:\n"
-        "        continue\n"
-        "    raise SystemExit(name)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)\n"
-    )
-    assert int(python("-c", code, tmp_path / "f.pt", cwd=SUPPORT)) < 200 << 10  # kilobytes
 
 
 # --- what is no file, too large, or gone ------------------------------------------------------
@@ -163,28 +145,17 @@ def test_the_limit_can_be_raised(tmp_path):
 
 # --- layouts, hook states and optimizers ------------------------------------------------------
 
-LAYOUTS = [
-    "",
-    "[]",
-    "{}",
-    "[" * 2_000_000,
-    "[]," * 1_000_000,
-    *(
-        '{"format": "torch_bridge.BucketLayout", ' + rest + "}"
-        for rest in (
-            '"version": 2, "buckets": []',
-            '"version": 1, "buckets": [[{"name": "a"}]]',
-            '"version": 1, "buckets": [[["a", [-1]]]]',
-            '"version": 1, "buckets": [[["a", ["x"]]]]',
-            '"version": 1, "buckets": [3]',
-            '"version": 1, "buckets": null',
-            f'"version": 1, "buckets": [[["a", {[1] * 30_000}]]]',
-        )
-    ),
-]
+LAYOUTS = ["", "[]", "{}", "[" * 2_000_000, "[]," * 1_000_000]
+BUCKETS = (
+    '[[{"name": "a"}]]', '[[["a", [-1]]]]', '[[["a", ["x"]]]]', "[3]", "null",
+    f'[[["a", {[1] * 30_000}]]]',
+)  # fmt: skip
+FORMAT = '{"format": "torch_bridge.BucketLayout", "version": %d, "buckets": %s}'
 
 
-@pytest.mark.parametrize("text", LAYOUTS, ids=range(len(LAYOUTS)))
+@pytest.mark.parametrize(
+    "text", [*LAYOUTS, FORMAT % (2, "[]"), *(FORMAT % (1, b) for b in BUCKETS)]
+)
 def test_layouts_that_no_model_has(text):
     cost = watched(lambda: BucketLayout.from_json(text))
     assert isinstance(cost.error, CheckpointMismatch)
@@ -221,34 +192,42 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     assert checkpoint.world_size is None  # which no run has
 
 
+def entries(make, **changes):
+    """Of an optimizer of one parameter, with other entries in its group or `kept` for it."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    optimizer = make([parameter], lr=0.1)
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    found = optimizer.state_dict()
+    found["state"].setdefault(0, {}).update(changes.pop("kept", {}))
+    found["param_groups"][0].update(changes)
+    return found
+
+
+def sgd(**changes):
+    return entries(lambda p, lr: torch.optim.SGD(p, lr, 0.9), **changes)
+
+
 def adam(step):
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
-    moments = {name: np.zeros((2, 3), np.float32) for name in ("exp_avg", "exp_avg_sq")}
-    return {"state": {0: {**moments, "step": step}}, "param_groups": [{**group, "params": [0]}]}
-
-
-def optimizer(**changes):
-    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
-    state = {0: {"momentum_buffer": np.zeros((2, 3), np.float32), **changes.pop("kept", {})}}
-    return {"state": state, "param_groups": [group | changes]}
+    return entries(torch.optim.Adam, kept={"step": step})
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (optimizer(lr="fast"), "`lr` must be a number, got a str"),
-        (optimizer(momentum=[0.9]), "`momentum` must be a number, got a list"),
-        (optimizer(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
-        (optimizer(params=[[0]]), "no optimizer state"),
-        (optimizer(params=0), "no optimizer state"),
-        (optimizer(param_names=[b"w"]), "no optimizer state"),
-        (optimizer(param_names="w"), "no optimizer state"),
+        (sgd(lr="fast"), "`lr` must be a number, got a str"),
+        (sgd(momentum=[0.9]), "`momentum` must be a number, got a list"),
+        (sgd(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
+        (sgd(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
         (adam(float("inf")), "`step` must be a count"),
         (adam("many"), "`step` must be a number"),
-        (optimizer(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
         *(
-            (entries, "no optimizer state")
-            for entries in (
+            (found, "no optimizer state")
+            for found in (
+                sgd(params=[[0]]),
+                sgd(params=0),
+                sgd(param_names=[b"w"]),
+                sgd(param_names="w"),
                 {},
                 {"state": {}},
                 {"state": [], "param_groups": []},
@@ -256,7 +235,6 @@ def optimizer(**changes):
                 {"state": {}, "param_groups": [5]},
                 {"state": {}, "param_groups": {"lr": 0.1}},
                 {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-                {"generator": {"state": {}, "param_groups": []}},
             )
         ),
     ],
