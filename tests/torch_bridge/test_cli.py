@@ -24,7 +24,7 @@ from script import python
 
 import jaxcomp
 import torch_bridge
-from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE, main
+from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
 
 pytestmark = pytest.mark.torch
 FC1, FC2 = "fc1.weight", "fc2.weight"
@@ -39,33 +39,27 @@ def train_state():
 # --- inspect ----------------------------------------------------------------------------------
 
 
-def test_inspect_shows_hyperparameters_parameters_and_what_is_missing(call):
-    code, out, err = call("inspect", "checkpoint.pt")
-    assert code == OK
-    for part in ("iteration", "20", "matrix_approximation_rank", FC1, "24x32", "epoch"):
+def test_inspect_shows_what_is_there_and_what_is_missing(call):
+    code, out, _ = call("inspect", "checkpoint.pt")
+    assert (code, "missing" in out) == (OK, False)
+    for part in ("matrix_approximation_rank", FC1, "24x32", "not compressed", "epoch"):
         assert part in out
-    assert "not compressed" in out
-    assert "missing" not in out
     code, out, err = call("inspect", "checkpoint.pt", "--json")
     assert (code, err) == (OK, "")
-    summary = json.loads(out)
+    summary, value = json.loads(out), document()
     rows = {row["name"]: row for row in summary["parameters"]}
-    weight = document()["comm_hook_state"].q_memory_dict[0]
+    weight = value["comm_hook_state"].q_memory_dict[0]
     assert rows[FC2]["q_norm"] == pytest.approx(weight[:48].norm().item(), rel=1e-5)
     assert (rows[FC2]["rank"], rows["fc2.bias"]["rank"]) == (2, 0)
     assert summary["missing"] == []
-
-
-def test_inspect_says_what_is_missing(call):
-    value = document()
     torch.save(value["comm_hook_state"], "state.pt")
     torch.save({"state_dict": value["state_dict"]}, "model.pt")
-    value["comm_hook_state"].q_memory_dict[0][:] = torch.nan
-    torch.save(value, "nan.pt")
     _, out, _ = call("inspect", "state.pt")
     for part in ("the model", "the optimizer", "errors of the other ranks", "bucket layout"):
         assert part in out
     assert "missing: the PowerSGD state" in call("inspect", "model.pt")[1]
+    weight[:] = torch.nan
+    torch.save(value, "nan.pt")
     found = json.loads(call("inspect", "nan.pt", "--json")[1], parse_constant=pytest.fail)
     assert [row["q_norm"] for row in found["parameters"]] == [None] * 4
     assert any("never used, or the run diverged" in line for line in found["missing"])
@@ -209,32 +203,25 @@ FAILURES = [
     (("inspect", "text.pt"), UNUSABLE, "Expected a torch.save file"),
     (("inspect", "hostile.pt"), UNSAFE, "os.system"),
     (("inspect", "checkpoint.pt", "--max-bytes", "10"), UNUSABLE, "--max-bytes"),
-    (("inspect", "checkpoint.pt", "--layout", "bytes.bin"), UNUSABLE, "bytes.bin: "),
     (("inspect", "checkpoint.pt", "--layout", "text.pt"), UNUSABLE, "text.pt: A bucket"),
     (("inspect", "checkpoint.pt", "--layout", "pipe"), UNUSABLE, "a pipe"),
     (("inspect", "checkpoint.pt", "--layout", "big.json"), UNUSABLE, "--max-bytes"),
     (("explode",), USAGE, "invalid choice"),
     (("to-flax", "checkpoint.pt", "--params", "cli_model", "--out", "x"), USAGE, "MODULE:NAME"),
-    (("to-flax", "checkpoint.pt", "--params", "no:no", "--out", "x"), USAGE, "No module"),
     (("to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"), USAGE, "KeyError"),
     (("to-flax", "checkpoint.pt", "--params", "os:getcwd", "--out", "x"), USAGE, "is a str"),
     ((*TO_FLAX, "--rule", "x"), USAGE, "REGEX=PATH"),
     ((*TO_FLAX, "--rule", "((=x"), USAGE, "no regular expression"),
-    ((*TO_FLAX, "--rule", r"(fc1)=\2"), UNUSABLE, "invalid group reference"),
     ((*TO_FLAX, "--flatten", "a=b"), USAGE, "C,H,W"),
     ((*TO_FLAX, "--unflatten", "a=b"), USAGE, "--unflatten"),
     ((*TO_FLAX, "--ignore", "*"), USAGE, "'*'"),
     ((*TO_FLAX, "--flatten", "fc9=2,2,2"), UNUSABLE, "flatten: fc9"),
-    ((*TO_FLAX, "--unflatten", "fc1=8,2,2"), UNUSABLE, "with unflatten=(8, 2, 2)"),
     ((*TO_FLAX, "--param-names", "names.json"), UNUSABLE, "--param-names must be"),
     ((*TO_FLAX, "--param-names", "big.json"), UNUSABLE, "--max-bytes"),
-    (("to-flax", "other.pt", *OTHER), UNUSABLE, "fc1"),
     (("to-flax", "rank0.pt", *OTHER), UNUSABLE, "--missing-ranks"),
-    (("to-flax", "adagrad.pt", *OTHER), UNUSABLE, "Only torch.optim.SGD"),
     (("to-flax", "mixed.pt", *OTHER), UNUSABLE, "Only torch.optim.SGD"),
     (("to-flax", "names.pt", *OTHER), UNUSABLE, "layout names parameters"),
     (("to-torch", "none", *BACK), UNUSABLE, "does not exist"),
-    (("to-torch", "text.pt", *BACK), UNUSABLE, "error"),
     (("to-torch", "cold", *BACK), UNUSABLE, "another structure"),
     # Before anything is read:
     (("to-flax", "none.pt", *PARAMS, "--out", "folder.msgpack"), UNUSABLE, "is a folder"),
@@ -250,12 +237,9 @@ def test_failures_are_one_message_and_a_code(call):
     cold["comm_hook_state"].p_memory_dict = cold["comm_hook_state"].q_memory_dict = {}
     group = {"params": [0, 1, 2, 3], "lr": 0.1, "betas": (0.9, 0.9), 3: 4}
     mixed = {"state": {0: {"exp_avg": 1, 2: 3}, "x": {}}, "param_groups": [group]}
-    adagrad = torch.optim.Adagrad(cold["state_dict"].values()).state_dict()
     documents = {
         "cold.pt": cold,
-        "other.pt": {"state_dict": {"fc9.weight": torch.zeros(2, 2)}},
         "rank0.pt": {k: v for k, v in document().items() if k != "world_size"},
-        "adagrad.pt": document() | {"optimizer": adagrad},
         "mixed.pt": document() | {"optimizer": mixed},
         "names.pt": document() | {"layout": document()["layout"].replace("fc2", "fc9")},
     }
@@ -264,7 +248,6 @@ def test_failures_are_one_message_and_a_code(call):
     assert call("to-flax", "cold.pt", *PARAMS, "--out", "cold")[0] == OK
     raw = files.archive(files.whole(files.call(files.glob("os", "system"), files.text("x"))))
     pathlib.Path("hostile.pt").write_bytes(raw)
-    pathlib.Path("bytes.bin").write_bytes(b"\xff\xfe")
     for name, text in {
         "text.pt": "hello",
         "broken.py": "def params():\n    raise KeyError('x')\n",
@@ -282,14 +265,6 @@ def test_failures_are_one_message_and_a_code(call):
             wrong[arguments] = got, err
     assert not wrong
     assert pathlib.Path("text.pt").read_text() == "hello"
-
-
-def test_help_has_examples(capsys):
-    for command in ([], ["inspect"], ["to-flax"], ["to-torch"]):
-        with pytest.raises(SystemExit) as stop:
-            main([*command, "--help"])
-        assert stop.value.code == OK
-        assert "python -m torch_bridge" in capsys.readouterr().out
 
 
 def test_as_a_module(call):
