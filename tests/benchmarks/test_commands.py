@@ -9,35 +9,17 @@ import pytest
 import benchmarks.cluster.__main__ as cluster
 
 WRONG = {
-    **{
-        f"cluster --rates={rate}": "`--rates` takes 'unlimited' or a rate such as 100mbit"
-        for rate in ("fast", "100", "0mbit", "-1mbit", "1gbps", "nanmbit")
-    },
-    "cluster --rates ,": "`--rates` is empty",
-    **{
-        f"cluster --strategies={name}": f"`--strategies` has no '{name}'"
-        for name in (
-            *("powersgd", "powersgd-0", "powersgd-x", "none-1", "zip"),
-            *("local-sgd-4-every-8", "powersgd-4-every-0"),
-        )
-    },
+    "cluster --rates=0mbit": "`--rates` takes 'unlimited' or a rate such as 100mbit",
+    "cluster --strategies=powersgd-0": "`--strategies` has no 'powersgd-0'",
     "cluster --models resnet": "`--models` has no 'resnet'; there are mlp, transformer",
-    "cluster --frameworks mpi": "`--frameworks` has no 'mpi'; there are jax, torch",
     "cluster --processes 1": "`--processes` must be at least 2, got 1",
-    "cluster --steps 1": "`--steps` must be at least 2, got 1",
     "cluster --seconds-per-case nan": "`--seconds-per-case` must be at least 0.1, got nan",
-    "overhead --trees vgg": "`--trees` has no 'vgg'; there are mlp, resnet50",
-    "overhead --ranks one": "`--ranks` takes integers from 1 on, got 'one'",
     "overhead --ranks 0": "`--ranks` takes integers from 1 on, got '0'",
     "overhead --core 4096": "there is no core 4096",
     "time_to_loss --runs allreduce": "`--runs` takes framework/strategy",
     "time_to_loss --runs torch/int8": "which torch does not have",
-    "time_to_loss --runs jax/topk": "`--strategies` has no 'topk'",
-    "time_to_loss --seeds 0": "`--seeds` must be at least 1",
     "time_to_loss --width 100": "width must be a multiple of heads",
-    "time_to_loss --samples 1": "`--samples` must be at least 2",
     "optimizers --optimizers adagrad": "`--optimizers` has no 'adagrad'; there are adamw, muon",
-    "optimizers --seeds 0": "`--seeds` must be at least 1",
     "optimizers --steps 70": "`--steps` must be a multiple of 60",
     "gpu_program --trees oak": "has no 'oak'",
     "convergence --only nothing": "no strategy is called 'nothing'",
