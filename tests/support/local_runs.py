@@ -143,20 +143,30 @@ def rounds(
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def streaming_diloco(
-    start: Any, targets: Any, period: int, turn: int, delay: int = 0, alpha: float = 0.0
+def in_numpy(
+    start: Any,
+    targets: Any,
+    period: int,
+    turn: int = 0,
+    delay: int = 0,
+    alpha: float = 0.0,
+    *,
+    inner: float = 0.0,
+    outer: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One fragment under Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
 
-    With ``delay=alpha=0`` and ``turn=period`` it is DiLoCo's Algorithm 1.
+    With ``delay=alpha=0`` and ``turn=0`` it is DiLoCo's Algorithm 1, or local SGD.
 
     Args:
       start: The initial parameters.
       targets: What each replica goes `towards`, ``(n, steps, *shape)``.
       period: Steps from one use of an average to the next.
-      turn: The first use comes after this step, counted from 1.
+      turn: The first use comes after this step, counted from 1; 0 for `period`.
       delay: Steps from the average to its use.
       alpha: Share of the local parameters that is kept.
+      inner: Momentum of the inner optimizer.
+      outer: Whether there is an outer optimizer, or means are set.
 
     Returns:
       The local parameters after each step, ``(n, steps, *shape)``, and the global ones.
@@ -164,14 +174,16 @@ def streaming_diloco(
     targets = np.asarray(targets, np.float64)
     local = np.full_like(targets[:, 0], start)
     anchor, momentum, pseudo = local[0], 0.0, np.nan
+    own = np.zeros_like(local)
     trajectory, anchors = [], []
     for step in range(1, targets.shape[1] + 1):
-        local = local - 0.1 * (local - targets[:, step - 1])
+        own = inner * own + local - targets[:, step - 1]
+        local = local - 0.1 * own
         if (step + delay - turn) % period == 0:
             pseudo = anchor - local.mean(0)
         if (step - turn) % period == 0:
             momentum = 0.9 * momentum + pseudo
-            anchor = anchor - 0.7 * (pseudo + 0.9 * momentum)
+            anchor = anchor - (0.7 * (pseudo + 0.9 * momentum) if outer else pseudo)
             local = (1 - alpha) * anchor + alpha * local
         trajectory.append(local)
         anchors.append(anchor)

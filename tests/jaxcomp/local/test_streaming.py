@@ -11,8 +11,8 @@ import optax
 import pytest
 from hlo import collectives, once, sent_bytes, text
 from leaves import random_grads
-from local_runs import NESTEROV, PARAMS, SHAPES, rounds, step_of, streaming_diloco
-from runners import AXIS, mesh_of, sharded
+from local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, rounds, step_of
+from runners import AXIS, sharded
 
 import jaxcomp
 
@@ -98,7 +98,7 @@ def test_equals_numpy(case):
     shared, state, ends = rounds(jaxcomp.local_sgd_round(sgd_step, **kwargs), PARAMS, targets)
     for name in SHAPES:
         turn = turns[0 if name == "a" else -1]
-        local, anchors = streaming_diloco(0.5, targets[name], every, turn, delay, alpha)
+        local, anchors = in_numpy(0.5, targets[name], every, turn, delay, alpha)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
         for copy in shared[name]:  # equal bit for bit on each device
             np.testing.assert_array_equal(copy, shared[name][0])
@@ -153,38 +153,6 @@ def test_a_round_that_is_not_finite_leaves_no_trace():
     momenta = [jax.tree.leaves(x.outer[0].inner_state) for x in (state, kept)]
     jax.tree.map(np.testing.assert_array_equal, *momenta)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after, state.local)))
-
-
-def test_a_state_restores_onto_other_replicas():
-    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming())
-    params, state, _ = rounds(round_, PARAMS, random_grads(SHAPES, 4, 6))
-    one = jax.device_get(jaxcomp.consolidate(state))
-    np.testing.assert_allclose(one.local["a"], state.local["a"].mean(0), rtol=1e-6)
-    shared = jax.tree.map(lambda x: jnp.asarray(x[0]), params)
-    again, state, _ = rounds(round_, shared, random_grads(SHAPES, 2, 6), one)
-    assert state.local["a"].shape == (2, 4, 3)
-    assert int(state.count) == 12
-    assert np.isfinite(again["a"]).all()
-
-
-def test_a_round_maps_itself_over_the_mesh_and_keeps_integers():
-    def step(params, state, rows):
-        new, state, _ = sgd_step(params["w"], state, jax.tree.map(lambda x: x[0], rows))
-        return {"w": new, "steps": params["steps"] + 1}, state, ()
-
-    targets = random_grads(SHAPES, 4, 6)
-    shared, by_hand, _ = rounds(jaxcomp.local_sgd_round(sgd_step, **streaming()), PARAMS, targets)
-    kwargs = streaming(fragments=["w/a", "w/"], mesh=mesh_of(4))
-    round_ = jaxcomp.local_sgd_round(step, **kwargs)
-    params = {"w": PARAMS, "steps": jnp.array(0)}
-    batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), targets)  # (steps, replicas, ...)
-    got, state, _ = jax.jit(round_)(params, round_.init(params, INNER.init(PARAMS)), batches)
-    for name in SHAPES:
-        np.testing.assert_allclose(got["w"][name], shared[name][0], rtol=1e-5, atol=1e-6)
-        local = by_hand.local[name].reshape(state.local["w"][name].shape)
-        np.testing.assert_allclose(state.local["w"][name], local, rtol=1e-5, atol=1e-6)
-    assert int(got["steps"]) == 6
-    assert isinstance(state.local["steps"], optax.MaskedNode)
 
 
 def test_bytes_of_the_compiled_round_are_those_of_its_steps():
