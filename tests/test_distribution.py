@@ -22,7 +22,7 @@ import jaxcomp
 ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (
-    "tests/jaxcomp/reducers/test_contract.py::test_a_copy_weighs_once",
+    "tests/jaxcomp/bytes/test_ranks.py::test_zero_gradients_get_one_column",
     "tests/docs/test_adopt.py::test_all_loops_are_there",
 )
 

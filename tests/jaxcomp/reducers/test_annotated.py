@@ -1,5 +1,7 @@
 """Parameters as people annotate, stack, freeze and wrap them."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from leaves import random_grads
+from runners import simulate
 
 import jaxcomp
 
@@ -45,7 +48,8 @@ def one_update(tx, params, n=4):
 @pytest.mark.parametrize("make", ["powersgd", "error_feedback"])
 @pytest.mark.parametrize("box", ["partitioned", "logical"])
 def test_a_state_has_no_boxes_and_averages_have_those_of_the_gradients(box, make):
-    tx = jaxcomp.powersgd(2, **REDUCER)
+    rank = lambda path, leaf: 2 if jax.tree_util.keystr(path).endswith("['kernel']") else None  # noqa: E731
+    tx = jaxcomp.powersgd(rank, **REDUCER)
     if make == "error_feedback":
         tx = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="data"))
     x = jnp.ones((1, 16))
@@ -56,6 +60,7 @@ def test_a_state_has_no_boxes_and_averages_have_those_of_the_gradients(box, make
     assert jax.tree.structure(state) == jax.tree.structure(plain_state)
     assert jax.tree.structure(means) == jax.tree.structure(boxed)
     jax.tree.map(np.testing.assert_array_equal, nn.meta.unbox(means), expected)
+    assert tx.bytes(boxed, replicas=4).bytes_after == tx.bytes(plain, replicas=4).bytes_after
     # What lm1b takes shardings from: nothing in the state has the weight's.
     specs = jax.tree.leaves(nn.get_partition_spec(state), is_leaf=lambda x: isinstance(x, P))
     assert all(spec in (P(), None) for spec in specs)
@@ -87,6 +92,23 @@ def test_nnx_parameters_with_shardings_train_at_rank_1_under_nnx_optimizer():
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         (after, _), _ = jax.jit(value_and_grad)(state, params, x)
         assert float(after) < float(before)
+
+
+class Owned(NamedTuple):
+    """Parameters that are called as the field of a state that says whose a residual is."""
+
+    owner: jax.Array
+    bias: jax.Array
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_parameters_may_be_called_owner(mapping):
+    tx = jaxcomp.powersgd(2, **REDUCER)
+    grads = random_grads({"a": (32, 24), "b": (24,)}, 2, 2)
+    outputs, after = simulate(mapping, tx, Owned(*grads.values()))
+    expected, _ = simulate(mapping, tx, grads)
+    np.testing.assert_allclose(outputs.owner, expected["a"], atol=1e-6)
+    assert jaxcomp.consolidate(after).residual.owner.shape == (32, 24)
 
 
 def test_stacked_layers_are_compressed_one_by_one():

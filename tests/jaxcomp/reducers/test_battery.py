@@ -179,6 +179,23 @@ def test_bfloat16_training(name):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
 
 
+# Of float16 the range is short, and a user's own sends it.
+WIDE_RANGE = [name for name in REDUCERS if not name.endswith(("fp16", "own"))]
+
+
+@pytest.mark.parametrize("name", WIDE_RANGE)
+def test_outputs_are_of_the_size_of_the_gradients(name):
+    expected, _ = simulate("shard_map", reducer(name), GRADS)
+    for scale in (0.0, 2.0**-100, 2.0**100):
+        grads = jax.tree.map(lambda g, scale=scale: np.float32(g * scale), GRADS)
+        outputs, state = simulate("shard_map", reducer(name), grads)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+        for leaf in SMALL:
+            found = outputs[leaf].astype(np.float64)
+            atol = LEVEL if sends_int8(name) else 1e-4
+            np.testing.assert_allclose(found / (scale or 1), scale and expected[leaf], atol=atol)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_jit_and_eager_agree(name):
     tx, grads = reducer(name), jax.tree.map(lambda g: g[:, 0], GRADS)
@@ -187,6 +204,12 @@ def test_jit_and_eager_agree(name):
     for leaf in SMALL:
         atol = LEVEL if sends_int8(name) else 1e-5
         np.testing.assert_allclose(eager[leaf][0], jitted[leaf][0], atol=atol)
+
+
+def test_what_was_sent_of_float16_in_bfloat16_is_what_was_averaged():
+    tx, grads = reducer("allreduce-bf16"), np.float16(np.arange(64.0).reshape(2, 32) / 7)
+    sent = jax.vmap(lambda g: tx.reduce(g, tx.init(g)).sent, axis_name=AXIS)(grads)
+    np.testing.assert_array_equal(sent, grads.astype(jnp.bfloat16).astype(np.float16))
 
 
 @pytest.mark.parametrize("name", REDUCERS)

@@ -81,27 +81,14 @@ def test_a_batch_whose_sums_overflow_leaves_no_trace_either():
     np.testing.assert_array_equal(jax.tree.leaves(final.residual)[0], 0)
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_tiny_and_huge_gradients_give_finite_results_of_their_size(rank):
-    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
-    expected, _ = simulate("vmap", tx, random_grads(SHAPES, 3, 3), tx.init(zeros()))
-    for scale in (1e-30, 1e30):
-        grads = jax.tree.map(lambda g, s=scale: g * s, random_grads(SHAPES, 3, 3))
-        outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-        for name in SHAPES:
-            np.testing.assert_allclose(outputs[name] / scale, expected[name], atol=1e-4)
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_zero_gradients_give_zeros_and_the_leaf_recovers(rank):
+def test_zero_gradients_give_zeros_and_the_leaf_recovers():
     grads = random_grads(SHAPES, 3, 6)
     grads["dense"][:, :3] = 0
-    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0)
+    tx = shared_powersgd(4, axis_name=AXIS, start_step=0)
     outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
     assert not np.any(outputs["dense"][:3])
     # Directions were not lost for ever: what goes in comes out or is kept, at full rank.
-    assert np.linalg.matrix_rank(outputs["dense"][5]) == rank
+    assert np.linalg.matrix_rank(outputs["dense"][5]) == 4
     total = outputs["dense"].sum(0) + state.residual["dense"].mean(0)
     np.testing.assert_allclose(total, grads["dense"].mean(0).sum(0), atol=1e-4)
 

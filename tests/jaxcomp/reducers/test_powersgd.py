@@ -11,7 +11,7 @@ from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
 from reducers import shared_acp_sgd, shared_powersgd
 from reference import Alternating, Reference
 from rounding import rounding
-from runners import AXIS, MAPPINGS, simulate
+from runners import AXIS, MAPPINGS, simulate, types_of
 
 import jaxcomp
 
@@ -116,6 +116,39 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
         # The output is rounded to the gradient's dtype, and a float16 sum is rounded on its way.
         tolerance = 1e-5 if (dtype == jnp.float32 and wire != jnp.float16) else 3e-2
         np.testing.assert_allclose(came_out, went_in, atol=tolerance * np.abs(went_in).max())
+
+
+OPTIONS = {
+    "start_step": [0, 3],
+    "min_compression_rate": [2.0, 1.0],
+    "error_feedback": [True, False],
+    "warm_start": [True, False],
+    "eps": [0.0, 1e-8],
+    "comm_dtype": [None, jnp.bfloat16, "int8"],
+    "residual_dtype": [jnp.float32, jnp.bfloat16],
+    "matrix_dims": [None, jaxcomp.stacked("blocks")],
+}
+
+
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
+    st.sampled_from([{}, {"weight": 2.0}]),
+)
+def test_all_options_work_beside_each_other(options, extra):
+    """Traced, which costs no compilation."""
+    leaves = {"half": jnp.zeros((12, 8), jnp.float16), "blocks": jnp.zeros((2, 12, 8))}
+    leaves["b"] = jnp.zeros(5)
+    tx = jaxcomp.powersgd(2, axis_name=AXIS, **options)
+    state = tx.init(leaves)
+
+    def step(grads):
+        found = tx.reduce(grads, state, **extra)
+        return found.updates, found.state, found.sent
+
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), leaves)
+    found = jax.eval_shape(jax.vmap(step, axis_name=AXIS), stacked)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
+    assert list(map(types_of, one)) == [types_of(x) for x in (leaves, state, leaves)]
 
 
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():

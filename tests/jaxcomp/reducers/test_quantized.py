@@ -61,11 +61,3 @@ def test_no_bad_value_is_lost_in_a_large_leaf(size, block_size, bad):
     x[1, size // 3] = bad
     outputs, _ = vmapped(tx, jnp.asarray(x), tx.init(x[0]))
     assert np.isnan(outputs).all()
-
-
-@pytest.mark.parametrize("value", [3e38, 1e-40, 0.0])
-def test_either_end_of_the_float_range(value):
-    grads = jnp.full((2, 8), value, jnp.float32)
-    tx = jaxcomp.quantized_allreduce(axis_name=AXIS)
-    outputs, _ = vmapped(tx, grads, tx.init(grads[0]))
-    np.testing.assert_allclose(outputs[0], value if value > 1e-38 else 0, rtol=1e-5)

@@ -1,5 +1,6 @@
 """``weight=``: replicas that do not count the same, for every reducer."""
 
+import copy
 import functools
 
 import jax
@@ -50,8 +51,8 @@ def start(tx, shapes=SMALL):
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
-    """Of which every other test says what comes out."""
-    tx = reducer(name)
+    """Of which every other test says what comes out. A copy weighs once, too."""
+    tx, copied = reducer(name), copy.copy(reducer(name))
     weighed = plain = start(tx)
     for seed, weights in enumerate(WEIGHTS):
         grads = gradients(seed)
@@ -59,7 +60,7 @@ def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
         scaled = {k: np.einsum("n,n...->n...", share, x) for k, x in grads.items()}
         expected, plain = step_of(tx, weighed=False)(scaled, weights, plain)
         grads["dense"][weights == 0], grads["bias"][weights == 0] = np.nan, np.inf
-        found, weighed = step_of(tx)(grads, weights, weighed)
+        found, weighed = step_of(copied)(grads, weights, weighed)
         # A value within rounding of the middle of two levels may go to the other side.
         level = {"int8": 1 / 127, "int6": 1 / 31}.get(name.split("-")[-1], 1e-6)
         for leaf, x in scaled.items():
@@ -80,25 +81,6 @@ def test_weights_without_a_mean_leave_no_trace(name):
         outputs, after = step_of(tx)(grads, np.array(weights, np.float32), state)
         assert all(np.isnan(x).all() for x in jax.tree.leaves(jax.device_get(outputs)))
         jax.tree.map(np.testing.assert_array_equal, after, state)
-
-
-@pytest.mark.parametrize("name", ["powersgd", "acp-sgd", "powersgd-int8", "feedback-int8"])
-def test_whatever_the_weights_become_nothing_is_lost(name):
-    """Outputs and the mean residual, which a checkpoint keeps, add up to what went in."""
-    tx, rng = reducer(name), np.random.default_rng(0)
-    state, step = start(tx), step_of(tx)
-    went_in = came_out = np.zeros(SMALL["dense"])
-    for seed in range(30):
-        grads, weights = gradients(seed), np.float32(rng.integers(1, 2001, 4))
-        weights[rng.integers(4)] = rng.choice([0, 1, 2000])
-        went_in = went_in + weighted_means(grads, weights)["dense"]
-        grads["dense"][weights == 0] = np.nan
-        output, state = step(grads, weights, state)
-        came_out = came_out + np.asarray(output["dense"], np.float64)
-    left = np.asarray(state.residual["dense"], np.float64).mean(0)
-    assert np.linalg.norm(came_out + left - went_in) < 1e-6 * np.linalg.norm(went_in)
-    # And it stays bounded: a few steps' worth of what rank 2 of 16 does not hold.
-    assert np.linalg.norm(left) < np.linalg.norm(went_in)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
