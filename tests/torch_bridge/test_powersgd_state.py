@@ -185,34 +185,37 @@ def test_one_rank_alone_needs_a_choice(run):
 
 # --- states made by hand ----------------------------------------------------------------------
 
+MODEL = {"a.weight": np.zeros((24, 32), np.float32)}
+PARAMS = {"a": {"kernel": jnp.zeros((32, 24))}}
+LAYOUT = BucketLayout.from_order([["a.weight"]], MODEL)
 
-def product(p, q):
-    return p @ q.T
+
+def back_of(state, params, checkpoint, **options):
+    return powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint, **options)
+
+
+def same_q(one, other):
+    np.testing.assert_array_equal(one.q_memory_dict[0].numpy(), other.q_memory_dict[0])
 
 
 def test_convolution_columns_are_reordered():
     # The kernel of ddp_worker is channels_last, whose columns have Flax's order.
     checkpoint, _, factors = random_run({"c.weight": np.zeros((16, 8, 3, 3))}, [["c.weight"]])
-    params = {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}}
     p, q = factors["c.weight"]
-    state = powersgd_from_torch(checkpoint, params)
-    kernel = product(p, q).reshape(16, 8, 3, 3).transpose(2, 3, 1, 0)
-    flax = product(p, np.asarray(state.q["c"]["kernel"], "f8")).T.reshape(3, 3, 8, 16)
+    state = powersgd_from_torch(checkpoint, {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}})
+    kernel = (p @ q.T).reshape(16, 8, 3, 3).transpose(2, 3, 1, 0)
+    flax = (p @ np.asarray(state.q["c"]["kernel"], "f8").T).T.reshape(3, 3, 8, 16)
     np.testing.assert_allclose(flax, kernel, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_parameters_have_one_state():
     weight = np.zeros((48, 24), np.float32)
     checkpoint, errors, _ = random_run({"embed.weight": weight}, [["embed.weight"]])
-    checkpoint = dataclasses.replace(
-        checkpoint,
-        model={"embed.weight": weight, "head.weight": weight},
-    )
+    both = {"embed.weight": weight, "head.weight": weight}
     params = {"embed": {"embedding": jnp.zeros((48, 24))}}
-    state = powersgd_from_torch(checkpoint, params)
-    np.testing.assert_allclose(
-        state.residual["embed"]["embedding"], errors["embed.weight"], rtol=1e-6
-    )
+    state = powersgd_from_torch(dataclasses.replace(checkpoint, model=both), params)
+    found = state.residual["embed"]["embedding"]
+    np.testing.assert_allclose(found, errors["embed.weight"], rtol=1e-6)
 
 
 class Attention(nn.Module):
@@ -222,8 +225,7 @@ class Attention(nn.Module):
 
 
 def test_packed_attention_shares_q_and_says_so():
-    module = torch.nn.Module()
-    module.attn = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    module = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(32, 4, batch_first=True)})
     model = {name: value.numpy() for name, value in module.state_dict().items()}
     checkpoint, errors, factors = random_run(model, [list(model)[::-1]])
     params = Attention().init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
@@ -235,93 +237,87 @@ def test_packed_attention_shares_q_and_says_so():
     packed = errors["attn.in_proj_weight"]
     key = np.asarray(state.residual["attn"]["key"]["kernel"])
     np.testing.assert_allclose(key, packed[32:64].T.reshape(32, 4, 8), rtol=1e-6)
-    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
-    np.testing.assert_array_equal(
-        back.q_memory_dict[0].numpy(), checkpoint.powersgd[0].q_memory_dict[0]
-    )
+    same_q(back_of(state, params, checkpoint), checkpoint.powersgd[0])
     moved = jax.tree.map(lambda x: x, state)
     moved.q["attn"]["key"]["kernel"] = moved.q["attn"]["key"]["kernel"] + 1
     with pytest.warns(UserWarning, match="different Q factors"):
-        powersgd_to_torch(moved, params, layout=checkpoint.layout, like=checkpoint)
+        back_of(moved, params, checkpoint)
 
 
-@pytest.mark.parametrize("fields", [{"warm_start": False}, {"use_error_feedback": False}])
-def test_states_without_factors_or_errors(fields):
-    model = {"a.weight": np.zeros((24, 32))}
-    checkpoint, _, _ = random_run(model, [["a.weight"]], **fields)
-    record = checkpoint.powersgd[0]
-    empty = (
-        {"p_memory_dict": {}, "q_memory_dict": {}} if "warm_start" in fields else {"error_dict": {}}
-    )
-    checkpoint = dataclasses.replace(checkpoint, powersgd=(dataclasses.replace(record, **empty),))
-    params = {"a": {"kernel": jnp.zeros((32, 24))}}
-    state = powersgd_from_torch(checkpoint, params)
-    mapped = {"warm_start": "warm_start", "use_error_feedback": "error_feedback"}
-    options = {mapped[name]: value for name, value in fields.items()}
-    fresh = jaxcomp.powersgd(2, axis_name="data", **options).init(params)
+@pytest.mark.parametrize(
+    ("off", "option", "empty"),
+    [
+        ("warm_start", "warm_start", ("p_memory_dict", "q_memory_dict")),
+        ("use_error_feedback", "error_feedback", ("error_dict",)),
+    ],
+)
+def test_states_without_factors_or_errors(off, option, empty):
+    checkpoint, _, _ = random_run(MODEL, [["a.weight"]], **{off: False})
+    record = dataclasses.replace(checkpoint.powersgd[0], **{name: {} for name in empty})
+    checkpoint = dataclasses.replace(checkpoint, powersgd=(record,))
+    state = powersgd_from_torch(checkpoint, PARAMS)
+    fresh = jaxcomp.powersgd(2, axis_name="data", **{option: False}).init(PARAMS)
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
-    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
-    for name, buffers in empty.items():
-        assert getattr(back, name) == buffers
-    assert (back.use_error_feedback, back.warm_start) == (
-        record.use_error_feedback,
-        record.warm_start,
-    )
+    back = back_of(state, PARAMS, checkpoint)
+    assert [getattr(back, name) for name in empty] == [{}] * len(empty)
+    for flag in ("use_error_feedback", "warm_start"):
+        assert getattr(back, flag) == (flag != off)
 
 
 def test_saved_before_compression_began():
-    model = {"a.weight": np.zeros((24, 32), np.float32)}
     record = PowerSGDRecord(2, 5, {}, {}, {}, start_powerSGD_iter=100)
-    checkpoint = Checkpoint(model, (record,))
-    params = {"a": {"kernel": jnp.zeros((32, 24))}}
-    state = powersgd_from_torch(checkpoint, params)
+    checkpoint = Checkpoint(MODEL, (record,), layout=LAYOUT)
+    state = powersgd_from_torch(checkpoint, PARAMS)
     assert int(state.count) == 5
     assert state.q["a"]["kernel"].shape == (32, 2)
     assert not np.any(state.residual["a"]["kernel"])
-    layout = BucketLayout.from_order([["a.weight"]], model)
-    back = powersgd_to_torch(state, params, layout=layout, like=checkpoint)
+    back = back_of(state, PARAMS, checkpoint)
     assert (back.iter, back.start_powerSGD_iter, back.q_memory_dict) == (5, 100, {})
-    later = state._replace(count=jnp.int32(50))
-    back = powersgd_to_torch(later, params, layout=layout, like=checkpoint)
+    back = back_of(state._replace(count=jnp.int32(50)), PARAMS, checkpoint)
     assert (back.iter, back.start_powerSGD_iter) == (50, 100)
     assert back.q_memory_dict[0].shape == (64,)
 
 
 def test_a_state_born_in_jax():
-    params = {"a": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)}}
-    state = jaxcomp.powersgd(3, axis_name="data").init(params)._replace(count=jnp.int32(7))
-    model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
-    layout = BucketLayout.from_order([["a.bias", "a.weight"]], model)
-    back = powersgd_to_torch(state, params, layout=layout)
+    state = jaxcomp.powersgd(3, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
+    back = powersgd_to_torch(state, PARAMS, layout=LAYOUT)
     assert (back.matrix_approximation_rank, back.orthogonalization_epsilon) == (3, 0)
     assert (back.iter, back.start_powerSGD_iter) == (7, 9)
     np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
+
+
+def test_lossless_compression_of_small_leaves_in_torch_only():
+    # With a rate below one torch "compresses" even biases, at full rank: nothing is lost by it.
+    model = MODEL | {"a.bias": np.zeros(24)}
+    checkpoint, _, _ = random_run(model, [["a.bias", "a.weight"]], rate=0.5)
+    params = {"a": PARAMS["a"] | {"bias": jnp.zeros(24)}}
+    state = powersgd_from_torch(checkpoint, params)
+    assert isinstance(state.q["a"]["bias"], optax.MaskedNode)
+    back = back_of(state, params, checkpoint)
+    assert back.q_memory_dict[0].shape == checkpoint.powersgd[0].q_memory_dict[0].shape
 
 
 # --- refusals ---------------------------------------------------------------------------------
 
 
 def test_no_state_and_unfit_layout():
-    params = {"a": {"kernel": jnp.zeros((32, 24))}}
-    model = {"a.weight": np.zeros((24, 32), np.float32)}
     with pytest.raises(CheckpointMismatch, match="no PowerSGD state"):
-        powersgd_from_torch(Checkpoint(model), params)
-    checkpoint, _, _ = random_run(model, [["a.weight"]])
-    wrong = BucketLayout.from_order(
-        [["a.weight", "a.bias"]], {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
-    )
+        powersgd_from_torch(Checkpoint(MODEL), PARAMS)
+    checkpoint, _, _ = random_run(MODEL, [["a.weight"]])
+    more = MODEL | {"a.bias": np.zeros(24)}
+    wrong = BucketLayout.from_order([["a.weight", "a.bias"]], more)
     with pytest.raises(CheckpointMismatch, match="error of bucket 0 has 768 values"):
-        powersgd_from_torch(checkpoint, params, layout=wrong)
+        powersgd_from_torch(checkpoint, PARAMS, layout=wrong)
     bare = dataclasses.replace(checkpoint, model={})
-    assert powersgd_from_torch(bare, params).q["a"]["kernel"].shape == (32, 2)
+    assert powersgd_from_torch(bare, PARAMS).q["a"]["kernel"].shape == (32, 2)
     with pytest.raises(CheckpointMismatch, match="without a model"):
-        powersgd_from_torch(dataclasses.replace(bare, layout=None), params)
+        powersgd_from_torch(dataclasses.replace(bare, layout=None), PARAMS)
 
 
 def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
     # Few outputs, many inputs, a long kernel: jaxcomp's default cut is not torch's.
-    model = {"a.weight": np.zeros((4, 40, 30)), "b.weight": np.zeros((4, 40, 30))}
-    checkpoint, _, _ = random_run(model, [["a.weight", "b.weight"]], rank=1, rate=1.0)
+    model = {f"{name}.weight": np.zeros((4, 40, 30)) for name in "ab"}
+    checkpoint, _, _ = random_run(model, [list(model)], rank=1, rate=1.0)
     params = {name: {"kernel": jnp.zeros((30, 40, 4))} for name in "ab"}
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims") as error:
         powersgd_from_torch(checkpoint, params)
@@ -331,34 +327,16 @@ def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
         return jaxcomp.MatrixDims(rows=(2,), cols=(0, 1))
 
     state = powersgd_from_torch(checkpoint, params, matrix_dims=torch_cut)
-    back = powersgd_to_torch(
-        state, params, layout=checkpoint.layout, like=checkpoint, matrix_dims=torch_cut
-    )
-    np.testing.assert_array_equal(
-        back.q_memory_dict[0].numpy(), checkpoint.powersgd[0].q_memory_dict[0]
-    )
+    back = back_of(state, params, checkpoint, matrix_dims=torch_cut)
+    same_q(back, checkpoint.powersgd[0])
 
 
 def test_a_state_that_is_not_consolidated_is_refused():
-    params = {"a": {"kernel": jnp.zeros((32, 24))}}
-    state = jaxcomp.powersgd(2, axis_name="data").init(params)._replace(count=jnp.int32(7))
+    state = jaxcomp.powersgd(2, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
     replicas = state._replace(residual=jax.tree.map(lambda x: jnp.stack([x, x]), state.residual))
-    layout = BucketLayout.from_order([["a.weight"]], {"a.weight": np.zeros((24, 32))})
     with pytest.raises(CheckpointMismatch, match="consolidated"):
-        powersgd_to_torch(replicas, params, layout=layout)
-    other = jaxcomp.powersgd(1, axis_name="data").init(params)._replace(count=jnp.int32(7))
+        powersgd_to_torch(replicas, PARAMS, layout=LAYOUT)
+    other = jaxcomp.powersgd(1, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
+    like = Checkpoint({}, (PowerSGDRecord(2, 5, {}, {}, {}),))
     with pytest.raises(CheckpointMismatch, match="q of shape"):
-        powersgd_to_torch(
-            other, params, layout=layout, like=Checkpoint({}, (PowerSGDRecord(2, 5, {}, {}, {}),))
-        )
-
-
-def test_lossless_compression_of_small_leaves_in_torch_only():
-    # With a rate below one torch "compresses" even biases, at full rank: nothing is lost by it.
-    model = {"a.weight": np.zeros((24, 32)), "a.bias": np.zeros(24)}
-    checkpoint, _, _ = random_run(model, [["a.bias", "a.weight"]], rate=0.5)
-    params = {"a": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)}}
-    state = powersgd_from_torch(checkpoint, params)
-    assert isinstance(state.q["a"]["bias"], optax.MaskedNode)
-    back = powersgd_to_torch(state, params, layout=checkpoint.layout, like=checkpoint)
-    assert back.q_memory_dict[0].shape == checkpoint.powersgd[0].q_memory_dict[0].shape
+        powersgd_to_torch(other, PARAMS, layout=LAYOUT, like=like)
