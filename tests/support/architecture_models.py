@@ -124,7 +124,8 @@ def normed(n, x):
 
 
 def generator(n, x):
-    return n.conv_transpose(n.unflatten(n.relu(n.dense(x, "0", 128)), 8, 4, 4), "3", 3, 2)
+    x = n.unflatten(n.relu(n.bn(n.dense(x, "0", 128), "1")), 8, 4, 4)
+    return n.conv_transpose(x, "4", 3, 2)
 
 
 def two_heads(n, x):
