@@ -35,19 +35,15 @@ def colliding_keys(dice: random.Random) -> bytes:
     keys = [_key(dice.choice(makers)(k)) for k in range(count)]
     keys = keys[: 300_000 // len(keys[0])]
     value = dice.choice([b"N", files.tensor_call(), files.text("w")]) if count < 1_000 else b"N"
-    pairs, listed = b"".join(key + value for key in keys), b"(" + b"".join(keys) + b"t"
-    mapping = b"}(" + pairs + b"u"
-    name, body = dice.choice(
-        [
-            ("state_dict", mapping),
-            ("extra", mapping),
-            ("optimizer", files.dictionary(state=mapping)),
-            ("extra", files.call(files.glob("builtins", "set"), listed)),
-            ("extra", files.call(files.glob("collections", "OrderedDict"), mapping)),
-            ("extra", b"\x8f(" + b"".join(keys) + b"\x90"),
-        ]
-    )
-    document = files.dictionary(
-        **{"state_dict": files.dictionary(w=files.tensor_call()), name: body}
-    )
-    return files.archive(files.whole(document, 4), {"data/0": bytes(24)})
+    mapping = b"}(" + b"".join(key + value for key in keys) + b"u"
+    listed = b"(" + b"".join(keys)
+    choices = [
+        ("state_dict", mapping),
+        ("extra", mapping),
+        ("optimizer", files.dictionary(state=mapping)),
+        ("extra", files.call(files.glob("builtins", "set"), listed + b"t")),
+        ("extra", files.call(files.glob("collections", "OrderedDict"), mapping)),
+        ("extra", b"\x8f" + listed + b"\x90"),
+    ]
+    name, body = dice.choice(choices)
+    return files.beside(body, name)

@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,54 +18,43 @@ from unpickler_inputs import BODIES, Dice, any_value, named, unpickler_input
 
 import torch_bridge
 
+Change: TypeAlias = Callable[[Dice, list[bytes]], list[bytes]]
+
 
 def documents() -> list[dict[Any, Any]]:
     """What good files hold."""
-    own = {
-        "format": "torch_bridge.checkpoint", "version": 1, "world_size": 2,
-        "state_dict": {"w": torch.ones(3)}, "optimizer": None, "powersgd": None, "errors": [{}],
-        "layout": None, "extra": {"epoch": 3},
-    }  # fmt: skip
     adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
     state = files.hook_state()
     slots = {name: value for name, value in state.__getstate__().items() if name != "rng"}
     return [
         files.documented(),
         {"state_dict": files.model().state_dict()},
-        own,
+        files.own_format(powersgd=None, errors=[{}], layout=None, extra={"epoch": 3}),
         {"comm_hook_state": state, "optimizer": adam},
         {"comm_hook_state": slots, "state_dict": {"w": torch.ones(100)}},
     ]
 
 
 class Good(NamedTuple):
-    """A good file, to be made anew around another pickle.
-
-    Attributes:
-      opcodes: Of its pickle, arguments included.
-      around: Pickle -> file; with the tensors of this file, so that reading goes on behind them.
-    """
+    """A good file: the opcodes of its pickle, arguments included, and what is beside it."""
 
     opcodes: list[bytes]
-    around: Callable[[bytes], bytes]
+    data: dict[str, bytes]
 
+    @classmethod
+    def of(cls, document: Any, protocol: int) -> Good:
+        raw = files.saved(document, pickle_protocol=protocol)
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        pickled = entries["data.pkl"]
+        starts = [position for _, _, position in pickletools.genops(pickled)]
+        ops = [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
+        return cls(ops, {name: raw for name, raw in entries.items() if name.startswith("data/")})
 
-def good_zip(document: Any, protocol: int, methods: Callable[[], int]) -> Good:
-    """What torch.save makes of `document`."""
-    raw = files.saved(document, pickle_protocol=protocol)
-    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-        entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    data = {name: raw for name, raw in entries.items() if name.startswith("data/")}
-    return Good(opcodes(entries["data.pkl"]), lambda body: files.archive(body, data, methods()))
-
-
-STORAGES = {f"data/{index}": bytes(24) for index in range(3)}
-
-
-def opcodes(pickled: bytes) -> list[bytes]:
-    """A pickle as its opcodes, arguments included."""
-    starts = [position for _, _, position in pickletools.genops(pickled)]
-    return [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
+    def changed(self, dice: Dice, change: Change) -> bytes:
+        """The same around another pickle, so that reading goes on behind it."""
+        pickled = b"".join(change(dice, self.opcodes))
+        return files.archive(pickled, self.data, dice.choice(files.METHODS))
 
 
 def _bytes(dice: Dice, given: bytes) -> bytes:
@@ -89,7 +78,7 @@ def _spliced(
     return [*ops[:where], *again, *([any_value(dice)] if new else []), *ops[where + cut :]]
 
 
-CHANGES: dict[str, Callable[[Dice, list[bytes]], list[bytes]]] = {
+CHANGES: dict[str, Change] = {
     "opcode inserted": lambda dice, ops: _spliced(dice, ops, 0, [0], new=True),
     "opcodes deleted": lambda dice, ops: _spliced(dice, ops, dice.randrange(1, 4), [0], new=False),
     "opcode replaced": lambda dice, ops: _spliced(dice, ops, 1, [0], new=True),
@@ -149,10 +138,7 @@ def _odd_layout(dice: Dice) -> bytes:
         text, numbers = list(layout), [k for k, c in enumerate(layout) if c.isdigit()]
         odd = ["-1", "[]", "null", "true", "2.0", "1e9", "9" * 30, '"1"', "{}", "NaN", "0"]
         text[dice.choice(numbers)] = dice.choice(odd)
-    model = files.dictionary(w=files.tensor_call())
-    return files.archive(
-        files.whole(files.dictionary(state_dict=model, layout=files.text("".join(text)))), STORAGES
-    )
+    return files.beside(files.text("".join(text)), "layout")
 
 
 def _odd_directory(dice: Dice, good: bytes) -> bytes:
@@ -168,15 +154,13 @@ def _odd_directory(dice: Dice, good: bytes) -> bytes:
 def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
     """Files without end, each with its class."""
     dice, known = Dice(seed), documents()
-    method = lambda: dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])  # noqa: E731
-    zips = [good_zip(document, protocol, method) for document in known for protocol in (2, 4, 5)]
+    zips = [Good.of(document, protocol) for document in known for protocol in (2, 4, 5)]
     good = files.saved(known[0])
     old = files.saved(known[0], _use_new_zipfile_serialization=False)
     plain = [{"a": [1, "b"]}, [2.5, None], "text", 7, {"state_dict": {}}, (1, {2})]
     while True:
         for name, change in CHANGES.items():
-            base = dice.choice(zips)
-            yield name, base.around(b"".join(change(dice, base.opcodes)))
+            yield name, dice.choice(zips).changed(dice, change)
         for kind in BODIES:
             yield kind, unpickler_input(dice, kind)
         yield "before torch 1.6", _bytes(dice, old)

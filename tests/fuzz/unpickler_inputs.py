@@ -6,7 +6,6 @@ import pickle
 import pickletools
 import random
 import struct
-import zipfile
 from collections.abc import Callable
 
 import torch_files as files
@@ -185,9 +184,7 @@ def unpickler_input(dice: Dice, kind: str) -> bytes:
     """One file whose pickle has such a body in one entry, or as a whole."""
     body = BODIES[kind](dice)
     name = dice.choice(["state_dict", "extra", "optimizer", "comm_hook_state", "comm_hook", ""])
+    how = dice.randrange(pickle.HIGHEST_PROTOCOL + 1), dice.choice(files.METHODS)
     if name:
-        tensors = files.dictionary(w=files.tensor_call())
-        body = files.dictionary(**{"state_dict": tensors, name: body})
-    method = dice.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-    pickled = files.whole(body, dice.randrange(pickle.HIGHEST_PROTOCOL + 1))
-    return files.archive(pickled, {"data/0": bytes(24)}, method)
+        return files.beside(body, name, *how)
+    return files.archive(files.whole(body, how[0]), files.STORAGES, how[1])

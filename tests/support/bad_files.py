@@ -15,8 +15,8 @@ import zipfile
 import numpy as np
 import torch
 import torch_files as files
-from bad_pickles import SMALL, SYSTEM, Table
-from torch_files import archive, whole
+from bad_pickles import SYSTEM, Table
+from torch_files import STORAGES, archive, whole
 
 MODEL = {"w": torch.zeros(3)}
 
@@ -53,7 +53,7 @@ def foreign() -> Table:
         file.writestr("readme.txt", "hello")
     hook = files.slots()
     old = files.saved(files.documented(), _use_new_zipfile_serialization=False)
-    big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **SMALL})
+    big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **STORAGES})
     own = files.own_format
     rng = {"key": torch.zeros(624, dtype=torch.int64), "pos": "x", "has_gauss": 0}
     documents = {
@@ -119,7 +119,7 @@ def foreign() -> Table:
         "another name in the local header": (
             archive(whole(b"}")).replace(b"data.pkl", b"data.txt", 1), "data.pkl",
         ),
-        "BZIP2": (archive(files.pickle_of_tensor(), SMALL, zipfile.ZIP_BZIP2), "compression"),
+        "BZIP2": (archive(files.pickle_of_tensor(), STORAGES, zipfile.ZIP_BZIP2), "compression"),
     }  # fmt: skip
     return found | kinds
 

@@ -12,10 +12,22 @@ import struct
 import zipfile
 
 import torch_files as files
-from torch_files import HOOK, archive, call, dictionary, get, glob, integer, put, text, tup, whole
+from torch_files import (
+    HOOK,
+    STORAGES,
+    archive,
+    call,
+    dictionary,
+    get,
+    glob,
+    integer,
+    put,
+    text,
+    tup,
+    whole,
+)
 
 CANARY = "a-hostile-file-was-here"
-SMALL = {"data/0": bytes(24), "data/1": bytes(24)}
 PACKED = zipfile.ZIP_DEFLATED
 POP = b"0"
 DEEP = b"]" * 100_000 + b"a" * 99_999
@@ -79,7 +91,7 @@ def unsafe() -> Table:
     found |= {f"EXT {b[0]}": (b + b")R", "extension") for b in (b"\x82\x01", b"\x84\x01\0\0\0")}
     full = call(glob("torch._utils", "_rebuild_wrapper_subclass"))
     found["a DTensor"] = full, "full_tensor()"
-    return {name: (archive(whole(body, 4), SMALL), said) for name, (body, said) in found.items()}
+    return {name: (archive(whole(body, 4), STORAGES), said) for name, (body, said) in found.items()}
 
 
 def tricks() -> Table:
@@ -260,7 +272,7 @@ def packed() -> Table:
         "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000 + b"e",
         "a layout": dictionary(state_dict=b"}", layout=text(layout)),
     }  # fmt: skip
-    found = {name: archive(whole(body), SMALL, PACKED) for name, body in bodies.items()}
+    found = {name: archive(whole(body), STORAGES, PACKED) for name, body in bodies.items()}
     zeros = {"data/0": bytes(100 << 20)}
     source = files.storage(numel=25 << 20)
     found["zeros"] = archive(files.pickle_of_tensor(source=source), zeros, PACKED)

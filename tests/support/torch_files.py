@@ -10,6 +10,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 HOOK = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def hook_state(rank=2, buckets=1):
@@ -127,6 +128,7 @@ def storage(key="0", numel=6, kind=("torch", "FloatStorage")) -> bytes:
     return tup(text("storage"), glob(*kind), text(key), text("cpu"), integer(numel)) + b"Q"
 
 
+STORAGES = {"data/0": bytes(24), "data/1": bytes(24)}
 EMPTY = call(glob("collections", "OrderedDict"))
 
 
@@ -141,8 +143,7 @@ def pickle_of_tensor(**options) -> bytes:
     return whole(dictionary(state_dict=dictionary(w=tensor_call(**options))))
 
 
-def beside(body: bytes, name: str = "extra") -> bytes:
+def beside(body: bytes, name: str = "extra", protocol=4, compression=zipfile.ZIP_STORED) -> bytes:
     """A file with one tensor, and `body` as another entry."""
-    tensors = dictionary(w=tensor_call())
-    document = dictionary(**{"state_dict": tensors, name: body})
-    return archive(whole(document, 4), {"data/0": bytes(24), "data/1": bytes(24)})
+    document = dictionary(**{"state_dict": dictionary(w=tensor_call()), name: body})
+    return archive(whole(document, protocol), STORAGES, compression)
