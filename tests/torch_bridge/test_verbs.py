@@ -118,6 +118,8 @@ def test_states_of_the_trained_parameters_alone():
     pairs = torch_bridge.pair(source.model, run.params)
     reducer = torch_bridge.powersgd_from_torch(source, trained, pairs=pairs)
     assert set(reducer.q) == set(trained)
+    with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
+        torch_bridge.to_torch(run.params, run.opt_state[1], source)
     sgd = optax.sgd(0.1, momentum=0.9).init(trained)
     document = torch_bridge.to_torch(run.params, (reducer, sgd), source, pairs=pairs)
     old = source.powersgd[0].q_memory_dict[1]
@@ -126,27 +128,20 @@ def test_states_of_the_trained_parameters_alone():
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
 
 
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_an_optimizer_of_the_trained_parameters_without_their_names():
     named = checkpoint()
     group = dict(named.optimizer["param_groups"][0])
     names = group.pop("param_names")
     optimizer = {**named.optimizer, "param_groups": [group]}
     source = dataclasses.replace(named, optimizer=optimizer)
-    with pytest.warns(UserWarning, match="not finite"):
-        runs = [torch_bridge.to_flax(one, variables()) for one in (named, source)]
-    for mine, theirs in zip(*(jax.tree.leaves(run.opt_state) for run in runs), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    params, _, opt_state, _ = runs[0]
-    unknown = dataclasses.replace(source, layout=None)
+    run, other = (torch_bridge.to_flax(one, variables()) for one in (named, source))
+    jax.tree.map(np.testing.assert_array_equal, run.opt_state, other.opt_state)
+    alone = dataclasses.replace(source, layout=None, powersgd=())
     with pytest.raises(ValueError, match="param_names"):
-        torch_bridge.to_torch(params, opt_state, dataclasses.replace(unknown, powersgd=()))
-    alone = dataclasses.replace(unknown, powersgd=())
-    returned = [
-        torch_bridge.to_torch(params, opt_state, source)["optimizer"],
-        torch_bridge.to_torch(params, opt_state, alone, param_names=names)["optimizer"],
-    ]
-    for back in returned:
-        assert back["state"].keys() >= optimizer["state"].keys()
+        torch_bridge.to_torch(run.params, run.opt_state, alone)
+    for like, said in ((source, {}), (alone, {"param_names": names})):
+        back = torch_bridge.to_torch(run.params, run.opt_state, like, **said)["optimizer"]
         for index, entry in optimizer["state"].items():
             found = back["state"][index]["momentum_buffer"]
             np.testing.assert_allclose(found, entry["momentum_buffer"], rtol=1e-6)
@@ -260,17 +255,15 @@ def test_an_nnx_model_with_statistics():
             self.fc = nnx.Linear(32, 24, rngs=rngs)
             self.norm = nnx.BatchNorm(24, rngs=rngs)
 
-    torch.manual_seed(0)
-    module = torch.nn.Sequential()
-    module.fc, module.norm = torch.nn.Linear(32, 24), torch.nn.BatchNorm1d(24)
+    layers = {"fc": torch.nn.Linear(32, 24), "norm": torch.nn.BatchNorm1d(24)}
+    module = torch.nn.ModuleDict(layers)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).state_dict()
     source = Checkpoint(arrays_of(module), (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
-    state = nnx.state(Model(nnx.Rngs(0)))
-    run = torch_bridge.to_flax(source, state)
+    run = torch_bridge.to_flax(source, nnx.state(Model(nnx.Rngs(0))))
     fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
     assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
-    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], module.fc.weight.detach())
+    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], source.model["fc.weight"])
 
 
 def test_without_powersgd_gradients_are_averaged_as_ddp_does():
@@ -304,14 +297,6 @@ def test_torchs_cut_is_used_where_jaxcomps_is_another():
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
     q = document["powersgd"]["q_memory_dict"][0]
     np.testing.assert_array_equal(q, factors["a.weight"][1].ravel().astype("f4"))
-
-
-def test_a_run_without_its_reducer_is_refused():
-    source = checkpoint()
-    with pytest.warns(UserWarning, match="not finite"):
-        run = torch_bridge.to_flax(source, variables())
-    with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
-        torch_bridge.to_torch(run.params, run.opt_state[1], source)
 
 
 def test_a_file_serves_any_number_of_ranks():
