@@ -58,26 +58,11 @@ def unsafe() -> Table:
         now = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         make = glob if module != now else files.stack_glob
         found[name] = call(make(module, function), text("a")), f"{now}.{function}"
-    state = glob(HOOK, "PowerSGDState") + b")\x81"
-    rebuild = glob("torch._tensor", "_rebuild_from_type_v2")
     memo = text("os") + put(0) + text("system") + put(1) + b"00" + get(0) + get(1) + b"\x93"
     hidden = {
-        "in the state_dict": dictionary(state_dict=dictionary(w=SYSTEM)),
-        "as a dictionary key": b"}(" + SYSTEM + b"K\x01u",
         "in a tensor's hooks": files.tensor_call(hooks=SYSTEM),
-        "as a tensor's storage": files.tensor_call(source=SYSTEM),
-        "in a storage's id": tup(text("storage"), SYSTEM) + b"Q",
         "as a storage's id": SYSTEM + b"Q",
-        "in the hook state": state + dictionary(iter=SYSTEM) + b"b",
-        "inside a generator": call(GENERATOR, SYSTEM),
-        "as a generator's state": GENERATOR + b")R" + SYSTEM + b"b",
-        "in an array's dtype": call(glob("numpy", "dtype"), SYSTEM),
         "as a default factory": call(glob("collections", "defaultdict"), glob("os", "system")),
-        "as a tensor's rebuild": call(rebuild, glob("os", "system"), text("x")),
-        "in a wrapped rebuild": call(
-            rebuild, glob("torch._utils", "_rebuild_parameter"), glob("torch", "Tensor"),
-            tup(SYSTEM), b"N",
-        ),
         "popped again": SYSTEM + b"0N",
         "named by the memo": memo + tup(text("true")) + b"R",
         "INST": b"(" + text("true") + b"ios\nsystem\n",
@@ -277,8 +262,7 @@ def packed() -> Table:
     source = files.storage(numel=25 << 20)
     found["zeros"] = archive(files.pickle_of_tensor(source=source), zeros, PACKED)
     found["a directory of many entries"] = _directory()
-    refused = {name: (raw, "max_bytes") for name, raw in found.items()}
-    return refused | {"entries that overlap": (_overlapping(), "data/1")}
+    return {name: (raw, "max_bytes") for name, raw in found.items()}
 
 
 def _directory(count=200_000) -> bytes:
@@ -290,21 +274,3 @@ def _directory(count=200_000) -> bytes:
     sizes = (0, 0, 65535, 65535, (end - start) * count, start, 0)
     tail = struct.pack("<4s4HLLH", b"PK\x05\x06", *sizes)
     return raw[:start] + raw[start:end] * count + tail
-
-
-def _overlapping(count=400) -> bytes:
-    """400 names in the directory for one megabyte: what they unpack to is 400."""
-    sources = (files.storage(str(k), 1 << 18) for k in range(count))
-    tensors = b"](" + b"".join(files.tensor_call(source=source) for source in sources) + b"e"
-    body = dictionary(state_dict=b"}", extra=tensors)
-    raw = archive(whole(body), {"data/0": bytes(1 << 20)})
-    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
-    directory = raw[start:end]
-    at = directory.index(b"archive/data/0") - 46
-    entry, more = directory[at : at + 46], b""
-    for k in range(1, count):
-        name = f"archive/data/{k}".encode()
-        more += entry[:28] + struct.pack("<H", len(name)) + entry[30:] + name
-    sizes = (0, 0, count + 3, count + 3, len(directory + more), start, 0)
-    tail = struct.pack("<4s4HLLH", b"PK\x05\x06", *sizes)
-    return raw[:start] + directory + more + tail

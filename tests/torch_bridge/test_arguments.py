@@ -96,11 +96,8 @@ def init(tx):
 
 
 HOOKS = {
-    DDPCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
     DDPCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    DDPCommHookType.BF16_COMPRESS: default_hooks.bf16_compress_hook,
     DDPCommHookType.QUANTIZE_PER_TENSOR: quantization_hooks.quantization_pertensor_hook,
-    DDPCommHookType.QUANTIZE_PER_CHANNEL: quantization_hooks.quantization_perchannel_hook,
     DDPCommHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
     DDPCommHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
     DDPCommHookType.NOOP: debugging_hooks.noop_hook,

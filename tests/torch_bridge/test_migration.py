@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -25,11 +23,3 @@ def test_a_run_that_moves_has_the_losses_of_one_that_stays(tmp_path):
     np.testing.assert_array_equal(moved[:30], stayed[:30])
     assert np.max(np.abs(moved - stayed) / stayed) < 1e-4
     assert stayed[-1] < stayed[0] / 2
-
-
-def test_a_case_that_does_not_exist(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["from_torch.py", "--out", str(tmp_path), "--only", "resnet"])
-    with pytest.raises(SystemExit) as exit_:
-        importlib.import_module("from_torch").main()
-    assert exit_.value.code == 2
-    assert "cnn-sgd-rank1" in capsys.readouterr().err

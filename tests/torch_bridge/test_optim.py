@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-from flax import nnx
 from rounding import rounding
 from torch.optim import SGD, Adam, AdamW
 
@@ -185,6 +184,9 @@ def test_param_groups_with_their_own_hyperparameters(named):
     if not named:
         with pytest.raises(ValueError, match="group by group"):
             job.to_flax()
+    schedule = optax.constant_schedule(0.1)
+    with pytest.raises(ValueError, match="one for each group"):
+        job.to_flax(param_names=names, learning_rate=[schedule])
     tx, state = job.to_flax(param_names=names)
     before = copy.deepcopy(job.optimizer.state_dict())
     back = optimizer_to_torch(state, job.params, before, job.model, param_names=names)
@@ -221,33 +223,6 @@ def test_a_layer_that_is_not_used_yet_waits(make, keywords):
     params, _ = job.train_in_flax(params, tx, state, 9, 10)
     job.train(9, 10)
     assert_close(params, job)
-
-
-def test_schedule_goes_on_where_torch_stopped():
-    job, schedule = Job(Adam), optax.linear_schedule(1.0, 0.0, 10)
-    for rates in (schedule, [schedule]):
-        assert int(job.to_flax(learning_rate=rates)[1][-1].count) == 3
-    with pytest.raises(ValueError, match="one for each group"):
-        job.to_flax(learning_rate=[schedule] * 2)
-
-
-def test_nnx_optimizer():
-    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    params = nnx.state(layer, nnx.Param)
-    job = Job(AdamW, torch.nn.Linear(3, 4), like=params)
-    nnx.update(layer, job.params)
-    tx, state = job.to_flax()
-    ours = nnx.Optimizer(layer, tx, wrt=nnx.Param)
-    structure = jax.tree.structure(ours.opt_state)
-    ours.opt_state = jax.tree.unflatten(structure, jax.tree.leaves(state))
-    ours.update(layer, params_from_torch(job.gradients(7), params))
-    job.train(7)
-    assert_close(nnx.state(layer, nnx.Param), job)
-    like = job.optimizer.state_dict()
-    back = optimizer_to_torch(ours.opt_state, nnx.state(layer, nnx.Param), like, job.module)
-    for index, kept in like["state"].items():
-        for key, value in kept.items():
-            torch.testing.assert_close(back["state"][index][key], value, rtol=1e-5, atol=1e-6)
 
 
 REFUSED = [  # which torch's SGD and Adam would not do, or what no file of theirs has

@@ -103,27 +103,21 @@ def test_what_fits_several_is_listed_with_the_rules():
     assert len([line for line in error.ambiguous if "could be x or y" in line]) == 2
     assert "rules={'slow': 'x'}" in str(error)
     assert "neither a leaf nor a module" in str(refused(model, like, {"slow": "z"}))
-    words = ("fc1", "out2"), ("x", "y")  # whose numbers are no numbers of blocks
-    model = model_of(**{f"enc1__{k}__{n}": (4, 4) for k in range(12) for n in words[0]})
-    like = {f"layer_{k}": kernels(**dict.fromkeys(words[1], (4, 4))) for k in range(12)}
-    error = refused(model, like)
-    proposed = [eval(line.rpartition("rules=")[2]) for line in error.ambiguous]
-    assert proposed == [{rf"enc1\.(\d+)\.{n}": r"layer_\1/x"} for n in words[0]]
-    rules = {rf"enc1\.(\d+)\.{n}": rf"layer_\1/{leaf}" for n, leaf in zip(*words, strict=True)}
+    words = {"fc1": "x", "out2": "y"}  # whose numbers are no numbers of blocks
+    model = model_of(**{f"enc1__{k}__{n}": (4, 4) for k in range(12) for n in words})
+    like = {f"layer_{k}": kernels(x=(4, 4), y=(4, 4)) for k in range(12)}
+    proposed = [eval(line.rpartition("rules=")[2]) for line in refused(model, like).ambiguous]
+    assert proposed == [{rf"enc1\.(\d+)\.{n}": r"layer_\1/x"} for n in words]
+    rules = {rf"enc1\.(\d+)\.{n}": rf"layer_\1/{leaf}" for n, leaf in words.items()}
     there_and_back(model, like, rules, conv1d="")
-    model = {
-        f"layers.{k}.{name}.{n}": np.ones(s)
-        for name in ATTENTIONS
-        for k in TWO
-        for n, s in {"in_proj_weight": (24, 8), "out_proj.weight": (8, 8)}.items()
-    }
+    packed = {"in_proj_weight": values(24, 8), "out_proj.weight": values(8, 8)}
+    model = {f"{k}.{a}.{n}": w for a in ATTENTIONS for k in TWO for n, w in packed.items()}
     heads = kernels(**dict.fromkeys(("query", "key", "value"), (8, 2, 4)), out=(2, 4, 8))
-    block = dict.fromkeys(ATTENTIONS.values(), heads)
-    like = {"Block_0": block, "Block_1": block}
+    like = {f"Block_{k}": dict.fromkeys(ATTENTIONS.values(), heads) for k in TWO}
     assert "could be Block_0/Attention_0 or" in str(refused(model, like))
-    rules = {rf"layers\.(\d)\.{a}": rf"Block_\1/{b}" for a, b in ATTENTIONS.items()}
+    rules = {rf"(\d)\.{a}": rf"Block_\1/{b}" for a, b in ATTENTIONS.items()}
     paths = {p.path: p.torch_name for p in pair(model, like, rules)}
-    assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("layers.1.multihead_attn")
+    assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("1.multihead_attn")
 
 
 def test_names_that_become_one_are_refused():
@@ -304,40 +298,16 @@ def test_arguments_of_another_type_are_refused_in_one_sentence():
 # --- weights stored (in, out) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("straight", [(), ("up",), ("up", "down")])
-@pytest.mark.parametrize("conv1d", ["", "square"])
-def test_square_matrices_are_asked_about_whatever_the_others_are(straight, conv1d):
-    """Two matrices that are not square and one that is; `straight` ones are stored (in, out)."""
-    shapes = {"up": (8, 24), "down": (24, 8)}
-    model = model_of(**{n: s if n in straight else s[::-1] for n, s in shapes.items()})
-    model |= model_of(square=(8, 8))
-    like = kernels(**shapes, square=(8, 8))
+def test_one_question_for_all_square_matrices():
+    model = model_of(fc0=(8, 8), fc1=(8, 8), out=(4, 4), wide=(8, 24), up=(24, 8))
+    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4), wide=(8, 24), up=(8, 24))
     error = refused(model, like)
-    assert [line.split(":")[0] for line in error.ambiguous] == ["square"]
+    assert [line.split(":")[0] for line in error.ambiguous] == [r"fc\d+|out"]
     assert error.parameters == ("rules", "conv1d", "ignore")
-    params = there_and_back(model, like, conv1d=conv1d)
-    square, up = model["square.weight"], model["up.weight"]
-    np.testing.assert_array_equal(params["square"]["kernel"], square if conv1d else square.T)
-    np.testing.assert_array_equal(params["up"]["kernel"], up if "up" in straight else up.T)
-
-
-def test_one_question_for_all_square_matrices_but_torchs_own():
-    model = model_of(fc0=(8, 8), fc1=(8, 8), out=(4, 4))
-    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4))
-    asked = refused(model, like).ambiguous
-    assert [line.split(":")[0] for line in asked] == [r"fc\d+|out"]
     params = there_and_back(model, like, conv1d=r"fc\d+|out")
-    np.testing.assert_array_equal(params["fc0"]["kernel"], model["fc0.weight"])
-    model = {"attention.in_proj_weight": values(24, 8), "attention.out_proj.weight": values(8, 8)}
-    model |= {f"rnn.weight_{side}_l0": values(6, 6) for side in ("ih", "hh")}
-    heads = dict.fromkeys(("query", "key", "value"), (8, 2, 4))
-    like = {"attention": kernels(**heads, out=(2, 4, 8)), "rnn_0": kernels(i=(6, 6), h=(6, 6))}
-    params = there_and_back(model, like)
-    np.testing.assert_array_equal(params["rnn_0"]["h"]["kernel"], model["rnn.weight_hh_l0"].T)
-    like["attention"] = kernels(qkv=(8, 24), out=(8, 8))
-    params = there_and_back(model, like, {r"attention\.in_proj": "attention/qkv"})
-    out = model["attention.out_proj.weight"]
-    np.testing.assert_array_equal(params["attention"]["out"]["kernel"], out.T)
+    for name, turned in {"fc0": False, "wide": False, "up": True}.items():
+        weight = model[f"{name}.weight"]
+        np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
 
 
 # --- a flatten --------------------------------------------------------------------------------

@@ -257,13 +257,19 @@ def test_an_nnx_model_with_statistics():
 
     layers = {"fc": torch.nn.Linear(32, 24), "norm": torch.nn.BatchNorm1d(24)}
     module = torch.nn.ModuleDict(layers)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).state_dict()
-    source = Checkpoint(arrays_of(module), (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    sum(p.square().sum() for p in module.parameters()).backward()
+    optimizer.step()
+    hook = (PowerSGDRecord(1, 3, {}, {}, {}),)
+    source = Checkpoint(arrays_of(module), hook, optimizer.state_dict())
     run = torch_bridge.to_flax(source, nnx.state(Model(nnx.Rngs(0))))
     fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
     assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
     np.testing.assert_array_equal(document["state_dict"]["fc.weight"], source.model["fc.weight"])
+    for index, kept in optimizer.state_dict()["state"].items():
+        found = document["optimizer"]["state"][index]["momentum_buffer"]
+        np.testing.assert_array_equal(found, kept["momentum_buffer"])
 
 
 def test_without_powersgd_gradients_are_averaged_as_ddp_does():
