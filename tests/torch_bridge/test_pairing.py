@@ -22,6 +22,11 @@ def model_of(**shapes):
     return {f"{n.replace('__', '.')}.weight": values(*s) for n, s in shapes.items()}
 
 
+def twins(**shapes):
+    """Weights by module name, and their kernels in Flax."""
+    return model_of(**shapes), kernels(**{n: (*s[2:], s[1], s[0]) for n, s in shapes.items()})
+
+
 def there_and_back(model, like, rules=(), **said):
     """The parameters in Flax, after a look at whether they come back as they were."""
     params = params_from_torch(model, like, rules, **said)
@@ -89,7 +94,7 @@ def test_every_difference_is_listed_at_once():
     assert error.mis_shaped == ("b.weight (5, 4) <-> b/kernel (4, 6)",)
     for line in ("a/bias", "norm/scale", "extra.weight", "b.weight (5, 4)"):
         assert line in str(error)
-    three = model_of(layers__0=(4, 4), layers__1=(4, 4), layers__2=(4, 4))
+    three = model_of(**{f"layers__{k}": (4, 4) for k in range(3)})
     two = kernels(layers_0=(4, 4), layers_1=(4, 4))
     assert refused(three, two).unexpected == ("layers.2.weight (4, 4)",)
 
@@ -147,7 +152,7 @@ def test_leaves_of_one_name_are_refused():
     [
         ("tok.table", (6, 4), "tok/embedding", False),
         ("tok.table", (4, 4), "tok/embedding", False),
-        ("pos.weight", (6, 4), "pos_embedding", False),
+        ("pos.weight", (6, 4), "vit/pos_embedding", False),
         ("norm.weight", (4, 4), "norm/scale", False),  # LayerNorm((T, D)), over two axes
         ("fc.weight", (3, 4), "fc/w", True),
         ("fc.matrix", (3, 4), "fc/kernel", True),
@@ -158,11 +163,11 @@ def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path,
     weight = values(*shape)
     model = {name: weight, "last.weight": np.ones((2, 7)), "last.bias": np.ones(2)}
     wanted = weight.transpose(*range(2, len(shape)), 1, 0) if turned else weight
-    module, _, leaf = path.rpartition("/")
+    module, leaf = path.split("/")
     like = {"last": {"kernel": np.ones((7, 2)), "bias": np.ones(2)}}
-    like |= {module: {leaf: np.zeros(wanted.shape)}} if module else {leaf: np.zeros(wanted.shape)}
+    like[module] = {leaf: np.zeros(wanted.shape)}
     params = there_and_back(model, like, {name.replace(".", r"\."): path})
-    np.testing.assert_array_equal(params[module][leaf] if module else params[leaf], wanted)
+    np.testing.assert_array_equal(params[module][leaf], wanted)
 
 
 def test_bare_parameters_and_leaves_of_the_same_names():
@@ -228,12 +233,8 @@ def test_rule_takes_a_packed_linear_apart():
 # --- options ----------------------------------------------------------------------------------
 
 
-def network(places, convs=1):
-    """Convolutions with 8 channels, and an fc behind that has `places` inputs a channel."""
-    model = {f"conv{k}.weight": values(8, 3 if k == 0 else 8, 3, 3) for k in range(convs)}
-    like = {f"conv{k}": (3, 3, 3 if k == 0 else 8, 8) for k in range(convs)}
-    model["fc.weight"], like["fc"] = values(10, 8 * places), (8 * places, 10)
-    return model, kernels(**like)
+CONV, FC = (8, 3, 3, 3), (10, 128)
+FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def network(places, convs=1):
     ],
 )
 def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):
-    model, like = network(16)
+    model, like = FLAT
     params = params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
     for convert in (
         lambda: params_from_torch(model, like, **options),
@@ -273,13 +274,13 @@ def test_options_of_another_form_are_refused_in_one_sentence(options, kind, mess
     ],
 )
 def test_patterns_that_match_or_move_nothing_are_listed(options, idle):
-    error = refused(*network(16), **options)
+    error = refused(*FLAT, **options)
     assert error.unexpected == idle
     assert error.parameters == tuple(sorted(line.partition(":")[0] for line in idle))
 
 
 def test_arguments_of_another_type_are_refused_in_one_sentence():
-    model, like = network(16)
+    model, like = FLAT
     for convert in (
         lambda value: torch_bridge.to_flax(value, like),
         lambda value: torch_bridge.to_torch(like, (), value),
@@ -319,48 +320,38 @@ def moved(array, shape):
     return array[np.arange(len(array)).reshape(shape).transpose(1, 2, 0).ravel()]
 
 
-def declared_before(places, first="fc"):
-    """The fc is an attribute of the module before its convolutions are, or between them."""
-    model, like = network(places, convs=2)
-    order = {"fc": ("fc", "conv0", "conv1"), "conv0": ("conv0", "fc", "conv1")}[first]
-    model["conv0.weight"] = np.repeat(model["conv0.weight"], 3, axis=0)
-    model["conv1.weight"] = np.repeat(model["conv1.weight"], 3, axis=1)
-    like |= kernels(conv0=(3, 3, 3, 24), conv1=(3, 3, 24, 8))
-    return {f"{name}.weight": model[f"{name}.weight"] for name in order}, like
-
-
-def as_wide():
-    """A layer gives as many values as the map has."""
-    model, like = network(16)
-    model |= model_of(hidden=(128, 10), last=(3, 128))
-    return model, like | kernels(hidden=(10, 128), last=(128, 3))
-
-
 def recurrent():
-    model, like = network(16)
-    del model["fc.weight"], like["fc"]
-    gates = ("weight_ih", 128), ("weight_hh", 6)
-    model |= {f"lstm.{name}_l0": values(24, width) for name, width in gates}
-    model |= {f"lstm.{name}_l1": values(24, 6) for name, _ in gates}
-    for layer, width in ((0, 128), (1, 6)):
-        shapes = {f"{side}{g}": (n, 6) for side, n in (("i", width), ("h", 6)) for g in "ifgo"}
-        like[f"lstm_{layer}"] = kernels(**shapes)
+    """An LSTM that reads the map, and one behind it."""
+    model, like = twins(conv0=CONV)
+    for layer, width in enumerate((128, 6)):
+        sides = {"i": width, "h": 6}
+        model |= {f"lstm.weight_{s}h_l{layer}": values(24, n) for s, n in sides.items()}
+        gates = {f"{s}{g}": (n, 6) for s, n in sides.items() for g in "ifgo"}
+        like[f"lstm_{layer}"] = kernels(**gates)
     return model, like
 
 
 def norm_elsewhere():
-    model, like = network(16)
-    model |= {"norm.weight": values(128), "norm.bias": values(128) + 1}
-    return model, like | {"norm": norm(128)}
+    vectors = {"norm.weight": values(128), "norm.bias": values(128) + 1}
+    return FLAT[0] | vectors, FLAT[1] | {"norm": norm(128)}
 
 
+WIDE, NARROW = (24, 3, 3, 3), (8, 24, 3, 3)
 MAPS = {  # architectures.py has more
-    "not square": (network(12), ["fc"], (8, 3, 4)),
-    "side by side": (network(4, convs=4), ["fc"], (8, 2, 2)),
-    "a prime number of places": (network(7), ["fc"], (8, 1, 7)),
-    "declared before": (declared_before(16), ["fc"], (8, 4, 4)),
-    "declared between": (declared_before(7, "conv0"), ["fc"], (8, 7, 1)),
-    "a layer as wide as the map": (as_wide(), ["fc", "last"], (8, 4, 4)),
+    "not square": (twins(conv=CONV, fc=(10, 96)), ["fc"], (8, 3, 4)),
+    "side by side": (
+        twins(conv=CONV, **{f"conv{k}": (8, 8, 3, 3) for k in TWO}, fc=(10, 32)),
+        ["fc"],
+        (8, 2, 2),
+    ),
+    "a prime number of places": (twins(conv=CONV, fc=(10, 56)), ["fc"], (8, 1, 7)),
+    "declared before": (twins(fc=FC, conv0=WIDE, conv1=NARROW), ["fc"], (8, 4, 4)),
+    "declared between": (twins(conv0=WIDE, fc=(10, 56), conv1=NARROW), ["fc"], (8, 7, 1)),
+    "a layer as wide as the map": (
+        twins(conv=CONV, fc=FC, hidden=(128, 10), last=(3, 128)),
+        ["fc", "last"],
+        (8, 4, 4),
+    ),
     "recurrent": (recurrent(), ["lstm.l0"], (8, 4, 4)),
     "a norm elsewhere": (norm_elsewhere(), ["fc", "norm"], (8, 4, 4)),
 }
