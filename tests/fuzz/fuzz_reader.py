@@ -35,25 +35,15 @@ SECONDS, OVERHEAD = 5.0, 100 << 20
 
 
 class Result(NamedTuple):
-    """What a run found.
+    """What a run found."""
 
-    Attributes:
-      inputs: Files per class.
-      read: Those that were read without an error.
-      executed: Audit events that a file must never cause.
-      unnamed: Errors that are not the reader's own, each a line.
-      slowest: Seconds of the slowest input, and its class.
-      largest: Bytes above three times the file of the largest input, and its class.
-      grown: Bytes of resident memory that the process had at most above those of its start.
-    """
-
-    inputs: dict[str, int]
-    read: int
-    executed: list[str]
-    unnamed: list[str]
-    slowest: tuple[float, str]
-    largest: tuple[int, str]
-    grown: int
+    inputs: dict[str, int]  # files of each class
+    read: int  # files without an error
+    executed: list[str]  # audit events that no file may cause
+    unnamed: list[str]  # errors that are not the reader's own, each a line
+    slowest: tuple[float, str]  # seconds, and the file's class
+    largest: tuple[int, str]  # bytes above three times the file, and its class
+    grown: int  # bytes of resident memory above those at the start, at most
 
 
 def read(path: pathlib.Path) -> None:
@@ -72,13 +62,7 @@ def _peak() -> int:
 
 
 def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
-    """Read `count` inputs.
-
-    Args:
-      count: How many.
-      seed: Of the choices.
-      memory: Whether to trace memory, which takes twice as long.
-    """
+    """Read `count` inputs; tracing their memory takes twice as long."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # its note about process groups
     executed, unnamed, done = list[str](), list[str](), collections.Counter[str]()
     slowest, largest, good = (0.0, ""), (0, ""), 0
@@ -110,9 +94,7 @@ def run() -> int:
     parser = argparse.ArgumentParser(description="Fuzz torch_bridge.load and inspect.")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--untraced", action="store_true", help="the process's memory in place of each file's"
-    )
+    parser.add_argument("--untraced", action="store_true", help="the process's memory alone")
     options = parser.parse_args()
     found = fuzz(options.inputs, seed=options.seed, memory=not options.untraced)
     print(f"{sum(found.inputs.values())} inputs of {len(found.inputs)} classes, {found.read} read")

@@ -77,20 +77,17 @@ def build(dice: Dice) -> bytes:
 
 def calls(dice: Dice) -> bytes:
     """REDUCE, NEWOBJ, NEWOBJ_EX, OBJ and INST of functions, instances and values."""
-    args, function = files.tup(any_value(dice), any_value(dice)), named(dice)
+    args, function, value = (
+        files.tup(any_value(dice), any_value(dice)),
+        named(dice),
+        any_value(dice),
+    )
     return dice.choice(
-        [
-            lambda: any_value(dice) + args + b"R",
-            lambda: any_value(dice) + args + b"\x81",
-            lambda: any_value(dice) + args + b"}\x92",
-            lambda: b"(" + function + any_value(dice) + b"o",
-            lambda: b"(" + any_value(dice) + b"i" + function[1:],
-            lambda: function + any_value(dice) + b"R",
-            lambda: function + args + b"R" + args + b"R",
-            lambda: any_value(dice) + b"Q",
-            lambda: function + args + b"R" + _state(dice) + b"b" + args + b"\x81",
-        ]
-    )()
+        [value + args + b"R", value + args + b"\x81", value + args + b"}\x92", value + b"Q",
+         b"(" + function + value + b"o", b"(" + value + b"i" + function[1:],
+         function + value + b"R", function + args + b"R" + args + b"R",
+         function + args + b"R" + _state(dice) + b"b" + args + b"\x81"]
+    )  # fmt: skip
 
 
 def memo(dice: Dice) -> bytes:
