@@ -15,6 +15,14 @@ def kernels(**shapes):
     return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
 
 
+def linears(**shapes):
+    """The same with biases."""
+    found = kernels(**shapes)
+    for name, shape in shapes.items():
+        found[name]["bias"] = np.zeros(shape[1:], np.float32)
+    return found
+
+
 def norm(width):
     """A normalisation in Flax."""
     return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}

@@ -7,7 +7,7 @@ import collections
 import jax
 import numpy as np
 import pytest
-from bridge import kernels, norm, params_from_torch, params_to_torch, values
+from bridge import kernels, linears, norm, params_from_torch, params_to_torch, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,11 +83,8 @@ def test_what_belongs_together(case):
 
 def test_every_difference_is_listed_at_once():
     model = model_of(a=(3, 2), b=(5, 4), extra=(9, 8, 7, 6)) | {"b.bias": np.ones(5)}
-    like = {
-        "a": {"kernel": np.ones((2, 3)), "bias": np.ones(3)},
-        "b": {"kernel": np.ones((4, 6)), "bias": np.ones(5)},
-        "norm": {"scale": np.ones(13)},
-    }
+    like = linears(a=(2, 3), b=(4, 6)) | {"norm": {"scale": np.ones(13)}}
+    like["b"]["bias"] = np.ones(5)
     error = refused(model, like)
     assert error.missing == ("a/bias (3,)", "norm/scale (13,)")
     assert error.unexpected == ("extra.weight (9, 8, 7, 6)",)
@@ -127,7 +124,7 @@ def test_what_fits_several_is_listed_with_the_rules():
 
 def test_names_that_become_one_are_refused():
     model = {"_orig_mod.fc.weight": values(4, 3), "fc.weight": -values(4, 3), "fc.bias": values(4)}
-    like = {"fc": {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}}
+    like = linears(fc=(3, 4))
     for convert in (
         lambda: params_from_torch(model, like),
         lambda: params_to_torch(like, model),
@@ -164,8 +161,7 @@ def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path,
     model = {name: weight, "last.weight": np.ones((2, 7)), "last.bias": np.ones(2)}
     wanted = weight.transpose(*range(2, len(shape)), 1, 0) if turned else weight
     module, leaf = path.split("/")
-    like = {"last": {"kernel": np.ones((7, 2)), "bias": np.ones(2)}}
-    like[module] = {leaf: np.zeros(wanted.shape)}
+    like = linears(last=(7, 2)) | {module: {leaf: np.zeros(wanted.shape)}}
     params = there_and_back(model, like, {name.replace(".", r"\."): path})
     np.testing.assert_array_equal(params[module][leaf], wanted)
 
@@ -200,7 +196,7 @@ def test_rules_take_layers_apart():
     error = refused(model, like, {r"fc\.weight": "fc/w"}, flatten={"fc": None})
     assert error.unexpected == ("fc.bias (5,)",)
     two = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
-    like = {n: {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)} for n in ("x", "y")}
+    like = linears(x=(3, 4), y=(3, 4))
     for place in ("y/bias", "x/kernel"):  # another layer's leaf, and another leaf of its own
         error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": place, "b": "y"})
         assert error.ambiguous[0].startswith(r"the rule 'a\\.bias' does not send a.bias to x/bias")
@@ -223,8 +219,9 @@ def test_rule_takes_a_packed_linear_apart():
     later = [*rules.items(), (r".*attn", "h_0/out"), (r"h.*", "a|b")]  # of which none decides
     assert pair(model, like, later, conv1d="") == pair(model, like, rules, conv1d="")
     whole = [(r"h\.0\.c_attn", "all"), *rules.items()]
-    one_more = like | {"all": {"kernel": np.ones((8, 24)), "bias": np.ones(24)}}
-    assert len(refused(model, one_more, whole, conv1d="").missing) == 6  # sent once, to the first
+    assert (
+        len(refused(model, like | linears(all=(8, 24)), whole, conv1d="").missing) == 6
+    )  # sent once, to the first
     straight = {"c_attn.weight": values(8, 24)}  # which no rule takes apart
     error = refused(straight, kernels(q=(8, 8), k=(8, 8), v=(8, 8)), {"c_attn": "q|k|v"})
     assert len(error.mis_shaped) == 3

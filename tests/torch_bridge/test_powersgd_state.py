@@ -196,16 +196,6 @@ def same_q(one, other):
     np.testing.assert_array_equal(one.q_memory_dict[0].numpy(), other.q_memory_dict[0])
 
 
-def test_convolution_columns_are_reordered():
-    # The kernel of ddp_worker is channels_last, whose columns have Flax's order.
-    checkpoint, _, factors = random_run({"c.weight": np.zeros((16, 8, 3, 3))}, [["c.weight"]])
-    p, q = factors["c.weight"]
-    state = powersgd_from_torch(checkpoint, {"c": {"kernel": jnp.zeros((3, 3, 8, 16))}})
-    kernel = (p @ q.T).reshape(16, 8, 3, 3).transpose(2, 3, 1, 0)
-    flax = (p @ np.asarray(state.q["c"]["kernel"], "f8").T).T.reshape(3, 3, 8, 16)
-    np.testing.assert_allclose(flax, kernel, rtol=1e-5, atol=1e-5)
-
-
 def test_tied_parameters_have_one_state():
     weight = np.zeros((48, 24), np.float32)
     checkpoint, errors, _ = random_run({"embed.weight": weight}, [["embed.weight"]])
