@@ -55,7 +55,9 @@ CASES = {
         models.tabular, (IMAGE, (2, 48)), {"flatten": {"fc": None}}
     ),
     "BatchNorm everywhere": Case(models.normed, (IMAGE,), {"flatten": {"5": (8, 4, 4)}}),
-    "generator": Case(models.generator, (ROW,), {"unflatten": {"0": (8, 4, 4)}}),
+    "generator": Case(
+        models.generator, (ROW,), {"unflatten": {"0": (8, 4, 4)}, "flatten": {"0": None}}
+    ),
     "two heads of convolutions": Case(
         models.two_heads, (IMAGE,), {"flatten": {"policy_fc": (2, 8, 8), "value_fc": None}}
     ),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 # error in float16 there, of which JAX narrows what goes on the wire alone.
 TOLERANCE = {"own": 1e-5, "rebuilt": 1e-5, "half": 1e-4}
 
-FLATTEN = {"frozen": (32, 2, 2)}
+FLATTEN = {"frozen": (32, 2, 2), "unused": None}
 
 
 class FlaxNetwork(nn.Module):

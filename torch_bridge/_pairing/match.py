@@ -9,11 +9,11 @@ left is listed, with the rules that would say it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.build import Build, orders
+from torch_bridge._pairing.build import Built, build, orders
 from torch_bridge._pairing.layers import Kind, Layer, Shape
 from torch_bridge._pairing.leaves import COLLECTIONS
 
@@ -162,9 +162,9 @@ class Match:
         """2 if they fit, 1 if they do as a matrix stored (in, out), else 0."""
         key = (layer.signature, target.signature)  # a large model has few different ones
         if key not in self._known_fits:
-            built = Build(layer, target)
-            conv1d = built.swapped and len(layer.shape("weight")) == 2
-            self._known_fits[key] = built.fits * (1 if conv1d else 2)
+            found = build(layer, target)
+            conv1d = any(pair.kind == "conv1d.weight" for pair in found.pairs)
+            self._known_fits[key] = found.fits * (1 if conv1d else 2)
         return self._known_fits[key]
 
     # --- what is left ---------------------------------------------------------------------------
@@ -190,23 +190,24 @@ class Match:
                 )
 
 
-def not_followed(rules: Sequence[tuple[str, str]], built: Sequence[Build]) -> Iterator[str]:
+def not_followed(rules: Sequence[tuple[str, str]], built: Mapping[Layer, Built]) -> list[str]:
     """A line for each tensor that a rule sends to another leaf than its layer brought it to."""
-    names = clean_names([pair.torch_name for part in built for pair in part.pairs])
-    for part in built:
-        for pair in part.pairs:
-            name, place = names[pair.torch_name], _without_collection(pair.path)
-            pattern, paths = _first_rule(rules, [name, part.torch.name])
-            said = [_without_collection(path) for path in paths]
-            # One that names the module too speaks of the layer, whichever leaf it gives.
-            if re.fullmatch(pattern, part.torch.name):
-                said += [path[:-1] for path in said if len(path) == len(place)]
-            if said and not any(place[: len(path)] == path for path in said):
-                layer = part.torch.name or "(root)"
-                yield (
-                    f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where "
-                    f"its layer {layer} goes: let one rule name the whole layer"
-                )
+    lines: list[str] = []
+    pairs = [(layer, pair) for layer, found in built.items() for pair in found.pairs]
+    names = clean_names([pair.torch_name for _, pair in pairs])
+    for layer, pair in pairs if rules else ():
+        name, place = names[pair.torch_name], _without_collection(pair.path)
+        pattern, paths = _first_rule(rules, [name, layer.name])
+        said = [_without_collection(path) for path in paths]
+        # One that names the module too speaks of the layer, whichever leaf it gives.
+        if re.fullmatch(pattern, layer.name):
+            said += [path[:-1] for path in said if len(path) == len(place)]
+        if said and not any(place[: len(path)] == path for path in said):
+            lines.append(
+                f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where its layer "
+                f"{layer.name or '(root)'} goes: let one rule name the whole layer"
+            )
+    return lines
 
 
 def _without_collection(path: Path) -> Path:

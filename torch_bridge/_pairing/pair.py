@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
-from torch_bridge._pairing.build import Build
+from torch_bridge._pairing.build import build
 from torch_bridge._pairing.layers import Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
@@ -64,15 +64,16 @@ def pair(
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened
         before it, or None if nothing is. Flax flattens ``(H, W, C)``, so the inputs of such a layer
-        have to move. It is asked about behind a convolution, unless that gives one value for each
-        input, or a layer before it as many. A norm of as many values directly before it follows it;
-        one that stands elsewhere can be named itself.
+        have to move. It is asked about where a layer reads at least twice as many values as a
+        convolution gives channels, unless the last one before it, or a layer since, gives as many.
+        A norm of as many values directly before it follows it; one elsewhere can be named itself.
       unflatten: The same for the outputs of a Linear that are seen as ``(C, H, W)``, as before the
         convolutions of a decoder, with the norm directly behind it. It is asked about where a
-        convolution is next and has several of the outputs for each channel.
+        convolution is next and has several of the outputs for each channel, unless a later layer
+        reads as many.
       conv_transpose: Regular expression of the module names of those ConvTranspose layers that have
         as many inputs as outputs, which no shape tells from a Conv; ``""`` for none. It is asked
-        about where a name or a layer beside it suggests one.
+        about where a name or the shape of another layer suggests that there is one.
       conv1d: Regular expression of the module names of square matrices that are stored ``(in,
         out)``, as by transformers' ``Conv1D``; ``""`` for none. All that are not square show it.
       ignore: Regular expression of tensor names that shall be left out.
@@ -189,23 +190,8 @@ def _pair_layers(
     """The pairs of tensors, some of which have `aliases`; `tensors` are the names of all."""
     match = Match(*layers_of(shapes, tree), options.rules)
     questions = Questions(match.torch, match.partners, options)
-    built = [Build(a, b, questions.hints[a]) for a, b in match.partners.items()]
-    left = [layer for layer in match.open_flax if layer not in match.undecided]
-    extra = [layer for layer in match.open_torch if layer not in match.undecided]
-    idle = list(questions.idle(tensors))
-    problems = {
-        "missing": [line for part in built for line in part.missing]
-        + [f"{'/'.join(path)} {s}" for layer in left for path, s in layer.parts.values()],
-        "unexpected": [line for part in built for line in part.unexpected]
-        + [f"{name} {s}" for layer in extra for name, s in layer.parts.values()],
-        "mis_shaped": [line for part in built for line in part.mis_shaped],
-        "ambiguous": [
-            *match.ambiguous,
-            *not_followed(options.rules, built),
-            *questions.asked,
-        ],
-    }
-    if idle:
+    built = {a: build(a, b, questions.answers[a]) for a, b in match.partners.items()}
+    if idle := list(questions.idle(tensors)):
         raise CheckpointMismatch(
             "Some patterns match no layer of the torch model, and they have to match a whole name; "
             "or there is no order of (C, H, W) in it: `flatten` is for what reads a flattened map, "
@@ -213,13 +199,23 @@ def _pair_layers(
             unexpected=idle,
             parameters=sorted({line.partition(":")[0] for line in idle}),
         )
-    if any(problems.values()):
-        only_asked = bool(questions.asked) and (
-            problems["ambiguous"] == questions.asked and sum(map(bool, problems.values())) == 1
-        )
+    left_torch, left_flax = (
+        [part for layer in layers if layer not in match.undecided for part in layer.parts.values()]
+        for layers in (match.open_torch, match.open_flax)
+    )
+    problems = {
+        "missing": [line for part in built.values() for line in part.missing]
+        + [f"{'/'.join(path)} {shape}" for path, shape in left_flax],
+        "unexpected": [line for part in built.values() for line in part.unexpected]
+        + [f"{name} {shape}" for name, shape in left_torch],
+        "mis_shaped": [line for part in built.values() for line in part.mis_shaped],
+        "ambiguous": match.ambiguous + not_followed(options.rules, built) + questions.asked,
+    }
+    problems = {kind: lines for kind, lines in problems.items() if lines}
+    if problems:
         raise CheckpointMismatch(
             "Neither names nor shapes tell how some layers correspond. Answer with these arguments."
-            if only_asked
+            if problems == {"ambiguous": questions.asked}
             else "The torch model and the Flax tree do not correspond. Say what belongs together "
             "with `rules` (regular expression -> path) and what to leave out with `ignore`.",
             parameters=("rules", *_options_in(problems), "ignore"),
@@ -229,7 +225,7 @@ def _pair_layers(
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
-    pairs = sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
+    pairs = sorted((p for part in built.values() for p in part.pairs), key=lambda p: order[p.path])
     return tuple(dataclasses.replace(p, aliases=tuple(names.get(p.torch_name, ()))) for p in pairs)
 
 

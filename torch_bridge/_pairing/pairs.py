@@ -31,8 +31,8 @@ class Pair:
       torch_shape: Shape of the whole torch tensor.
       path: Path of the Flax leaf, as strings, collection included.
       shape: Shape of the whole Flax leaf.
-      kind: For example ``linear.weight``, ``conv.weight``, ``conv_transpose.weight``,
-        ``embedding``, ``vector``, ``mha.in_proj``, ``lstm.weight_ih``, ``array``.
+      kind: ``linear.weight``, ``conv1d.weight``, ``conv.weight``, ``conv_transpose.weight``,
+        ``embedding``, ``vector``, ``buffer`` or ``array``.
       split: The shape in which the selected rows are seen before the axes move.
       row_axes: How many leading axes of `split` come from torch's first axis.
       axes: The order of the axes of `split` in the leaf.

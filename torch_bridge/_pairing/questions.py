@@ -1,87 +1,180 @@
 """What neither names nor shapes of two models tell: it is answered by the user, or asked about.
 
-torch flattens (C, H, W) and Flax (H, W, C), so that the inputs of a Linear behind a flatten have to
-move, and no shape shows it: channels times a square may be the pooled features of several layers,
-too. A square matrix does not show whether it is stored (out, in) or (in, out), and a kernel of as
-many inputs as outputs not whether it is that of a ConvTranspose.
+torch flattens (C, H, W) and Flax (H, W, C), and no shape shows it. So in a model with convolutions
+every layer is asked about that reads at least twice as many values as one of them gives channels,
+unless the last one before it, or a layer since, gives exactly as many. And every matrix is asked
+about that gives several values for each channel which a convolution directly behind it reads,
+unless a later layer reads them all.
+
+A square matrix does not show whether it is stored (out, in) or (in, out), and a kernel of as many
+inputs as outputs not whether it is that of a ConvTranspose. The first is always asked about, the
+second where a shape or a name shows that the model has such layers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from torch_bridge._pairing.build import Hints, orders
+from torch_bridge._pairing.build import Answer, orders
 from torch_bridge._pairing.layers import Layer, Shape
 from torch_bridge._pairing.options import Options
 
 TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
-_UPWARD_WORDS = frozenset(
-    {"up", "ups", "upconv", "upsample", "upsampling", "dec", "decoder", "gen", "generator"}
-)
-_OF_TORCH = re.compile(r"(.*\bin_proj_weight|.*\bweight_[ih]h(_l\d+)?(_reverse)?)$")
-_IMAGE = 4  # channels, at most
+_UPWARD_WORDS = TRANSPOSED_WORDS | {
+    *("up", "ups", "upconv", "upsample", "upsampling", "dec", "decoder", "gen", "generator")
+}
+_OF_TORCH = re.compile(r".*\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
+_STORED = {
+    "conv1d": "square, which does not show whether it is stored (out, in) or, as by transformers' "
+    "Conv1D, (in, out). Say conv1d='' if none of these is a Conv1D, else conv1d=<regular "
+    "expression of those that are>",
+    "conv_transpose": "as many inputs as outputs, which does not show a Conv from a ConvTranspose. "
+    "Say conv_transpose='' if none of these is a ConvTranspose, else conv_transpose=<regular "
+    "expression of those that are>",
+}
 # The shape to propose, if there is one, and what is known of the layer.
 _Question: TypeAlias = tuple[Shape | None, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Values that a layer reads as a vector, and values or channels that it gives; 0 for none."""
+class _Sizes(NamedTuple):
+    """What a layer reads and gives: values, or channels of a convolution; a norm's own values."""
 
-    reads: int = 0
+    reads: int = 0  # 0: nothing that could be a flattened map
     gives: int = 0
-    channels: int = 0  # that a convolution reads
     axes: int = 0  # of space, of a convolution
-    matrix: bool = False
 
 
 class Questions:
     """The answers to what two models do not tell, and the questions that have none.
 
     Attributes:
-      hints: What each layer was answered, or shows.
+      answers: What was said about each layer that has a partner.
       asked: The questions, each a line with its answers.
     """
 
     def __init__(
         self, layers: Sequence[Layer], partners: Mapping[Layer, Layer], options: Options
     ) -> None:
-        self.layers, self.partners, self.options = layers, partners, options
-        self._sizes = {a: _sizes(a, partners[a]) if a in partners else _Sizes() for a in layers}
-        self._before, self._after = _neighbours(layers), _neighbours(layers[::-1])
-        names = [name for layer in layers for name, _ in layer.parts.values()]
-        packed = [n.removesuffix("in_proj_weight") for n in names if n.endswith("in_proj_weight")]
-        self._of_torch = {name for name in names if _OF_TORCH.match(name)}
-        self._of_torch |= {f"{module}out_proj.weight" for module in packed}
-        self._either = [layer for layer in partners if self._fits_both(layer)]
-        self.hints = {
-            layer: Hints(
-                flatten=self._answer("flatten", layer),
-                unflatten=self._answer("unflatten", layer),
-                swapped=self._is_swapped(layer),
-            )
-            for layer in partners
-        }
-        square = [layer for layer in self._either if len(layer.shape("weight")) == 2]
-        either = [] if options.conv_transpose is not None else self._may_be_transposed()
+        self.options = options
+        self._names = {layer.name for layer in layers}
+        self._sizes = {a: _sizes(a, partners[a]) for a in layers if a in partners}
+        self._before = _neighbours(self._sizes)
+        self._after = _neighbours(reversed(self._sizes))
         self.asked: list[str] = []
-        if square and options.conv1d is None:
-            self.asked.append(
-                f"{_listed(square)}: square, which does not show whether it is stored (out, in) "
-                "or, as by transformers' Conv1D, (in, out). Say conv1d='' if none of these is a "
-                "Conv1D, else conv1d=<regular expression of those that are>"
+        swapped: set[Layer] = set()
+        matrices, kernels, upward = _fit_both_ways(layers, partners)
+        for option, either, asks in (
+            ("conv1d", matrices, True),
+            ("conv_transpose", kernels, upward),
+        ):
+            said = getattr(options, option)
+            if either and asks and said is None:
+                self.asked.append(f"{_listed(either)}: {_STORED[option]}")
+            swapped |= {a for a in either if said and re.fullmatch(said, a.name)}
+        self.answers = {
+            layer: Answer(
+                self._map("flatten", layer), self._map("unflatten", layer), layer in swapped
             )
-        if either:
-            self.asked.append(
-                f"{_listed(either)}: as many inputs as outputs, which does not show a Conv from a "
-                "ConvTranspose. Say conv_transpose='' if none of these is a ConvTranspose, else "
-                "conv_transpose=<regular expression of those that are>"
-            )
+            for layer in self._sizes
+        }
         self.asked += self._lines("flatten", self._flattened())
         self.asked += self._lines("unflatten", self._unflattened())
+
+    def idle(self, tensors: Collection[str]) -> Iterator[str]:
+        """Patterns that match nothing, or with a shape no layer in which anything moves.
+
+        What is misspelled would be ignored without a word.
+        """
+        modules = {name.rpartition(".")[0] for name in tensors} | self._names
+        readers = {a for a, size in self._sizes.items() if size.reads and not size.axes}
+        moving = {
+            "flatten": {layer.name for layer in readers},
+            "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
+        }
+        for option, pattern in self.options.patterns():
+            names = {"rules": modules.union(tensors), "conv1d": modules}.get(option)
+            if option in moving:
+                names = moving[option] if getattr(self.options, option)[pattern] else modules
+            if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
+                yield f"{option}: {pattern}"
+
+    def _said(self, option: str, layer: Layer) -> tuple[Shape | None] | None:
+        """What the last pattern that names this layer says; None if none does."""
+        said = getattr(self.options, option).items()
+        found = [(shape,) for pattern, shape in said if re.fullmatch(pattern, layer.name)]
+        return found[-1] if found else None
+
+    def _map(self, option: str, layer: Layer) -> Shape | None:
+        """The map that a layer reads (or gives); a norm beside it follows it."""
+        if self._sizes[layer].axes:
+            return None
+        if (said := self._said(option, layer)) is not None:
+            return said[0]
+        beside, of = self._follows(layer)
+        return self._map(option, of) if of and beside == option else None
+
+    def _follows(self, norm: Layer) -> tuple[str, Layer | None]:
+        """The layer that gives the values of a norm just before it, or that reads them behind."""
+        before, after = self._before[norm], self._after[norm]
+        values = self._sizes[norm].gives
+        if norm.is_vector and before and self._sizes[before].gives == values:
+            return "unflatten", before
+        if norm.is_vector and after and self._sizes[after][::2] == (values, 0):
+            return "flatten", after
+        return "", None
+
+    def _flattened(self) -> dict[Layer, _Question]:
+        """Layers that may read a flattened map, all that read as many values, and lone norms."""
+        order = list(self._sizes)
+        widths: dict[int, _Question] = {}
+        given: set[int] = set()  # since the last convolution
+        for place, layer in enumerate(order):
+            size = self._sizes[layer]
+            if layer.is_vector:
+                continue
+            explained = size.axes or size.reads in given
+            given = set() if size.axes else given
+            given |= {size.gives, 2 * size.gives if layer.kind == "recurrent" else size.gives}
+            if explained:
+                continue
+            nearest = [*order[place::-1], *order[place:]]
+            convs = [a for a in nearest if self._sizes[a].axes]
+            convs = [a for a in convs if 1 < self._sizes[a].gives <= size.reads // 2]
+            whole = [a for a in convs if size.reads % self._sizes[a].gives == 0]
+            for conv in (whole or convs)[:1]:
+                _, channels, axes = self._sizes[conv]
+                fact = f"reads {size.reads} values, and {conv.name} gives {channels} channels"
+                shape = _shape_of(channels, axes, size.reads) if whole else None
+                widths.setdefault(size.reads, (shape, fact))
+        alike = {a: size.reads for a, size in self._sizes.items() if not size.axes}
+        alike = {a: reads for a, reads in alike.items() if reads in widths}
+        pooled = {n for a, n in alike.items() if self._said("flatten", a) == (None,)}
+        asked = dict[Layer, _Question]()
+        for layer, reads in alike.items():
+            after = self._after[layer]
+            beside = self._follows(layer)[1] or (after and self._sizes[after].axes)
+            if not layer.is_vector or not (beside or reads in pooled):
+                asked[layer] = widths[reads]
+        return asked
+
+    def _unflattened(self) -> dict[Layer, _Question]:
+        """Matrices with several outputs, which nothing later reads, for each channel behind."""
+        asked: dict[Layer, _Question] = {}
+        later: set[int] = set()
+        for layer in reversed(self._sizes):
+            (reads, gives, axes), after = self._sizes[layer], self._after[layer]
+            if axes or layer.is_vector:
+                continue
+            if after and reads and layer.kind == "weight" and gives not in later:
+                channels, out, space = self._sizes[after]
+                channels = out if channels == 1 else channels  # of a convolution of each by itself
+                fact = f"gives {gives} values before {after.name}, which reads {channels} channels"
+                if space and gives > channels and gives % channels == 0:
+                    asked[layer] = _shape_of(channels, space, gives), fact
+            later.add(reads)
+        return asked
 
     def _lines(self, option: str, questions: Mapping[Layer, _Question]) -> list[str]:
         """One line for layers that differ in their numbers only."""
@@ -102,190 +195,55 @@ class Questions:
             )
         return lines
 
-    def idle(self, tensors: Collection[str]) -> Iterator[str]:
-        """Patterns that match nothing, or with a shape no layer in which anything moves.
 
-        What is misspelled would be ignored without a word.
-        """
-        modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in self.layers}
-        movable = {a.name for a, size in self._sizes.items() if a.is_vector or size.matrix}
-        readers = movable | {a.name for a, size in self._sizes.items() if size.reads}
-        for option, pattern in self.options.patterns():
-            names = {"rules": modules.union(tensors), "conv1d": modules}.get(option)
-            if option in ("flatten", "unflatten"):
-                moving = readers if option == "flatten" else movable
-                names = moving if getattr(self.options, option)[pattern] else modules
-            if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
-                yield f"{option}: {pattern}"
-
-    # --- a flatten ------------------------------------------------------------------------------
-
-    def _said(self, option: str, layer: Layer) -> tuple[Shape | None] | None:
-        """What the last pattern that names this layer says; None if none does."""
-        said = getattr(self.options, option).items()
-        found = [(shape,) for pattern, shape in said if re.fullmatch(pattern, layer.name)]
-        return found[-1] if found else None
-
-    def _answer(self, option: str, layer: Layer) -> Shape | None:
-        """The map that a layer reads (or gives); a norm beside it follows it."""
-        if (said := self._said(option, layer)) is not None:
-            return said[0]
-        beside, of = self._follows(layer)
-        return self._answer(option, of) if of and beside == option else None
-
-    def _follows(self, norm: Layer) -> tuple[str, Layer | None]:
-        """The layer that gives the values of a norm just before it, or that reads them behind."""
-        before, after = self._before.get(norm), self._after.get(norm)
-        if norm.is_vector and before and self._sizes[before].gives == _values(norm):
-            return "unflatten" if self._sizes[before].matrix else "", before
-        if norm.is_vector and after and self._sizes[after].reads == _values(norm):
-            return "flatten", after
-        return "", None
-
-    def _flattened(self) -> dict[Layer, _Question]:
-        """What may read a flattened map.
-
-        A layer behind a convolution is asked about, unless a layer before it gives exactly as many
-        values as it reads, and so is one that its own module declares before its convolutions.
-        """
-        asked: dict[Layer, _Question] = {}
-        widths: dict[int, _Question] = {}
-        convs: list[Layer] = []
-        given: set[int] = set()
-        for place, layer in enumerate(self.layers):
-            size, before = self._sizes[layer], self._before.get(layer)
-            if size.axes:
-                convs.append(layer)
-                continue
-            behind = before is not None and self._sizes[before].axes > 0
-            if size.reads and size.reads not in widths and (behind or size.reads not in given):
-                later = [] if self._feeds(layer) else self._own_convs(place)
-                if found := self._may_read(size.reads, convs) or self._may_read(size.reads, later):
-                    widths[size.reads] = found
-            if size.reads in widths:
-                asked[layer] = widths[size.reads]
-            given |= {size.gives, 2 * size.gives if layer.kind == "recurrent" else size.gives}
-        for layer in asked:
-            if self._said("flatten", layer) == (None,):
-                widths.pop(self._sizes[layer].reads, None)  # nothing was flattened
-        for size in self._sizes.values():
-            widths.pop(size.gives, None)
-        for layer in self.layers:  # norms that no layer beside them explains
-            after = self._after.get(layer)
-            of_channels = after is not None and self._sizes[after].axes > 0
-            explained = not layer.is_vector or of_channels or self._follows(layer)[1]
-            if not explained and _values(layer) in widths:
-                asked[layer] = widths[_values(layer)]
-        return asked
-
-    def _own_convs(self, place: int) -> list[Layer]:
-        """The convolutions that the module of a layer declares after it."""
-        module = self.layers[place].segments[:-1]
-        later = self.layers[place + 1 :]
-        return [a for a in later if self._sizes[a].axes and a.segments[: len(module)] == module]
-
-    def _may_read(self, width: int, convs: Sequence[Layer]) -> _Question | None:
-        """What to ask where a map of a convolution may be among so many values."""
-        if not convs or width == self._sizes[convs[-1]].gives:
-            return None  # its channels, one value each
-        fitting = [c for c in convs if 1 < self._sizes[c].gives <= width // 2]
-        whole = [c for c in fitting if width % self._sizes[c].gives == 0]
-        beside = [c for c in fitting if c is convs[-1]]  # other values beside a map of the last
-        for conv in (whole or beside)[-1:]:
-            size = self._sizes[conv]
-            shape = _shape_of(size.gives, size.axes, width) if whole else None
-            return (
-                shape,
-                f"reads {width} values behind {conv.name}, which gives {size.gives} channels",
-            )
-        return None
-
-    def _feeds(self, layer: Layer) -> Layer | None:
-        """The convolution behind a matrix that has several outputs for each channel it reads."""
-        after = self._after.get(layer)
-        if after is None or not self._sizes[layer].matrix:
-            return None
-        channels, width = self._sizes[after].channels, self._sizes[layer].gives
-        return after if width > channels > _IMAGE and width % channels == 0 else None
-
-    def _unflattened(self) -> dict[Layer, _Question]:
-        """Matrices whose outputs may become a map: not those that a later layer reads."""
-        found: dict[Layer, _Question] = {}
-        read: set[int] = set()
-        for layer in reversed(self.layers):
-            size, conv = self._sizes[layer], self._feeds(layer)
-            if conv and size.gives not in read:
-                channels, axes = self._sizes[conv].channels, self._sizes[conv].axes
-                fact = (
-                    f"gives {size.gives} values before {conv.name}, which reads {channels} channels"
-                )
-                found[layer] = _shape_of(channels, axes, size.gives), fact
-            read.add(size.reads)
-        return found
-
-    # --- (out, in) or (in, out) -----------------------------------------------------------------
-
-    def _fits_both(self, layer: Layer) -> bool:
-        shape, kernel = layer.shape("weight"), self.partners[layer].shape("kernel")
-        if layer.share or shape == (1, 1) or not all(orders(shape, kernel)):
-            return False
-        return layer.parts["weight"][0] not in self._of_torch
-
-    def _is_swapped(self, layer: Layer) -> bool:
-        """Whether a kernel that fits both was answered to be (in, out), or has such a name."""
-        matrix = len(layer.shape("weight")) == 2
-        said = self.options.conv1d if matrix else self.options.conv_transpose
-        if layer not in self._either or (matrix and said is None):
-            return False
-        if said is not None:
-            return re.fullmatch(said, layer.name) is not None
-        return bool({*layer.words, *self.partners[layer].words} & TRANSPOSED_WORDS)
-
-    def _may_be_transposed(self) -> list[Layer]:
-        """Convolutions that a name, or a ConvTranspose beside them, suggests to be one."""
-        shapes = [(a, a.shape("weight"), b.shape("kernel")) for a, b in self.partners.items()]
-        clear = [a for a, s, kernel in shapes if len(s) > 2 and orders(s, kernel) == (False, True)]
-        near = {key for layer in clear for key in (layer.words, layer.segments[:-1])}
-        return [
-            layer
-            for layer in self._either
-            if len(layer.shape("weight")) > 2 and not self.hints[layer].swapped
-            if {*layer.words, *self.partners[layer].words} & _UPWARD_WORDS
-            or near & {layer.words, layer.segments[:-1]}
-        ]
-
-
-def _neighbours(layers: Sequence[Layer]) -> dict[Layer, Layer]:
+def _neighbours(layers: Iterable[Layer]) -> dict[Layer, Layer | None]:
     """Each layer with the one before it that is no norm."""
-    found: dict[Layer, Layer] = {}
+    found: dict[Layer, Layer | None] = {}
     before: Layer | None = None
     for layer in layers:
-        if before is not None:
-            found[layer] = before
+        found[layer] = before
         before = before if layer.is_vector else layer
     return found
 
 
 def _sizes(layer: Layer, target: Layer) -> _Sizes:
+    if layer.is_vector:
+        values = max(shape[0] for _, shape in layer.parts.values())
+        return _Sizes(values, values)
     if layer.kind == "recurrent":
         return _Sizes(layer.shape("weight_ih")[-1], (layer.shape("weight_hh") or (0,))[-1])
     if layer.kind == "attention":
         return _Sizes(gives=(layer.shape("out_proj.weight") or (0,))[0])
     shape, kernel = layer.shape("weight"), target.shape("kernel")
-    if layer.kind != "weight" or not kernel:
-        return _Sizes(gives=shape[-1] if layer.kind == "weight" and shape else 0)
-    if len(shape) > 2:
-        gives, reads, *space = shape
-        if orders(shape, kernel) == (False, True):
-            gives, reads = reads, gives
-        return _Sizes(0, gives, reads, len(space))
-    order = 1 if orders(shape, kernel) == (False, True) else -1
-    n_in, n_out = shape[::order] if len(shape) == 2 else (0, 0)
-    return _Sizes(n_in, n_out // layer.share[1] if layer.share else n_out, matrix=True)
+    if layer.kind != "weight" or len(shape) < 2 or not kernel:
+        return _Sizes(gives=shape[-1] if shape else 0)
+    gives, reads, *space = shape
+    if orders(shape, kernel) == (False, True):
+        gives, reads = reads, gives
+    return _Sizes(reads, gives // layer.share[1] if layer.share else gives, len(space))
 
 
-def _values(norm: Layer) -> int:
-    return max(shape[0] for _, shape in norm.parts.values())
+def _fit_both_ways(
+    layers: Iterable[Layer], partners: Mapping[Layer, Layer]
+) -> tuple[list[Layer], list[Layer], bool]:
+    """Matrices and kernels that may be (in, out), and whether there seems to be a ConvTranspose."""
+    names = [name for layer in layers for name, _ in layer.parts.values()]
+    packed = [n.removesuffix("in_proj_weight") for n in names if n.endswith("in_proj_weight")]
+    of_torch = {f"{module}out_proj.weight" for module in packed}
+    of_torch |= {name for name in names if _OF_TORCH.match(name)}
+    matrices, kernels, upward = list[Layer](), list[Layer](), False
+    for layer, target in partners.items():
+        shape = layer.shape("weight")
+        usual, swapped = orders(shape, target.shape("kernel"))
+        if usual and swapped and shape != (1, 1) and not layer.share:
+            if len(shape) > 2:
+                kernels.append(layer)
+                upward |= bool({*layer.words, *target.words} & _UPWARD_WORDS)
+            elif layer.parts["weight"][0] not in of_torch:
+                matrices.append(layer)
+        elif swapped and len(shape) > 2:
+            upward = True
+    return matrices, kernels, upward
 
 
 def _shape_of(channels: int, axes: int, values: int) -> Shape:
