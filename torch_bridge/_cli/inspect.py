@@ -43,31 +43,28 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
       conversion needs and the files lack, each as one sentence.
     """
     record = checkpoint.powersgd[0] if checkpoint.powersgd else None
-    facts, missing = _facts(checkpoint, record), _missing(checkpoint, record)
-    source = "inferred" if checkpoint.layout is None else "in the file"
-    source = source if layout is None else "given"
-    try:
-        layout = layout_of(checkpoint, layout, None) if record is not None else None
-    except CheckpointMismatch as error:
-        layout = None
-        missing.append(f"the bucket layout: {error.message}")
+    facts, missing, known = _facts(checkpoint, record), _missing(checkpoint, record), None
     if record is not None:
-        facts["layout"] = f"{source}, {len(layout.buckets)} bucket(s)" if layout else "unknown"
+        facts["layout"] = "unknown"
+        try:
+            if known := layout_of(checkpoint, layout, None):
+                source = "given" if layout else "in the file" if checkpoint.layout else "inferred"
+                facts["layout"] = f"{source}, {len(known.buckets)} bucket(s)"
+        except CheckpointMismatch as error:
+            missing.append(f"the bucket layout: {error.message}")
+    found = _measured(checkpoint, known) if known is not None else {}
     # The shapes alone say what is compressed.
-    known = layout or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
+    known = known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
     slots = known.slots_of(record) if record else {}
-    ranks = {name: slot.rank for name, slot in slots.items()}
-    found = _measured(checkpoint, layout) if layout is not None else {}
-    parameters = [
-        {"name": name, "shape": entry.shape, "matrix": matrix_shape(entry.shape)}
-        | {"rank": ranks.get(name, 0), **dict.fromkeys(_NUMBERS), **found.get(name, {})}
-        for name, entry in known.entries.items()
-    ]
-    wild = []
-    for row in parameters:
-        if unknown := [key for key in _NUMBERS if not math.isfinite(row[key] or 0)]:
-            wild.append(row["name"])
-            row.update(dict.fromkeys(unknown))  # JSON has no NaN
+    parameters, wild = [], []
+    for name, entry in known.entries.items():
+        numbers = found.get(name, {})
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        if len(finite) < len(numbers):  # JSON has no NaN
+            wild.append(name)
+        row = {"name": name, "shape": entry.shape, "matrix": matrix_shape(entry.shape)}
+        rank = slots[name].rank if name in slots else 0
+        parameters.append({**row, "rank": rank, **dict.fromkeys(_NUMBERS), **finite})
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {_some(wild)} {afresh}")

@@ -215,7 +215,8 @@ class BucketLayout:
             document = json.loads(text)
             if document.get("format") != _FORMAT["format"]:
                 raise ValueError("another format")
-        except (ValueError, AttributeError, RecursionError) as error:
+            buckets = [list(bucket) for bucket in document.get("buckets", ())]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointMismatch(
                 "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
             ) from error
@@ -224,9 +225,6 @@ class BucketLayout:
                 f"This bucket layout has version {document.get('version')!r:.20}; this release "
                 f"reads version {_FORMAT['version']}. Upgrade it."
             )
-        buckets = document.get("buckets")
-        if not isinstance(buckets, list) or not all(isinstance(part, list) for part in buckets):
-            raise CheckpointMismatch("The buckets of a layout must be a list of lists.")
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in buckets))
 
     def split(self, bucket: int, flat: np.ndarray) -> dict[str, np.ndarray]:
@@ -319,22 +317,16 @@ def dense_strides(array: Any) -> tuple[int, ...]:
     DDP keeps a parameter's own strides if it fills its memory without gaps (channels_last does),
     and makes the gradient contiguous otherwise.
     """
-    shape = tuple(map(int, array.shape))
+    shape = shape_of(array)
+    strides = contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if callable(getattr(array, "stride", None)):
         strides = tuple(map(int, array.stride()))
     elif isinstance(array, np.ndarray):
         strides = tuple(step // array.itemsize for step in array.strides)
-    else:
-        return contiguous_strides(shape)
     expected = 1
     for axis in sorted(range(len(shape)), key=lambda a: (strides[a], shape[a])):
         if shape[axis] > 1:
             if strides[axis] != expected:
-                return contiguous_strides(shape)
+                return contiguous
             expected *= shape[axis]
     return strides
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a row-major array."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

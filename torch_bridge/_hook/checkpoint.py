@@ -57,7 +57,12 @@ class Checkpoint:
     @property
     def unread_optimizers(self) -> tuple[str, ...]:
         """Entries of `extra` that look like an optimizer's ``state_dict()``, or a list of them."""
-        return tuple(name for name, value in self.extra.items() if _has_groups(value))
+        listed = {k: v if isinstance(v, list | tuple) else [v] for k, v in self.extra.items()}
+        return tuple(
+            name
+            for name, values in listed.items()
+            if any(isinstance(value, dict) and "param_groups" in value for value in values)
+        )
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
         """What one rank goes on from, in a job of any number of ranks.
@@ -105,9 +110,3 @@ class Checkpoint:
             for bucket in buckets
             for name, part in layout.split(bucket, self.mean_error(bucket)).items()
         }
-
-
-def _has_groups(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(isinstance(part, dict) and "param_groups" in part for part in value)
-    return isinstance(value, dict) and "param_groups" in value

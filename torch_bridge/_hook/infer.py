@@ -12,8 +12,10 @@ against what the state itself implies, and a layout is accepted only if it is th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -76,7 +78,10 @@ def infer_layout(
     if fitting:
         raise CheckpointMismatch(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
-            ambiguous=[f"{label}: {_brief(layout)}" for label, layout in fitting.values()],
+            ambiguous=[
+                f"{label}: {len(layout.names)} parameters, {', '.join(layout.names[:3])} first"
+                for label, layout in fitting.values()
+            ],
         )
     have = sum(model[name].size for name in parameters)
     held = dict(sorted(record.error_sizes.items()))
@@ -145,7 +150,7 @@ def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
 
 def _candidates(
     names: Sequence[str], model: Mapping[str, np.ndarray], sizes: Mapping[int, int]
-) -> Iterator[tuple[str, list[list[str]]]]:
+) -> Iterator[tuple[str, list[Sequence[str]]]]:
     """Label and parameter names per bucket of every order that can be cut at the right lengths."""
     modules: dict[str, list[str]] = {}
     for name in names:
@@ -163,31 +168,25 @@ def _candidates(
         "gradient-ready order": [name for part in reversed_modules for name in ready(part)],
         "reversed definition order": names[::-1],
         "reversed modules": [name for part in reversed_modules for name in part],
+        "definition order": names,  # of which DDP makes the last bucket first
     }
     for label, order in flat.items():
-        if buckets := _cut(order, lengths, model):
-            yield label, buckets
-    if buckets := _cut(names, lengths[::-1], model):
-        yield "definition order", buckets[::-1]
+        step = -1 if order is names else 1
+        if buckets := _cut(order, lengths[::step], model):
+            yield label, buckets[::step]
 
 
 def _cut(
     order: Sequence[str], lengths: Sequence[int], model: Mapping[str, np.ndarray]
-) -> list[list[str]] | None:
+) -> list[Sequence[str]] | None:
     """`order` in pieces of exactly `lengths` elements; one piece if no length is known."""
     if not lengths:
-        return [list(order)]
-    pieces: list[list[str]] = [[]]
-    remaining = list(lengths)
-    for name in order:
-        while remaining[0] == 0 and len(remaining) > 1:
-            pieces.append([])
-            del remaining[0]
-        if name not in model or model[name].size > remaining[0]:
-            return None
-        remaining[0] -= model[name].size
-        pieces[-1].append(name)
-    return pieces if remaining == [0] else None
+        return [order]
+    ends = itertools.accumulate((model[name].size for name in order), initial=0)
+    places = {end: place for place, end in enumerate(ends)}
+    cuts = [0, *(places.get(end, -1) for end in itertools.accumulate(lengths))]
+    pieces = [order[start:end] for start, end in itertools.pairwise(cuts)]
+    return pieces if cuts[-1] == len(order) and cuts == sorted(cuts) else None
 
 
 def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
@@ -217,8 +216,7 @@ def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
 
 def _unlike_the_hook(entry: BucketEntry, p: np.ndarray, error: np.ndarray | None) -> str | None:
     """Whether P is not orthonormal, or the mean error not orthogonal to it."""
-    eps = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}.get(p.dtype.name, 2.0**-7)
-    tolerance = max(64 * np.sqrt(len(p)) * eps, 1e-3)
+    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(p.dtype).eps), 1e-3)
     p = p.astype(np.float64)
     if not np.isfinite(p).all():
         return None
@@ -229,9 +227,3 @@ def _unlike_the_hook(entry: BucketEntry, p: np.ndarray, error: np.ndarray | None
         if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
             return f"the error of {entry.name} would not be what its factors left over"
     return None
-
-
-def _brief(layout: BucketLayout) -> str:
-    names = layout.names
-    shown = ", ".join(names[:3])
-    return f"{shown}, ... ({len(names)} parameters)" if len(names) > 3 else shown

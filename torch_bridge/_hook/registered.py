@@ -22,21 +22,14 @@ def hook_name(hook: Any) -> str:
       'fp16_compress_wrapper(powerSGD_hook)'
     """
     wrappers: list[str] = []
-    while callable(hook) and not isinstance(hook, str):
-        name = getattr(hook, "__name__", type(hook).__name__)
-        if not re.fullmatch(r"(fp16|bf16)_compress_wrapper_hook", name):
-            hook = name
-            break
-        wrappers.append(name.removesuffix("_hook"))
+    while found := re.fullmatch(r"(\w+_compress_wrapper)_hook", getattr(hook, "__name__", "")):
+        wrappers.append(found[1])
         hook = inspect.getclosurevars(hook).nonlocals["hook"]
+    if callable(hook):
+        hook = getattr(hook, "__name__", type(hook).__name__)
     text = str(getattr(hook, "name", hook))
-    *outer, inner = (word.rpartition(".")[2] for word in text.split("("))
-    if all(word.endswith("_compress_wrapper") for word in outer) and inner.endswith(
-        ")" * len(outer)
-    ):
-        wrappers += outer
-        text = inner[: len(inner) - len(outer)]
-    return "(".join([*wrappers, text.rpartition(".")[2]]) + ")" * len(wrappers)
+    words = [*wrappers, *(word.rpartition(".")[2] for word in text.split("("))]
+    return "(".join(words) + ")" * len(wrappers)
 
 
 def unwrapped_hook(hook: Any) -> tuple[str, Any]:
@@ -49,5 +42,4 @@ def unwrapped_hook(hook: Any) -> tuple[str, Any]:
     if hook is None:
         return "", None
     *wrappers, name = hook_name(hook).rstrip(")").split("(")
-    dtypes = [_NARROW[word.partition("_")[0]] for word in wrappers if word[:4] in ("fp16", "bf16")]
-    return name, dtypes[0] if dtypes else None
+    return name, next((_NARROW[word[:4]] for word in wrappers if word[:4] in _NARROW), None)

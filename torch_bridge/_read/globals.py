@@ -18,7 +18,6 @@ from torch_bridge._read.tensors import STORAGES, tensor_constructors
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief, expect
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-_MAX_PATH = 4096
 _GENERATOR_BYTES = 4 * 624 + 4000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
 _TORCH_DTYPE = re.compile(
@@ -94,6 +93,10 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         budget.claim(4 * len(_text(text)))
         return text.encode(encoding)
 
+    def path(*parts: Any) -> str:
+        budget.claim(4 * sum(len(_text(part)) for part in parts))  # joined ones can be joined again
+        return "/".join(parts).replace("//", "/")
+
     def to_bytes(value: Any = b"", encoding: Any = None) -> bytes:
         # bytes(10**12) would allocate.
         if encoding is None:
@@ -140,8 +143,8 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         "builtins.bytearray": to_bytes,
         "builtins.complex": _complex,
         "_codecs.encode": encode,
-        "pathlib.PosixPath": _path,
-        "pathlib._local.PosixPath": _path,
+        "pathlib.PosixPath": path,
+        "pathlib._local.PosixPath": path,
         "argparse.Namespace": _slots,
         f"{_HOOKS}.powerSGD_hook.PowerSGDState": _slots,
         "numpy.dtype": _numpy_dtype,
@@ -174,12 +177,6 @@ def _device(kind: Any, index: Any = None) -> str:
 def _complex(real: Any, imag: Any = 0.0) -> complex:
     kinds, where = (int, float), "in a complex number"
     return complex(expect(real, kinds, where), expect(imag, kinds, where))
-
-
-def _path(*parts: Any) -> str:
-    if sum(len(_text(part)) for part in parts) > _MAX_PATH:  # joined paths can be joined again
-        raise Malformed(f"a path of more than {_MAX_PATH} characters")
-    return "/".join(parts).replace("//", "/")
 
 
 def _slots(*_: Any, state: Any = None) -> dict:
