@@ -11,7 +11,6 @@ from torch_bridge._base.errors import UnsafeCheckpoint
 from torch_bridge._base.framework import not_installed
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
-from torch_bridge._cli.convert import convert_to_flax, convert_to_torch
 from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
@@ -23,10 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors become one message on standard error and an exit code."""
     options = arguments.parsed(argv)
     _return_freed_memory()
-    commands = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
     try:
         arguments.read_files(options)
-        commands[options.command](options)
+        if options.command == "inspect":
+            inspect(options)
+        else:
+            from torch_bridge._cli import convert  # which needs flax and orbax
+
+            to_flax = options.command == "to-flax"
+            (convert.convert_to_flax if to_flax else convert.convert_to_torch)(options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)
     except ValueError as error:  # CheckpointMismatch, or an optimizer without an equal in optax

@@ -18,7 +18,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._pairing.options import Options
-from torch_bridge._read.values import Budget, Malformed
+from torch_bridge._read.values import Budget
 
 _DESCRIPTION = """\
 Move a PowerSGD training run between PyTorch DDP and JAX. Files are read without executing anything
@@ -134,14 +134,13 @@ def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int
         return None
     if kind := no_file(path):
         raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            Budget.of_file(size, max_bytes).claim(PARSED_BYTES * size)
-            return parse(file.read(size).decode())
-        except (Malformed, ValueError, RecursionError) as error:
-            names = getattr(error, "parameters", ())
-            raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
+    size = path.stat().st_size
+    try:
+        Budget.of_file(size, max_bytes).claim(PARSED_BYTES * size)
+        return parse(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        names = getattr(error, "parameters", ())
+        raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
 
 
 def _names(text: str) -> Any:

@@ -10,16 +10,16 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import jax
+import msgpack
 import numpy as np
+import orbax.checkpoint as ocp
+from flax import serialization
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file, replacing
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 # As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
@@ -38,8 +38,6 @@ def write_flax(
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = jax.tree.map(np.asarray, dict(state))
     if path.suffix == ".msgpack":
-        from flax import serialization
-
         with replacing(path) as file:
             _stream(file, serialization.to_state_dict(tree))
         return
@@ -71,8 +69,6 @@ def write_flax(
 
 
 def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
-    import orbax.checkpoint as ocp
-
     args = ocp.args.Composite(state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(config))
     logger = logging.getLogger("absl")  # which shows the error of each thread, with its traceback
     level = logger.level
@@ -90,8 +86,6 @@ def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
 
 
 def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
-    import orbax.checkpoint as ocp
-
     return ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG))
 
 
@@ -105,8 +99,6 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
     template, files = jax.tree.map(np.asarray, dict(like)), _files(path)
     try:
         if path.suffix == ".msgpack" and path in files:
-            from flax import serialization
-
             restored = serialization.from_bytes(template, path.read_bytes())
         else:
             restored = _read_orbax(path, template)
@@ -124,8 +116,6 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_orbax(path: pathlib.Path, template: Any) -> Any:
-    import orbax.checkpoint as ocp
-
     with _orbax(path) as manager:
         step = manager.latest_step()
         if step is None:
@@ -176,23 +166,19 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _check(restored: Any, template: Any) -> None:
     """Every leaf must be an array of the shape wanted; orbax gives None for one that is missing."""
-    wrong = jax.tree_util.tree_flatten_with_path(jax.tree.map(_is_unlike, template, restored))[0]
-    if names := [jax.tree_util.keystr(path) for path, is_wrong in wrong if is_wrong]:
-        raise ValueError(f"not there, or of another kind or shape: {', '.join(names)}")
 
+    def odd(path: Any, wanted: Any, leaf: Any) -> str:
+        dtype = getattr(leaf, "dtype", np.dtype(object))
+        fits = dtype.kind not in "OSU" and np.shape(leaf) == np.shape(wanted)
+        return "" if fits else jax.tree_util.keystr(path)
 
-def _is_unlike(wanted: Any, leaf: Any) -> bool:
-    is_array = (
-        isinstance(leaf, np.ndarray | np.generic | jax.Array) and leaf.dtype.kind not in "OSU"
-    )
-    return not is_array or np.shape(leaf) != np.shape(wanted)
+    names = jax.tree.leaves(jax.tree_util.tree_map_with_path(odd, template, restored))
+    if found := list(filter(None, names)):
+        raise ValueError(f"not there, or of another kind or shape: {', '.join(found)}")
 
 
 def _stream(file: BinaryIO, value: Any) -> None:
     """``flax.serialization.msgpack_serialize``, without a second copy of everything in memory."""
-    import msgpack  # flax depends on it
-    from flax import serialization
-
     if isinstance(value, dict):
         file.write(msgpack.Packer().pack_map_header(len(value)))
         for key, part in value.items():

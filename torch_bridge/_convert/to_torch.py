@@ -137,7 +137,7 @@ def assemble(
             tensors[id(value)] = to_tensor(np.asarray(value), copy=id(value) in unchanged)
     model = {name: tensors[id(value)] for name, value in arrays.items()}
     params = hollow(params)
-    record, errors = None, []
+    ranks = []
     if parts["powersgd"] is not None and (like.powersgd or layout):
         reducer = parts.pop("powersgd")
         layout = layout or _empty_layout(like, reducer)
@@ -148,22 +148,16 @@ def assemble(
         del reducer
         # Every rank goes on from the mean error.
         flats = record.error_dict
-        error = {bucket: to_tensor(flats.pop(bucket)) for bucket in sorted(flats)}
-        errors = [error] * (like.world_size or 1)
+        flats |= {bucket: to_tensor(flats.pop(bucket)) for bucket in sorted(flats)}
+        ranks = [record] * (like.world_size or 1)
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
         names = layout.names if layout else ()
         entries = read_entries(fresh, like.model, param_names, pairs, names)
         optimizer = fill_optimizer(parts.pop("optimizer"), fresh, entries, pairs)
+    extra = _plain_extra(like.extra)
     return make_document(
-        model=model,
-        record=record,
-        errors=errors,
-        optimizer=optimizer,
-        layout=layout,
-        world_size=like.world_size,
-        hook=like.hook,
-        extra=_plain_extra(like.extra),
+        Checkpoint(model, tuple(ranks), optimizer, layout, extra, like.world_size, like.hook)
     )
 
 

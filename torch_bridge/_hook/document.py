@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch_bridge._base.schema import (
     record_from_slots,
 )
 from torch_bridge._base.tensors import to_tensor
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._read.values import brief
 
 FORMAT = "torch_bridge.checkpoint"
@@ -26,40 +26,25 @@ _RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")  # of RandomState.g
 MAX_RANKS = 1 << 14
 
 
-def make_document(
-    *,
-    model: Mapping[str, Any],
-    record: PowerSGDRecord | None,
-    errors: Iterable[Mapping[int, Any]],
-    optimizer: Mapping[str, Any] | None = None,
-    layout: BucketLayout | None = None,
-    world_size: int | None = None,
-    hook: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a file of `save_checkpoint` holds.
 
     Args:
-      model: The state dict, of tensors.
-      record: What all ranks share of the hook state; its errors are not looked at.
-      errors: Per rank its error, bucket index -> tensor.
-      optimizer: The optimizer's state dict, of tensors.
-      layout: The bucket layout.
-      world_size: Ranks of the run.
-      hook: What was registered, as `powersgd_kwargs_from_torch` understands it.
-      extra: Further plain values.
+      checkpoint: With tensors in the model, the optimizer and the errors of all ranks, which share
+        the rest of the hook state.
     """
+    ranks, layout = checkpoint.powersgd, checkpoint.layout
     return {
         "format": FORMAT,
         "version": _VERSION,
-        "world_size": world_size,
-        "state_dict": dict(model),
-        "optimizer": optimizer,
-        "powersgd": None if record is None else _plain(record),
-        "errors": list(errors),
+        "world_size": checkpoint.world_size,
+        "state_dict": checkpoint.model,
+        "optimizer": checkpoint.optimizer,
+        "powersgd": _plain(ranks[0]) if ranks else None,
+        "errors": [record.error_dict for record in ranks],
         "layout": None if layout is None else layout.to_json(),
-        "hook": hook,
-        "extra": dict(extra or {}),
+        "hook": checkpoint.hook,
+        "extra": checkpoint.extra,
     }
 
 

@@ -20,6 +20,7 @@ from torch_bridge._base.schema import BUFFERS, PowerSGDRecord, record_from_slots
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.registered import hook_name
 
@@ -208,19 +209,18 @@ def save_checkpoint(
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            document = make_document(
-                model=_plain(ddp_model.module.state_dict(), "the model"),
-                record=None if state is None else record_from_state(state),
-                errors=errors,
-                optimizer=None
-                if optimizer is None
-                else _plain(_named_groups(optimizer, ddp_model), "the optimizer"),
-                layout=layout,
-                world_size=dist.get_world_size(group),
-                hook=hook_name(hooks[-1][0]) if hooks else None,
-                extra=_plain(extra or {}, "`extra`"),
+            record = None if state is None else _record_of(state)
+            groups = None if optimizer is None else _named_groups(optimizer, ddp_model)
+            checkpoint = Checkpoint(
+                _plain(ddp_model.module.state_dict(), "the model"),
+                tuple(dataclasses.replace(record, error_dict=e) for e in errors) if record else (),
+                None if groups is None else _plain(groups, "the optimizer"),
+                layout,
+                _plain(extra or {}, "`extra`"),
+                dist.get_world_size(group),
+                hook_name(hooks[-1][0]) if hooks else None,
             )
-            write_document(pathlib.Path(path), document)
+            write_document(pathlib.Path(path), make_document(checkpoint))
         except Exception as error:  # whatever it is, the other ranks wait
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
@@ -272,7 +272,7 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     return gathered
 
 
-def record_from_state(state: PowerSGDState) -> PowerSGDRecord:
+def _record_of(state: PowerSGDState) -> PowerSGDRecord:
     """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
     slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
     return record_from_slots(slots | dict(zip(BUFFERS, arrays_of(state), strict=True)))
