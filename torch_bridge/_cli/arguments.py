@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import pathlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -153,14 +153,11 @@ def _names(text: str) -> Any:
 
 def _params(reference: str) -> Any:
     """The tree that ``package.module:name`` names; a function is called."""
-    module, _, name = reference.partition(":")
-    if not module or not name:
-        raise argparse.ArgumentTypeError(f"must be MODULE:NAME, got {reference!r}")
     sys.path.insert(0, os.getcwd())
     try:
-        value: Any = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
+        if ":" not in reference:
+            raise ValueError("must be MODULE:NAME")
+        value: Any = pkgutil.resolve_name(reference)
         value = value() if callable(value) else value
     except Exception as error:  # it is the user's code, so it may raise anything
         message = f"{reference}: {type(error).__name__}: {error}"

@@ -53,8 +53,7 @@ def write_flax(
     new, old = temporary / name, temporary / "old"
     try:
         _save(temporary, int(name), tree, dict(config))
-        lines = [f"{digest}  {file}\n" for file, digest in _sums(new).items()]
-        (new / _SUMS).write_text("".join(lines))
+        (new / _SUMS).write_text("".join(f"{line}\n" for line in _sums(new)))
         if place.exists():
             place.rename(old)
         try:
@@ -128,24 +127,23 @@ def _read_orbax(path: pathlib.Path, template: Any) -> Any:
 
 
 def _refuse_changes(folder: pathlib.Path, text: str) -> None:
-    said = {name: digest for digest, _, name in (ln.partition("  ") for ln in text.splitlines())}
-    found = _sums(folder)
-    if wrong := [n for n in {**said, **found} if said.get(n) != found.get(n)]:
+    said, found = set(text.splitlines()), set(_sums(folder))
+    if wrong := sorted({line.partition("  ")[2] for line in said ^ found}):
         raise CheckpointMismatch(
             f"{folder} is damaged: {', '.join(wrong[:5])} of {len(found)} files are not what "
             f"{_SUMS} says. Convert it again, or copy it again from where it is whole."
         )
 
 
-def _sums(folder: pathlib.Path) -> dict[str, str]:
-    """The SHA-256 of each file in `folder` by its name there."""
-    sums = {}
-    for path in _files(folder):
+def _sums(folder: pathlib.Path) -> list[str]:
+    """A line for each file in `folder`: its SHA-256, and its name there."""
+    lines = []
+    for path in sorted(_files(folder)):
         if path != folder / _SUMS:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            sums[str(path.relative_to(folder))] = digest
-    return dict(sorted(sums.items()))
+            lines.append(f"{digest}  {path.relative_to(folder)}")
+    return lines
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:

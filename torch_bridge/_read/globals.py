@@ -20,26 +20,18 @@ from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brie
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _GENERATOR_BYTES = 4 * 624 + 4000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
-_TORCH_DTYPE = re.compile(
-    r"torch\.(?:q?u?int|b?float|b?complex|bits|bool|per_tensor|per_channel)\w*"
-)
-
 # Values that a checkpoint may mention; nothing here is ever called.
 _VALUES = frozenset(STORAGES) | {
-    f"{_HOOKS}.{hook}"
-    for hook in (
-        "powerSGD_hook.powerSGD_hook", "powerSGD_hook.batched_powerSGD_hook",
-        "default_hooks.allreduce_hook", "default_hooks.fp16_compress_hook",
-        "default_hooks.bf16_compress_hook", "post_localSGD_hook.post_localSGD_hook",
-        "quantization_hooks.quantization_pertensor_hook",
-        "quantization_hooks.quantization_perchannel_hook", "debugging_hooks.noop_hook",
-    )
-} | {
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.strided", "torch.contiguous_format",
     "torch.channels_last", "numpy.ndarray", "numpy.random._mt19937.MT19937",
     "numpy.random.bit_generator.SeedSequence", "builtins.int", "builtins.float", "builtins.bool",
     "builtins.str", "builtins.list", "builtins.dict",
 }  # fmt: skip
+# Likewise: torch's dtypes, and its hooks.
+_KINDS_OF_VALUES = re.compile(
+    r"torch\.(?:q?u?int|b?float|b?complex|bits|bool|per_tensor|per_channel)\w*"
+    rf"|{re.escape(_HOOKS)}\.\w+\.\w+_hook"
+)
 # What ``torch.load(weights_only=True)`` reads too, and how to save it so that it is read here.
 _FULL = (
     "A DTensor is a part of a tensor; save its full_tensor(), or the state dict that "
@@ -59,7 +51,7 @@ _WAYS_OUT = {
 
 def is_value(name: str) -> bool:
     """Whether a checkpoint may mention a global that it may not call."""
-    return name in _VALUES or _TORCH_DTYPE.fullmatch(name) is not None
+    return name in _VALUES or _KINDS_OF_VALUES.fullmatch(name) is not None
 
 
 def way_out(name: str) -> str:
