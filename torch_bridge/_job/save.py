@@ -139,10 +139,7 @@ def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> 
             parameters, limits, [False] * len(parameters)
         )
         order = [list(bucket) for bucket in reversed(indices)]
-        sizes = [
-            sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
-            for bucket in order
-        ]
+        sizes = [sum(parameters[index].nbytes for index in bucket) for bucket in order]
         if not wanted or sizes == wanted:
             return order
     raise CheckpointMismatch(
