@@ -68,7 +68,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     reducer, *links = read.pop("opt_state")
     del read["step"]
     parts = {
-        "params": read if _is_linen(read) else read["params"],
+        "params": read if flatten(read).collections else read["params"],
         "powersgd": reducer if like.powersgd else None,
         "optimizer": tuple(links),
     }
@@ -81,12 +81,8 @@ def convert_to_torch(options: argparse.Namespace) -> None:
 
 def _entries(run: FlaxRun) -> dict[str, Any]:
     """As a ``TrainState`` has them: other collections of linen variables beside ``params``."""
-    collections = run.params if _is_linen(run.params) else {"params": run.params}
+    collections = run.params if flatten(run.params).collections else {"params": run.params}
     return {"step": np.int32(run.step), **collections, "opt_state": run.opt_state}
-
-
-def _is_linen(params: Any) -> bool:
-    return flatten(params).collections
 
 
 def _refuse_overwriting(options: argparse.Namespace) -> None:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -72,7 +71,9 @@ def infer_layout(
         if reason := _misfit(layout, checkpoint):
             reasons.append(f"{label}: {reason}")
         else:
-            fitting.setdefault(_meaning(layout, record), (label, layout))
+            # Without errors nothing but the places of the factors makes a difference.
+            places = tuple(layout.slots_of(record).values())
+            fitting.setdefault(layout if record.error_dict else places, (label, layout))
     if len(fitting) == 1:
         return next(iter(fitting.values()))[1]
     if fitting:
@@ -138,14 +139,6 @@ def layout_of(
             unexpected=unknown,
         )
     return layout
-
-
-def _meaning(layout: BucketLayout, record: PowerSGDRecord) -> Hashable:
-    """What of a layout makes a difference: without errors, the places of the factors only."""
-    if record.error_dict:
-        return layout
-    slots = layout.slots_of(record)
-    return tuple((name, slot.bucket, slot.p_start, slot.q_start) for name, slot in slots.items())
 
 
 def _candidates(
