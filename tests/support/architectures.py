@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import architecture_models as models
 import jax
 import numpy as np
-import optax
 import torch
+from bridge import steps_in_jax, steps_in_torch
 from two_frameworks import FlaxModel, TorchModel
 
 import torch_bridge
@@ -115,15 +115,11 @@ def optimizer_of(module):
     return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
 
 
-def train_torch(module, optimizer, inputs, steps):
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (module(*map(torch.from_numpy, inputs)) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def train(module, optimizer, inputs, steps):
+    def loss(inputs):
+        return (module(*map(torch.from_numpy, inputs)) ** 2).mean()
+
+    return steps_in_torch(loss, optimizer, [inputs] * steps)
 
 
 def arrays_of(module):
@@ -140,35 +136,27 @@ def there_and_back(name, steps=(2, 10, 4)):
     """Largest relative difference of the losses in JAX and after the way back."""
     module, twin, inputs, like = build(name)
     optimizer = optimizer_of(module)
-    train_torch(module, optimizer, inputs, steps[0])
+    train(module, optimizer, inputs, steps[0])
     state = copy.deepcopy(optimizer.state_dict())
     checkpoint = torch_bridge.Checkpoint(arrays_of(module), optimizer=state)
-    stayed = train_torch(module, optimizer, inputs, steps[1] + steps[2])
+    stayed = train(module, optimizer, inputs, steps[1] + steps[2])
     answers = CASES[name].answers
     variables, transformation, opt_state, _ = torch_bridge.to_flax(checkpoint, like, **answers)
     params = variables["params"]
     rest = {key: value for key, value in variables.items() if key != "params"}
 
-    def step(params, opt_state):
-        def loss_fn(params):
-            return (twin.apply({**rest, "params": params}, *inputs) ** 2).mean()
+    def loss(params, inputs):
+        return (twin.apply({**rest, "params": params}, *inputs) ** 2).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = transformation.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    lifted = jax.vmap(step, in_axes=None, out_axes=0, axis_name="data", axis_size=1)
-    moved, first = [], jax.jit(lambda *a: jax.tree.map(lambda x: x[0], lifted(*a)))
-    with jax.numpy_dtype_promotion("standard"):
-        for _ in range(steps[1]):
-            params, opt_state, loss = first(params, opt_state)
-            moved.append(float(loss))
+    params, opt_state, moved = steps_in_jax(
+        loss, transformation, params, opt_state, [inputs] * steps[1]
+    )
     back = torch_bridge.to_torch({**rest, "params": params}, opt_state, checkpoint, **answers)
     module = build(name).module
     module.load_state_dict(back["state_dict"])
     optimizer = optimizer_of(module)
     optimizer.load_state_dict(back["optimizer"])
-    moved += train_torch(module, optimizer, inputs, steps[2])
+    moved += train(module, optimizer, inputs, steps[2])
     apart = np.abs(np.array(moved) / np.array(stayed) - 1)
     return apart[: steps[1]].max(), apart[steps[1] :].max()
 

@@ -1,6 +1,9 @@
-"""Weights of torch and trees of Flax, and parts of torch_bridge with the options of `pair`."""
+"""Weights of torch and trees of Flax, steps of both, and parts of torch_bridge with options."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import torch_bridge
 
@@ -37,3 +40,34 @@ def params_to_torch(params, like, rules=(), **said):
     """The parameters in torch, by the same."""
     found = torch_bridge.pair(like, params, rules, **said)
     return torch_bridge.params_to_torch(params, like, pairs=found)
+
+
+def steps_in_torch(loss, optimizer, batches):
+    """The losses of one step with each batch."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def steps_in_jax(loss, tx, params, opt_state, batches):
+    """The same on one replica, behind what it leaves."""
+
+    def step(params, opt_state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0), axis_name="data"))
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):  # which optax's Adam needs
+        for batch in batches:
+            stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+            results = mapped(params, opt_state, stacked)
+            params, opt_state, value = jax.tree.map(lambda x: x[0], results)
+            losses.append(float(value))
+    return params, opt_state, losses

@@ -10,7 +10,6 @@ def params():
     }
 
 
-NOT_CALLED = params()
 PARAMS = ("--params", "cli_model:params")
 
 

@@ -58,7 +58,8 @@ class TorchLayers:
     def __init__(self, module):
         self.module = module
 
-    def _at(self, name, make):
+    def _at(self, name, make, *sizes, **more):
+        """The layer of such a name, made at the first time."""
         *parents, last = name.split(".")
         node = self.module
         for parent in parents:
@@ -66,55 +67,51 @@ class TorchLayers:
                 node.add_module(parent, tnn.Module())
             node = getattr(node, parent)
         if not hasattr(node, last):
-            setattr(node, last, make())
+            setattr(node, last, make(*sizes, **more))
         return getattr(node, last)
 
-    def _of_channels_first(self, x, name, make):
-        return self._at(name, make)(x.movedim(-1, 1)).movedim(1, -1)
+    def _of_map(self, x, name, make, *sizes, **more):
+        return self._at(name, make, x.shape[-1], *sizes, **more)(x.movedim(-1, 1)).movedim(1, -1)
 
     def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
         make = tnn.Conv1d if x.ndim == 3 else tnn.Conv2d
-        return self._of_channels_first(
-            x, name, lambda: make(x.shape[-1], out, k, s, p, groups=groups, bias=bias)
-        )
+        return self._of_map(x, name, make, out, k, s, p, groups=groups, bias=bias)
 
     def conv_transpose(self, x, name, out, k):
-        make = lambda: tnn.ConvTranspose2d(x.shape[-1], out, k, k)  # noqa: E731
-        return self._of_channels_first(x, name, make)
+        return self._of_map(x, name, tnn.ConvTranspose2d, out, k, k)
 
     def bn(self, x, name):
-        make = tnn.BatchNorm1d if x.ndim == 2 else tnn.BatchNorm2d
-        return self._of_channels_first(x, name, lambda: make(x.shape[-1]))
+        return self._of_map(x, name, tnn.BatchNorm1d if x.ndim == 2 else tnn.BatchNorm2d)
 
     def dense(self, x, name, out, bias=True):
-        return self._at(name, lambda: tnn.Linear(x.shape[-1], out, bias))(x)
+        return self._at(name, tnn.Linear, x.shape[-1], out, bias)(x)
 
     def conv1d(self, x, name, out):
-        return self._at(name, lambda: Conv1D(x.shape[-1], out))(x)
+        return self._at(name, Conv1D, x.shape[-1], out)(x)
 
     def ln(self, x, name):
-        return self._at(name, lambda: tnn.LayerNorm(x.shape[-1]))(x)
+        return self._at(name, tnn.LayerNorm, x.shape[-1])(x)
 
     def rms(self, x, name):
-        return self._at(name, lambda: tnn.RMSNorm(x.shape[-1], eps=1e-6))(x)
+        return self._at(name, tnn.RMSNorm, x.shape[-1], eps=1e-6)(x)
 
     def embed(self, ids, name, size, width):
-        return self._at(name, lambda: tnn.Embedding(size, width))(ids)
+        return self._at(name, tnn.Embedding, size, width)(ids)
 
     def tied(self, x, name, table):
         """A head of the weights of an embedding."""
         weight = self._at(table, None).weight
-        head = self._at(name, lambda: tnn.Linear(*weight.shape[::-1], bias=False))
+        head = self._at(name, tnn.Linear, *weight.shape[::-1], bias=False)
         head.weight = weight
         return head(x)
 
     def attention(self, x, name, heads):
-        make = lambda: tnn.MultiheadAttention(x.shape[-1], heads, batch_first=True)  # noqa: E731
-        return self._at(name, make)(x, x, x)[0]
+        layer = self._at(name, tnn.MultiheadAttention, x.shape[-1], heads, batch_first=True)
+        return layer(x, x, x)[0]
 
     def recurrent(self, x, name, kind, width, layers):
-        make = lambda: getattr(tnn, kind)(x.shape[-1], width, layers, batch_first=True)  # noqa: E731
-        return self._at(name, make)(x)[0]
+        make = getattr(tnn, kind)
+        return self._at(name, make, x.shape[-1], width, layers, batch_first=True)(x)[0]
 
     def param(self, name, *shape):
         return self._at(name, lambda: tnn.Parameter(torch.ones(shape)))

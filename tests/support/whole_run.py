@@ -15,6 +15,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from bridge import steps_in_torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
@@ -89,24 +90,18 @@ def loss_of(model, step, rank):
     return nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y))
 
 
-def train(model, optimizer, step, rank):
-    optimizer.zero_grad()
-    loss = loss_of(model, step, rank)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+def train(model, optimizer, rank, first, last):
+    return steps_in_torch(lambda step: loss_of(model, step, rank), optimizer, range(first, last))
 
 
 def stayed(case, rank, folder):
     model, optimizer = fresh(case)
     state = PowerSGDState(None, RANK, start_powerSGD_iter=START)
     model.register_comm_hook(state, HOOKS[case])
-    losses = []
-    for step in range(STEPS):
-        if step == MOVES[0]:
-            path = folder / f"{case}.to_jax.pt"
-            torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
-        losses.append(train(model, optimizer, step, rank))
+    losses = train(model, optimizer, rank, 0, MOVES[0])
+    path = folder / f"{case}.to_jax.pt"
+    torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
+    losses += train(model, optimizer, rank, MOVES[0], STEPS)
     return losses, model.module.norm.running_mean.tolist()
 
 
@@ -128,7 +123,7 @@ def returned(case, rank, folder):
         lambda: loss_of(model, 1_000, rank).backward(),
         hook=HOOKS[case],
     )
-    losses = [train(model, optimizer, step, rank) for step in range(MOVES[1], STEPS)]
+    losses = train(model, optimizer, rank, MOVES[1], STEPS)
     return losses, model.module.norm.running_mean.tolist()
 
 

@@ -191,7 +191,7 @@ def test_before_compression_began_there_and_back(call):
 # --- failures ---------------------------------------------------------------------------------
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out", "x")
-OTHER = ("--params", "cli_model:params", "--out", "x")
+OTHER = (*PARAMS, "--out", "x")
 BACK = ("--like", "checkpoint.pt", *PARAMS, "--out", "x")
 FAILURES = [
     (("inspect", "none.pt"), UNUSABLE, "No such file"),

@@ -6,12 +6,11 @@ import collections
 import copy
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
+from bridge import linears, steps_in_jax, steps_in_torch
 from paths import DOCS
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
@@ -46,31 +45,7 @@ def new_job():
 
 
 def torch_steps(ddp_model, optimizer, batches):
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = torch_loss(ddp_model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def jax_steps(tx, params, opt_state, batches):
-    """One replica."""
-
-    def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(jax_loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0), axis_name="data"))
-    losses = []
-    for batch in batches:
-        results = mapped(params, opt_state, jnp.asarray(batch)[None])
-        params, opt_state, loss = jax.tree.map(lambda x: x[0], results)
-        losses.append(float(loss))
-    return params, opt_state, losses
+    return steps_in_torch(lambda batch: torch_loss(ddp_model, batch), optimizer, batches)
 
 
 def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, monkeypatch):
@@ -85,20 +60,12 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     exec(save, {"ddp_model": ddp_model, "state": state, "optimizer": optimizer})
     stayed = torch_steps(ddp_model, optimizer, BATCHES[10:])
 
-    shapes = {"first": (24, 48), "second": (48, 16)}
-    abstract = {
-        name: {
-            "kernel": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "bias": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
-        }
-        for name, shape in shapes.items()
-    }
-    names = {"abstract_params": abstract}
+    names = {"abstract_params": linears(first=(24, 48), second=(48, 16))}
     exec(go_on, names)
     assert names["checkpoint"].extra["epoch"] == 3
     assert names["step"] == 10
-    params, opt_state, moved = jax_steps(
-        names["transformation"], names["params"], names["opt_state"], BATCHES[10:25]
+    params, opt_state, moved = steps_in_jax(
+        jax_loss, *(names[n] for n in ("transformation", "params", "opt_state")), BATCHES[10:25]
     )
     names |= {"params": params, "opt_state": opt_state}
     exec(hand_back, names)
