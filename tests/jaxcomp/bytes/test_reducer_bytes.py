@@ -48,22 +48,11 @@ CASES = {name: (reducer(name), PARAMS, TURNS.get(name, [None])) for name in COUN
         [None],
     ),
     "batched later": (jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=1), PARAMS, [0, 1]),
-    "error feedback of halves": (
-        jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS)), HALF, [None]
-    ),
     "local": (jaxcomp.local_sgd(optax.sgd(0.1), sync_every=3, axis_name=AXIS), PARAMS, [1, 2]),
     "local of low rank": (
         jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, reducer=POWERSGD),
         PARAMS,
         range(8),
-    ),
-    "local in float16": (
-        jaxcomp.local_sgd(
-            optax.sgd(0.1), sync_every=2, axis_name=AXIS,
-            reducer=jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16"),
-        ),
-        PARAMS,
-        [0, 1],
     ),
     "local with momenta": (
         jaxcomp.local_sgd(
@@ -129,11 +118,10 @@ def transformer(layers=24, width=16):
     return jax.tree.map(lambda s: jnp.zeros(s), tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
-@pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
-def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes(mapping):
+def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes():
     params, rank = transformer(), 2
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
-    text = lower_update(tx, params, 8, mapping).compile().as_text()
+    text = lower_update(tx, params, 8).compile().as_text()
     found = collectives(text)
     assert [op for op, _, _ in found] == ["all-reduce", "all-reduce"]
     sent = sent_bytes(found)
@@ -159,10 +147,9 @@ def test_each_side_of_acp_sgd_takes_one_all_reduce():
     assert tx.bytes(params).bytes_after - 32 == (two_sided.bytes_after - 32) // 2
 
 
-@pytest.mark.parametrize("name", ["powersgd-late", "int8"])
-def test_compiling_quickly_changes_no_collective_and_no_memory(name):
+def test_compiling_quickly_changes_no_collective_and_no_memory():
     """So that other tests may read the wire of programs that took a quarter of the time."""
-    lowered = lower_update(reducer(name), transformer(2), 8)
+    lowered = lower_update(reducer("powersgd-late"), transformer(2), 8)
     quick, users = lowered.compile(), users_program(lowered)
     assert collectives(quick.as_text()) == collectives(users.as_text())
     memory = [x.memory_analysis().temp_size_in_bytes for x in (quick, users)]
@@ -227,7 +214,6 @@ def test_stats_read_well_and_follow_the_arguments():
     weight = stats.leaves[1]
     assert (weight.path, weight.rank, weight.compressed) == ("['w']", 2, True)
     assert "['w']" in str(stats)
-    assert "total" in str(stats)
     shapes = jax.eval_shape(lambda: params)
     assert tx.bytes(shapes) == stats
     assert tx.bytes({}).ratio == 1.0
@@ -256,13 +242,9 @@ def test_a_transformation_shows_the_arguments_it_was_made_with():
     assert "powersgd(rank=4, axis_name='data', start_step=1000, " in repr(tx)
     assert "comm_dtype=bfloat16" in repr(tx)
     assert repr(tx).startswith("error_feedback(reducer=powersgd(")
-    assert repr(copy.deepcopy(tx)) == repr(tx)
     assert copy.copy(tx).bytes(PARAMS) == tx.bytes(PARAMS)
     local = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, reducer=tx)
-    run = jaxcomp.local_sgd_round(
-        on_the_wire, sync_every=2, axis_name=AXIS, reducer=tx, fragments=["a", "b|c"]
-    )
+    run = jaxcomp.local_sgd_round(on_the_wire, sync_every=2, axis_name=AXIS, reducer=tx)
     assert repr(run).startswith("local_sgd_round(step_fn=on_the_wire, sync_every=2, axis_name=")
-    assert "fragments=['a', 'b|c'], fragment_sync_delay=0, " in repr(run)
     for outer in (local, run, jaxcomp.accumulate(local, 2)):
         assert repr(tx) in repr(outer)

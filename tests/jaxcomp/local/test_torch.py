@@ -116,23 +116,6 @@ def test_weights_after_forty_steps(torch_run, world, case):
         assert np.abs(different - theirs).max() > 1e-3 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("n", "replicas"), [(13, 4), (12, 4), (3, 8), (1, 2), (100, 7)])
-def test_sharded_indices_are_those_of_distributed_sampler(n, replicas, drop_last):
-    from torch.utils.data import DistributedSampler
-
-    for shuffle, seed, epoch in ((False, 0, 0), (True, 0, 0), (True, 5, 3)):
-        for replica in range(replicas):
-            sampler = DistributedSampler(
-                range(n), replicas, replica, shuffle=shuffle, seed=seed, drop_last=drop_last
-            )
-            sampler.set_epoch(epoch)
-            got = torch_bridge.sharded_indices(
-                n, replicas, replica, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last
-            )
-            assert got.tolist() == list(sampler)
-
-
 def test_the_permutation_of_a_large_data_set_is_torch_s():
     generator = torch.Generator()
     generator.manual_seed(2**32 + 7)

@@ -15,7 +15,6 @@ from leaves import random_grads
 from runners import sharded
 
 import jaxcomp
-from jaxcomp.extend import reduce_mean
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}
@@ -154,26 +153,6 @@ def test_consolidate_gathers_nothing_and_its_state_is_sharded_again(layout):
     for each in (jaxcomp.shard_state(one, grid, "dcn"), state):
         assert each.residual["up"].shape == (2, 64, 96)
         assert each.residual["up"].addressable_shards[0].data.size == 64 * 96 // 4
-
-
-def test_thin_factors_cross_hosts_in_shares():
-    """Also a factor that every device of a host holds whole: each sends a quarter of it."""
-    grid = mesh()
-
-    def mean(factor, odd, weight):
-        return reduce_mean([factor, odd, weight], "dcn", jnp.float32, factors=2).means
-
-    values = random_grads({"factor": (8, 2), "odd": (3, 5), "weight": (16, 8)}, 2, 1)
-    parts = [x[:, 0].reshape(-1, x.shape[-1]) for x in values.values()]
-    specs = (P("dcn"), P("dcn"), P("dcn", "ici"))
-    parts = [placed(grid, x, spec) for x, spec in zip(parts, specs, strict=True)]
-    mapped = sharded(grid, mean, (P("dcn"),) * 3, P(), axis_names={"dcn"})
-    found = collectives(hlo.text(mapped, *parts))
-    # No side of `odd` can be cut in four.
-    assert crossing(found) == 8 * 2 / 4 + 3 * 5 + 16 * 8 / 4
-    assert moved(found) == (8 * 2, 8 * 2)
-    for result, x in zip(mapped(*parts), values.values(), strict=True):
-        np.testing.assert_allclose(result, x[:, 0].mean(0), atol=1e-6)
 
 
 INT8_FACTORS = jaxcomp.powersgd(2, axis_name="dcn", start_step=0, comm_dtype=jnp.int8)

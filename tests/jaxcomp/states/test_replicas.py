@@ -32,19 +32,6 @@ class Own(NamedTuple):
     per_replica = ("memory",)
 
 
-def test_consolidate_gives_every_replica_the_mean():
-    """Under shard_map, which proves it; under pmap see test_owners.py."""
-    tx = chain()
-    grads = random_grads({"kernel": (24, 16), "bias": (16,)}, 4, 3)
-    _, state = simulate("vmap", tx, grads, tx.init(PARAMS))
-    inside = lambda s: jaxcomp.consolidate(s, AXIS)  # noqa: E731
-    result = sharded(4, inside, (jaxcomp.state_specs(state, AXIS),), jax.P())(state)
-    mean = np.asarray(state[1].residual["kernel"].mean(0))
-    np.testing.assert_allclose(result[1].residual["kernel"], mean, atol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, result[1].q, state[1].q)
-    jax.tree.map(np.testing.assert_array_equal, result[2], state[2])
-
-
 def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
     inner = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
     state = {"mine": Own(inner, {"m": jnp.ones((3, 2))}), "step": jnp.array(0)}

@@ -30,7 +30,7 @@ import jaxcomp
 P = jax.P
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind):
     mesh, params, data = grid(replicas, kind), new_params(), batch()
@@ -289,12 +289,6 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     dims = lambda path, leaf: jaxcomp.MatrixDims((0,), (2,), (1,)) if leaf.ndim == 3 else None  # noqa: E731
     by_layer = jaxcomp.powersgd(2, axis_name="data", start_step=0, matrix_dims=dims)
     jaxcomp.data_parallel(accumulated, by_layer, mesh=mesh).init({"blocks": layers})
-
-
-def test_a_gradient_function_that_returns_something_else_is_told():
-    run = jaxcomp.data_parallel(bare_loss, reducer("allreduce"), mesh=grid(2))
-    with pytest.raises(ValueError, match=r"must return \(value, gradients\)"):
-        stepped(run, new_params(), *batch())
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():

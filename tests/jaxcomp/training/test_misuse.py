@@ -50,6 +50,10 @@ CASES = {
     "aux": (lambda: make(aux="first"), "`aux` must be one of"),
     "no function": (lambda: make(None, loss), "must be a function, and the second the reducer"),
     "swapped": (lambda: make(REDUCER, loss), "must be a function, and the second the reducer"),
+    "no gradients": (
+        lambda: jaxcomp.data_parallel(loss, REDUCER, mesh=mesh_and_state()[0])(state(), PARAMS, X),
+        r"must return \(value, gradients\)",
+    ),
     "argnums": (lambda: make(argnums="w"), "`argnums` must be an integer or a tuple of them"),
     "uncalled": (lambda: make(loss, jaxcomp.allreduce), r"call it, allreduce\(axis_name=\.\.\.\)"),
     "a chain": (
