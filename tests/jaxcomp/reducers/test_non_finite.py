@@ -93,17 +93,17 @@ def test_zero_gradients_give_zeros_and_the_leaf_recovers():
     np.testing.assert_allclose(total, grads["dense"].mean(0).sum(0), atol=1e-4)
 
 
-def test_float16_gradients_whose_sum_overflows_have_a_mean():
-    grads = {"dense": jnp.full((4, 1, 24, 16), 3e4, jnp.float16)}
-    params = {"dense": jnp.zeros((24, 16), jnp.float16)}
-    for tx in (
-        jaxcomp.allreduce(axis_name=AXIS),
-        jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16"),
+def test_gradients_whose_sum_overflows_have_a_mean():
+    for tx, dtype, value in (
+        (jaxcomp.allreduce(axis_name=AXIS), jnp.float16, 3e4),
+        (jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16"), jnp.float16, 3e4),
         # A low-rank factor of so large a matrix does not fit float16; its mean does.
-        shared_powersgd(2, axis_name=AXIS, start_step=1, comm_dtype="float16"),
+        (shared_powersgd(2, axis_name=AXIS, start_step=1, comm_dtype="float16"), jnp.float16, 3e4),
+        (jaxcomp.quantized_allreduce(axis_name=AXIS), jnp.float32, 3e38),
     ):
-        outputs, _ = simulate("vmap", tx, grads, tx.init(params))
-        np.testing.assert_allclose(outputs["dense"][0].astype(jnp.float32), 3e4, rtol=1e-3)
+        grads = {"dense": np.full((4, 1, 24, 16), value, dtype)}
+        outputs, _ = simulate("vmap", tx, grads)
+        np.testing.assert_allclose(outputs["dense"][0].astype(jnp.float32), value, rtol=1e-3)
 
 
 @pytest.mark.parametrize("wire", [None, jnp.int8, "int6", jnp.bfloat16])
