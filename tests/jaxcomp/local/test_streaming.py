@@ -86,6 +86,7 @@ CASES = [
     {"fragments": ["."], "fragment_sync_delay": 0, "fragment_update_alpha": 1.0},
     {"fragment_sync_delay": 0, "fragment_update_alpha": 0.0},
     {"sync_every": 7},  # after 3 and 7 of each 7
+    {"reducer": HALF_PRECISION},
 ]
 
 
@@ -99,7 +100,8 @@ def test_equals_numpy(case):
     for name in SHAPES:
         turn = turns[0 if name == "a" else -1]
         local, anchors = in_numpy(0.5, targets[name], every, turn, delay, alpha)
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+        atol = 5e-3 if "reducer" in case else 2e-6
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
         for copy in shared[name]:  # equal bit for bit on each device
             np.testing.assert_array_equal(copy, shared[name][0])
         close(shared[name][0], anchors[-1])
@@ -108,20 +110,8 @@ def test_equals_numpy(case):
         # What a step ends with comes before the average.
         steps = [t for t in range(2 * every) if (t + 1 - turn) % every]
         close(ends[name][:, steps], local[:, steps])
-
-
-def test_any_reducer_has_a_state_for_each_fragment():
-    targets = random_grads(SHAPES, 2, 12)
-
-    def trained(**options):
-        round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(**options))
-        copies, state, _ = rounds(round_, PARAMS, targets)
-        return {name: x[0] for name, x in copies.items()}, state
-
-    (exact, _), (got, state) = trained(), trained(reducer=HALF_PRECISION)
-    for k, name in enumerate("ab"):
-        np.testing.assert_allclose(got[name], exact[name], rtol=0, atol=5e-3)
-        assert 1e-6 < np.abs(state.reducer[k].residual[name]).max() < 5e-3
+    for k, name in enumerate("ab"):  # a residual for each fragment
+        assert "reducer" not in case or np.any(state.reducer[k].residual[name])
 
 
 def test_the_steps_after_an_average_was_sent_and_the_average_share_no_data():
