@@ -74,6 +74,7 @@ CASES = {name: (reducer(name), PARAMS, TURNS.get(name, [None])) for name in COUN
         PARAMS,
         [0, 1, 2, 3],
     ),
+    "accumulate low rank": (jaxcomp.accumulate(POWERSGD, 2), PARAMS, [0, 1]),
 }  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def test_the_bytes_are_those_of_the_compiled_program(name):
         assert one.bytes_before == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "local" in name])
+@pytest.mark.parametrize("name", [name for name in CASES if "local" in name or "accum" in name])
 def test_of_local_steps_every_collective_stands_in_a_branch(name):
     assert unconditional(program(name)) == []
 
