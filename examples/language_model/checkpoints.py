@@ -38,7 +38,7 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
-            wait = ocp.AsyncOptions(timeout_secs=50)  # of 20 minutes, for a process that failed
+            wait = ocp.AsyncOptions(timeout_secs=40)  # of 20 minutes, for a process that failed
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, async_options=wait
             )

@@ -210,8 +210,6 @@ def test_stats_read_well_and_follow_the_arguments():
     tx = jaxcomp.powersgd(2, axis_name=AXIS)
     stats = tx.bytes(params)
     assert stats.ratio == pytest.approx(stats.bytes_before / stats.bytes_after)
-    narrow = jaxcomp.powersgd(2, axis_name=AXIS, comm_dtype=jnp.bfloat16).bytes(params)
-    assert narrow.bytes_after * 2 == stats.bytes_after
     weight = stats.leaves[1]
     assert (weight.path, weight.rank, weight.compressed) == ("['w']", 2, True)
     assert "['w']" in str(stats)

@@ -107,21 +107,13 @@ def test_compressed_iff_it_saves_by_the_asked_factor():
     assert [plan.rank for plan in plan_leaves(others | {"d": None}, 1, 0.0)] == [0, 0, 0]
 
 
+UNUSABLE = [MatrixDims((), (0,), (0,)), MatrixDims((), (0,)), MatrixDims((), (0,), (2,)), (1, 2)]
+
+
 @pytest.mark.parametrize(
-    "dims",
-    [
-        MatrixDims(rows=(0,), cols=(0,)),
-        MatrixDims(rows=(0,)),
-        MatrixDims(rows=(0,), cols=(2,)),
-        (1, 2),
-    ],
+    ("rank", "dims"),
+    [*((rank, None) for rank in (0, -1, 1.5, True)), *((1, dims) for dims in UNUSABLE)],
 )
-def test_unusable_matrix_dims_name_the_leaf(dims):
-    with pytest.raises(ValueError, match=r"\['w'\] with shape \(4, 4\)"):
-        plan_leaves({"w": jnp.zeros((4, 4))}, 1, 0.0, lambda path, leaf: dims)
-
-
-@pytest.mark.parametrize("rank", [0, -1, 1.5, True])
-def test_an_unusable_rank_names_the_leaf(rank):
+def test_unusable_ranks_and_dimensions_name_the_leaf(rank, dims):
     with pytest.raises(ValueError, match=r"\['w'\]"):
-        plan_leaves({"w": jnp.zeros((4, 4))}, lambda path, leaf: rank, 0.0)
+        plan_leaves({"w": jnp.zeros((4, 4))}, lambda *_: rank, 0.0, dims and (lambda *_: dims))

@@ -138,16 +138,6 @@ def test_stacked_layers_are_compressed_one_by_one():
     assert ranks == [2, 2, 2]
 
 
-def test_a_module_with_functions_in_it_is_told_to_filter():
-    """What an Equinox module with an activation is to JAX: a tree with a function as a leaf."""
-    module = {"weight": jnp.ones((8, 8)), "activation": jnp.tanh}
-    for tx in (jaxcomp.powersgd(1, **REDUCER), jaxcomp.allreduce(axis_name="data")):
-        with pytest.raises(ValueError, match=r"activation.* no array.*eqx\.filter\(model"):
-            jax.vmap(lambda _, tx=tx: tx.update(module, tx.init(module)), axis_name="data")(
-                jnp.zeros(2)
-            )
-
-
 def test_an_extra_argument_may_have_any_name_beside_explicit_axes():
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Explicit,))
     tx = jaxcomp.allreduce(axis_name="data")

@@ -11,7 +11,7 @@ import pytest
 from classifier import grid
 from hlo import collectives
 from leaves import SMALL, random_grads, zeros
-from reducers import REDUCERS, reducer
+from reducers import reducer
 from runners import AXIS, lower_update
 
 import jaxcomp
@@ -19,6 +19,9 @@ import jaxcomp
 # Of three steps. Over their mean they are powers of two, by which no product is rounded.
 WEIGHTS = np.array([(1, 1, 0, 2), (4, 2, 1, 1), (0, 0, 0, 8)], np.float32)
 UNEVEN = np.array([3, 1, 0, 2], np.float32)  # of which two over the mean need all bits
+# All have one door, which multiplies their gradients: of each kind one, and one of a user's own.
+KINDS = ["allreduce", "allreduce-fp16", "powersgd", "powersgd-int8", "acp-sgd", "batched", "int8"]
+KINDS += ["feedback-int8", "feedback-late", "own"]
 FULL = {"rank": 24, "axis_name": AXIS, "start_step": 0, "min_compression_rate": 0.0}
 
 
@@ -49,7 +52,7 @@ def start(tx, shapes=SMALL):
     return jaxcomp.stack_replicas(tx.init(zeros(shapes)), 4)
 
 
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
     """Of which every other test says what comes out. A copy weighs once, too."""
     tx, copied = reducer(name), copy.copy(reducer(name))
@@ -73,7 +76,7 @@ WITHOUT_A_MEAN = [(0, 0, 0, 0), (1, -1, 1, 1), (1, np.nan, 1, 1)]
 WITHOUT_A_MEAN += [(2e38, 2e38, 1, 1), (3e38, 1, 0, 0), (1e-38, 1e-38, 1e-38, 1e-38)]
 
 
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_weights_without_a_mean_leave_no_trace(name):
     tx, grads = reducer(name), gradients()
     _, state = step_of(tx)(grads, WEIGHTS[0], start(tx))
