@@ -21,7 +21,7 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import flatten, hollow
-from torch_bridge._pairing.pair import pairs_of_whole
+from torch_bridge._pairing.pair import pairs_for
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _refuse_overwriting(options)
     like = load(options.like, max_bytes=options.max_bytes)
-    pairs = pairs_of_whole(like.model, options.params, None, options.pairing)
+    pairs = pairs_for(like.model, options.params, None, options.pairing)
     layout, names = options.layout, options.param_names
     layout = layout or layout_of(like, None, pairs)  # which needs the errors
     template = _entries(shapes_of_run(like, options.params, pairs, layout, names))

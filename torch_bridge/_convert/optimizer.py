@@ -140,7 +140,7 @@ class OptimizerPlan:
         """
         parts: dict[Path, _Part | None] = {}
         split: list[str] = []
-        begun = any(entry.has_state for entry in entries.values())
+        begun = any(entry.state for entry in entries.values())
         pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
         for pair in pairs:
             part = _part(pair, entries[pair.torch_name], begun, pair.torch_name in frozen)
@@ -233,7 +233,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
     """
     hyper, pause = entry.hyper, ""
     if frozen:
-        if not entry.has_state and (begun or not hyper.keeps_state):
+        if not entry.state and (begun or not hyper.keeps_state):
             return None
         pause = "held"
     elif pair.must_be_zero:
@@ -241,7 +241,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
-    elif begun and hyper.keeps_state and not entry.has_state:
+    elif begun and hyper.keeps_state and not entry.state:
         # Else gradients of zeros change nothing, and one part less is a simpler state.
         pause = "unused" if hyper.algorithm != "sgd" or hyper.weight_decay else ""
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
@@ -295,22 +295,19 @@ def optimizer_to_torch(
       torch.Size([3, 2])
     """
     model = named(model)
-    found = pairs_for(model, params, pairs)
-    entries = read_entries(like, model, param_names, found)
-    return fill_optimizer(state, like, entries, found)
+    return fill_optimizer(state, like, model, pairs_for(model, params, pairs), param_names)
 
 
 def fill_optimizer(
-    state: Any, like: Mapping[str, Any], entries: Mapping[str, Entry], pairs: Pairs
+    state: Any,
+    like: Mapping[str, Any],
+    model: Mapping[str, Any],
+    pairs: Pairs,
+    param_names: ParamNames,
+    bucketed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`optimizer_to_torch` for an optimizer whose parameters are known.
-
-    Args:
-      state: The Optax state.
-      like: The torch optimizer to be filled.
-      entries: Its parameters, as `read_entries` gives them.
-      pairs: Of the whole model.
-    """
+    """`optimizer_to_torch` with the pairs of the whole model, and what DDP has in its buckets."""
+    entries = read_entries(like, model, param_names, pairs, bucketed)
     by_name: dict[str, list[Pair]] = {name: [] for name in entries}
     for pair in pairs:
         if pair.torch_name in entries and pair.kind != "buffer":
@@ -323,10 +320,10 @@ def fill_optimizer(
     missing: list[str] = []
     for name, entry in entries.items():
         kept = _of_parameter(by_name[name], entry, leaves)
-        if kept is None and (entry.index in like["state"] or not like["state"]):
+        if kept is None and (entry.key in like["state"] or not like["state"]):
             missing.append(name)  # else it was frozen in torch, too
         elif kept:
-            filled[entry.index] = kept
+            filled[entry.key] = kept
     if missing:
         raise CheckpointMismatch(
             "The Optax state has no momentum (or Adam moments) for parameters of the torch "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optax
 
@@ -28,26 +27,16 @@ _OF_TORCH = {
 _STATES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Hyperparameters:
-    """What one param group says, for one of the three algorithms.
+class Hyperparameters(NamedTuple):
+    """What one param group says, for one of the three algorithms."""
 
-    Attributes:
-      algorithm: ``sgd``, ``adam`` or ``adamw``.
-      lr: The learning rate, a number.
-      weight_decay: Added to the gradient (sgd, adam) or to the update (adamw).
-      maximize: Whether the gradient is negated first.
-      momentum, nesterov: Of sgd.
-      betas, eps: Of adam and adamw.
-    """
-
-    algorithm: str
+    algorithm: str  # sgd, adam or adamw
     lr: float
-    weight_decay: float = 0.0
-    maximize: bool = False
-    momentum: float = 0.0
+    weight_decay: float = 0.0  # added to the gradient (sgd, adam) or to the update (adamw)
+    maximize: bool = False  # whether the gradient is negated first
+    momentum: float = 0.0  # of sgd, as is nesterov
     nesterov: bool = False
-    betas: tuple[float, ...] = (0.9, 0.999)
+    betas: tuple[float, ...] = (0.9, 0.999)  # of adam and adamw, as is eps
     eps: float = 1e-8
 
     @classmethod
@@ -158,28 +147,14 @@ def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
     return "adamw" if decoupled else family
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One parameter of the optimizer.
+class Entry(NamedTuple):
+    """One parameter of the optimizer."""
 
-    Attributes:
-      index: Its number in the state dict.
-      group: That of its param group.
-      hyper: What the group says.
-      state: What is kept for it; nothing before its first gradient.
-      step: Updates that Adam has counted for it.
-    """
-
-    index: int
-    group: int
-    hyper: Hyperparameters
-    state: Mapping[str, Any]
-    step: int
-
-    @property
-    def has_state(self) -> bool:
-        """Whether anything is kept."""
-        return any(value is not None for value in self.state.values())
+    key: int  # its number in the state dict
+    group: int  # that of its param group
+    hyper: Hyperparameters  # what the group says
+    state: Mapping[str, Any]  # what is kept for it; nothing before its first gradient
+    step: int  # updates that Adam has counted for it
 
 
 def read_entries(
@@ -221,6 +196,7 @@ def read_entries(
             step = _number("step", state.get("step", 0))
             if not 0 <= step < _MAX_STEPS:
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
+            state = {key: value for key, value in state.items() if value is not None}
             entries.append(Entry(index, number, hyper, state, int(step)))
     names = _names(optimizer, model, param_names, len(entries), pairs, bucketed)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from torch_bridge._base.tensors import is_tensor, to_tensor
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for, pairs_of_whole
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
 
 
@@ -42,7 +42,7 @@ def params_from_torch(
         (2, 3)
     """
     model = named(model)
-    found = pairs_of_whole(model, like, pairs, options)
+    found = pairs_for(model, like, pairs, options)
     return flatten_tree(like).with_leaves(leaves_from_torch(found, model))
 
 

@@ -386,22 +386,21 @@ def export_record(
 ) -> PowerSGDRecord:
     """What `powersgd_to_torch` puts into torch's object, as arrays."""
     count = int(np.asarray(state.count))
-    old = like.powersgd[0] if like is not None and like.powersgd else None
-    if old is not None:
-        base = dataclasses.replace(
-            old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={}
-        )
-    else:
-        base = PowerSGDRecord(
+    records = like.powersgd if like is not None else ()
+    old = (
+        records[0]
+        if records
+        else PowerSGDRecord(
             max((q.shape[-1] for q in jax.tree.leaves(state.q)), default=1),
-            count,
+            0,
             *({}, {}, {}),
             start_powerSGD_iter=max(2, count),
             use_error_feedback=bool(jax.tree.leaves(state.residual)),
             warm_start=bool(jax.tree.leaves(state.q)),
         )
-    begun = base.iter > 0 if old is None else bool(old.buckets) or base.iter != old.iter
-    if not begun:  # nothing but counters and hyperparameters
+    )
+    base = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
+    if not old.buckets and count == old.iter:  # nothing but counters and hyperparameters
         return base
     aligned, treedef, problems = _aligned(params, base, layout, pairs, like, matrix_dims)
     trees = (treedef.flatten_up_to(tree) for tree in (state.residual, state.q))
@@ -433,16 +432,15 @@ def export_record(
                 qs.setdefault(name, []).append(torch_q)
     for name, slot in layout.slots_of(base).items() if base.warm_start else ():
         slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(name, []))
-    if old is not None:
-        # Of P only its presence matters to torch; with the old one nothing at all changes.
-        for bucket, p in ps.items():
-            before = old.p_memory_dict.get(bucket)
-            if before is not None and before.size == p.size and np.isfinite(before).all():
-                ps[bucket] = before
-        for name, buffers in zip(BUFFERS, (flats, ps, q_memory), strict=True):
-            for bucket, before in getattr(old, name).items():
-                if bucket in buffers:
-                    buffers[bucket] = buffers[bucket].astype(before.dtype, copy=False)
+    # Of P only its presence matters to torch; with the old one nothing at all changes.
+    for bucket, p in ps.items():
+        before = old.p_memory_dict.get(bucket)
+        if before is not None and before.size == p.size and np.isfinite(before).all():
+            ps[bucket] = before
+    for name, buffers in zip(BUFFERS, (flats, ps, q_memory), strict=True):
+        for bucket, before in getattr(old, name).items():
+            if bucket in buffers:
+                buffers[bucket] = buffers[bucket].astype(before.dtype, copy=False)
     return dataclasses.replace(base, error_dict=flats, p_memory_dict=ps, q_memory_dict=q_memory)
 
 

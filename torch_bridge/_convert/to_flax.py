@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import optax
@@ -22,7 +22,7 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
+from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
 from torch_bridge._pairing.pairs import leaves_from_torch, names_in
 
 
@@ -140,13 +140,16 @@ def to_flax(
       True
     """
     checkpoint = checked(checkpoint)
-    pairs = pairs_of_whole(checkpoint.model, like, pairs, options)
+    pairs = pairs_for(checkpoint.model, like, pairs, options)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
+    chosen = trained(params)
+    own = pairs_of(chosen, pairs)
     layout = layout or checkpoint.layout
     if checkpoint.powersgd:
         layout = layout_of(checkpoint, layout, pairs)
-    links = _links(checkpoint, params, pairs, axis_name, layout, matrix_dims, param_names)
-    chosen, own, reducer, matrix_dims, plan = links
+        matrix_dims = matrix_dims or matrix_dims_of(own)
+    reducer = _reducer(checkpoint, axis_name, matrix_dims)
+    plan = _plan(checkpoint, pairs, own, layout, param_names)
     counted = plan.counted if plan else 0
     hook = counted
     if checkpoint.powersgd:
@@ -196,54 +199,47 @@ def shapes_of_run(
     model = checkpoint.model
     leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).with_leaves(hollow(leaves))
-    links = _links(checkpoint, params, pairs, "data", layout, None, param_names)
-    chosen, _, reducer, _, plan = links
+    chosen = trained(params)
+    own = pairs_of(chosen, pairs)
+    reducer = _reducer(checkpoint, "data", matrix_dims_of(own))
+    plan = _plan(checkpoint, pairs, own, layout, param_names)
     optimizer = plan.transformation(chosen, None) if plan else None
     state = hollow(jax.eval_shape(reducer.init, chosen))
     optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
 
 
-class _Links(NamedTuple):
-    """The links of the chain for a checkpoint, and what they train."""
-
-    params: Any
-    pairs: Pairs
-    reducer: optax.GradientTransformation
-    matrix_dims: MatrixDimsFn | None  # as the reducer got it
-    plan: OptimizerPlan | None  # None where the file has no optimizer
-
-
-def _links(
-    checkpoint: Checkpoint,
-    params: Any,
-    pairs: Pairs,
-    axis_name: str | tuple[str, ...],
-    layout: BucketLayout | None,
-    matrix_dims: MatrixDimsFn | None,
-    param_names: ParamNames,
-) -> _Links:
-    chosen, hook = trained(params), checkpoint.hook
-    own = pairs_of(chosen, pairs)
+def _reducer(
+    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn | None
+) -> optax.GradientTransformation:
+    """What averages the gradients as the torch job did."""
+    hook = checkpoint.hook
     if checkpoint.powersgd:
-        matrix_dims = matrix_dims or matrix_dims_of(own)
         kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
-        reducer = jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    elif hook is None or "powerSGD" in hook:  # what DDP does without one
-        reducer = jaxcomp.allreduce(axis_name=axis_name)
-    else:
-        reducer = reducer_from_torch(hook, axis_name=axis_name)
-    plan = None
-    if checkpoint.optimizer is not None:
-        frozen, entries = set[str](), {}
-        if layout is not None and layout.names:  # else written before compression began
-            entries = layout.entries
-            bucketed = names_in(own, entries, checkpoint.aliases)
-            frozen = {pair.torch_name for pair in own} - bucketed.keys()
-        given, model = checkpoint.optimizer, checkpoint.model
-        read = read_entries(given, model, param_names, pairs, entries)
-        plan = OptimizerPlan.of(read, own, frozen)
-    return _Links(chosen, own, reducer, matrix_dims, plan)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
+    if hook is None or "powerSGD" in hook:  # what DDP does without one
+        return jaxcomp.allreduce(axis_name=axis_name)
+    return reducer_from_torch(hook, axis_name=axis_name)
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    pairs: Pairs,
+    own: Pairs,
+    layout: BucketLayout | None,
+    param_names: ParamNames,
+) -> OptimizerPlan | None:
+    """The plan for the optimizer, with `own` pairs of what is trained; None without one."""
+    if checkpoint.optimizer is None:
+        return None
+    entries = layout.entries if layout else {}
+    frozen = set[str]()
+    if entries:  # else written before compression began
+        frozen = {pair.torch_name for pair in own} - names_in(
+            own, entries, checkpoint.aliases
+        ).keys()
+    read = read_entries(checkpoint.optimizer, checkpoint.model, param_names, pairs, entries)
+    return OptimizerPlan.of(read, own, frozen)
 
 
 def _doubts(

@@ -18,7 +18,7 @@ from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer import fill_optimizer
-from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
+from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import params_to_torch
 from torch_bridge._convert.powersgd import export_record, params_of
 from torch_bridge._convert.to_flax import checked
@@ -30,7 +30,7 @@ from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import hollow
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, pairs_of, pairs_of_whole
+from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
 
 _SHOWN = 10  # names in a warning
 
@@ -90,7 +90,7 @@ def to_torch(
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
     parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
-    found = pairs_of_whole(like.model, params, pairs, options)
+    found = pairs_for(like.model, params, pairs, options)
     layout = layout or layout_of(like, None, found)
     document = assemble(parts, like, like.optimizer, found, layout, param_names, matrix_dims)
     if path is not None:
@@ -152,9 +152,8 @@ def assemble(
         ranks = [record] * (like.world_size or 1)
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
-        names = layout.names if layout else ()
-        entries = read_entries(fresh, like.model, param_names, pairs, names)
-        optimizer = fill_optimizer(parts.pop("optimizer"), fresh, entries, pairs)
+        state, names = parts.pop("optimizer"), layout.names if layout else ()
+        optimizer = fill_optimizer(state, fresh, like.model, pairs, param_names, names)
     extra = _plain_extra(like.extra)
     return make_document(
         Checkpoint(model, tuple(ranks), optimizer, layout, extra, like.world_size, like.hook)

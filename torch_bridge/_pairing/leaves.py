@@ -36,8 +36,8 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of a parameter as it is where the tree has no collections."""
-    return path[1:] if path[:1] == ("params",) else path
+    """The path of a leaf as it is where the tree has no collections."""
+    return path[1:] if path[:1] and path[0] in COLLECTIONS else path
 
 
 def leaves_by_path(tree: Any) -> dict[tuple[str, ...], Any]:

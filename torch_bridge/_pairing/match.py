@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.build import Built, build, orders
 from torch_bridge._pairing.layers import Kind, Layer, Shape
-from torch_bridge._pairing.leaves import COLLECTIONS
+from torch_bridge._pairing.leaves import without_collection
 
 _EMBEDDING_WORDS = frozenset(
     {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
@@ -48,7 +48,7 @@ class Match:
         if rules:
             self._follow(rules)
         self._by_name()
-        while self._by_number():
+        while self.open_torch and self._by_number():
             pass
         self._list_the_rest()
 
@@ -102,7 +102,7 @@ class Match:
         found: dict[Path, tuple[Layer, str | None]] = {a.segments: (a, None) for a in self.flax}
         for layer in self.flax:
             for key, (path, _) in layer.parts.items():
-                found[path] = found[_without_collection(path)] = (layer, key)
+                found[path] = found[without_collection(path)] = (layer, key)
         return found
 
     def _send(self, layer: Layer, target: Layer | None, pattern: str, path: Path) -> None:
@@ -135,20 +135,19 @@ class Match:
     def _by_number(self) -> bool:
         """One round over the groups that fit each other; whether anything was paired.
 
-        Where a group fits several, shapes, names and the modules that are paired already decide.
+        Where a group fits several, shapes and names decide.
         """
         mine, theirs = (
             _grouped(side, lambda a: (a.words, a.signature))
             for side in (self.open_torch, self.open_flax)
         )
-        modules = {(a.segments[:-1], b.segments[:-1]) for a, b in self.partners.items()}
         found: list[tuple[Any, Hashable, Hashable, list[Two]]] = []
         for key, group in mine.items():
             for other, targets in theirs.items():
                 if fit := self._fit(group[0], targets[0]):
                     two = _in_order(group, targets, same_words=False)
                     if two is not None:
-                        found.append(((fit, *_said(two, modules)), key, other, two))
+                        found.append(((fit, *_said(*two[0])), key, other, two))
         settled = [
             two
             for rank, key, other, two in found
@@ -195,10 +194,10 @@ def not_followed(rules: Sequence[tuple[str, str]], built: Mapping[Layer, Built])
     lines: list[str] = []
     pairs = [(layer, pair) for layer, found in built.items() for pair in found.pairs]
     names = clean_names([pair.torch_name for _, pair in pairs])
-    for layer, pair in pairs if rules else ():
-        name, place = names[pair.torch_name], _without_collection(pair.path)
+    for layer, pair in pairs:
+        name, place = names[pair.torch_name], without_collection(pair.path)
         pattern, paths = _first_rule(rules, [name, layer.name])
-        said = [_without_collection(path) for path in paths]
+        said = [without_collection(path) for path in paths]
         # One that names the module too speaks of the layer, whichever leaf it gives.
         if re.fullmatch(pattern, layer.name):
             said += [path[:-1] for path in said if len(path) == len(place)]
@@ -208,10 +207,6 @@ def not_followed(rules: Sequence[tuple[str, str]], built: Mapping[Layer, Built])
                 f"{layer.name or '(root)'} goes: let one rule name the whole layer"
             )
     return lines
-
-
-def _without_collection(path: Path) -> Path:
-    return path[1:] if path[:1] and path[0] in COLLECTIONS else path
 
 
 def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[Path]]:
@@ -269,12 +264,10 @@ def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, 
     return groups
 
 
-def _said(two: Sequence[Two], modules: set[tuple[Path, Path]]) -> tuple[bool, int, int]:
-    """What speaks for two groups: an embedding's name, equal words, modules paired already."""
-    mine, theirs = two[0]
-    embeds = bool(_EMBEDDING_WORDS & set(mine.words)) == ("embedding" in theirs.parts)
-    inside = sum((a.segments[:-1], b.segments[:-1]) in modules for a, b in two)
-    return embeds, len(mine.plain & theirs.plain), inside
+def _said(layer: Layer, target: Layer) -> tuple[bool, int]:
+    """What the names say for two layers: that both are embeddings, or none, and equal words."""
+    embeds = bool(_EMBEDDING_WORDS & set(layer.words)) == ("embedding" in target.parts)
+    return embeds, len(layer.plain & target.plain)
 
 
 def _in_order(

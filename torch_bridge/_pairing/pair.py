@@ -97,10 +97,17 @@ def pair(
     return _pair(named(model), flatten_tree(like), options)
 
 
-def pairs_of_whole(
-    model: Mapping[str, Any], like: Any, pairs: Pairs | None, options: PairOptions
+def pairs_for(
+    model: Model, like: Any, pairs: Pairs | None, options: PairOptions | None = None
 ) -> tuple[Pair, ...]:
-    """The pairs of a whole model, which must not leave running statistics behind.
+    """The pairs of a conversion: those that it was given, or what `pair` finds.
+
+    Args:
+      model: The torch model.
+      like: The Flax tree.
+      pairs: What `pair` gave, or None.
+      options: Of `pair`, for a whole model, which must not leave running statistics behind; None
+        for a part of one.
 
     Raises:
       ValueError: Both `pairs` and `options` are given.
@@ -108,18 +115,14 @@ def pairs_of_whole(
         way to JAX, and stale on the way back.
     """
     if pairs is None:
-        return _pair(named(model), flatten_tree(like), Options(**options), whole=True)
-    if given := [name for name, value in options.items() if value]:
+        whole, said = options is not None, Options(**options or {})
+        return _pair(named(model), flatten_tree(like), said, whole=whole)
+    if given := [name for name, value in (options or {}).items() if value]:
         raise ValueError(
             f"`pairs` says already what belongs together. Leave out {', '.join(given)}, or give "
             "these to torch_bridge.pair."
         )
     return pairs_of(like, pairs)
-
-
-def pairs_for(model: Model, like: Any, pairs: Pairs | None) -> tuple[Pair, ...]:
-    """The pairs of a conversion: those that it was given, or what `pair` finds."""
-    return pair(model, like) if pairs is None else pairs_of(like, pairs)
 
 
 def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
@@ -209,7 +212,9 @@ def _pair_layers(
         "unexpected": [line for part in built.values() for line in part.unexpected]
         + [f"{name} {shape}" for name, shape in left_torch],
         "mis_shaped": [line for part in built.values() for line in part.mis_shaped],
-        "ambiguous": match.ambiguous + not_followed(options.rules, built) + questions.asked,
+        "ambiguous": match.ambiguous
+        + (not_followed(options.rules, built) if options.rules else [])
+        + questions.asked,
     }
     problems = {kind: lines for kind, lines in problems.items() if lines}
     if problems:
