@@ -54,6 +54,7 @@ def infer_layout(
 
     Example:
       >>> p = np.full(16, 0.25, np.float32)
+      >>> from torch_bridge import PowerSGDRecord
       >>> record = PowerSGDRecord(1, 20, {0: np.zeros(128, "f4")}, {0: p}, {0: np.ones(8, "f4")})
       >>> model = {"fc.weight": np.zeros((16, 8), "f4")}
       >>> infer_layout(Checkpoint(model, (record,), world_size=2)).names
