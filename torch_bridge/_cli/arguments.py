@@ -136,7 +136,7 @@ def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int
         raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
     size = path.stat().st_size
     try:
-        Budget.of_file(size, max_bytes).claim(PARSED_BYTES * size)
+        Budget(size, max_bytes).claim(PARSED_BYTES * size)
         return parse(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         names = getattr(error, "parameters", ())

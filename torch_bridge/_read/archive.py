@@ -39,7 +39,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
         head = file.read(512)
         if head[:4] not in _ZIP:
             raise Malformed(_other_kind(head))
-        budget = Budget.of_file(size, max_bytes)
+        budget = Budget(size, max_bytes)
         budget.claim(_UNCOUNTED if max_bytes is None else 0)
         try:
             # What ZipFile asks for the size of the directory that it is about to read.

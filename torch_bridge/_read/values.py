@@ -23,24 +23,23 @@ class Global:
     name: str
 
 
-@dataclasses.dataclass
 class Budget:
-    """Counts down the bytes of memory that reading a file may take."""
+    """Counts down the bytes of memory that reading a file may take.
 
-    limit: int
-    used: int = 0
+    Args:
+      size: Of the file, of which three times as many and 64 MiB more may be taken.
+      max_bytes: Another limit, if the user says one.
+    """
 
-    @classmethod
-    def of_file(cls, size: int, max_bytes: int | None) -> Budget:
-        """For a file of `size` bytes, unless the user says another limit."""
-        return cls(3 * size + (64 << 20) if max_bytes is None else max_bytes)
+    def __init__(self, size: int, max_bytes: int | None) -> None:
+        self._limit = self._left = 3 * size + (64 << 20) if max_bytes is None else max_bytes
 
     def claim(self, nbytes: int) -> None:
         """Count `nbytes` before they are allocated, or raise Malformed when that is too much."""
-        self.used += nbytes
-        if self.used > self.limit:
+        self._left -= nbytes
+        if self._left < 0:
             raise Malformed(
-                f"contents that unpack to more than {self.limit} bytes, the limit for this file; "
+                f"contents that unpack to more than {self._limit} bytes, the limit for this file; "
                 f"if you trust it, pass a larger `max_bytes`",
                 parameters=("max_bytes",),
             )
