@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.registered import unwrapped_hook
 
 # torch's argument, in torch's order -> jaxcomp's and its type; None where jaxcomp needs none.
@@ -141,6 +142,30 @@ def reducer_from_torch(
         >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")
     """
     name, dtype = unwrapped_hook(hook)
+    return _reducer(name, dtype, state, axis_name, arguments)
+
+
+def reducer_of(
+    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: Any
+) -> optax.GradientTransformation:
+    """The reducer that stands for the hook of a checkpoint."""
+    name, dtype = unwrapped_hook(checkpoint.hook)
+    if checkpoint.powersgd:
+        kwargs = _kwargs(_given((checkpoint.powersgd[0],), {}), dtype)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
+    if "powerSGD" in name:  # saved without its state
+        return jaxcomp.allreduce(axis_name=axis_name)
+    return _reducer(name, dtype, None, axis_name, {})
+
+
+def _reducer(
+    name: str,
+    dtype: Any,
+    state: Any,
+    axis_name: str | tuple[str, ...],
+    arguments: dict[str, Any],
+) -> optax.GradientTransformation:
+    """`reducer_from_torch` for the name of a hook and the dtype of its wrapper."""
     if name.endswith("RANK2"):
         arguments.setdefault("matrix_approximation_rank", 2)
     name = _HOOKS.get(name, name)

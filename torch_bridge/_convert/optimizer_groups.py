@@ -257,7 +257,8 @@ def _names(
     if said is not None:
         names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
     else:
-        every, leftover = trainable(model), set(unpaired(model, pairs))
+        leftover = set(unpaired(model, pairs))
+        every = trainable(model)
         choices = (
             [name for name in model if name in bucketed],
             every,

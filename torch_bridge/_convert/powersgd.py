@@ -115,10 +115,10 @@ def filled_state(
 ) -> PowerSGDState:
     """`powersgd_from_torch` where the pairs of `params` and the layout are known."""
     record = checkpoint.powersgd[0]
-    errors = _mean_errors(checkpoint, layout, missing_ranks)
     known = layout if record.buckets else None
     leaves, treedef, problems = _aligned(params, record, known, pairs, checkpoint, matrix_dims)
     _refuse(problems)
+    errors = _mean_errors(checkpoint, layout, missing_ranks)
     residuals: list[Any] = [optax.MaskedNode()] * len(leaves)
     factors, afresh = list(residuals), list[str]()
     for index, (plan, terms) in enumerate(leaves):
@@ -215,6 +215,7 @@ def _aligned(
     plans = plan_leaves(params, rank, rate, matrix_dims)
     entries = layout.entries if layout else {}
     slots = layout.slots_of(record) if layout else {}
+    orders = {name: slot.entry.column_order() for name, slot in slots.items()}
     names = names_in(pairs, entries, like.aliases if like else {})
     paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     leaves = [(plan, list[Term]()) for plan in plans]
@@ -226,7 +227,7 @@ def _aligned(
         slot = slots.get(name or "")
         try:
             if slot is not None:
-                q_rows = _rows_of_q(plan, pair, slot)
+                q_rows = _rows_of_q(plan, pair, slot, orders[slot.entry.name])
             elif slots and name is not None and plan.view is not None:
                 raise CheckpointMismatch("compressed by jaxcomp only")
         except CheckpointMismatch as error:
@@ -236,8 +237,16 @@ def _aligned(
     return leaves, jax.tree.structure(unboxed(params)), problems
 
 
-def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray | None:
+def _rows_of_q(
+    plan: LeafPlan, pair: Pair, slot: FactorSlot, order: np.ndarray | None
+) -> np.ndarray | None:
     """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``.
+
+    Args:
+      plan: Of the leaf.
+      pair: Of the leaf and the tensor.
+      slot: Of the tensor's factors.
+      order: Of the tensor's columns in memory; None where these are mixed with rows.
 
     Returns:
       Positions, shape (cols,); None where a full-rank Q of torch's is not needed.
@@ -251,7 +260,6 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray | Non
         raise CheckpointMismatch(f"compressed by torch only ({slot.rows} x {slot.cols})")
     if plan.view.batch or pair.terms > 1:
         raise CheckpointMismatch("several torch matrices in one leaf, which have several Q")
-    order = slot.entry.column_order()
     if order is None:
         raise CheckpointMismatch(f"its strides {slot.entry.strides} mix torch's rows and columns")
     _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)

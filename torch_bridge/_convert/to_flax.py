@@ -12,7 +12,7 @@ import optax
 
 import jaxcomp
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
+from torch_bridge._convert.arguments import reducer_of
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
 from torch_bridge._convert.powersgd import filled_state
@@ -141,9 +141,9 @@ def to_flax(
     """
     checkpoint = checked(checkpoint)
     pairs = pairs_for(checkpoint.model, like, pairs, options)
+    own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
-    own = pairs_of(chosen, pairs)
     layout = layout or checkpoint.layout
     if checkpoint.powersgd:
         layout = layout_of(checkpoint, layout, pairs)
@@ -160,13 +160,13 @@ def to_flax(
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
+    for text in _doubts(checkpoint, layout, plan, hook, learning_rate if step is None else None):
+        warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
         optimizer = plan.transformation(chosen, learning_rate)
         taken = (counted or hook) if step is None else step
         optimizer_state = plan.state(optimizer.init(chosen), taken)
-    for text in _doubts(checkpoint, layout, plan, hook, learning_rate if step is None else None):
-        warnings.warn(text, stacklevel=2)
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
@@ -213,13 +213,9 @@ def _reducer(
     checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn | None
 ) -> optax.GradientTransformation:
     """What averages the gradients as the torch job did."""
-    hook = checkpoint.hook
-    if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if hook is None or "powerSGD" in hook:  # what DDP does without one
+    if checkpoint.hook is None and not checkpoint.powersgd:  # DDP's own mean
         return jaxcomp.allreduce(axis_name=axis_name)
-    return reducer_from_torch(hook, axis_name=axis_name)
+    return reducer_of(checkpoint, axis_name, matrix_dims)
 
 
 def _plan(

@@ -14,7 +14,7 @@ second where a shape or a name shows that the model has such layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch_bridge._pairing.build import Answer, orders
@@ -52,14 +52,19 @@ class Questions:
     Attributes:
       answers: What was said about each layer that has a partner.
       asked: The questions, each a line with its answers.
+      movable: ``flatten`` and ``unflatten`` -> the names of layers in which a shape moves values.
     """
 
     def __init__(
         self, layers: Sequence[Layer], partners: Mapping[Layer, Layer], options: Options
     ) -> None:
         self.options = options
-        self._names = {layer.name for layer in layers}
         self._sizes = {a: _sizes(a, partners[a]) for a in layers if a in partners}
+        readers = [a for a, size in self._sizes.items() if size.reads and not size.axes]
+        self.movable = {
+            "flatten": {layer.name for layer in readers},
+            "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
+        }
         self._before = _neighbours(self._sizes)
         self._after = _neighbours(reversed(self._sizes))
         self.asked: list[str] = []
@@ -81,24 +86,6 @@ class Questions:
         }
         self.asked += self._lines("flatten", self._flattened())
         self.asked += self._lines("unflatten", self._unflattened())
-
-    def idle(self, tensors: Collection[str]) -> Iterator[str]:
-        """Patterns that match nothing, or with a shape no layer in which anything moves.
-
-        What is misspelled would be ignored without a word.
-        """
-        modules = {name.rpartition(".")[0] for name in tensors} | self._names
-        readers = {a for a, size in self._sizes.items() if size.reads and not size.axes}
-        moving = {
-            "flatten": {layer.name for layer in readers},
-            "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
-        }
-        for option, pattern in self.options.patterns():
-            names = {"rules": modules.union(tensors), "conv1d": modules}.get(option)
-            if option in moving:
-                names = moving[option] if getattr(self.options, option)[pattern] else modules
-            if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
-                yield f"{option}: {pattern}"
 
     def _said(self, option: str, layer: Layer) -> tuple[Shape | None] | None:
         """What the last pattern that names this layer says; None if none does."""
