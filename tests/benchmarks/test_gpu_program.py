@@ -9,8 +9,6 @@ The program, compiled for eight H200s, from 64 x 64 x (donated) and y and 8 x 8 
 
 import pathlib
 
-import pytest
-
 from benchmarks.gpu_program import __main__ as gpu_program
 
 PROGRAM = pathlib.Path(__file__).parent / "data" / "gpu_program.hlo"
@@ -19,14 +17,3 @@ PROGRAM = pathlib.Path(__file__).parent / "data" / "gpu_program.hlo"
 def test_kernels_are_those_of_the_entry_its_loops_and_its_largest_branch():
     # Nine in the entry computation, three in each of five turns, one in either branch.
     assert gpu_program.count(gpu_program.parse(PROGRAM.read_text())) == (9 + 5 * 3 + 1, 1)
-
-
-def test_what_is_no_program_is_refused():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        gpu_program.parse("HloModule nothing")
-
-
-def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_program, "compiler_found", lambda: False)
-    assert gpu_program.main([]) == 1
-    assert "pip install" in capsys.readouterr().err

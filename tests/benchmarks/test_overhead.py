@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 from script import python
 
-from benchmarks.overhead.trees import TREES, torch_layout
+from benchmarks.overhead.trees import TREES
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,6 @@ from benchmarks.overhead.trees import TREES, torch_layout
 def test_a_tree_has_as_many_parameters_as_its_model(tree, parameters):
     shapes = TREES[tree]()
     assert sum(math.prod(shape) for shape in shapes.values()) == parameters
-
-
-def test_torch_has_outputs_first():
-    shapes = {"conv": (3, 3, 64, 128), "dense": (256, 10), "a/embedding": (1000, 64), "b": (7,)}
-    turned = {"conv": (128, 64, 3, 3), "dense": (10, 256), "a/embedding": (1000, 64), "b": (7,)}
-    assert torch_layout(shapes) == turned
 
 
 @pytest.mark.torch

@@ -51,14 +51,14 @@ def spoiled(grads, rng, share, kinds):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_four_hundred_steps_of_which_one_in_ten_cannot_be_averaged(name):
-    n, steps = 3, 400
+def test_two_hundred_steps_of_which_one_in_ten_cannot_be_averaged(name):
+    n, steps = 3, 200
     rng = np.random.default_rng(7)
     clean = random_grads(SPOILED, n, steps)
     grads, faults = spoiled(clean, rng, 0.1, FAULTS[name])
     bad = np.array(list(faults))
     good = np.setdiff1d(np.arange(steps), bad)
-    assert 25 < len(bad) < 55
+    assert 10 < len(bad) < 30
     assert set(faults.values()) == set(FAULTS[name])
 
     tx = reducer(name, 40)

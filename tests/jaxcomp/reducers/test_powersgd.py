@@ -140,6 +140,8 @@ def test_all_options_work_beside_each_other(options, extra):
     leaves["b"] = jnp.zeros(5)
     tx = jaxcomp.powersgd(2, axis_name=AXIS, **options)
     state = tx.init(leaves)
+    usual = jaxcomp.powersgd(2, axis_name=AXIS, **options | {"comm_dtype": None, "start_step": 9})
+    assert types_of(state) == types_of(usual.init(leaves))  # so a run can change these
 
     def step(grads):
         found = tx.reduce(grads, state, **extra)
@@ -189,21 +191,3 @@ def test_the_residual_stays_bounded(tx):
     mapped = jax.jit(jax.vmap(run, in_axes=(0, None), axis_name=AXIS))
     norms = np.asarray(mapped(jax.random.split(jax.random.key(2), n), state)).mean(0)
     assert norms[-100:].mean() < 1.5 * norms[200:300].mean()
-
-
-def test_a_bfloat16_residual_loses_only_its_rounding():
-    n, steps = 4, 50
-    grads = random_grads({"w": (32, 24)}, n, steps)
-    norms = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
-        tx = shared_powersgd(2, axis_name=AXIS, start_step=0, residual_dtype=dtype)
-        outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((32, 24))}))
-        assert state.residual["w"].dtype == dtype
-        residual = state.residual["w"].astype(jnp.float32)
-        norms[dtype] = float(jnp.linalg.norm(residual))
-        went_in = grads["w"].mean(0).sum(0)
-        missing = outputs["w"].sum(0) + residual.mean(0) - went_in
-        # 50 roundings to 8 bits of a residual of about this size, none of them systematic.
-        bound = 1e-6 if dtype == jnp.float32 else 2**-8 * np.sqrt(steps)
-        assert jnp.abs(missing).max() < 4 * bound * jnp.abs(residual).max()
-    assert norms[jnp.bfloat16] == pytest.approx(norms[jnp.float32], rel=0.1)
