@@ -242,8 +242,6 @@ def test_a_transformation_shows_the_arguments_it_was_made_with():
     assert "comm_dtype=bfloat16" in repr(tx)
     assert repr(tx).startswith("error_feedback(reducer=powersgd(")
     assert copy.copy(tx).bytes(PARAMS) == tx.bytes(PARAMS)
-    local = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=8, axis_name=AXIS, reducer=tx)
     run = jaxcomp.local_sgd_round(on_the_wire, sync_every=2, axis_name=AXIS, reducer=tx)
     assert repr(run).startswith("local_sgd_round(step_fn=on_the_wire, sync_every=2, axis_name=")
-    for outer in (local, run, jaxcomp.accumulate(local, 2)):
-        assert repr(tx) in repr(outer)
+    assert repr(tx) in repr(run)
