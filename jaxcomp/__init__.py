@@ -9,7 +9,7 @@ from jaxcomp._local.local_sgd import local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.sync import average
 from jaxcomp._lowrank.stacked import stacked
-from jaxcomp._mesh.axes import as_local
+from jaxcomp._mesh.collectives import as_local
 from jaxcomp._reducers.acp_sgd import acp_sgd
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd

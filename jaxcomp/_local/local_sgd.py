@@ -30,8 +30,7 @@ from jaxcomp._local.sync import (
     total,
     wide_leaves,
 )
-from jaxcomp._mesh.axes import as_local, switch
-from jaxcomp._mesh.collectives import owner_id
+from jaxcomp._mesh.collectives import as_local, owner_id, switch
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_gradients, takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import Array, AxisName, Schedule
-from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.collectives import axis_tuple
 
 # A number of steps, a schedule that gives it, or one number for each level of a hierarchy.
 SyncEvery: TypeAlias = int | Schedule | Mapping[AxisName, int]

@@ -20,11 +20,9 @@ from jaxcomp._base.typing import KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, make_fragments
 from jaxcomp._local.state import LocalSGDState
 from jaxcomp._local.sync import InnerInit, Part, Sync, total
-from jaxcomp._mesh.axes import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.collectives import owner_id
+from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import resharded
-from jaxcomp._mesh.per_replica import with_row, without_row
-from jaxcomp._reducers.reducer import has_rows
+from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import split_spec
 from jaxcomp._training.on_mesh import check_params, check_replica_axis, weight_spec

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import local_if_bound
+from jaxcomp._mesh.collectives import local_if_bound
 from jaxcomp._mesh.per_replica import no_owner
 
 

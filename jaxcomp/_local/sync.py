@@ -21,8 +21,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, axis_size, axis_tuple, switch
-from jaxcomp._mesh.collectives import mean_each
+from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, mean_each, switch
 from jaxcomp._mesh.weights import share_of_mean, weighted
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.transformation import bytes_of

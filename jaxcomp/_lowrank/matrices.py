@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._mesh.axes import other_axes, typed_like
+from jaxcomp._mesh.collectives import other_axes, typed_like
 
 # A residual that is exact in float32 needs products that are: no TensorFloat-32 on GPU. With so few
 # columns the products are bound by memory, so the precision costs nothing.
@@ -76,8 +76,7 @@ class MatrixView:
     def matricize(self, leaf: Array) -> Array:
         """The leaf as a batch of matrices, in the memory order that `cols_first` tells."""
         pair = (self.n_cols, self.n_rows) if self.cols_first else (self.n_rows, self.n_cols)
-        leaf = leaf if self.is_reshape else leaf.transpose(self.order)
-        return leaf.reshape(*self.batch, *pair)
+        return leaf.transpose(self.order).reshape(*self.batch, *pair)
 
     def unmatricize(self, matrix: Array) -> Array:
         """The inverse of `matricize`."""
@@ -123,17 +122,6 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
     follow each other, and take the place of `old` one by one. On GPU, where each block would be
     several kernels to launch, and beside automatic axes, along which a leaf may be sharded, it is
     one block.
-
-    Args:
-      view: How the leaf is a matrix.
-      p: Left factor.
-      q: Right factor.
-      total: Gradient plus residual, of the leaf's shape.
-      old: The residual before, of the dtype of the result.
-      commit: Bool scalar.
-
-    Returns:
-      An array of the shape and dtype of `old`.
     """
 
     def less(product: Array, total: Array, old: Array) -> Array:
@@ -277,22 +265,14 @@ def _plan(
     try:
         plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
     except TypeError as error:
-        raise ValueError(
-            f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
-            "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
-        ) from error
-    if not jnp.issubdtype(plain.dtype, jnp.floating):
-        return plain
-    asked = rank(path, leaf) if callable(rank) else rank
-    if asked is None:
+        raise _no_array(name, leaf) from error
+    asked = None
+    if jnp.issubdtype(plain.dtype, jnp.floating):
+        asked = rank(path, leaf) if callable(rank) else rank
+    if asked is None or (dims := matrix_dims(path, leaf)) is None:
         return plain
     if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)) or asked < 1:
-        raise ValueError(
-            f"`rank` must return a positive integer or None, got {asked!r} for the leaf {name}. "
-            "Return None for a leaf that shall not be compressed."
-        )
-    if (dims := matrix_dims(path, leaf)) is None:
-        return plain
+        raise _no_rank(name, asked)
     view = MatrixView(plain.shape, _checked_dims(dims, plain.shape, name))
     r = min(view.n_rows, view.n_cols, int(asked))
     if not is_compressed(view.n_rows, view.n_cols, r, rate) or 0 in view.batch:
@@ -303,17 +283,34 @@ def _plan(
 def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
     ndim = len(shape)
     try:
-        axes = [tuple(axis + ndim if axis < 0 else axis for axis in part) for part in dims]
-        batch, rows, cols = axes
-    except (TypeError, ValueError):
-        batch, rows, cols = (), (), ()
+        batch, rows, cols = (tuple(i + ndim if i < 0 else i for i in part) for part in dims)
+    except (TypeError, ValueError) as error:
+        raise _no_dims(name, shape, dims) from error
     if not rows or not cols or sorted(batch + rows + cols) != list(range(ndim)):
-        raise ValueError(
-            f"`matrix_dims` must put each of the {ndim} axes of the leaf {name} with shape {shape} "
-            f"into exactly one of batch, rows and cols, with at least one row and one column axis, "
-            f"got {dims!r}. Return None for a leaf that shall not be compressed."
-        )
+        raise _no_dims(name, shape, dims)
     return MatrixDims(batch, rows, cols)
+
+
+def _no_array(name: str, leaf: Any) -> ValueError:
+    return ValueError(
+        f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
+        "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
+    )
+
+
+def _no_rank(name: str, rank: Any) -> ValueError:
+    return ValueError(
+        f"`rank` must return a positive integer or None, got {rank!r} for the leaf {name}. "
+        "Return None for a leaf that shall not be compressed."
+    )
+
+
+def _no_dims(name: str, shape: tuple[int, ...], dims: Any) -> ValueError:
+    return ValueError(
+        f"`matrix_dims` must put each of the {len(shape)} axes of the leaf {name} with shape "
+        f"{shape} into exactly one of batch, rows and cols, with at least one row and one column "
+        f"axis, got {dims!r}. Return None for a leaf that shall not be compressed."
+    )
 
 
 def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:

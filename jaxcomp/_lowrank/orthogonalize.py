@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.typing import Array
-from jaxcomp._mesh.axes import typed_like
 
 # torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
@@ -129,7 +128,7 @@ def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
     # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
     # squares lies between 1 and n.
     scaled = matrix / jnp.where(zero, 1, scale)
-    spare = jnp.broadcast_to(spare_directions(jnp.arange(n), rank, matrix.dtype), matrix.shape)
+    spare = spare_directions(matrix)
     if rank <= _GRAM_SCHMIDT_RANK:
         if eps is not None:
             eps = jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
@@ -180,31 +179,27 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     # Matrices of as many rows follow each other: all of them have as many blocks.
     order = sorted(range(len(factors)), key=lambda i: factors[i].shape[-2])
     factors = [factors[i] for i in order]
-    rank, dtype = factors[0].shape[-1], factors[0].dtype
+    dtype = factors[0].dtype
     rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
     fits = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * sum(rows)]
     size = fits[0] if fits else _BLOCK_ROWS[-1]
-    runs = _runs([-(-n // size) for n in rows])
-    blocks = _cut(factors, size)
-    numbers = [lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], 1), x.ndim - 2) for x in factors]
-    row = _cut(numbers, size, padding=-1)
-    dense = jnp.where(row >= 0, spare_directions(row[..., 0], rank, dtype), 0)
+    counts = np.array([-(-n // size) for n in rows], np.int32)  # blocks of each matrix
+    matrix = np.repeat(np.arange(len(rows), dtype=np.int32), counts)  # of each block
+    blocks, dense = _cut(factors, size), _cut(map(spare_directions, factors), size)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
-    largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), runs)
-    largest = _of_blocks(largest, runs)[:, None]
+    largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), counts)[matrix][:, None]
     step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
     x = (blocks * step) / jnp.where(largest == 0, 1, largest * step)
     x = jnp.where(largest == 0, dense, x)
     exact = lax.Precision.HIGHEST
     for turn in range(rounds):
         gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
-        gram = _of_matrices(jnp.sum, gram, runs)
         lost_below = jnp.asarray(_LEAST_PIVOT if turn == _CHECK_ROUND else -1, dtype)
-        inverse, lost = inverse_factors(gram, lost_below)
-        x = jnp.einsum("bni,bij->bnj", x, _of_blocks(inverse, runs), precision=exact)
+        inverse, lost = inverse_factors(_of_matrices(jnp.sum, gram, counts), lost_below)
+        x = jnp.einsum("bni,bij->bnj", x, inverse[matrix], precision=exact)
         if turn == _CHECK_ROUND:
-            x = jnp.where(_of_blocks(lost, runs)[:, None], dense, x)
+            x = jnp.where(lost[matrix][:, None], dense, x)
     found = dict(zip(order, _joined(x, factors), strict=True))
     return [found[i] for i in range(len(factors))]
 
@@ -240,8 +235,7 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
     failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
     factor = jnp.where(failed, factors[1], factors[0])
-    identity = jnp.broadcast_to(unit.astype(gram.dtype), gram.shape)
-    identity = typed_like(identity, factor)
+    identity = jnp.where(unit, jnp.ones_like(factor), jnp.zeros_like(factor))
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
@@ -249,76 +243,46 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
 
 
-def spare_directions(rows: Array, rank: int, dtype: Any) -> Array:
+def spare_directions(like: Array) -> Array:
     """Dense columns without any structure that a gradient would share: hashed positions.
 
-    Args:
-      rows: Row numbers, of any shape and integer dtype.
-      rank: How many columns.
-      dtype: Of the result.
-
-    Returns:
-      ``(*rows.shape, rank)`` in [-0.5, 0.5).
+    Of the shape and dtype of `like`, ``(*batch, n, r)``, in [-0.5, 0.5), the same for all matrices.
     """
-    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32).reshape(*rows.ndim * (1,), rank)
+    n, rank = like.shape[-2:]
+    rows, cols = jnp.arange(n, dtype=jnp.uint32), jnp.arange(1, rank + 1, dtype=jnp.uint32)
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
-    bits = rows.astype(jnp.uint32)[..., None] * jnp.uint32(2654435761)
-    bits += cols * jnp.uint32(0x9E3779B9)
+    bits = rows[:, None] * jnp.uint32(2654435761) + cols[None] * jnp.uint32(0x9E3779B9)
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
-    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
+    return jnp.broadcast_to((bits >> 8).astype(like.dtype) / (1 << 24) - 0.5, like.shape)
 
 
-def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """``(matrices, blocks of each)`` for every run of matrices that have as many blocks."""
-    kinds, numbers = np.unique(counts, return_counts=True)  # they are in ascending order
-    return [(int(number), int(kind)) for number, kind in zip(numbers, kinds, strict=True)]
+def _of_matrices(function: Callable[..., Array], blocks: Array, counts: np.ndarray) -> Array:
+    """Reduces ``(blocks, ...)`` to ``(matrices, ...)``, over as many blocks for each as `counts`.
 
-
-def _of_matrices(
-    function: Callable[..., Array], blocks: Array, runs: Sequence[tuple[int, int]]
-) -> Array:
-    """Reduces ``(blocks, ...)`` to ``(matrices, ...)``, over the blocks of each matrix.
-
-    In a fixed order, as every replica must find the same; and by runs, since a 0/1 matrix of
-    matrices times blocks would be quadratic (16.9 GiB for the 28,800 of a mixture of experts).
+    In a fixed order, as every replica must find the same; and all matrices of as many blocks
+    together, since a 0/1 matrix of matrices times blocks would be quadratic (16.9 GiB for the
+    28,800 of a mixture of experts).
     """
-    results, start = [], 0
-    for number, count in runs:
-        own = blocks[start : start + number * count]
-        results.append(function(own.reshape(number, count, *blocks.shape[1:]), axis=1))
-        start += number * count
+    lengths, numbers = np.unique(counts, return_counts=True)  # which ascend
+    runs = zip(jnp.split(blocks, np.cumsum(lengths * numbers)[:-1]), lengths, strict=True)
+    results = [function(x.reshape(-1, length, *x.shape[1:]), axis=1) for x, length in runs]
     return jnp.concatenate(results)
 
 
-def _of_blocks(matrices: Array, runs: Sequence[tuple[int, int]]) -> Array:
-    """From ``(matrices, ...)`` to ``(blocks, ...)``: each block has what its matrix has."""
-    results, start = [], 0
-    for number, count in runs:
-        own = matrices[start : start + number, None]
-        shape = (number, count, *matrices.shape[1:])
-        results.append(jnp.broadcast_to(own, shape).reshape(-1, *matrices.shape[1:]))
-        start += number
-    return jnp.concatenate(results)
-
-
-def _cut(factors: Sequence[Array], size: int, padding: int = 0) -> Array:
-    """Blocks ``(number, size, r)`` of the matrices behind each other, padded."""
+def _cut(factors: Iterable[Array], size: int) -> Array:
+    """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
     parts = []
     for x in factors:
         flat, more = x.reshape(-1, *x.shape[-2:]), -x.shape[-2] % size
-        flat = jnp.pad(flat, ((0, 0), (0, more), (0, 0)), constant_values=padding)
+        flat = jnp.pad(flat, ((0, 0), (0, more), (0, 0)))
         parts.append(flat.reshape(-1, size, x.shape[-1]))
     return jnp.concatenate(parts)
 
 
 def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
     """The inverse of `_cut`."""
-    size, results, start = blocks.shape[1], [], 0
-    for x in like:
-        n, number = x.shape[-2], math.prod(x.shape[:-2])
-        count = number * -(-n // size)
-        part = blocks[start : start + count].reshape(number, -1, x.shape[-1])[:, :n]
-        results.append(part.reshape(x.shape))
-        start += count
-    return results
+    counts = [math.prod(x.shape[:-2]) * -(-x.shape[-2] // blocks.shape[1]) for x in like]
+    parts = zip(jnp.split(blocks, np.cumsum(counts)[:-1]), like, strict=True)
+    padded = [(part.reshape(*x.shape[:-2], -1, x.shape[-1]), x.shape[-2]) for part, x in parts]
+    return [x[..., :n, :] for x, n in padded]

@@ -1,4 +1,4 @@
-"""Everything that talks to other replicas: the only file that names `lax.psum` and its relatives.
+"""The mapped axes and all that crosses them: the only file that names `lax.psum` and its relatives.
 
 Values that belong together are packed into one flat vector by hand: XLA merges separate all-reduces
 in the HLO, but on CPU over gloo each operand still travels on its own, one after the other. Only
@@ -9,38 +9,182 @@ that one all-reduce.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.leaves import round_to, widest
-from jaxcomp._base.typing import Array, AxisName
-from jaxcomp._mesh.axes import (
-    as_local,
-    axis_size,
-    axis_tuple,
-    mesh_axes,
-    other_axes,
-    vma_axes,
-)
+from jaxcomp._base.typing import Array, AxisName, PyTree
 
-# On CPU an array of at least so many bytes for every replica is an operand of its own. gloo sends
-# one operand after the other, in pieces of 1/W: a further one costs some 0.2 ms with two replicas,
-# packing and unpacking a megabyte costs more.
-_OWN_OPERAND_BYTES = 1 << 19
-# On GPU the launch of a copy is nothing beside the copy, and the wire is faster.
-_OWN_OPERAND_BYTES_ON_GPU = 1 << 21
+# An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
+# further one costs some 0.2 ms; packing and unpacking a megabyte costs more.
+_OWN_OPERAND_BYTES = 1 << 20
 # With the widening of factors of more columns than these fused into their products, jaxlib 0.12
 # compiles for GPUs for minutes (GPT-2 small at rank 128: 209 s of a processor; at rank 64: 50).
 _FUSED_COLUMNS = 64
 # XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
 _MOST_OPERANDS = 128
+
+T = TypeVar("T")
+
+
+def mesh_axes(kind: AxisType) -> tuple[str, ...]:
+    """Axes of one kind: `jax.shard_map` maps over Manual ones; those of vmap are no mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, found in kinds if found == kind)
+
+
+def other_axes(*kinds: AxisType) -> tuple[str, ...]:
+    """Mesh axes of more than one device that are not mapped here; all, or those of some kinds.
+
+    An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
+    flat vector of them all could not keep their shardings: the compiler would gather each first.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    found = map(mesh_axes, kinds or (AxisType.Auto, AxisType.Explicit))
+    return tuple(name for names in found for name in names if shape[name] > 1)
+
+
+def known_equal(x: Any, axis_name: AxisName) -> bool:
+    """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
+    known = axes_known_equal(x, axis_name)
+    return bool(known) and known == vma_axes(axis_name)
+
+
+def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the axes over which JAX knows `x` to be the same."""
+    known = varying(x)
+    return tuple(name for name in vma_axes(axis_name) if name not in known)
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """The mapped axes as a tuple of names."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of replicas along `axis_name`.
+
+    Raises:
+      ValueError: If an axis is not bound where this is called.
+    """
+    try:
+        return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
+    except NameError as error:
+        raise _not_bound(axis_name) from error
+
+
+def _not_bound(axis_name: AxisName) -> ValueError:
+    return ValueError(
+        f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, jax.shard_map "
+        f"or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you mapped over."
+    )
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether this runs inside a function that is mapped over `axis_name`."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return False
+    return True
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = aval.manual_axis_type
+    return frozenset() if kind is None else kind.varying
+
+
+def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    axis_size(axis_name)
+    return tuple(name for name in axis_tuple(axis_name) if name in varying(lax.axis_index(name)))
+
+
+def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks every array as this replica's own value. Costs nothing; values do not change.
+
+    `local_value_and_grad` does this to the parameters. Do it yourself before anything else that
+    differentiates with respect to them, for example flax's ``DynamicScale.value_and_grad``.
+
+    Args:
+      tree: Any tree of arrays.
+      axis_name: The mapped axis or axes of the replicas.
+
+    Returns:
+      The same tree; under ``shard_map(check_vma=True)`` typed as varying over the axes, so that a
+      gradient with respect to it stays local. Elsewhere gradients are local anyway.
+
+    Raises:
+      ValueError: If the axis is not bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp
+      >>> def gradient(w, x):
+      ...     return jax.grad(lambda w: jnp.sum(w * x))(jaxcomp.as_local(w, "data"))
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
+      >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones(2), jnp.arange(2.0)).tolist()
+      [0.0, 1.0]
+    """
+    axes = frozenset(vma_axes(axis_name))
+    return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
+
+
+def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """A fresh state, `as_local` where it is made inside of the mapped function.
+
+    Under ``check_vma=True`` a scan can then carry it.
+    """
+    return as_local(tree, axis_name) if is_bound(axis_name) else tree
+
+
+def _marked(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as varying over these axes too."""
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def typed_like(x: Array, tree: PyTree) -> Array:
+    """`x`, typed as varying over all axes over which any array, or shape, of the tree does.
+
+    What a loop carries must have one type before and after, and an argument of the loop's body may
+    vary over axes over which the carried array did not.
+    """
+    return _marked(x, frozenset().union(*map(varying, jax.tree.leaves(tree))))
+
+
+def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
+    """`lax.switch` whose branches may differ in what JAX knows to be local; index 0 is the first.
+
+    A branch that ends in an average has replicated results where one that does not has this
+    replica's own, and under ``check_vma=True`` a conditional wants one type for both.
+    """
+    if len(branches) == 1:
+        return branches[0]()
+    if not mesh_axes(AxisType.Manual):
+        return lax.switch(index, branches)
+    shapes = [jax.eval_shape(branch) for branch in branches]
+    axes = jax.tree.map(lambda *xs: frozenset().union(*map(varying, xs)), *shapes)
+
+    def marked(branch: Callable[[], T]) -> T:
+        return jax.tree.map(_marked, branch(), axes)
+
+    return lax.switch(index, [functools.partial(marked, branch) for branch in branches])
+
+
+def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
+    """`before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
+    return switch((count >= step).astype(jnp.int32), [before, after]) if step else after()
 
 
 class Reduced(NamedTuple):
@@ -60,11 +204,10 @@ def reduce_mean(
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
-    They travel as one flat vector; large ones beside it, each as an operand of its own, because
+    They travel as one flat vector. Large ones travel beside it, each as an operand of its own:
     packing them would take longer and need twice their memory. On GPU XLA may split such operands
-    over several all-reduces, so that factors, which others wait for, are packed there. Beside mesh
-    axes that are left to the compiler each travels in its own shape, so that one sharded over such
-    an axis stays so.
+    over several all-reduces, so factors, which others wait for, are always packed. Beside mesh axes
+    that are left to the compiler each travels in its own shape, and so keeps its sharding.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -84,65 +227,18 @@ def reduce_mean(
       >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
       [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
-    parts, replicas = list(parts), axis_size(axis_name)
+    parts, replicas, wire_dtype = list(parts), axis_size(axis_name), jnp.dtype(wire_dtype)
     if not sum(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, parts, jnp.array(True))
-    reduce = functools.partial(
-        _reduce_groups,
-        axis_name=axis_name,
-        wire_dtype=jnp.dtype(wire_dtype),
-        factors=factors,
-    )
-    if other_axes():
-        return reduce(parts, groups=[[i] for i in range(len(parts))])
-    on_cpu = _groups(parts, replicas * _OWN_OPERAND_BYTES)
-    elsewhere = _groups(parts, _OWN_OPERAND_BYTES_ON_GPU, factors)
-    if on_cpu == elsewhere:
-        return reduce(parts, groups=on_cpu)
-    return lax.platform_dependent(
-        parts,
-        cpu=functools.partial(reduce, groups=on_cpu),
-        default=functools.partial(reduce, groups=elsewhere),
-    )
-
-
-def _groups(parts: Sequence[Array], large: int, factors: int = 0) -> list[list[int]]:
-    """Which parts travel together: the largest, from `large` bytes on, alone; the rest as one.
-
-    The first `factors` of the parts are never alone.
-    """
-    others = parts[factors:]
-    sizes = [0] * factors + [part.size * part.dtype.itemsize for part in others]
-    own = sorted((i for i, size in enumerate(sizes) if size >= large), key=lambda i: -sizes[i])
-    own = sorted(own[:_MOST_OPERANDS])
-    rest = [i for i in range(len(parts)) if i not in set(own)]
-    return [*([rest] if rest else []), *([i] for i in own)]
-
-
-def _reduce_groups(
-    parts: list[Array],
-    *,
-    groups: list[list[int]],
-    axis_name: AxisName,
-    wire_dtype: Any,
-    factors: int,
-) -> Reduced:
-    """`reduce_mean` with one operand of the all-reduce for each of the groups."""
-    replicas = axis_size(axis_name)
     # A sum of float16 overflows where their mean does not, and neither 16-bit type holds the other.
     dtypes = {part.dtype for part in parts} | {wire_dtype}
     dtype = wire_dtype if dtypes == {wire_dtype} != {jnp.dtype(jnp.float16)} else widest(dtypes)
-    values = [[parts[i].astype(dtype) for i in group] for group in groups]
-    # A single one keeps its shape.
-    values = [
-        xs[0] if len(xs) == 1 else jnp.concatenate([x.reshape(-1) for x in xs]) for xs in values
-    ]
-    exact = dtype == wire_dtype
+    exact, automatic = dtype == wire_dtype, other_axes(AxisType.Auto)
+    values, unpack = _packed([part.astype(dtype) for part in parts], factors)
     if not exact:
         values = [round_to(value / replicas, wire_dtype) for value in values]
-    automatic = other_axes(AxisType.Auto)
     totals = _psum(_spread(values, factors) if automatic else values, axis_name, wire_dtype)
     if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
@@ -152,27 +248,36 @@ def _reduce_groups(
     # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
     # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
     finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
-
-    def unpacked(values: list[Array]) -> list[Array]:
-        each = list(parts)
-        for group, value in zip(groups, values, strict=True):
-            ends = itertools.accumulate(parts[i].size for i in group)
-            for i, end in zip(group, ends, strict=True):
-                start = end - parts[i].size
-                own = value if len(group) == 1 else lax.slice_in_dim(value, start, end)
-                each[i] = own.reshape(parts[i].shape)
-        return each
-
-    means, sent = unpacked(totals), parts
+    means, sent = unpack(totals), parts
     if exact:
         means = [x / replicas for x in means]
     else:
-        sent = [x * replicas for x in unpacked(values)]
-    means, sent = (
-        [x.astype(part.dtype) for x, part in zip(xs, parts, strict=True)]
-        for xs in (_gathered(means, factors) if automatic else means, sent)
-    )
-    return Reduced(means, sent, finite)
+        sent = [x * replicas for x in unpack(values)]
+    means = _gathered(means, factors) if automatic else means
+    cast = functools.partial(jax.tree.map, lambda x, part: x.astype(part.dtype))
+    return Reduced(cast(means, parts), cast(sent, parts), finite)
+
+
+def _packed(
+    parts: list[Array], factors: int
+) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+    """The operands of one all-reduce, and the way back: each large part alone, the rest as one.
+
+    The first `factors` of the parts are never alone, but beside axes that are left to the compiler.
+    """
+    sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(parts) if i >= factors}
+    large = [i for i, size in sizes.items() if size >= _OWN_OPERAND_BYTES]
+    alone = set(sorted(large, key=lambda i: -sizes[i])[:_MOST_OPERANDS])
+    if other_axes() or len(parts) - len(alone) == 1:  # a single one keeps its shape
+        alone = set(range(len(parts)))
+    order, rest = sorted(range(len(parts)), key=lambda i: i in alone), len(parts) - len(alone)
+    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in order[:rest]])
+
+    def unpack(values: list[Array]) -> list[Array]:
+        each = [*unravel(values[0]), *values[1:]] if rest else values
+        return [x for _, x in sorted(zip(order, each, strict=True), key=lambda pair: pair[0])]
+
+    return [*([flat] if rest else []), *(parts[i] for i in order[rest:])], unpack
 
 
 def _spread(xs: list[Array], factors: int) -> list[Array]:
@@ -277,8 +382,7 @@ def _psum(xs: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
         totals = lax.psum([x.astype(on_wire) for x in xs], axis_name)
         return [total.astype(x.dtype) for total, x in zip(totals, xs, strict=True)]
 
-    wide = functools.partial(summed, on_wire=jnp.float32)
-    narrow = functools.partial(summed, on_wire=wire_dtype)
     if jnp.dtype(wire_dtype) != jnp.bfloat16:
-        return narrow(xs)
+        return summed(xs, wire_dtype)
+    wide, narrow = (functools.partial(summed, on_wire=x) for x in (jnp.float32, wire_dtype))
     return lax.platform_dependent(xs, cpu=wide, default=narrow)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple, mesh_axes
+from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 
 
 def context_mesh() -> Any:

@@ -22,11 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import local_if_bound
+from jaxcomp._mesh.collectives import local_if_bound
 
 # States of other libraries that hold something of each replica's own. MultiSteps accumulates local
 # gradients, of which, as of a residual, only the mean matters.
@@ -74,6 +75,48 @@ def without_row(state: PyTree) -> PyTree:
 def with_row(state: PyTree) -> PyTree:
     """The inverse of `without_row`."""
     return map_leaves(lambda path, leaf, local: jnp.expand_dims(leaf, 0) if local else leaf, state)
+
+
+def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
+    """Whether per-replica leaves have a leading axis: a row in a mapped function, outside all rows.
+
+    Args:
+      state: Any tree that holds states.
+      fresh: Makes a state without rows, to compare with where there is no owner.
+    """
+    owners = owners_of(state).values()
+    if owners or fresh is None:
+        return any(np.ndim(owner) for owner in owners)
+
+    def axes(tree: PyTree) -> list[int]:
+        found: list[int] = []
+        map_leaves(lambda path, leaf, own: found.append(np.ndim(leaf)) if own else None, tree)
+        return found
+
+    local = axes(state)
+    return bool(local) and local == [ndim + 1 for ndim in axes(jax.eval_shape(fresh))]
+
+
+def is_reducer_state(node: Any) -> bool:
+    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
+    return isinstance(getattr(type(node), "per_replica", None), tuple)
+
+
+def owners_of(state: PyTree) -> dict[str, Any]:
+    """The owners in a state, by their paths; none if no class in it declares one."""
+    found: dict[str, Any] = {}
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reducer_state)
+    for path, node in nodes:
+        if not is_reducer_state(node):
+            continue
+        fields = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, own=node: x is not own)
+        for field, value in fields:
+            name = jax.tree_util.keystr((*path, *field))
+            if name.endswith(".owner") and "owner" in type(node).per_replica:
+                found[name] = value
+            else:
+                found |= {f"{name}{inner}": x for inner, x in owners_of(value).items()}
+    return found
 
 
 def _fields(node: Any) -> tuple[str, ...] | None:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._base.typing import Array, AxisName
-from jaxcomp._mesh.axes import axis_size
-from jaxcomp._mesh.collectives import Reduced, exchange, gather
+from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
 
 _SCALE_BYTES = 4
 # Arrays of more values are not worth a copy to be treated together.

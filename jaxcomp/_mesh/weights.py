@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local
-from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.collectives import as_local, reduce_mean
 
 # Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
 _LEAST = 1e-30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,7 @@ from jaxcomp._base.checks import names_checked
 from jaxcomp._base.typing import Array, AxisName, PyTree, RankFn
 from jaxcomp._lowrank.matrices import product
 from jaxcomp._lowrank.orthogonalize import orthonormal_bases
-from jaxcomp._mesh.axes import switch
+from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_bytes import count_bytes
 from jaxcomp._reducers.low_rank import (
@@ -106,9 +107,8 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
         ) -> Averaged:
             n, one, other = len(totals), *(("p", "q") if left else ("q", "p"))
             bases = orthonormal_bases(starts[other], low_rank.eps)
-            each = zip(leaves.views, totals, bases, strict=True)
-            own = [product(*x, transposed=not left) for x in each]
-            own = nan_if_too_large(leaves.views, own, axis_name)
+            times, views = functools.partial(product, transposed=not left), leaves.views
+            own = nan_if_too_large(views, jax.tree.map(times, views, totals, bases), axis_name)
             reduced = wire([*own, *uncompressed], n)
             means, sent = (
                 Factors(**{one: x[:n], other: bases}, uncompressed=x[n:])

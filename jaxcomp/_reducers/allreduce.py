@@ -11,8 +11,9 @@ from jaxcomp._base.leaves import all_finite, checked_dtype, floating_leaves, wit
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, Reduction, is_reducer_state, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
 from jaxcomp._reducers.transformation import call_text
 
 

@@ -22,10 +22,9 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
-from jaxcomp._mesh.axes import as_local, local_if_bound
-from jaxcomp._mesh.collectives import owner_id
-from jaxcomp._mesh.per_replica import no_owner
-from jaxcomp._reducers.reducer import Reducer, Reduction, fitted, is_reducer_state
+from jaxcomp._mesh.collectives import as_local, local_if_bound, owner_id
+from jaxcomp._mesh.per_replica import is_reducer_state, no_owner
+from jaxcomp._reducers.reducer import Reducer, Reduction, fitted
 from jaxcomp._reducers.transformation import call_text, shown
 
 
@@ -189,6 +188,5 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
 def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
     """The residuals of the floating leaves; refuses those that do not fit."""
     shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
-    fields = {"residual": shapes}
-    found = fitted(ErrorFeedbackState, state, updates, fields, "Otherwise make a new state.")[0]
+    found = fitted(ErrorFeedbackState, state, updates, {"residual": shapes})["residual"]
     return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]

@@ -9,8 +9,7 @@ from jax import lax
 
 from jaxcomp._base.leaves import all_finite, compute_dtype
 from jaxcomp._base.typing import Array, AxisName
-from jaxcomp._mesh.axes import axis_size, other_axes
-from jaxcomp._mesh.collectives import Reduced, mean_each
+from jaxcomp._mesh.collectives import Reduced, axis_size, mean_each, other_axes
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
 
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales

@@ -30,8 +30,14 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.typing import Array, AxisName, MatrixDims, PyTree
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
-from jaxcomp._mesh.axes import as_local, axis_size, from_step, other_axes
-from jaxcomp._mesh.collectives import Reduced, owner_id, reduce_mean
+from jaxcomp._mesh.collectives import (
+    Reduced,
+    axis_size,
+    from_step,
+    other_axes,
+    owner_id,
+    reduce_mean,
+)
 from jaxcomp._reducers.integer_factors import reduce_integers
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reduction, fitted
@@ -118,17 +124,16 @@ class Leaves(NamedTuple):
 
     def stack(self, leaves: Sequence[Any]) -> list[Array]:
         """One array for each group, from those of all leaves."""
-        taken = ([leaves[i] for i in group] for group in self.groups)
-        return [jnp.stack(xs) if len(xs) > 1 else xs[0] for xs in taken]
+        xs = [[leaves[i] for i in group] for group in self.groups]
+        return [jnp.stack(x) if len(x) > 1 else x[0] for x in xs]
 
-    def unstack(
-        self, leaves: Sequence[Any], arrays: Sequence[Array], uncompressed: Sequence[Array] = ()
-    ) -> PyTree:
-        """All leaves in their tree, with what is in the groups' arrays in the place of theirs."""
-        whole = list(leaves)
-        for i, x in zip(self.uncompressed_at if uncompressed else (), uncompressed, strict=True):
-            whole[i] = x
-        for group, x in zip(self.groups, arrays, strict=True):
+    def unstack(self, leaves: Sequence[Any], arrays: Sequence[Array]) -> PyTree:
+        """All leaves in their tree, with those of the groups from their arrays.
+
+        Further arrays are uncompressed leaves.
+        """
+        whole, places = list(leaves), [*self.groups, *((i,) for i in self.uncompressed_at)]
+        for group, x in zip(places, arrays, strict=False):
             for i, leaf in zip(group, x if len(group) > 1 else [x], strict=True):
                 whole[i] = leaf
         return self.treedef.unflatten(whole)
@@ -147,9 +152,8 @@ class Leaves(NamedTuple):
             return reduce_integers(
                 parts, axis_name, factors=n_factors, bits=dtype.bits, stacks=stacks
             )
-        dtypes = (plan.dtype for plan in self.leaf_plans)
-        floating = [kind for kind in dtypes if jnp.issubdtype(kind, jnp.floating)]
-        return reduce_mean(parts, axis_name, wire_dtype(dtype, floating), factors=n_factors)
+        wire = wire_dtype(dtype, (x.dtype for x in self.values if is_floating(x)))
+        return reduce_mean(parts, axis_name, wire, factors=n_factors)
 
 
 def _groups(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
@@ -182,32 +186,18 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
 def fitted_state(
     options: LowRank, leaves: Leaves, updates: PyTree, state: Any, kind: Any, *factors: str
 ) -> dict[str, list[Any]]:
-    """The leaves of the residual, typed as local, and of these factors, by fields that hold any.
-
-    Args:
-      options: Arguments of the reducer.
-      leaves: The gradients' leaves.
-      updates: The gradients.
-      state: What the user passed.
-      kind: The class that it must have.
-      *factors: Those that the state holds: ``"p"``, ``"q"``.
+    """The leaves of the residual and of these factors, by fields that hold any.
 
     Raises:
-      ValueError: Listing every leaf whose state does not fit, with the fix.
+      ValueError: If `state` is not of the class `kind`; listing every leaf that does not fit.
     """
-    plans, held = leaves.leaf_plans, {*factors, *(["residual"] if options.error_feedback else [])}
-    shape_of = {"residual": "shape", "p": "p_shape", "q": "q_shape"}
+    held = {*factors, *(["residual"] if options.error_feedback else [])}
     shapes = {
-        name: [getattr(x, shape) if name in held and x.view else None for x in plans]
-        for name, shape in shape_of.items()
+        name: [getattr(x, shape) if name in held and x.view else None for x in leaves.leaf_plans]
+        for name, shape in (("residual", "shape"), ("p", "p_shape"), ("q", "q_shape"))
         if name in kind._fields
     }
-    hint = (
-        "Otherwise use the rank, matrix_dims, error_feedback and warm_start that it was made with, "
-        "or jaxcomp.adapt_state."
-    )
-    found = dict(zip(shapes, fitted(kind, state, updates, shapes, hint), strict=True))
-    found["residual"] = as_local(found["residual"], options.axis_name)
+    found = fitted(kind, state, updates, shapes)
     return {name: xs for name, xs in found.items() if name in held}
 
 
@@ -221,16 +211,14 @@ def nan_if_too_large(
     of the matrix can be multiplied and summed again. Otherwise a single finite step would leave a
     state of which every later step is NaN.
     """
-    checked = []
-    for view, x in zip(views, factors, strict=True):
-        size = math.sqrt(view.n_rows * view.n_cols) * axis_size(axis_name)
-        checked.append(jnp.where(jnp.abs(x) < float(jnp.finfo(x.dtype).max) / size, x, jnp.nan))
-    return checked
+    sizes = [math.sqrt(view.n_rows * view.n_cols) * axis_size(axis_name) for view in views]
+    most = [float(jnp.finfo(x.dtype).max) / size for x, size in zip(factors, sizes, strict=True)]
+    return [jnp.where(jnp.abs(x) < m, x, jnp.nan) for x, m in zip(factors, most, strict=True)]
 
 
 def power_iteration(
     options: LowRank,
-    views: Sequence[MatrixView],
+    views: list[MatrixView],
     starts: FactorsByName,
     totals: list[Array],
     uncompressed: list[Array],
@@ -242,20 +230,20 @@ def power_iteration(
       options: `eps`, and the axis of the replicas.
       views: How each of the arrays is a batch of matrices.
       starts: Right factors to begin with, ``"q"``.
-      totals: Gradients plus residuals, of each group of leaves.
+      totals: Gradients plus residuals.
       uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
       wire: Averages arrays, of which the first are factors.
     """
     n, eps, axis_name = len(totals), options.eps, options.axis_name
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
-    left = [product(*each) for each in zip(views, totals, bases, strict=True)]
-    first = wire([*nan_if_too_large(views, left, axis_name), *uncompressed], n)
+    left = nan_if_too_large(views, jax.tree.map(product, views, totals, bases), axis_name)
+    first = wire([*left, *uncompressed], n)
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
     p = orthonormal_bases(left, eps / axis_size(axis_name))
-    right = [product(*each, transposed=True) for each in zip(views, totals, p, strict=True)]
+    right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
     second = wire(right, n)
     means, sent = Factors(p, second.means, first.means[n:]), Factors(p, second.sent, first.sent[n:])
     return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
@@ -266,16 +254,13 @@ def _from_fresh_factors(
 ) -> Averaged:
     """A `power_iteration` from right factors that are drawn for every leaf and count."""
     del starts  # the state holds no factors
-
-    def of_leaf(plan: LeafPlan, index: Array | int) -> Array:
-        return options.random_factor(plan.q_shape, plan.dtype, index, count)
-
     fresh = []
     for group in leaves.groups:
-        draw = functools.partial(of_leaf, leaves.leaf_plans[group[0]])
-        fresh.append(draw(group[0]) if len(group) == 1 else jax.vmap(draw)(jnp.array(group)))
-    averaged = power_iteration(options, leaves.views, {"q": fresh}, *arrays)
-    return averaged._replace(kept={})
+        plan = leaves.leaf_plans[group[0]]
+        draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
+        at = lambda index, draw=draw: draw(index, count)  # noqa: E731
+        fresh.append(at(group[0]) if len(group) == 1 else jax.vmap(at)(jnp.array(group)))
+    return power_iteration(options, leaves.views, {"q": fresh}, *arrays)._replace(kept={})
 
 
 def low_rank_step(
@@ -294,77 +279,66 @@ def low_rank_step(
       options: Arguments of the reducer.
       leaves: This replica's gradients.
       state: With a count, a residual and its owner.
-      fields: The leaves of the state's fields, as `fitted_state` gives them.
+      fields: Its leaves, as `fitted_state` gives them.
       average: `power_iteration` or another way to average the sums of gradient and residual, from
         the factors of the state in the dtype of the sums.
     """
     start, count, started = options.start_step, state.count, state.count >= options.start_step
-    wire = functools.partial(leaves.all_reduce, options)
     gradients = leaves.stack(leaves.values)
     uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
-    dtypes, n = [x.dtype for x in gradients], len(gradients)
+    wide = [compute_dtype(x.dtype) for x in gradients]
+    factors = {name: leaves.stack(xs) for name, xs in fields.items()}
+    residual = factors.pop("residual", [])
+    starts = {name: jax.tree.map(jnp.astype, xs, wide) for name, xs in factors.items()}
 
-    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
-    olds = leaves.stack(fields["residual"]) if "residual" in fields else []
-    for i, old in enumerate(olds):
-        extra = old.astype(totals[i].dtype)
-        totals[i] += jnp.where(started, extra, 0) if start else extra
-    before = {name: leaves.stack(xs) for name, xs in fields.items() if name != "residual"}
-    starts = {
-        name: [x.astype(total.dtype) for x, total in zip(xs, totals, strict=True)]
-        for name, xs in before.items()
-    }
+    totals = jax.tree.map(jnp.astype, gradients, wide)
+    for i, x in enumerate(residual):
+        unsent_before = x.astype(wide[i])
+        totals[i] += jnp.where(started, unsent_before, 0) if start else unsent_before
 
-    def nothing() -> Averaged:  # which nobody reads before the start
-        p = [jnp.zeros(x.p_shape, compute_dtype(x.dtype)) for x in leaves.plans]
-        q = [jnp.zeros(x.q_shape, compute_dtype(x.dtype)) for x in leaves.plans]
-        zeros = Factors(p, q, [jnp.zeros(x.shape, x.dtype) for x in uncompressed])
-        return Averaged(zeros, zeros, starts, jnp.array(True))
+    def as_gradients(arrays: list[Array]) -> list[Array]:
+        return jax.tree.map(jnp.astype, arrays, [x.dtype for x in gradients])
 
-    def products(p: list[Array], q: list[Array]) -> list[Array]:
-        each = zip(leaves.views, p, q, dtypes, strict=True)
-        return [outer(view, a, b).astype(dtype) for view, a, b, dtype in each]
-
-    def as_they_are() -> tuple[Averaged, list[Array], list[Array], Array]:
+    def all_reduced() -> tuple[Any, ...]:
         # The sums, which are the gradients before the start: the gradients themselves would have to
         # be kept beside them.
-        whole = [x.astype(dtype) for x, dtype in zip(totals, dtypes, strict=True)]
-        reduced = leaves.all_reduce(options, [*whole, *uncompressed], 0, integers=False)
-        means = nan_unless(reduced.finite, reduced.means)
-        return nothing(), means, reduced.sent, reduced.finite
+        parts = [*as_gradients(totals), *uncompressed]
+        means, sent, finite = leaves.all_reduce(options, parts, 0, integers=False)
+        # Factors that nobody reads.
+        p = jax.tree.map(lambda plan, dtype: jnp.zeros(plan.p_shape, dtype), leaves.plans, wide)
+        q = jax.tree.map(lambda plan, dtype: jnp.zeros(plan.q_shape, dtype), leaves.plans, wide)
+        return Factors(p, q, []), starts, nan_unless(finite, means), sent, finite
 
-    def compressed() -> tuple[Averaged, list[Array], list[Array], Array]:
-        averaged = average(starts, totals, uncompressed, wire)
-        (p, q, means), finite = averaged.means, averaged.finite
+    def compressed() -> tuple[Any, ...]:
+        wire = functools.partial(leaves.all_reduce, options)
+        means, own, kept, finite = average(starts, totals, uncompressed, wire)
         # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
         # what is as large as the gradients, but for float16, which may overflow where factors did
         # not.
-        outputs = products(nan_unless(finite, p), q)
-        if jnp.dtype(jnp.float16) in dtypes:
+        p = nan_unless(finite, means.p)
+        outputs = as_gradients(jax.tree.map(outer, leaves.views, p, means.q))
+        if any(x.dtype == jnp.float16 for x in outputs):
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
-        own_p, own_q, sent = averaged.sent
-        outputs = [*outputs, *nan_unless(finite, means)]
-        return averaged, outputs, [*products(own_p, own_q), *sent], finite
+        outputs += nan_unless(finite, means.uncompressed)
+        sent = [*as_gradients(jax.tree.map(outer, leaves.views, own.p, own.q)), *own.uncompressed]
+        return own._replace(uncompressed=[]), kept, outputs, sent, finite
 
-    averaged, outputs, sent, finite = from_step(count, start, as_they_are, compressed)
+    own, kept, outputs, sent, finite = from_step(count, start, all_reduced, compressed)
     commit = finite & started if start else finite
-    new = {}
-    for name, xs in before.items():
-        pairs = zip(averaged.kept[name], xs, strict=True)
-        kept = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
-        new[name] = leaves.unstack(fields[name], kept)
-    if olds:
-        own = zip(leaves.views, averaged.sent.p, averaged.sent.q, totals, olds, strict=True)
-        kept = [unsent(*each, commit) for each in own]
-        new["residual"] = leaves.unstack(fields["residual"], kept)
+    if residual:
+        keep = functools.partial(unsent, commit=commit)
+        kept["residual"] = jax.tree.map(keep, leaves.views, own.p, own.q, totals, residual)
+    for name, xs in factors.items():
+        pairs = zip(kept[name], xs, strict=True)
+        kept[name] = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
         owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
-        **new,
+        **{name: leaves.unstack(fields[name], xs) for name, xs in kept.items()},
     )
-    means, own_part = (leaves.unstack(leaves.values, x[:n], x[n:]) for x in (outputs, sent))
-    return Reduction(means, state, own_part, finite)
+    means, contribution = (leaves.unstack(leaves.values, xs) for xs in (outputs, sent))
+    return Reduction(means, state, contribution, finite)
 
 
 def powersgd_step(
@@ -376,7 +350,6 @@ def powersgd_step(
     **extra_args: Any,
 ) -> Reduction:
     """One update of `powersgd`, whose docstring has the equations, from its checked arguments."""
-    del params, extra_args
     leaves = Leaves.of(options, updates)
     held = ["q"] if warm_start else []
     fields = fitted_state(options, leaves, updates, state, PowerSGDState, *held)

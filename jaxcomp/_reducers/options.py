@@ -24,7 +24,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, plan_leaves
-from jaxcomp._mesh.axes import local_if_bound
+from jaxcomp._mesh.collectives import local_if_bound
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.axes import axis_size
+from jaxcomp._mesh.collectives import axis_size
+from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
-from jaxcomp._reducers.reducer import Reducer, Reduction, is_reducer_state, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
 from jaxcomp._reducers.transformation import call_text
 
 

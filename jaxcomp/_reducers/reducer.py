@@ -26,10 +26,10 @@ from jaxcomp._base.leaves import (
     unboxed,
     with_leaves,
 )
-from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import mesh_axes, varying, vma_axes
+from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
-from jaxcomp._mesh.per_replica import map_leaves, with_row, without_row
+from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
@@ -135,9 +135,19 @@ def _enter(
     params: PyTree | None = None,
     **extra_args: Any,
 ) -> Reduction:
-    """`reduce` for gradients in boxes, and beside Explicit axes."""
-    gradients, params = unboxed(updates), unboxed(params)
-    run = functools.partial(_reduce_checked, reduce, axis_name)
+    """`reduce` of gradients that it can take, without their boxes, and weighted."""
+
+    def run(gradients: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Reduction:
+        check_gradients(gradients, axis_name)
+        averaged, weighs = gradients, "weight" in inspect.signature(reduce).parameters
+        if not weighs and (weight := extra.pop("weight", None)) is not None:
+            averaged = weighted_gradients(gradients, weight, axis_name)
+        result = reduce(averaged, state, params, **extra)
+        trees = (gradients, result.updates, result.sent)
+        wanted, *found = ([x.dtype for x in jax.tree.leaves(tree)] for tree in trees)
+        return result if found == [wanted] * 2 else _in_dtypes_of(gradients, result, state)
+
+    gradients = unboxed(updates)
     if mesh_axes(jax.sharding.AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
         # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
@@ -145,33 +155,21 @@ def _enter(
         like, of_state = typed_specs(gradients), typed_specs(state)
         everywhere: Any = jax.sharding.PartitionSpec()
         typed = Reduction(like, of_state, like, everywhere)
-        result = call_on_automatic_axes(run, typed, gradients, state, params, extra_args)
-    else:
-        result = run(gradients, state, params, extra_args)
+        run = functools.partial(call_on_automatic_axes, run, typed)
+    result = run(gradients, state, unboxed(params), extra_args)
     means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
     return result._replace(updates=means, sent=sent)
 
 
-def _reduce_checked(
-    reduce: Callable[..., Reduction],
-    axis_name: AxisName,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-) -> Reduction:
-    """`reduce` of gradients that it can take, weighted, in the dtypes of the gradients."""
-    check_gradients(updates, axis_name)
-    gradients, weighs = updates, "weight" in inspect.signature(reduce).parameters
-    if not weighs and (weight := extra_args.pop("weight", None)) is not None:
-        gradients = weighted_gradients(updates, weight, axis_name)
-    result = reduce(gradients, state, params, **extra_args)
-    cast = lambda x, g: x if x.dtype == g.dtype else x.astype(g.dtype)  # noqa: E731
-    means, sent = (jax.tree.map(cast, x, updates) for x in (result.updates, result.sent))
+def _in_dtypes_of(updates: PyTree, result: Reduction, state: PyTree) -> Reduction:
+    """The same in the dtypes of the gradients; refused where what was finite does not fit."""
+    means, sent = (
+        jax.tree.map(lambda x, like: x.astype(like.dtype), tree, updates)
+        for tree in (result.updates, result.sent)
+    )
     pairs = zip(jax.tree.leaves(result.updates), jax.tree.leaves(means), strict=True)
     if all(old.dtype.itemsize <= new.dtype.itemsize for old, new in pairs):
         return result._replace(updates=means, sent=sent)
-    # What was finite may not fit: then it is as if it had not been.
     finite = result.finite & all_finite(jax.tree.leaves(means))
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
     whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
@@ -193,28 +191,39 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     wrong, summed = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None:
-            wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
-        elif jnp.issubdtype(dtype, jnp.floating):
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
             known = varying(leaf) if axes else ()
-            summed += [(leaf_name(path), name) for name in axes if name not in known]
+            summed += [(path, name) for name in axes if name not in known]
         elif dtype != jax.dtypes.float0:
-            wrong.append(f"{leaf_name(path)} has dtype {dtype}")
+            wrong.append((path, leaf))
     if wrong:
-        raise ValueError(
-            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
-            "not trained out with optax.masked (of an Equinox module, differentiate "
-            "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
-            "optax.contrib.split_real_and_imaginary for complex ones."
-        )
+        raise _not_floating(wrong)
     if summed:
-        leaf, name = summed[0]
-        raise ValueError(
-            f"The gradient {leaf} is the same on every replica along {name!r}: it was already "
-            "summed by jax.grad inside shard_map(check_vma=True), so there is nothing left to "
-            f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the "
-            f"parameters with jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
-        )
+        raise _already_summed(*summed[0])
+
+
+def _not_floating(leaves: Sequence[tuple[KeyPath, Any]]) -> ValueError:
+    listed = "; ".join(
+        f"{leaf_name(path)} has dtype {leaf.dtype}"
+        if hasattr(leaf, "dtype")
+        else f"{leaf_name(path)} is a {type(leaf).__name__} and no array"
+        for path, leaf in leaves
+    )
+    return ValueError(
+        f"Only floating gradients can be reduced: {listed}. Keep parameters that are "
+        "not trained out with optax.masked (of an Equinox module, differentiate "
+        "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
+        "optax.contrib.split_real_and_imaginary for complex ones."
+    )
+
+
+def _already_summed(path: KeyPath, axis: str) -> ValueError:
+    return ValueError(
+        f"The gradient {leaf_name(path)} is the same on every replica along {axis!r}: it was "
+        "already summed by jax.grad inside shard_map(check_vma=True), so there is nothing left to "
+        f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis!r}), or mark the "
+        f"parameters with jax.lax.pcast(params, {axis!r}, to='varying') before jax.grad."
+    )
 
 
 def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
@@ -230,7 +239,9 @@ def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> 
     """
 
     def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
-        if not has_rows(state, lambda: init(updates if params is None else params)):
+        owner = getattr(state, "owner", None)
+        fresh = lambda: init(updates if params is None else params)  # noqa: E731
+        if not (has_rows(state, fresh) if owner is None else np.ndim(owner)):
             return update(updates, state, params, **extra)
         result = update(updates, without_row(state), params, **extra)
         if hasattr(result, "_replace"):
@@ -241,64 +252,20 @@ def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> 
     return run
 
 
-def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
-    """Whether per-replica leaves have a leading axis: a row in a mapped function, outside all rows.
-
-    Args:
-      state: Any tree that holds states.
-      fresh: Makes a state without rows, to compare with where there is no owner.
-    """
-    owners = owners_of(state).values()
-    if owners or fresh is None:
-        return any(np.ndim(owner) for owner in owners)
-
-    def axes(tree: PyTree) -> list[int]:
-        found: list[int] = []
-        map_leaves(lambda path, leaf, own: found.append(np.ndim(leaf)) if own else None, tree)
-        return found
-
-    local = axes(state)
-    return bool(local) and local == [ndim + 1 for ndim in axes(jax.eval_shape(fresh))]
-
-
-def is_reducer_state(node: Any) -> bool:
-    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
-    return isinstance(getattr(type(node), "per_replica", None), tuple)
-
-
-def owners_of(state: PyTree) -> dict[str, Any]:
-    """The owners in a state, by their paths; none if no class in it declares one."""
-    found: dict[str, Any] = {}
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reducer_state)
-    for path, node in nodes:
-        if not is_reducer_state(node):
-            continue
-        fields = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, own=node: x is not own)
-        for field, value in fields:
-            name = jax.tree_util.keystr((*path, *field))
-            if name.endswith(".owner") and "owner" in type(node).per_replica:
-                found[name] = value
-            else:
-                found |= {f"{name}{inner}": x for inner, x in owners_of(value).items()}
-    return found
-
-
 def fitted(
     kind: type,
     state: Any,
     updates: PyTree,
     shapes: Mapping[str, Sequence[tuple[int, ...] | None]],
-    hint: str,
-) -> list[list[Any]]:
-    """The leaves of each field of a state in the order of the gradients.
+) -> dict[str, list[Any]]:
+    """The leaves of fields of a state, by name, in the order of the gradients.
 
     Args:
       kind: The state's class.
       state: What the user passed.
       updates: The gradients.
-      shapes: For each field that shall be as the gradients the shapes of its leaves, in flattening
-        order; None where a leaf has nothing and the field an `optax.MaskedNode`.
-      hint: What to do about a shape that is off, one sentence.
+      shapes: Of each field that is a tree like the gradients the shapes of its leaves; None where a
+        leaf has nothing and the field an `optax.MaskedNode`.
 
     Raises:
       ValueError: If it is another class; listing every leaf that only one of the trees has, or
@@ -307,46 +274,50 @@ def fitted(
     if not isinstance(state, kind):
         raise other_state("The reducer", kind.__name__, state)
     paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    found, wrong = [], []
+    found, wrong = {}, []
     for field, expected in shapes.items():
-        tree = getattr(state, field)
         try:
-            found.append(treedef.flatten_up_to(tree))
+            found[field] = treedef.flatten_up_to(getattr(state, field))
         except ValueError as error:
-            raise _other_leaves(f"{kind.__name__}'s {field}", updates, tree) from error
-        for (path, _), value, want in zip(paths, found[-1], expected, strict=True):
-            shape = None if isinstance(value, optax.MaskedNode) else tuple(np.shape(value))
-            if shape != want:
-                name = f"{field}{leaf_name(path)}"
-                want, shape = ("none" if x is None else x for x in (want, shape))
-                wrong.append(f"{name}: expected {want}, got {shape}")
+            raise _other_leaves(kind, field, updates, state) from error
+        held = (None if isinstance(x, optax.MaskedNode) else np.shape(x) for x in found[field])
+        each = zip(paths, expected, held, strict=True)
+        wrong += [(field, path, want, shape) for (path, _), want, shape in each if want != shape]
     if wrong:
-        raise _other_shapes(kind.__name__, wrong, hint)
+        raise _other_shapes(kind.__name__, wrong)
     return found
 
 
-def _other_shapes(kind: str, wrong: list[str], hint: str) -> ValueError:
-    if any(line.startswith("residual") for line in wrong):
+def _other_shapes(kind: str, wrong: Sequence[tuple[str, KeyPath, Any, Any]]) -> ValueError:
+    hint = (
+        "Use the arguments that it was made with (rank, matrix_dims, error_feedback, warm_start), "
+        "or jaxcomp.adapt_state."
+    )
+    if "residual" in {field for field, *_ in wrong}:
         hint = (
             "A residual that has an axis of replicas too many or lacks one was not placed with "
-            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. {hint}"
+            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. Otherwise: {hint}"
         )
-    listed = "\n  ".join(wrong)
+    shown = lambda shape: "none" if shape is None else shape  # noqa: E731
+    listed = "\n  ".join(
+        f"{field}{leaf_name(path)}: expected {shown(want)}, got {shown(shape)}"
+        for field, path, want, shape in wrong
+    )
     return ValueError(f"The {kind} does not fit these gradients and arguments:\n  {listed}\n{hint}")
 
 
-def _other_leaves(field: str, updates: PyTree, tree: PyTree) -> ValueError:
+def _other_leaves(kind: type, field: str, updates: PyTree, state: Any) -> ValueError:
     """The refusal of a tree that has not the gradients' leaves, which it names."""
 
     def names(tree: PyTree) -> list[str]:
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, masked)]
 
-    want, have = names(updates), names(tree)
+    want, have = names(updates), names(getattr(state, field))
     only = [f"only among the gradients {name}" for name in want if name not in have]
     only += [f"only in the state {name}" for name in have if name not in want]
     return ValueError(
-        f"The gradients and the {field} have different tree structures: "
+        f"The gradients and the {kind.__name__}'s {field} have different tree structures: "
         f"{', '.join(only) or 'the same leaves in other containers'}. Make the state with init() "
         "of a tree like the gradients."
     )

@@ -13,10 +13,10 @@ import optax
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
+from jaxcomp._mesh.per_replica import has_rows
 from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
-from jaxcomp._reducers.reducer import has_rows
 from jaxcomp._states.consolidate import consolidate
 
 _REDUCERS = (PowerSGDState, ACPSGDState, ErrorFeedbackState)

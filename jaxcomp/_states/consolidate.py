@@ -12,10 +12,8 @@ import numpy as np
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, axis_size, mesh_axes
-from jaxcomp._mesh.collectives import largest, mean_each, owner_id
-from jaxcomp._mesh.per_replica import map_leaves, without_row
-from jaxcomp._reducers.reducer import has_rows, owners_of
+from jaxcomp._mesh.collectives import as_local, axis_size, largest, mean_each, mesh_axes, owner_id
+from jaxcomp._mesh.per_replica import has_rows, map_leaves, owners_of, without_row
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:

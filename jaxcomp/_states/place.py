@@ -20,10 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes
-from jaxcomp._mesh.per_replica import has_foreign, map_leaves
-from jaxcomp._reducers.reducer import has_rows, owners_of
+from jaxcomp._mesh.per_replica import has_foreign, has_rows, map_leaves, owners_of
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 

@@ -11,7 +11,7 @@ import optax
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
-from jaxcomp._mesh.axes import switch
+from jaxcomp._mesh.collectives import switch
 from jaxcomp._reducers.reducer import takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 

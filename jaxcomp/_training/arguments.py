@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, axis_tuple, mesh_axes
+from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes
 from jaxcomp._states.place import known_spec
 
 _AS_IT_LIES = object()  # in the place of a specification that nobody gave

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.axes import axis_tuple, is_bound
+from jaxcomp._mesh.collectives import axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.axes import as_local, axes_known_equal
+from jaxcomp._mesh.collectives import as_local, axes_known_equal
 
 
 def local_value_and_grad(

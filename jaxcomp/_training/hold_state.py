@@ -9,7 +9,8 @@ import jax
 import optax
 
 from jaxcomp._base.typing import PyTree
-from jaxcomp._reducers.reducer import Reducer, is_reducer_state
+from jaxcomp._mesh.per_replica import is_reducer_state
+from jaxcomp._reducers.reducer import Reducer
 
 
 def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransformation:

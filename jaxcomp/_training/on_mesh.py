@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes, context_mesh
 from jaxcomp._mesh.per_replica import map_leaves
 from jaxcomp._states.place import check_not_spread, known_spec

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.axes import as_local, known_equal
-from jaxcomp._mesh.collectives import mean_each, total
+from jaxcomp._mesh.collectives import as_local, known_equal, mean_each, total
 from jaxcomp._mesh.weights import weighted_gradients
 
 CHOICES = ("mean", "sum", "join", "stack")

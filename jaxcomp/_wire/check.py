@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomp._base.leaves import floating_leaves, is_floating
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._mesh.axes import axis_tuple
+from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.data_parallel import data_parallel
