@@ -173,8 +173,14 @@ LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit 
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["now", "later", "int8", "int6 later", "quantized", "bfloat16"])
+# Factors of integers take longest to compile: once in every step and once in a branch.
+BESIDE = [
+    (name, layout) for name in ("now", "later", "quantized", "bfloat16") for layout in LAYOUTS
+]
+BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
+
+
+@pytest.mark.parametrize(("name", "layout"), BESIDE)
 def test_a_right_step_passes_beside_another_axis_and_a_pmean_in_it_does_not(name, layout):
     mesh = grid(2, model=2)
     params, reducer = parameters(mesh, LAYOUTS[layout]), REDUCERS[name]
