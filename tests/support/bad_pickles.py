@@ -243,18 +243,18 @@ def packed() -> Table:
     state = tup(text("MT19937"), key, b"K\x01", b"K\x00", b"G" + bytes(8))
     axes = tup(b"K\x00", *[b"K\x01"] * 63)
     tensor = tup(files.storage("0", 6), b"K\x00", axes, axes, b"\x89", b"N")
-    layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**20}0]]}}'
+    layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**17}0]]}}'
     bodies = {
-        "nothing": b"N" * 4_000_000,
-        "nothing, popped": b"N0" * 10_000_000,
-        "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 400_000,
-        "tuples": (b"K\x01" * 3 + b"\x87") * 500_000,
-        "marks": b"(" * 4_000_000,
-        "sets": b"\x8f" * 10_000_000,
-        "dictionaries": b"}\x94" * 5_000_000,
-        "generators": _kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 20_000
+        "nothing": b"N" * 250_000,
+        "nothing, popped": b"N0" * 250_000,
+        "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 50_000,
+        "tuples": (b"K\x01" * 3 + b"\x87") * 50_000,
+        "marks": b"(" * 250_000,
+        "sets": b"\x8f" * 250_000,
+        "dictionaries": b"}\x94" * 150_000,
+        "generators": _kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 4_000
         + b"e",
-        "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 60_000 + b"e",
+        "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 6_000 + b"e",
         "a layout": dictionary(state_dict=b"}", layout=text(layout)),
     }  # fmt: skip
     found = {name: archive(whole(body), STORAGES, PACKED) for name, body in bodies.items()}

@@ -52,17 +52,6 @@ def test_documented_form(put, protocol):
     assert checkpoint.missing_ranks
 
 
-def test_object_getstate_and_state_dict(put):
-    state = files.hook_state()
-    for raw in (files.saved(state), files.saved(state.__getstate__())):
-        checkpoint = load(put(raw))
-        assert not checkpoint.model
-        assert checkpoint.powersgd[0].iter == 12
-    checkpoint = load(put(files.saved(files.model().state_dict())))
-    assert not checkpoint.powersgd
-    assert len(checkpoint.model) == 9
-
-
 def test_slots_of_older_releases(put):
     old = {name: value for name, value in files.slots().items() if name in (
         "matrix_approximation_rank", "iter", "error_dict", "p_memory_dict", "q_memory_dict",
