@@ -128,8 +128,8 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
         return jnp.where(commit, (total - product).astype(old.dtype), old)
 
     def whole() -> Array:
-        # As the row of a state that `jax.shard_map` hands over, whose reshape to the leaf would
-        # otherwise be part of the loop, and keep XLA from writing it in the place of the old one.
+        # With a leading axis of 1, as the state has that `jax.shard_map` hands over: a reshape in
+        # between would keep XLA from writing the result in the place of the old one.
         rows = [x.reshape(1, *x.shape) for x in (outer(view, p, q), total, old)]
         return less(*rows).reshape(old.shape)
 
@@ -137,7 +137,7 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
     if p.shape[-1] <= _FUSED_OUTER_RANK or small or not view.is_reshape or other_axes():
         return whole()
     blocks = functools.partial(
-        _in_blocks, view, p, q, total, typed_like(old, jax.eval_shape(whole)), less
+        _in_blocks, view, p, q, total, typed_like(old, (p, q, total, commit)), less
     )
     return lax.platform_dependent(cpu=blocks, default=whole)
 

@@ -238,6 +238,7 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     identity = jnp.where(unit, jnp.ones_like(factor), jnp.zeros_like(factor))
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
+    # A column that is a multiple of another has a pivot of twice the shift.
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
     lost = (pivots <= lost_below) | (norm == 0)
     return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost

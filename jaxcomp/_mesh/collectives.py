@@ -234,7 +234,8 @@ def reduce_mean(
         return Reduced(nothing, parts, jnp.array(True))
     # A sum of float16 overflows where their mean does not, and neither 16-bit type holds the other.
     dtypes = {part.dtype for part in parts} | {wire_dtype}
-    dtype = wire_dtype if dtypes == {wire_dtype} != {jnp.dtype(jnp.float16)} else widest(dtypes)
+    one = len(dtypes) == 1 and wire_dtype != jnp.float16
+    dtype = wire_dtype if one else widest(dtypes)
     exact, automatic = dtype == wire_dtype, other_axes(AxisType.Auto)
     values, unpack = _packed([part.astype(dtype) for part in parts], factors)
     if not exact:
@@ -263,7 +264,8 @@ def _packed(
 ) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """The operands of one all-reduce, and the way back: each large part alone, the rest as one.
 
-    The first `factors` of the parts are never alone, but beside axes that are left to the compiler.
+    The first `factors` of the parts are alone only if nothing else is to be packed, or beside axes
+    that are left to the compiler.
     """
     sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(parts) if i >= factors}
     large = [i for i, size in sizes.items() if size >= _OWN_OPERAND_BYTES]

@@ -22,7 +22,6 @@ from jaxcomp._reducers.low_rank import (
     FactorsByName,
     Leaves,
     Wire,
-    fitted_state,
     low_rank_step,
     nan_if_too_large,
 )
@@ -37,8 +36,8 @@ class ACPSGDState(NamedTuple):
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
-    p: PyTree  # compressed leaf: (*batch, rows, r) mean left factor, float32; replicated
-    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    p: PyTree  # compressed leaf: (*batch, rows, r) mean left factor, float32 or wider; replicated
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
     # float32 scalar: whose the residual is, 0 for everybody's; per replica
     owner: Any = np.zeros((), np.float32)
 
@@ -46,7 +45,7 @@ class ACPSGDState(NamedTuple):
 
 
 @functools.partial(names_checked, options=LowRank)
-def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> Reducer:
+def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **arguments: Any) -> Reducer:
     r"""`powersgd` in one all-reduce a step: left and right factors take turns.
 
     With :math:`\hat P, \hat Q` for the orthogonalised factors of the updates before, one of these
@@ -64,7 +63,7 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
     Args:
       rank: Columns of the factors, or a function of (key path, leaf) that returns them.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      **options: Of `powersgd`, but for ``warm_start``.
+      **arguments: Of `powersgd`, but for ``warm_start``.
 
     Returns:
       A transformation as `powersgd`'s. Its state is an `ACPSGDState`.
@@ -83,48 +82,45 @@ def acp_sgd(rank: int | RankFn = 1, *, axis_name: AxisName, **options: Any) -> R
       Zhang, Li, Shi, Chu, Li: Evaluation and Optimization of Gradient Compression for Distributed
       Deep Learning. ICDCS 2023.
     """
-    given = {"rank": rank, "axis_name": axis_name, **options}
-    low_rank = LowRank(**given)
+    given = {"rank": rank, "axis_name": axis_name, **arguments}
+    options = LowRank(**given)
 
     def init(params: PyTree) -> ACPSGDState:
-        p, q = low_rank.random_factors(params, "p", 0, 1), low_rank.random_factors(params, "q", 0)
-        residual, owner = low_rank.zero_residual(params), no_owner(axis_name)
+        p, q = options.random_factors(params, "p", 0, 1), options.random_factors(params, "q", 0)
+        residual, owner = options.zero_residual(params), no_owner(axis_name)
         return ACPSGDState(jnp.zeros([], jnp.int32), residual, p, q, owner)
 
     def reduce(
         updates: PyTree, state: ACPSGDState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
-        leaves = Leaves.of(low_rank, updates)
-        fields = fitted_state(low_rank, leaves, updates, state, ACPSGDState, "p", "q")
-        is_left = (state.count - low_rank.start_step) % 2 == 0
-
         def half(
             left: bool,
+            leaves: Leaves,
             starts: FactorsByName,
             totals: list[Array],
             uncompressed: list[Array],
             wire: Wire,
         ) -> Averaged:
-            n, one, other = len(totals), *(("p", "q") if left else ("q", "p"))
-            bases = orthonormal_bases(starts[other], low_rank.eps)
-            times, views = functools.partial(product, transposed=not left), leaves.views
-            own = nan_if_too_large(views, jax.tree.map(times, views, totals, bases), axis_name)
-            reduced = wire([*own, *uncompressed], n)
+            n, views, one, other = len(totals), leaves.views, *(("p", "q") if left else ("q", "p"))
+            bases = orthonormal_bases(starts[other], options.eps)
+            times = functools.partial(product, transposed=not left)
+            local = nan_if_too_large(views, jax.tree.map(times, views, totals, bases), axis_name)
+            reduced = wire([*local, *uncompressed], n)
             means, sent = (
                 Factors(**{one: x[:n], other: bases}, uncompressed=x[n:])
                 for x in (reduced.means, reduced.sent)
             )
-            kept = {**starts, one: means[0 if left else 1]}
-            return Averaged(means, sent, kept, reduced.finite)
+            return Averaged(means, sent, {**starts, one: reduced.means[:n]}, reduced.finite)
 
         def average(*arrays: Any) -> Averaged:
             turns = [functools.partial(half, left, *arrays) for left in (False, True)]
+            is_left = (state.count - options.start_step) % 2 == 0
             return switch(is_left.astype(jnp.int32), turns)
 
-        return low_rank_step(low_rank, leaves, state, fields, average)
+        return low_rank_step(options, average, updates, state, ACPSGDState, ("p", "q"))
 
     def of_turn(p: int, q: int, step: int | None) -> int:
         return (p + q) // 2 if step is None else q if step % 2 else p
 
-    sent = functools.partial(count_bytes, low_rank, of_factors=of_turn)
+    sent = functools.partial(count_bytes, options, of_factors=of_turn)
     return Reducer(init, reduce, axis_name, made_by=call_text("acp_sgd", given), count_bytes=sent)

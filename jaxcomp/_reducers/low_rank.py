@@ -1,9 +1,10 @@
 """A step of PowerSGD, from gradients to updates and state; read it from the bottom.
 
-`powersgd_step` takes the gradients apart; `low_rank_step` adds the residual, lets the replicas
-average factors and, with them, the uncompressed leaves, rebuilds, and keeps what was not sent;
-`power_iteration` is how the factors come about, and `acp_sgd` gives `low_rank_step` another way.
-Its argument is the wire: a function that averages arrays and says what this replica sent of them.
+`low_rank_step` adds the residual, lets the replicas average factors and, with them, the
+uncompressed leaves, rebuilds, and keeps what was not sent. `power_iteration` is how the factors
+come about, and `acp_sgd` gives `low_rank_step` another way. Both are given the wire: a function
+that averages arrays and says what this replica sent of them. `Leaves` only makes small leaves that
+are alike one array; skip it at first.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class PowerSGDState(NamedTuple):
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
-    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32; replicated
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
     # float32 scalar: whose the residual is, 0 for everybody's; per replica
     owner: Any = np.zeros((), np.float32)
 
@@ -83,13 +84,8 @@ class Averaged(NamedTuple):
 
     means: Factors
     sent: Factors  # what this replica sent of them
-    kept: FactorsByName  # factors for the state
+    new: FactorsByName  # factors for the state
     finite: Array  # bool scalar, equal on every replica
-
-
-# From factors of the state, the sums of gradient and residual of each group, and the uncompressed
-# leaves
-Average = Callable[[FactorsByName, list[Array], list[Array], Wire], Averaged]
 
 
 class Leaves(NamedTuple):
@@ -102,7 +98,7 @@ class Leaves(NamedTuple):
     """
 
     treedef: Any
-    values: list[Any]  # of all leaves, in flattening order
+    values: list[Any]  # gradients of all leaves, in flattening order
     leaf_plans: list[LeafPlan]  # of all leaves
     uncompressed_at: list[int]  # positions of those that are averaged as they are
     groups: list[tuple[int, ...]]  # positions of compressed leaves; those of a group are one array
@@ -156,6 +152,11 @@ class Leaves(NamedTuple):
         return reduce_mean(parts, axis_name, wire, factors=n_factors)
 
 
+# From the leaves, factors of the state by name, the sums of gradient and residual of each group,
+# and the uncompressed leaves
+Average = Callable[[Leaves, FactorsByName, list[Array], list[Array], Wire], Averaged]
+
+
 def _groups(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
     """The compressed leaves; small equal ones together, the small until `_MOST_VALUES`."""
     kinds: dict[Any, list[int]] = {}
@@ -183,14 +184,10 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
     return dataclasses.replace(plan, shape=shape, view=view)
 
 
-def fitted_state(
-    options: LowRank, leaves: Leaves, updates: PyTree, state: Any, kind: Any, *factors: str
+def _fields(
+    options: LowRank, leaves: Leaves, updates: PyTree, state: Any, kind: Any, factors: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """The leaves of the residual and of these factors, by fields that hold any.
-
-    Raises:
-      ValueError: If `state` is not of the class `kind`; listing every leaf that does not fit.
-    """
+    """The leaves of the residual and of these factors, by fields that hold any; checked."""
     held = {*factors, *(["residual"] if options.error_feedback else [])}
     shapes = {
         name: [getattr(x, shape) if name in held and x.view else None for x in leaves.leaf_plans]
@@ -218,7 +215,7 @@ def nan_if_too_large(
 
 def power_iteration(
     options: LowRank,
-    views: list[MatrixView],
+    leaves: Leaves,
     starts: FactorsByName,
     totals: list[Array],
     uncompressed: list[Array],
@@ -228,13 +225,13 @@ def power_iteration(
 
     Args:
       options: `eps`, and the axis of the replicas.
-      views: How each of the arrays is a batch of matrices.
+      leaves: How each of the arrays is a batch of matrices.
       starts: Right factors to begin with, ``"q"``.
       totals: Gradients plus residuals.
       uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
       wire: Averages arrays, of which the first are factors.
     """
-    n, eps, axis_name = len(totals), options.eps, options.axis_name
+    n, eps, axis_name, views = len(totals), options.eps, options.axis_name, leaves.views
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
     left = nan_if_too_large(views, jax.tree.map(product, views, totals, bases), axis_name)
@@ -250,7 +247,7 @@ def power_iteration(
 
 
 def _from_fresh_factors(
-    options: LowRank, leaves: Leaves, count: Array, starts: FactorsByName, *arrays: Any
+    options: LowRank, state: PowerSGDState, leaves: Leaves, starts: FactorsByName, *arrays: Any
 ) -> Averaged:
     """A `power_iteration` from right factors that are drawn for every leaf and count."""
     del starts  # the state holds no factors
@@ -258,17 +255,13 @@ def _from_fresh_factors(
     for group in leaves.groups:
         plan = leaves.leaf_plans[group[0]]
         draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
-        at = lambda index, draw=draw: draw(index, count)  # noqa: E731
+        at = lambda index, draw=draw: draw(index, state.count)  # noqa: E731
         fresh.append(at(group[0]) if len(group) == 1 else jax.vmap(at)(jnp.array(group)))
-    return power_iteration(options, leaves.views, {"q": fresh}, *arrays)._replace(kept={})
+    return power_iteration(options, leaves, {"q": fresh}, *arrays)._replace(new={})
 
 
 def low_rank_step(
-    options: LowRank,
-    leaves: Leaves,
-    state: Any,
-    fields: Mapping[str, list[Any]],
-    average: Average,
+    options: LowRank, average: Average, updates: PyTree, state: Any, kind: Any, held: Sequence[str]
 ) -> Reduction:
     """One update: an all-reduce before `start_step`, averages of factors from then on.
 
@@ -277,19 +270,22 @@ def low_rank_step(
 
     Args:
       options: Arguments of the reducer.
-      leaves: This replica's gradients.
-      state: With a count, a residual and its owner.
-      fields: Its leaves, as `fitted_state` gives them.
       average: `power_iteration` or another way to average the sums of gradient and residual, from
         the factors of the state in the dtype of the sums.
+      updates: This replica's gradients.
+      state: With a count, a residual, its owner, and factors.
+      kind: The class that `state` must be of.
+      held: Its fields that hold factors, of ``"p"`` and ``"q"``.
     """
+    leaves = Leaves.of(options, updates)
+    fields = _fields(options, leaves, updates, state, kind, held)
     start, count, started = options.start_step, state.count, state.count >= options.start_step
     gradients = leaves.stack(leaves.values)
     uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
     wide = [compute_dtype(x.dtype) for x in gradients]
-    factors = {name: leaves.stack(xs) for name, xs in fields.items()}
-    residual = factors.pop("residual", [])
-    starts = {name: jax.tree.map(jnp.astype, xs, wide) for name, xs in factors.items()}
+    before = {name: leaves.stack(xs) for name, xs in fields.items()}
+    residual = before.pop("residual", [])
+    starts = {name: jax.tree.map(jnp.astype, xs, wide) for name, xs in before.items()}
 
     totals = jax.tree.map(jnp.astype, gradients, wide)
     for i, x in enumerate(residual):
@@ -307,11 +303,11 @@ def low_rank_step(
         # Factors that nobody reads.
         p = jax.tree.map(lambda plan, dtype: jnp.zeros(plan.p_shape, dtype), leaves.plans, wide)
         q = jax.tree.map(lambda plan, dtype: jnp.zeros(plan.q_shape, dtype), leaves.plans, wide)
-        return Factors(p, q, []), starts, nan_unless(finite, means), sent, finite
+        return p, q, starts, nan_unless(finite, means), sent, finite
 
     def compressed() -> tuple[Any, ...]:
         wire = functools.partial(leaves.all_reduce, options)
-        means, own, kept, finite = average(starts, totals, uncompressed, wire)
+        means, own, new, finite = average(leaves, starts, totals, uncompressed, wire)
         # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
         # what is as large as the gradients, but for float16, which may overflow where factors did
         # not.
@@ -321,21 +317,22 @@ def low_rank_step(
             finite &= all_finite([x for x in outputs if x.dtype == jnp.float16])
             outputs = nan_unless(finite, outputs)
         outputs += nan_unless(finite, means.uncompressed)
+        # For a reducer around this one; XLA drops it where nobody asks.
         sent = [*as_gradients(jax.tree.map(outer, leaves.views, own.p, own.q)), *own.uncompressed]
-        return own._replace(uncompressed=[]), kept, outputs, sent, finite
+        return own.p, own.q, new, outputs, sent, finite
 
-    own, kept, outputs, sent, finite = from_step(count, start, all_reduced, compressed)
+    own_p, own_q, new, outputs, sent, finite = from_step(count, start, all_reduced, compressed)
     commit = finite & started if start else finite
+    for name, xs in before.items():
+        pairs = zip(new[name], xs, strict=True)
+        new[name] = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
     if residual:
         keep = functools.partial(unsent, commit=commit)
-        kept["residual"] = jax.tree.map(keep, leaves.views, own.p, own.q, totals, residual)
-    for name, xs in factors.items():
-        pairs = zip(kept[name], xs, strict=True)
-        kept[name] = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
+        new["residual"] = jax.tree.map(keep, leaves.views, own_p, own_q, totals, residual)
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
         owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
-        **{name: leaves.unstack(fields[name], xs) for name, xs in kept.items()},
+        **{name: leaves.unstack(fields[name], xs) for name, xs in new.items()},
     )
     means, contribution = (leaves.unstack(leaves.values, xs) for xs in (outputs, sent))
     return Reduction(means, state, contribution, finite)
@@ -350,10 +347,8 @@ def powersgd_step(
     **extra_args: Any,
 ) -> Reduction:
     """One update of `powersgd`, whose docstring has the equations, from its checked arguments."""
-    leaves = Leaves.of(options, updates)
-    held = ["q"] if warm_start else []
-    fields = fitted_state(options, leaves, updates, state, PowerSGDState, *held)
-    average = functools.partial(power_iteration, options, leaves.views)
+    average = functools.partial(power_iteration, options)
     if not warm_start:
-        average = functools.partial(_from_fresh_factors, options, leaves, state.count)
-    return low_rank_step(options, leaves, state, fields, average)
+        average = functools.partial(_from_fresh_factors, options, state)
+    held = ["q"] if warm_start else []
+    return low_rank_step(options, average, updates, state, PowerSGDState, held)

@@ -192,8 +192,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-            known = varying(leaf) if axes else ()
-            summed += [(path, name) for name in axes if name not in known]
+            summed += [(path, name) for name in axes if name not in varying(leaf)]
         elif dtype != jax.dtypes.float0:
             wrong.append((path, leaf))
     if wrong:
