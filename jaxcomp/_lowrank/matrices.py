@@ -269,10 +269,12 @@ def _plan(
     asked = None
     if jnp.issubdtype(plain.dtype, jnp.floating):
         asked = rank(path, leaf) if callable(rank) else rank
-    if asked is None or (dims := matrix_dims(path, leaf)) is None:
+    if asked is None:
         return plain
     if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)) or asked < 1:
         raise _no_rank(name, asked)
+    if (dims := matrix_dims(path, leaf)) is None:
+        return plain
     view = MatrixView(plain.shape, _checked_dims(dims, plain.shape, name))
     r = min(view.n_rows, view.n_cols, int(asked))
     if not is_compressed(view.n_rows, view.n_cols, r, rate) or 0 in view.batch:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -128,7 +128,7 @@ def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
     # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
     # squares lies between 1 and n.
     scaled = matrix / jnp.where(zero, 1, scale)
-    spare = spare_directions(matrix)
+    spare = jnp.broadcast_to(spare_directions(n, rank, matrix.dtype), matrix.shape)
     if rank <= _GRAM_SCHMIDT_RANK:
         if eps is not None:
             eps = jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
@@ -184,8 +184,10 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     fits = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * sum(rows)]
     size = fits[0] if fits else _BLOCK_ROWS[-1]
     counts = np.array([-(-n // size) for n in rows], np.int32)  # blocks of each matrix
-    matrix = np.repeat(np.arange(len(rows), dtype=np.int32), counts)  # of each block
-    blocks, dense = _cut(factors, size), _cut(map(spare_directions, factors), size)
+    matrix = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)  # of each block
+    spare = spare_directions(max(rows), factors[0].shape[-1], dtype)
+    spares = [jnp.broadcast_to(spare[: x.shape[-2]], x.shape) for x in factors]
+    blocks, dense = _cut(factors, size), _cut(spares, size)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
     largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), counts)[matrix][:, None]
@@ -244,18 +246,17 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
 
 
-def spare_directions(like: Array) -> Array:
-    """Dense columns without any structure that a gradient would share: hashed positions.
+def spare_directions(n: int, rank: int, dtype: Any) -> Array:
+    """Dense columns ``(n, rank)`` without structure that a gradient would share: hashed positions.
 
-    Of the shape and dtype of `like`, ``(*batch, n, r)``, in [-0.5, 0.5), the same for all matrices.
+    In [-0.5, 0.5); of fewer rows the first of these.
     """
-    n, rank = like.shape[-2:]
     rows, cols = jnp.arange(n, dtype=jnp.uint32), jnp.arange(1, rank + 1, dtype=jnp.uint32)
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
     bits = rows[:, None] * jnp.uint32(2654435761) + cols[None] * jnp.uint32(0x9E3779B9)
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
-    return jnp.broadcast_to((bits >> 8).astype(like.dtype) / (1 << 24) - 0.5, like.shape)
+    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
 
 
 def _of_matrices(function: Callable[..., Array], blocks: Array, counts: np.ndarray) -> Array:
@@ -271,7 +272,7 @@ def _of_matrices(function: Callable[..., Array], blocks: Array, counts: np.ndarr
     return jnp.concatenate(results)
 
 
-def _cut(factors: Iterable[Array], size: int) -> Array:
+def _cut(factors: Sequence[Array], size: int) -> Array:
     """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
     parts = []
     for x in factors:
@@ -283,7 +284,9 @@ def _cut(factors: Iterable[Array], size: int) -> Array:
 
 def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
     """The inverse of `_cut`."""
-    counts = [math.prod(x.shape[:-2]) * -(-x.shape[-2] // blocks.shape[1]) for x in like]
-    parts = zip(jnp.split(blocks, np.cumsum(counts)[:-1]), like, strict=True)
-    padded = [(part.reshape(*x.shape[:-2], -1, x.shape[-1]), x.shape[-2]) for part, x in parts]
-    return [x[..., :n, :] for x, n in padded]
+    numbers = [math.prod(x.shape[:-2]) for x in like]
+    counts = [k * -(-x.shape[-2] // blocks.shape[1]) for k, x in zip(numbers, like, strict=True)]
+    parts = zip(jnp.split(blocks, np.cumsum(counts)[:-1]), numbers, like, strict=True)
+    # With an axis of matrices where there is one matrix, too: else XLA copies a large leaf on GPU.
+    padded = [(part.reshape(k, -1, x.shape[-1]), x.shape) for part, k, x in parts]
+    return [x[:, : shape[-2]].reshape(shape) for x, shape in padded]

@@ -23,8 +23,9 @@ from jaxcomp._base.leaves import round_to, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 # An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
-# further one costs some 0.2 ms; packing and unpacking a megabyte costs more.
-_OWN_OPERAND_BYTES = 1 << 20
+# further one costs some 0.2 ms, less than packing and unpacking a megabyte; on GPU the launch of a
+# copy is nothing beside the copy from here on.
+_OWN_OPERAND_BYTES = 1 << 21
 # With the widening of factors of more columns than these fused into their products, jaxlib 0.12
 # compiles for GPUs for minutes (GPT-2 small at rank 128: 209 s of a processor; at rank 64: 50).
 _FUSED_COLUMNS = 64

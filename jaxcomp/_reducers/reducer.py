@@ -144,7 +144,7 @@ def _enter(
             averaged = weighted_gradients(gradients, weight, axis_name)
         result = reduce(averaged, state, params, **extra)
         trees = (gradients, result.updates, result.sent)
-        wanted, *found = ([x.dtype for x in jax.tree.leaves(tree)] for tree in trees)
+        wanted, *found = (jax.tree.flatten(jax.tree.map(lambda x: x.dtype, tree)) for tree in trees)
         return result if found == [wanted] * 2 else _in_dtypes_of(gradients, result, state)
 
     gradients = unboxed(updates)
@@ -198,7 +198,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     if wrong:
         raise _not_floating(wrong)
     if summed:
-        raise _already_summed(*summed[0])
+        raise _already_summed(axis_name, *summed[0])
 
 
 def _not_floating(leaves: Sequence[tuple[KeyPath, Any]]) -> ValueError:
@@ -216,12 +216,12 @@ def _not_floating(leaves: Sequence[tuple[KeyPath, Any]]) -> ValueError:
     )
 
 
-def _already_summed(path: KeyPath, axis: str) -> ValueError:
+def _already_summed(axis_name: AxisName, path: KeyPath, axis: str) -> ValueError:
     return ValueError(
         f"The gradient {leaf_name(path)} is the same on every replica along {axis!r}: it was "
         "already summed by jax.grad inside shard_map(check_vma=True), so there is nothing left to "
-        f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis!r}), or mark the "
-        f"parameters with jax.lax.pcast(params, {axis!r}, to='varying') before jax.grad."
+        f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the "
+        f"parameters with jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
     )
 
 
@@ -238,9 +238,9 @@ def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> 
     """
 
     def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
-        owner = getattr(state, "owner", None)
         fresh = lambda: init(updates if params is None else params)  # noqa: E731
-        if not (has_rows(state, fresh) if owner is None else np.ndim(owner)):
+        owned = "owner" in getattr(type(state), "per_replica", ())
+        if not (np.ndim(state.owner) if owned else has_rows(state, fresh)):
             return update(updates, state, params, **extra)
         result = update(updates, without_row(state), params, **extra)
         if hasattr(result, "_replace"):
@@ -283,26 +283,31 @@ def fitted(
         each = zip(paths, expected, held, strict=True)
         wrong += [(field, path, want, shape) for (path, _), want, shape in each if want != shape]
     if wrong:
-        raise _other_shapes(kind.__name__, wrong)
+        raise _other_shapes(kind, wrong)
     return found
 
 
-def _other_shapes(kind: str, wrong: Sequence[tuple[str, KeyPath, Any, Any]]) -> ValueError:
-    hint = (
-        "Use the arguments that it was made with (rank, matrix_dims, error_feedback, warm_start), "
-        "or jaxcomp.adapt_state."
-    )
+def _other_shapes(kind: type, wrong: Sequence[tuple[str, KeyPath, Any, Any]]) -> ValueError:
+    hint = "make a new state."
+    if hasattr(kind, "q"):
+        hint = (
+            "use the rank, matrix_dims, error_feedback and warm_start that it was made with, or "
+            "jaxcomp.adapt_state."
+        )
     if "residual" in {field for field, *_ in wrong}:
         hint = (
-            "A residual that has an axis of replicas too many or lacks one was not placed with "
-            f"jaxcomp.shard_state and mapped with jaxcomp.state_specs. Otherwise: {hint}"
+            "place it with jaxcomp.shard_state and map it with jaxcomp.state_specs, if a residual "
+            f"has an axis of replicas too many or lacks one; otherwise {hint}"
         )
     shown = lambda shape: "none" if shape is None else shape  # noqa: E731
     listed = "\n  ".join(
         f"{field}{leaf_name(path)}: expected {shown(want)}, got {shown(shape)}"
         for field, path, want, shape in wrong
     )
-    return ValueError(f"The {kind} does not fit these gradients and arguments:\n  {listed}\n{hint}")
+    return ValueError(
+        f"The {kind.__name__} does not fit these gradients and arguments:\n  {listed}\n"
+        f"{hint[0].upper()}{hint[1:]}"
+    )
 
 
 def _other_leaves(kind: type, field: str, updates: PyTree, state: Any) -> ValueError:

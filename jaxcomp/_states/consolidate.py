@@ -163,7 +163,7 @@ def _owner_of_all(owners: Array) -> Array:
     """0 for the owners of all replicas, in any order, or of everybody; NaN for any other set."""
     wanted = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
     # Not sorted: on an Explicit mesh nothing is, along an axis of it.
-    each = bool(owners.ndim) & (jnp.atleast_1d(owners)[:, None] == wanted).any(axis=0).all()
+    each = bool(owners.ndim) & (jnp.atleast_1d(owners)[:, None] == wanted[None]).any(axis=0).all()
     return jnp.where(each | (owners == 0).all(), 0.0, jnp.nan).astype(jnp.float32)
 
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType
 from leaves import zeros
-from runners import AXIS
+from runners import AXIS, sharded
 
 import jaxcomp
 
@@ -77,6 +78,11 @@ SECOND = r"keeps a residual of its own.*error_feedback=False"
         (FEEDBACK(jaxcomp.batched_powersgd(2, axis_name=AXIS)), SECOND),
         (FEEDBACK(FEEDBACK(INT8)), SECOND),
         (POWERSGD(matrix_dims=jaxcomp.stacked("block")), "'block'.*names no part of .*blocks"),
+        # The rank is looked at before it is asked how the leaf is a matrix.
+        (
+            jaxcomp.powersgd(lambda *_: 0, axis_name=AXIS, matrix_dims=lambda *_: None),
+            r"positive integer or None, got 0 for the leaf \['blocks'\]",
+        ),
         (
             optax.inject_hyperparams(jaxcomp.powersgd)(rank=2, axis_name=AXIS),
             r"static_args=\('rank', ...\)",
@@ -128,7 +134,10 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
             TX, jaxcomp.stack_replicas(STATE, 2), TWO,
             r"residual\['a'\].*rows of 2 replicas.*shard_state",
         ),
-        (FED_BACK, RESIDUAL, {"w": (2, 3)}, r"residual\['w'\]: expected \(2, 3\), got \(4, 3\)"),
+        (
+            FED_BACK, RESIDUAL, {"w": (2, 3)},
+            r"(?s)residual\['w'\]: expected \(2, 3\), got \(4, 3\).*otherwise make a new state",
+        ),
         (FED_BACK, RESIDUAL, {"v": (4, 3)}, "different tree structures"),
     ],
     ids=["rank", "tree", "a factor", "rows", "shape", "name"],
@@ -137,3 +146,24 @@ def test_a_state_that_does_not_fit_the_gradients_is_refused(tx, state, shapes, w
     grads = {name: jnp.zeros((2, *shape)) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS), grads, state)
+
+
+def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
+    """By position, the gradients of two leaves would be swapped without a word."""
+
+    def renamed(updates, state, params=None, **extra_args):
+        other = {"z": updates["a"], "b": updates["b"]}
+        return jaxcomp.Reduction(other, state, other, jnp.array(True))
+
+    tx = jaxcomp.Reducer(lambda params: optax.EmptyState(), renamed, AXIS)
+    grads = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match="'z'"):
+        jax.vmap(lambda g: tx.update(g, optax.EmptyState()), axis_name=AXIS)(grads)
+
+
+def test_gradients_that_are_summed_already_are_refused_with_a_remedy_for_all_axes():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    tx = jaxcomp.allreduce(axis_name=("a", "b"))
+    run = sharded(mesh, lambda g: tx.update(g, optax.EmptyState())[0], jax.P(), jax.P())
+    with pytest.raises(ValueError, match=r"local_value_and_grad\(loss, \('a', 'b'\)\)"):
+        run(jnp.ones(3))
