@@ -121,8 +121,8 @@ def names_checked(
     if options is not None:
         own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
         others = inspect.signature(options).parameters.values()
-        left = [p for p in others if p.name not in {*signature.parameters, *but}]
-        named = [p.replace(kind=p.KEYWORD_ONLY) for p in left]
+        others = [p for p in others if p.name not in {*signature.parameters, *but}]
+        named = [p.replace(kind=p.KEYWORD_ONLY) for p in others]
         signature = signature.replace(parameters=[*own, *named])
     known = list(signature.parameters)
 

@@ -140,10 +140,10 @@ def error_feedback(
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
         finite, unsent = result.finite, []
         for e, total, own in zip(residual, totals, floating_leaves(result.sent), strict=True):
-            left = total - own
+            remaining = total - own
             if every > 1:  # what was not added is still to come
-                left += jnp.where(due, 0, e.astype(left.dtype))
-            unsent.append(jnp.where(finite, left.astype(e.dtype), e))
+                remaining += jnp.where(due, 0, e.astype(remaining.dtype))
+            unsent.append(jnp.where(finite, remaining.astype(e.dtype), e))
         new = ErrorFeedbackState(
             jax.tree.structure(state.residual).unflatten(unsent),
             result.state,

@@ -160,14 +160,14 @@ def _carried(
     Refuses leaves for which the function returns None, and lists them.
     """
     nodes, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=_is_masked)
-    beside = jax.tree.leaves(old, is_leaf=_is_masked)
-    if len(beside) != len(nodes):
+    held = jax.tree.leaves(old, is_leaf=_is_masked)
+    if len(held) != len(nodes):
         raise ValueError(
-            f"The {field} of the state has {len(beside)} leaves and the parameters have "
+            f"The {field} of the state has {len(held)} leaves and the parameters have "
             f"{len(nodes)}. Pass the parameters that the state was made for."
         )
     results, wrong = [], []
-    for (path, fresh), value in zip(nodes, beside, strict=True):
+    for (path, fresh), value in zip(nodes, held, strict=True):
         both = not _is_masked(fresh) and not _is_masked(value)
         result = function(jnp.asarray(value), fresh) if both else fresh
         if result is None:

@@ -43,12 +43,14 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
             subtrees[path[:length]].append((leaf_name(path), np.shape(leaf), axes))
     for path, leaves in subtrees.items():  # from the root down
         named = {axes[0] for _, _, axes in leaves if axes}
-        told = len(named) == 1 and all(axes for *_, axes in leaves) and _LAYERS.fullmatch(*named)
+        is_layer_axis = (
+            len(named) == 1 and all(axes for *_, axes in leaves) and _LAYERS.fullmatch(*named)
+        )
         alike = len({shape[:1] for _, shape, _ in leaves}) == 1
         whole = [name for name, shape, _ in leaves if len(shape) > 2 and name in factors]
-        if alike and (told or min(len(shape) for _, shape, _ in leaves) == 2) and whole:
+        if alike and (is_layer_axis or min(len(shape) for _, shape, _ in leaves) == 2) and whole:
             name = _last(path)
-            why = f"called {named.pop()!r}" if told else "as stacked layers have"
+            why = f"called {named.pop()!r}" if is_layer_axis else "as stacked layers have"
             warnings.warn(
                 f"All leaves in {leaf_name(path)} have a leading axis of {leaves[0][1][0]}, {why}, "
                 f"and {whole[0]} is compressed as one matrix. If they are layers, pass "
