@@ -229,7 +229,8 @@ def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> 
     """The same update, also of a state whose per-replica leaves are rows ``(1, *leaf)``.
 
     So `jax.shard_map` hands a state over that is mapped by `state_specs`. What comes out has rows
-    where what went in had them.
+    where what went in had them. A state with an owner of its own shows it; any other is searched
+    for owners, or compared with a fresh one.
 
     Args:
       update: An Optax update, for per-replica leaves of the shapes that `init` gives them. It

@@ -75,6 +75,7 @@ def foreign() -> Table:
             files.slots(error_dict={0: torch.zeros(3, dtype=torch.int64)}), "floating-point",
         ),
         "2**40 iterations": (files.slots(iter=2**40), "`iter`"),
+        "True iterations": (files.slots(iter=True), "`iter` must be a number of its kind"),
         "a rate of 10**400": (files.slots(min_compression_rate=10**400), "min_compression_rate"),
         "a rate that is none": (files.slots(min_compression_rate=np.nan), "min_compression_rate"),
         "a version in a list": (own(version=[1]), "format version a list"),

@@ -147,8 +147,10 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
 def _number(name: str, value: Any) -> int | float | bool:
     value = value.item() if isinstance(value, np.generic) else value
     kind = _NUMBERS[name]
-    if isinstance(value, int | float) and abs(value) < _MAX_NUMBER and kind(value) == value:
-        return kind(value)  # nan is not below anything
+    if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
+        exact = kind(value) == value and (kind is bool or not isinstance(value, bool))
+        if kind is float or exact:
+            return kind(value)
     raise CheckpointMismatch(
         f"`{name}` must be a number of its kind below 2**62, got {type(value).__name__}"
     )
