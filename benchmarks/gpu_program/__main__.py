@@ -33,7 +33,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
 from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
-from jaxcomp._wire.hlo import Instruction, parse
+from jaxcomp._wire.collectives import Instruction, parse
 
 OUT = RESULTS / "gpu_program.json"
 _DEVICES = 8
@@ -79,10 +79,8 @@ def count(program: Program, computation: str | None = None) -> tuple[int, int]:
 def _called(program: Program, x: Instruction) -> tuple[int, int]:
     names = [name for how, name in x.calls if how in ("body", "condition")]
     if names:
-        trips = re.search(r'known_trip_count":\{"n":"(\d+)"', x.attributes)
-        times = int(trips[1]) if trips else 1
         counted = [count(program, name) for name in names]
-        return times * sum(k for k, _ in counted), times * sum(c for _, c in counted)
+        return x.times * sum(k for k, _ in counted), x.times * sum(c for _, c in counted)
     return max(count(program, name) for _, name in x.calls)
 
 
