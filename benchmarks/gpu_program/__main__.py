@@ -9,7 +9,7 @@ seconds to compile. Of a conditional the branch with more kernels counts, a loop
 it runs. No program is run.
 
 Needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax. Prints the table that is
-in docs/gpu.md, and writes gpu_program.json.
+in docs/compatibility.md, and writes gpu_program.json.
 """
 
 from __future__ import annotations

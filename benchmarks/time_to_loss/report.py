@@ -1,4 +1,4 @@
-"""The runs as seconds until a loss: tables, their place in docs/time_to_loss.md, a picture."""
+"""The runs as seconds until a loss: tables, their place in docs/performance.md, a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.common.style import (
 )
 from benchmarks.common.tables import in_page, markdown, with_interval
 
-PAGE = ROOT / "docs" / "time_to_loss.md"
+PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "sudo python -m benchmarks.time_to_loss"
 EXACT = "jax/allreduce"
 _HOOK = "torch/powersgd-"

@@ -23,14 +23,18 @@ import jaxcomp
 import torch_bridge
 
 
-def blocks(page, language="python"):
-    return re.findall(rf"(?<!-->\n)```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def blocks(page, language="python", section=""):
+    """The programs of a page that are not examples/, or of one section of it."""
+    text = (ROOT / page).read_text()
+    if section:
+        text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(rf"(?<!-->\n)```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def run(page, names):
-    """Executes the page's programs from top to bottom, in `names`."""
+def run(page, names, section=""):
+    """Executes the programs from top to bottom, in `names`."""
     with jax.numpy_dtype_promotion("standard"):  # what a user has
-        exec(compile("\n".join(blocks(page)), page, "exec"), names)
+        exec(compile("\n".join(blocks(page, section=section)), page, "exec"), names)
     return names
 
 
@@ -129,9 +133,8 @@ def test_the_programs_about_mixed_precision_skip_an_overflow():
         x, w = batch.astype(jnp.float16), params["w"].astype(jnp.float16)
         return jnp.mean((x @ w).astype(jnp.float32) ** 2)
 
-    assert len(blocks("docs/mixed_precision.md")) == 2
     names = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "loss_fn": loss_fn}
-    run("docs/mixed_precision.md", names)
+    run("docs/adopt.md", names, "Mixed precision")
     mesh, params = mesh_of(4), {"w": jnp.ones((16, 8))}
     state = jaxcomp.shard_state(names["tx"].init(params), mesh, "data")
     specs = jaxcomp.state_specs(state, "data")

@@ -154,7 +154,7 @@ def test_the_break_even_is_where_the_times_cross(
 
 
 def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
-    # docs/time_to_loss.md: 12.9 million parameters at width 512, 160 ms of computation, two
+    # docs/performance.md: 12.9 million parameters at width 512, 160 ms of computation, two
     # processes. Milliseconds at 1 Gbit/s and at 100 Mbit/s.
     sizes = {"qkv": 3, "out": 1, "up": 4, "down": 4}
     block = shapes(**{name: (512, 512 * n) for name, n in sizes.items()})
