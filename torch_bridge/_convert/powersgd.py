@@ -22,7 +22,7 @@ from torch_bridge._hook.buckets import BucketLayout, FactorSlot
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import flatten, plain_path
+from torch_bridge._pairing.leaves import leaves_by_path, trained, without_collection
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
@@ -32,19 +32,17 @@ if TYPE_CHECKING:
         PowerSGDState as TorchPowerSGDState,
     )
 
+Path: TypeAlias = tuple[str, ...]
 _MISSING_RANKS = ("error", "zero", "replicate")
 
 
-class Term(NamedTuple):
-    """A torch tensor of which a leaf is made, as the hook has it."""
+class CommonMatrix(NamedTuple):
+    """A matrix that both sides compress: a Flax leaf, and a torch tensor or rows of one."""
 
+    path: Path  # of the leaf, without the collection
     pair: Pair
-    name: str | None  # in the layout; None where the tensor is frozen
-    slot: FactorSlot | None  # of its factors; None where it is not compressed
-    q_rows: np.ndarray | None  # ``q = torch_q[q_rows]``; None where one side compresses nothing
-
-
-Leaf: TypeAlias = tuple[LeafPlan, list[Term]]
+    slot: FactorSlot  # of torch's factors, with the tensor as it lies in its bucket
+    q_rows: np.ndarray  # ``q = torch_q[q_rows]``
 
 
 def powersgd_from_torch(
@@ -102,71 +100,84 @@ def powersgd_from_torch(
         )
     layout = layout_of(checkpoint, layout, pairs)
     pairs = _pairs_for_trained(checkpoint.model, params, pairs, layout)
-    return filled_state(checkpoint, params, pairs, layout, missing_ranks, matrix_dims)
+    errors = mean_errors(checkpoint, layout, missing_ranks)
+    record, aliases = checkpoint.powersgd[0], checkpoint.aliases
+    return filled_state(record, errors, params, pairs, layout, aliases, matrix_dims)
 
 
 def filled_state(
-    checkpoint: Checkpoint,
+    record: PowerSGDRecord,
+    errors: Mapping[str, np.ndarray],
     params: Any,
     pairs: Pairs,
     layout: BucketLayout | None,
-    missing_ranks: str,
+    aliases: Mapping[str, str],
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """`powersgd_from_torch` where the pairs of `params` and the layout are known."""
-    record = checkpoint.powersgd[0]
+    """`powersgd_from_torch` where the mean `errors`, the pairs of `params` and `aliases` are known.
+
+    All ranks have the Q of `record`.
+    """
     known = layout if record.buckets else None
-    leaves, treedef, problems = _aligned(params, record, known, pairs, checkpoint, matrix_dims)
-    _refuse(problems)
-    errors = _mean_errors(checkpoint, layout, missing_ranks)
-    residuals: list[Any] = [optax.MaskedNode()] * len(leaves)
-    factors, afresh = list(residuals), list[str]()
-    for index, (plan, terms) in enumerate(leaves):
-        if plan.view is None:
-            continue
-        # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
-        residual = np.zeros(plan.shape, np.float32)
-        q = fresh = np.random.default_rng(index).standard_normal(plan.q_shape, np.float32)
-        for term in terms[:1]:
-            if term.name in errors and len(terms) == 1:
-                residual = term.pair.to_flax(errors[term.name])
-            if term.slot is not None and term.slot.bucket in record.q_memory_dict:
-                torch_q = term.slot.q(record.q_memory_dict[term.slot.bucket])
-                q = torch_q.astype(np.float32)[term.q_rows]
-            if not (np.isfinite(residual).all() and np.isfinite(q).all()):
-                afresh.append("/".join(term.pair.path))
-                residual, q = np.zeros(plan.shape, np.float32), fresh
-        if record.use_error_feedback:
-            residuals[index] = jnp.array(residual)
-        if record.warm_start:
-            factors[index] = jnp.array(q)
+    plans, matrices = _common_matrices(params, pairs, record, known, aliases, matrix_dims)
+    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
+    residuals, factors = dict[Path, np.ndarray](), dict[Path, np.ndarray]()
+    for seed, (path, plan) in enumerate(plans.items()):
+        if plan.view:
+            residuals[path] = np.zeros(plan.shape, np.float32)
+            generator = np.random.default_rng(seed)
+            factors[path] = generator.standard_normal(plan.q_shape, np.float32)
+    afresh, packed = list[str](), set[str]()
+    for path, pair, slot, q_rows in matrices:
+        residual, q = residuals[path], factors[path]
+        if errors:
+            residual = pair.to_flax(errors[slot.entry.name])
+        if slot.bucket in record.q_memory_dict:
+            torch_q = slot.q(record.q_memory_dict[slot.bucket])
+            q = torch_q.astype(np.float32)[q_rows].reshape(q.shape)
+        if np.isfinite(residual).all() and np.isfinite(q).all():
+            residuals[path], factors[path] = residual, q
+        else:
+            afresh.append("/".join(path))
+        if pair.rows is not None:
+            packed.add(pair.torch_name)
     if afresh:
         warnings.warn(
             f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
             "never used, or the run diverged. It starts afresh, with a new Q and no residual.",
             stacklevel=3,
         )
-    terms = [term for _, own in leaves for term in own if term.slot is not None]
-    if packed := sorted({term.pair.torch_name for term in terms if term.pair.rows is not None}):
+    if packed:
         warnings.warn(
-            f"{printable(', '.join(packed))}: torch has one Q for all parts of a packed matrix. "
-            f"Each Flax kernel gets this Q and its part of the error, so the next steps are "
-            f"equivalent in kind, not equal. A Flax model with one packed kernel continues "
-            f"exactly.",
+            f"{printable(', '.join(sorted(packed)))}: torch has one Q for all parts of a packed "
+            "matrix. Each Flax kernel gets this Q and its part of the error, so the next steps are "
+            "equivalent in kind, not equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
+
+    def tree(found: Mapping[Path, np.ndarray], kept: bool) -> Any:
+        known = found if kept else {}
+        return jax.tree.structure(unboxed(params)).unflatten(
+            jnp.array(known[path]) if path in known else optax.MaskedNode() for path in plans
+        )
+
     return PowerSGDState(
         jnp.asarray(record.iter, jnp.int32),
-        treedef.unflatten(residuals),
-        treedef.unflatten(factors),
+        tree(residuals, record.use_error_feedback),
+        tree(factors, record.warm_start),
         owner=jnp.zeros([], jnp.float32),
     )
 
 
-def _mean_errors(
+def mean_errors(
     checkpoint: Checkpoint, layout: BucketLayout | None, missing_ranks: str
 ) -> dict[str, np.ndarray]:
-    """Parameter -> mean error; empty before the start and without error feedback."""
+    """Parameter -> mean error; empty before the start and without error feedback.
+
+    Raises:
+      ValueError: `missing_ranks` is no choice.
+      CheckpointMismatch: Ranks are missing, and nothing was chosen.
+    """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
     if layout is None or not checkpoint.powersgd[0].error_dict:
@@ -189,86 +200,53 @@ def _mean_errors(
 # --- both ways ----------------------------------------------------------------------------------
 
 
-def _aligned(
+def _common_matrices(
     params: Any,
+    pairs: Pairs,
     record: PowerSGDRecord,
     layout: BucketLayout | None,
-    pairs: Pairs,
-    like: Checkpoint | None,
+    aliases: Mapping[str, str],
     matrix_dims: MatrixDimsFn | None,
-) -> tuple[list[Leaf], Any, list[str]]:
-    """Jaxcomp's decision for every leaf beside torch's, with torch's rank and rate.
+) -> tuple[dict[Path, LeafPlan], list[CommonMatrix]]:
+    """What both sides compress, with torch's rank and rate.
 
     Args:
       params: The Flax parameters.
+      pairs: Of `params`.
       record: For rank and rate.
       layout: Where torch has the state; None before it has any.
-      pairs: Of `params`.
-      like: The checkpoint, for the names of tied tensors.
+      aliases: Torch names of tied tensors -> the first name of the same memory.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Returns:
-      The leaves, the structure of the state's trees, and a line for each matrix of the one side
-      that the other does not have.
+      What jaxcomp does with each leaf of `params`, in their order, and the matrices; none before
+      torch has a state.
+
+    Raises:
+      CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
     """
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
-    plans = plan_leaves(params, rank, rate, matrix_dims)
-    entries = layout.entries if layout else {}
+    found = plan_leaves(params, rank, rate, matrix_dims)
+    plans = dict(zip(leaves_by_path(params), found, strict=True))
     slots = layout.slots_of(record) if layout else {}
-    orders = {name: slot.entry.column_order() for name, slot in slots.items()}
-    names = names_in(pairs, entries, like.aliases if like else {})
-    paths = [plain_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    leaves = [(plan, list[Term]()) for plan in plans]
-    by_path = dict(zip(paths, leaves, strict=True))
+    names = names_in(pairs, layout.entries if layout else {}, aliases)
+    matrices: list[CommonMatrix] = []
     problems: list[str] = []
     for pair in pairs:
-        plan, terms = by_path[pair.path]
-        name, q_rows = names.get(pair.torch_name), None
-        slot = slots.get(name or "")
+        if pair.torch_name not in names:
+            continue  # frozen in torch
+        path, slot = without_collection(pair.path), slots.get(names[pair.torch_name])
+        plan = plans[path]
         try:
-            if slot is not None:
-                q_rows = _rows_of_q(plan, pair, slot, orders[slot.entry.name])
-            elif slots and name is not None and plan.view is not None:
+            if slot and plan.view:
+                matrices.append(CommonMatrix(path, pair, slot, _rows_of_q(plan, pair, slot)))
+            elif plan.view:
                 raise CheckpointMismatch("compressed by jaxcomp only")
+            elif slot and slot.rank < min(slot.rows, slot.cols):  # by which something is lost
+                raise CheckpointMismatch(f"compressed by torch only ({slot.rows} x {slot.cols})")
         except CheckpointMismatch as error:
             line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
             problems.append(f"{line}: {error.message}")
-        terms.append(Term(pair, name, slot, q_rows))
-    return leaves, jax.tree.structure(unboxed(params)), problems
-
-
-def _rows_of_q(
-    plan: LeafPlan, pair: Pair, slot: FactorSlot, order: np.ndarray | None
-) -> np.ndarray | None:
-    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``.
-
-    Args:
-      plan: Of the leaf.
-      pair: Of the leaf and the tensor.
-      slot: Of the tensor's factors.
-      order: Of the tensor's columns in memory; None where these are mixed with rows.
-
-    Returns:
-      Positions, shape (cols,); None where a full-rank Q of torch's is not needed.
-
-    Raises:
-      CheckpointMismatch: The state of the tensor cannot be that of the leaf.
-    """
-    if plan.view is None:
-        if slot.rank == min(slot.rows, slot.cols):
-            return None
-        raise CheckpointMismatch(f"compressed by torch only ({slot.rows} x {slot.cols})")
-    if plan.view.batch or pair.terms > 1:
-        raise CheckpointMismatch("several torch matrices in one leaf, which have several Q")
-    if order is None:
-        raise CheckpointMismatch(f"its strides {slot.entry.strides} mix torch's rows and columns")
-    _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    if plan.rank != slot.rank:
-        raise CheckpointMismatch(f"rank {plan.rank}, torch has {slot.rank}")
-    return np.argsort(order)[cols]
-
-
-def _refuse(problems: list[str]) -> None:
     if problems:
         raise CheckpointMismatch(
             "torch and jaxcomp do not compress the same matrices. If torch's view(shape[0], -1) "
@@ -277,12 +255,29 @@ def _refuse(problems: list[str]) -> None:
             mis_shaped=problems,
             parameters=("matrix_dims",),
         )
+    return plans, matrices
+
+
+def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray:
+    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
+
+    Raises:
+      CheckpointMismatch: Torch's matrix is another than the leaf's.
+    """
+    assert plan.view is not None
+    _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
+    order = slot.entry.column_order()
+    if order is None:
+        raise CheckpointMismatch(f"its strides {slot.entry.strides} mix torch's rows and columns")
+    if plan.rank != slot.rank:
+        raise CheckpointMismatch(f"rank {plan.rank}, torch has {slot.rank}")
+    return np.argsort(order)[cols]
 
 
 def _pairs_for_trained(
     model: Mapping[str, Any], params: Any, pairs: Pairs | None, layout: BucketLayout | None
 ) -> tuple[Pair, ...]:
-    """`pairs_for` parameters of which those may be missing that a layout does not know.
+    """`pairs_for` parameters, those that are in no bucket included or not.
 
     Raises:
       CheckpointMismatch: As for `pair`, or there is neither a model nor a layout.
@@ -294,9 +289,8 @@ def _pairs_for_trained(
             parameters=("layout",),
         )
     known = layout.shapes() if layout else {}
-    model = model or known
     try:
-        return pairs_for(model, params, pairs)
+        return pairs_for(model or known, params, pairs)
     except CheckpointMismatch:
         kept = {name: value for name, value in model.items() if name in known}
         if pairs is not None or not kept:
@@ -355,123 +349,100 @@ def powersgd_to_torch(
       >>> back.iter, back.start_powerSGD_iter, back.q_memory_dict[0].shape
       (7, 9, torch.Size([12]))
     """
-    trained = params_of(state, params)
-    model = like.model if like is not None and like.model else layout.shapes()
-    found = _pairs_for_trained(model, trained, pairs, layout)
-    record = export_record(state, trained, layout, like, matrix_dims, found)
+    like, params = like or Checkpoint({}), trained(params)
+    found = _pairs_for_trained(like.model, params, pairs, layout)
+    record = record_of_state(state, params, layout, like, matrix_dims, found)
     return state_from_record(record, process_group)
 
 
-def params_of(state: PowerSGDState, params: Any) -> Any:
-    """The part of `params` that a reducer's state is of, by its paths.
-
-    Raises:
-      CheckpointMismatch: The state has leaves that `params` has not; they are listed.
-    """
-    leaves = flatten(params).leaves
-    flat, treedef = jax.tree_util.tree_flatten_with_path(
-        state.q, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode)
-    )
-    paths = [plain_path(path) for path, _ in flat]
-    found = [leaves.get(path, leaves.get(("params", *path))) for path in paths]
-    lost = ["/".join(path) for path, leaf in zip(paths, found, strict=True) if leaf is None]
-    if lost:
-        raise CheckpointMismatch(
-            "The PowerSGD state is not one of these parameters. Pass the tree that it was made "
-            "for, or linen variables that contain it.",
-            missing=lost,
-        )
-    return treedef.unflatten(found)
-
-
-def export_record(
+def record_of_state(
     state: PowerSGDState,
     params: Any,
-    layout: BucketLayout,
-    like: Checkpoint | None,
+    layout: BucketLayout | None,
+    like: Checkpoint,
     matrix_dims: MatrixDimsFn | None,
     pairs: Pairs,
 ) -> PowerSGDRecord:
-    """What `powersgd_to_torch` puts into torch's object, as arrays."""
+    """What `powersgd_to_torch` puts into torch's object, as arrays of its own."""
     count = int(np.asarray(state.count))
-    records = like.powersgd if like is not None else ()
-    old = (
-        records[0]
-        if records
-        else PowerSGDRecord(
-            max((q.shape[-1] for q in jax.tree.leaves(state.q)), default=1),
-            0,
-            *({}, {}, {}),
-            start_powerSGD_iter=max(2, count),
-            use_error_feedback=bool(jax.tree.leaves(state.residual)),
-            warm_start=bool(jax.tree.leaves(state.q)),
-        )
+    born_in_jax = PowerSGDRecord(
+        max((q.shape[-1] for q in jax.tree.leaves(state.q)), default=1),
+        0,
+        *({}, {}, {}),
+        start_powerSGD_iter=max(2, count),
+        use_error_feedback=bool(jax.tree.leaves(state.residual)),
+        warm_start=bool(jax.tree.leaves(state.q)),
     )
+    old = like.powersgd[0] if like.powersgd else born_in_jax
     base = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
     if not old.buckets and count == old.iter:  # nothing but counters and hyperparameters
         return base
-    aligned, treedef, problems = _aligned(params, base, layout, pairs, like, matrix_dims)
-    trees = (treedef.flatten_up_to(tree) for tree in (state.residual, state.q))
-    leaves = list(zip(aligned, *trees, strict=True))
-    for (plan, _), residual, q in leaves:
-        problems += _shape_problems(plan, residual, q)
-    _refuse(problems)
+    if layout is None:
+        raise CheckpointMismatch(
+            "The torch file was saved before compression began, so it has no bucket layout, and "
+            "JAX has gone on since. Call torch_bridge.record_layout in a torch run of the same "
+            "model, and pass layout=.",
+            parameters=("layout",),
+        )
+    plans, matrices = _common_matrices(params, pairs, base, layout, like.aliases, matrix_dims)
+    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
+    _check_shapes(plans, residuals, factors)
     kept = base.use_error_feedback, base.warm_start, base.warm_start
     # Written through views of the buckets: a second copy would double the memory.
-    flats, ps, q_memory = (
+    errors, ps, qs = (
         {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
         for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
-    errors: dict[str, np.ndarray] = {}
-    for bucket, flat in flats.items():
-        errors |= layout.split(bucket, flat)
-    qs: dict[str, list[np.ndarray]] = {}
-    for (_, terms), residual, q in leaves:
-        for term in terms:
-            if term.slot is None or term.q_rows is None:
-                continue
-            name = term.slot.entry.name
-            if errors and not isinstance(residual, optax.MaskedNode):
-                values = to_numpy(residual).astype(np.float32)
-                errors[name][slice(*term.pair.row_range)] = term.pair.to_torch(values)
-            if not isinstance(q, optax.MaskedNode):
-                torch_q = np.empty((term.slot.cols, term.slot.rank), np.float32)
-                torch_q[term.q_rows] = to_numpy(q)
-                qs.setdefault(name, []).append(torch_q)
-    for name, slot in layout.slots_of(base).items() if base.warm_start else ():
-        slot.q(q_memory[slot.bucket])[...] = _common(slot, qs.get(name, []))
+    parts = {k: v for b, flat in errors.items() for k, v in layout.split(b, flat).items()}
+    found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
+    for path, pair, slot, q_rows in matrices:
+        name = slot.entry.name
+        if parts and path in residuals:
+            values = to_numpy(residuals[path]).astype(np.float32)
+            parts[name][slice(*pair.row_range)] = pair.to_torch(values)
+        if path in factors:
+            torch_q = np.empty((slot.cols, slot.rank), np.float32)
+            torch_q[q_rows] = to_numpy(factors[path]).reshape(torch_q.shape)
+            found.setdefault(name, []).append(torch_q)
+    for name, slot in layout.slots_of(base).items() if qs else ():
+        slot.q(qs[slot.bucket])[...] = _common_q(slot, found.get(name, []))
     # Of P only its presence matters to torch; with the old one nothing at all changes.
-    for bucket, p in ps.items():
-        before = old.p_memory_dict.get(bucket)
-        if before is not None and before.size == p.size and np.isfinite(before).all():
-            ps[bucket] = before
-    for name, buffers in zip(BUFFERS, (flats, ps, q_memory), strict=True):
+    ps |= {b: p for b, p in old.p_memory_dict.items() if b in ps and p.size == ps[b].size}
+    for name, buffers in zip(BUFFERS, (errors, ps, qs), strict=True):
         for bucket, before in getattr(old, name).items():
             if bucket in buffers:
                 buffers[bucket] = buffers[bucket].astype(before.dtype, copy=False)
-    return dataclasses.replace(base, error_dict=flats, p_memory_dict=ps, q_memory_dict=q_memory)
+    return dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
 
 
-def _shape_problems(plan: LeafPlan, residual: Any, q: Any) -> list[str]:
-    """What of a leaf's state does not fit its plan, a line each."""
-    lines = []
-    q_shape = plan.q_shape if plan.view is not None else ()
-    for what, leaf, shape in (("residual", residual, plan.shape), ("q", q, q_shape)):
-        if isinstance(leaf, optax.MaskedNode):
-            continue
-        if plan.view is None:
-            lines.append(
-                f"{plan.path}: has a {what}, but is not compressed with this rank and rate"
-            )
-        elif tuple(leaf.shape) != tuple(shape):
-            lines.append(
-                f"{plan.path}: {what} of shape {tuple(leaf.shape)}, expected {tuple(shape)} (is "
-                f"the state consolidated?)"
-            )
-    return lines
+def _check_shapes(
+    plans: Mapping[Path, LeafPlan], residuals: Mapping[Path, Any], factors: Mapping[Path, Any]
+) -> None:
+    """Refuses a state that is not as `plans` make it.
+
+    Raises:
+      CheckpointMismatch: With everything of another shape.
+    """
+    compressed = {path: plan for path, plan in plans.items() if plan.view}
+    wanted = {path: plan.shape for path, plan in compressed.items()}
+    wanted_q = {path: plan.q_shape for path, plan in compressed.items()}
+    wrong = [
+        f"{'/'.join(path)}: {what} of shape {tuple(leaf.shape)}, expected {shapes.get(path)}"
+        for what, leaves, shapes in (("residual", residuals, wanted), ("q", factors, wanted_q))
+        for path, leaf in leaves.items()
+        if tuple(leaf.shape) != shapes.get(path)
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "
+            "consolidated (jaxcomp.consolidate), with the matrix_dims= that it was made with and "
+            "like= of the same rank.",
+            mis_shaped=wrong,
+            parameters=("matrix_dims", "like"),
+        )
 
 
-def _common(slot: FactorSlot, qs: list[np.ndarray]) -> np.ndarray:
+def _common_q(slot: FactorSlot, qs: list[np.ndarray]) -> np.ndarray:
     """One Q of shape (cols, rank) for a torch matrix, from the Qs of its parts."""
     if not qs:
         # Compressed by torch only, at full rank: any basis reproduces it.

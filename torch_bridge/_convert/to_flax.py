@@ -15,7 +15,7 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import reducer_of
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
-from torch_bridge._convert.powersgd import filled_state
+from torch_bridge._convert.powersgd import filled_state, mean_errors
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
@@ -154,7 +154,9 @@ def to_flax(
     hook = counted
     if checkpoint.powersgd:
         hook = checkpoint.powersgd[0].iter
-        state = filled_state(checkpoint, chosen, own, layout, missing_ranks, matrix_dims)
+        errors = mean_errors(checkpoint, layout, missing_ranks)
+        record, aliases = checkpoint.powersgd[0], checkpoint.aliases
+        state = filled_state(record, errors, chosen, own, layout, aliases, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:

@@ -20,14 +20,14 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer import fill_optimizer
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import params_to_torch
-from torch_bridge._convert.powersgd import export_record, params_of
+from torch_bridge._convert.powersgd import record_of_state
 from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import hollow
+from torch_bridge._pairing.leaves import hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
@@ -140,11 +140,10 @@ def assemble(
     ranks = []
     if parts["powersgd"] is not None and (like.powersgd or layout):
         reducer = parts.pop("powersgd")
-        layout = layout or _empty_layout(like, reducer)
-        chosen = params_of(reducer, params)
+        chosen = trained(params)
         found = pairs_of(chosen, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(found)
-        record = export_record(reducer, chosen, layout, like, matrix_dims, found)
+        record = record_of_state(reducer, chosen, layout, like, matrix_dims, found)
         del reducer
         # Every rank goes on from the mean error.
         flats = record.error_dict
@@ -157,17 +156,6 @@ def assemble(
     extra = _plain_extra(like.extra)
     return make_document(
         Checkpoint(model, tuple(ranks), optimizer, layout, extra, like.world_size, like.hook)
-    )
-
-
-def _empty_layout(like: Checkpoint, reducer: PowerSGDState) -> BucketLayout:
-    if int(np.asarray(reducer.count)) == like.powersgd[0].iter:
-        return BucketLayout(())  # nothing but counters on either side
-    raise CheckpointMismatch(
-        "The torch file was saved before compression began, so it has no bucket layout, and JAX "
-        "has gone on since. Call torch_bridge.record_layout in a torch run of the same model, and "
-        "pass layout=.",
-        parameters=("layout",),
     )
 
 
