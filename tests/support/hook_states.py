@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from torch_bridge import BucketLayout, Checkpoint, PowerSGDRecord
 
+BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
+
 
 def packed(layout, errors, factors, rank=2, rate=2.0, dtype=np.float32, **fields):
     """The record of one rank, from arrays by name: errors, and factors (P, Q)."""
-    error, p, q = {}, {}, {}
-    for bucket, entries in enumerate(layout.buckets):
-        error[bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
-    for slot in layout.factor_slots(rank, rate):
-        for buffers, factor in zip((p, q), factors[slot.entry.name], strict=True):
-            buffers.setdefault(slot.bucket, []).append(factor.ravel())
-    flat = [
-        {bucket: np.concatenate(parts).astype(dtype) for bucket, parts in buffers.items()}
-        for buffers in (error, p, q)
-    ]
-    return PowerSGDRecord(rank, 20, *flat, min_compression_rate=rate, **fields)
+    record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate, **fields)
+    buffers = (
+        {bucket: np.zeros(size, dtype) for bucket, size in sizes.items()}
+        for sizes in layout.buffer_sizes(record)
+    )
+    record = dataclasses.replace(record, **dict(zip(BUFFERS, buffers, strict=True)))
+    for name, part in layout.parts(record).items():
+        part.error[...] = errors[name]
+        if part.rank:
+            part.p[...], part.q[...] = factors[name]
+    return record
+
+
+def ranks_of(layout, rank, rate):
+    """Of each compressed parameter the entry, and the rank of its factors."""
+    record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate)
+    ranks = [(entry, entry.factor_rank(record)) for entry in layout.entries.values()]
+    return [(entry, used) for entry, used in ranks if used]
 
 
 def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused=(), **fields):
@@ -35,8 +46,8 @@ def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused
         return np.full(shape, np.nan) if name in unused else rng.standard_normal(shape)
 
     factors = {
-        s.entry.name: tuple(drawn(s.entry.name, size, s.rank) for size in (s.rows, s.cols))
-        for s in layout.factor_slots(rank, rate)
+        entry.name: tuple(drawn(entry.name, size, used) for size in entry.matrix)
+        for entry, used in ranks_of(layout, rank, rate)
     }
     assert factors.keys() >= set(unused)
     records, errors = [], {}
@@ -60,12 +71,11 @@ def compressed_step(layout, model, ranks=2, rank=2):
     ]
     outputs = {name: sum(g[name] for g in gradients) / ranks for name in layout.names}
     factors = {}
-    for slot in layout.factor_slots(rank, 2.0):
-        name, shape = slot.entry.name, model[slot.entry.name].shape
-        matrix = outputs[name].reshape(slot.rows, slot.cols)
-        p, _ = np.linalg.qr(rng.standard_normal((slot.rows, slot.rank)))
-        factors[name] = p, matrix.T @ p
-        outputs[name] = (p @ factors[name][1].T).reshape(shape)
+    for entry, used in ranks_of(layout, rank, 2.0):
+        matrix = outputs[entry.name].reshape(entry.matrix)
+        p, _ = np.linalg.qr(rng.standard_normal((len(matrix), used)))
+        factors[entry.name] = p, matrix.T @ p
+        outputs[entry.name] = (p @ factors[entry.name][1].T).reshape(entry.shape)
     errors = [{name: g[name] - outputs[name] for name in g} for g in gradients]
     records = [packed(layout, e, factors, rank, start_powerSGD_iter=10) for e in errors]
     arrays = {name: np.asarray(array, np.float32) for name, array in model.items()}

@@ -168,7 +168,7 @@ def test_there_and_back(call, out, options):
     one, other = old.powersgd[0], new.powersgd[0]
     for name in ("p_memory_dict", "q_memory_dict", "hyperparameters"):
         equal(getattr(one, name), getattr(other, name))
-    errors = [c.layout.split(0, c.powersgd[0].error_dict[0])[FC1] for c in (old, new)]
+    errors = [c.layout.parts(c.powersgd[0])[FC1].error for c in (old, new)]
     np.testing.assert_array_equal(*errors)
 
 

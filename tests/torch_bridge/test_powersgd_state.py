@@ -131,9 +131,8 @@ def test_there_and_back_is_the_identity(run):
     scale = np.abs(mean).max()
     # Uncompressed segments are zero, which they are up to rounding in the mean as well.
     np.testing.assert_allclose(new.error_dict[0].numpy(), mean, atol=3e-6 * scale)
-    slots = {s.entry.name for s in checkpoint.layout.factor_slots(new.matrix_approximation_rank, 2)}
-    for name, error in checkpoint.layout.split(0, new.error_dict[0].numpy()).items():
-        assert (name in slots) == bool(error.any())
+    for part in checkpoint.layout.parts(new).values():
+        assert bool(part.rank) == bool(part.error.any())
     kept = {**old.hyperparameters, "start_powerSGD_iter": old.iter + 2}
     assert {name: getattr(new, name) for name in kept} == kept
     for name in ("iter", "total_numel_before_compression", "next_stats_report"):
@@ -176,8 +175,8 @@ def test_one_rank_alone_needs_a_choice(run):
         for choice in ("zero", "replicate")
     )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
-    own = layout.split(0, checkpoint.powersgd[0].error_dict[0])
-    np.testing.assert_array_equal(replicated.residual["fc1"]["kernel"], own["fc1.weight"].T)
+    own = layout.parts(checkpoint.powersgd[0])["fc1.weight"].error
+    np.testing.assert_array_equal(replicated.residual["fc1"]["kernel"], own.T)
     np.testing.assert_array_equal(zero.q["fc1"]["kernel"], replicated.q["fc1"]["kernel"])
 
 

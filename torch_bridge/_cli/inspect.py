@@ -15,13 +15,12 @@ from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer_groups import is_optimizer
-from torch_bridge._hook.buckets import BucketLayout, matrix_shape
+from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
 _ROWS, _NAMES, _LONG = 50, 8, 200
-_BLOCK = 1 << 16  # values
 _NUMBERS = ("bucket", "q_norm", "error_norm")
 
 
@@ -52,19 +51,18 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
                 facts["layout"] = f"{source}, {len(known.buckets)} bucket(s)"
         except CheckpointMismatch as error:
             missing.append(f"the bucket layout: {error.message}")
-    found = _measured(checkpoint, known) if known is not None else {}
+    parts = known.parts(checkpoint.mean) if known is not None else {}
     # The shapes alone say what is compressed.
     known = known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
-    slots = known.slots_of(record) if record else {}
-    parameters, wild = [], []
+    parameters, wild = [], list[str]()
     for name, entry in known.entries.items():
-        numbers = found.get(name, {})
+        rank = 0 if record is None else entry.factor_rank(record)
+        row = {"name": name, "shape": entry.shape, "matrix": entry.matrix, "rank": rank}
+        numbers = _numbers(parts[name]) if parts else {}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         if len(finite) < len(numbers):  # JSON has no NaN
             wild.append(name)
-        row = {"name": name, "shape": entry.shape, "matrix": matrix_shape(entry.shape)}
-        rank = slots[name].rank if name in slots else 0
-        parameters.append({**row, "rank": rank, **dict.fromkeys(_NUMBERS), **finite})
+        parameters.append({**row, **dict.fromkeys(_NUMBERS), **finite})
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {_some(wild)} {afresh}")
@@ -106,26 +104,19 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _measured(checkpoint: Checkpoint, layout: BucketLayout) -> dict[str, dict[str, float]]:
-    """Of each parameter its bucket, and the norms of Q and of the mean error where it has them."""
-    record, found = checkpoint.powersgd[0], dict[str, dict[str, float]]()
-    for index, bucket in enumerate(layout.buckets):
-        found |= {entry.name: {"bucket": index} for entry in bucket}
-        if index in record.error_dict:  # one bucket after the other, as each is a copy
-            for name, error in layout.split(index, checkpoint.mean_error(index)).items():
-                found[name]["error_norm"] = _norm(error)
-    for name, slot in layout.slots_of(record).items():
-        if (q := record.q_memory_dict.get(slot.bucket)) is not None:
-            found[name]["q_norm"] = _norm(slot.q(q))
+def _numbers(part: BucketPart) -> dict[str, float]:
+    """Its bucket, and the norms of Q and of the error where it has them."""
+    found: dict[str, float] = {"bucket": part.bucket}
+    if part.rank and part.q is not None:
+        found["q_norm"] = _norm(part.q.reshape(-1))
+    if part.error is not None:
+        found["error_norm"] = _norm(part.entry.flatten(part.error))
     return found
 
 
-def _norm(array: np.ndarray) -> float:
-    """The Frobenius norm, in float64, without a copy of all of `array`."""
-    array = np.atleast_2d(array)
-    step = max(_BLOCK // max(array[0].size, 1), 1) if len(array) else 1
-    blocks = (array[k : k + step].astype(np.float64) for k in range(0, len(array), step))
-    return math.sqrt(sum(float(np.vdot(block, block)) for block in blocks))
+def _norm(flat: np.ndarray) -> float:
+    """In float64, without a copy of `flat`."""
+    return math.sqrt(np.einsum("i,i->", flat, flat, dtype=np.float64, casting="unsafe"))
 
 
 def _some(names: Sequence[str]) -> str:

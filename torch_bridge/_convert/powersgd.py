@@ -18,7 +18,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
-from torch_bridge._hook.buckets import BucketLayout, FactorSlot
+from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
@@ -41,7 +41,7 @@ class CommonMatrix(NamedTuple):
 
     path: Path  # of the leaf, without the collection
     pair: Pair
-    slot: FactorSlot  # of torch's factors, with the tensor as it lies in its bucket
+    part: BucketPart  # what torch keeps for it
     q_rows: np.ndarray  # ``q = torch_q[q_rows]``
 
 
@@ -128,13 +128,12 @@ def filled_state(
             generator = np.random.default_rng(seed)
             factors[path] = generator.standard_normal(plan.q_shape, np.float32)
     afresh, packed = list[str](), set[str]()
-    for path, pair, slot, q_rows in matrices:
+    for path, pair, part, q_rows in matrices:
         residual, q = residuals[path], factors[path]
         if errors:
-            residual = pair.to_flax(errors[slot.entry.name])
-        if slot.bucket in record.q_memory_dict:
-            torch_q = slot.q(record.q_memory_dict[slot.bucket])
-            q = torch_q.astype(np.float32)[q_rows].reshape(q.shape)
+            residual = pair.to_flax(errors[part.entry.name])
+        if part.q is not None:
+            q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
         if np.isfinite(residual).all() and np.isfinite(q).all():
             residuals[path], factors[path] = residual, q
         else:
@@ -228,22 +227,22 @@ def _common_matrices(
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     found = plan_leaves(params, rank, rate, matrix_dims)
     plans = dict(zip(leaves_by_path(params), found, strict=True))
-    slots = layout.slots_of(record) if layout else {}
-    names = names_in(pairs, layout.entries if layout else {}, aliases)
+    parts = layout.parts(record) if layout else {}
+    names = names_in(pairs, parts, aliases)
     matrices: list[CommonMatrix] = []
     problems: list[str] = []
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
-        path, slot = without_collection(pair.path), slots.get(names[pair.torch_name])
-        plan = plans[path]
+        path, part = without_collection(pair.path), parts[names[pair.torch_name]]
+        plan, (rows, cols) = plans[path], part.entry.matrix
         try:
-            if slot and plan.view:
-                matrices.append(CommonMatrix(path, pair, slot, _rows_of_q(plan, pair, slot)))
+            if part.rank and plan.view:
+                matrices.append(CommonMatrix(path, pair, part, _rows_of_q(plan, pair, part)))
             elif plan.view:
                 raise CheckpointMismatch("compressed by jaxcomp only")
-            elif slot and slot.rank < min(slot.rows, slot.cols):  # by which something is lost
-                raise CheckpointMismatch(f"compressed by torch only ({slot.rows} x {slot.cols})")
+            elif 0 < part.rank < min(rows, cols):  # by which something is lost
+                raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
         except CheckpointMismatch as error:
             line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
             problems.append(f"{line}: {error.message}")
@@ -258,7 +257,7 @@ def _common_matrices(
     return plans, matrices
 
 
-def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray:
+def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
     """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
 
     Raises:
@@ -266,11 +265,11 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, slot: FactorSlot) -> np.ndarray:
     """
     assert plan.view is not None
     _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
-    order = slot.entry.column_order()
+    order = part.entry.column_order()
     if order is None:
-        raise CheckpointMismatch(f"its strides {slot.entry.strides} mix torch's rows and columns")
-    if plan.rank != slot.rank:
-        raise CheckpointMismatch(f"rank {plan.rank}, torch has {slot.rank}")
+        raise CheckpointMismatch(f"its strides {part.entry.strides} mix torch's rows and columns")
+    if plan.rank != part.rank:
+        raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
     return np.argsort(order)[cols]
 
 
@@ -393,19 +392,22 @@ def record_of_state(
         {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
         for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
-    parts = {k: v for b, flat in errors.items() for k, v in layout.split(b, flat).items()}
+    parts = layout.parts(
+        dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
+    )
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
-    for path, pair, slot, q_rows in matrices:
-        name = slot.entry.name
-        if parts and path in residuals:
+    for path, pair, matrix, q_rows in matrices:
+        part = parts[matrix.entry.name]
+        if part.error is not None and path in residuals:
             values = to_numpy(residuals[path]).astype(np.float32)
-            parts[name][slice(*pair.row_range)] = pair.to_torch(values)
-        if path in factors:
-            torch_q = np.empty((slot.cols, slot.rank), np.float32)
+            part.error[slice(*pair.row_range)] = pair.to_torch(values)
+        if part.q is not None and path in factors:
+            torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[path]).reshape(torch_q.shape)
-            found.setdefault(name, []).append(torch_q)
-    for name, slot in layout.slots_of(base).items() if qs else ():
-        slot.q(qs[slot.bucket])[...] = _common_q(slot, found.get(name, []))
+            found.setdefault(part.entry.name, []).append(torch_q)
+    for name, part in parts.items():
+        if part.rank and part.q is not None:
+            part.q[...] = _common_q(part, found.get(name, []))
     # Of P only its presence matters to torch; with the old one nothing at all changes.
     ps |= {b: p for b, p in old.p_memory_dict.items() if b in ps and p.size == ps[b].size}
     for name, buffers in zip(BUFFERS, (errors, ps, qs), strict=True):
@@ -442,18 +444,18 @@ def _check_shapes(
         )
 
 
-def _common_q(slot: FactorSlot, qs: list[np.ndarray]) -> np.ndarray:
+def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
     """One Q of shape (cols, rank) for a torch matrix, from the Qs of its parts."""
     if not qs:
         # Compressed by torch only, at full rank: any basis reproduces it.
-        return np.eye(slot.cols, slot.rank, dtype=np.float32)
+        return np.eye(part.entry.matrix[1], part.rank, dtype=np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
     warnings.warn(
-        f"The parts of {printable(slot.entry.name)} have different Q factors; torch has one for "
+        f"The parts of {printable(part.entry.name)} have different Q factors; torch has one for "
         f"all and gets their leading common subspace, so its next steps are equivalent in kind, "
         f"not equal.",
         stacklevel=4,
     )
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
-    return (left * values)[:, : slot.rank].astype(np.float32)
+    return (left * values)[:, : part.rank].astype(np.float32)

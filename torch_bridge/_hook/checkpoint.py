@@ -80,12 +80,16 @@ class Checkpoint:
         known = len(self.powersgd)
         if rank < known and (world_size is None or world_size >= known):
             return self.powersgd[rank]
+        mean, own = self.mean, self.powersgd[0].error_dict
+        errors = {bucket: e.astype(own[bucket].dtype) for bucket, e in mean.error_dict.items()}
+        return dataclasses.replace(mean, error_dict=errors)
+
+    @property
+    def mean(self) -> PowerSGDRecord:
+        """The hook state with the mean of the errors of the ranks at hand, float32."""
         first = self.powersgd[0]
-        means = {
-            bucket: self.mean_error(bucket).astype(error.dtype)
-            for bucket, error in first.error_dict.items()
-        }
-        return dataclasses.replace(first, error_dict=means)
+        errors = {bucket: self.mean_error(bucket) for bucket in first.error_dict}
+        return dataclasses.replace(first, error_dict=errors)
 
     def mean_error(self, bucket: int) -> np.ndarray:
         """The mean of the errors of the ranks at hand in one bucket, flat, float32."""
@@ -103,10 +107,6 @@ class Checkpoint:
         return mean
 
     def mean_errors(self, layout: BucketLayout) -> dict[str, np.ndarray]:
-        """`mean_error` of all buckets, cut into named parameters; empty without error feedback."""
-        buckets = self.powersgd[0].error_dict if self.powersgd else {}
-        return {
-            name: part
-            for bucket in buckets
-            for name, part in layout.split(bucket, self.mean_error(bucket)).items()
-        }
+        """Parameter -> mean error, where the ranks have one; without hook state none."""
+        parts = layout.parts(self.mean) if self.powersgd else {}
+        return {name: part.error for name, part in parts.items() if part.error is not None}

@@ -13,14 +13,15 @@ against what the state itself implies, and a layout is accepted only if it is th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketEntry, BucketLayout
+from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.pairs import Pair, unpaired
 
@@ -31,11 +32,7 @@ _HOW_TO = (
 )
 
 
-def infer_layout(
-    checkpoint: Checkpoint,
-    *,
-    frozen: Collection[str] = (),
-) -> BucketLayout:
+def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> BucketLayout:
     """The only bucket layout, of those torch produces, that fits the hook state.
 
     Parameters of equal shape that became ready in an unusual order cannot be told apart; if the
@@ -43,7 +40,7 @@ def infer_layout(
 
     Args:
       checkpoint: With a model and the hook state; all ranks' files decide more than one.
-      frozen: Names of parameters that were not trained, and of buffers other than running
+      frozen: Names of parameters that perhaps were not trained, and of buffers other than running
         statistics; the file does not mark them.
 
     Returns:
@@ -62,19 +59,22 @@ def infer_layout(
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    record, model = checkpoint.powersgd[0], checkpoint.model
-    parameters = trainable(model)
-    fitting: dict[Hashable, tuple[str, BucketLayout]] = {}
-    reasons = []
-    names = [name for name in parameters if name not in frozen]
-    for label, order in _candidates(names, model, record.error_sizes):
+    mean, model = checkpoint.mean, checkpoint.model
+    fitting: dict[Any, tuple[str, BucketLayout]] = {}
+    reasons: list[str] = []
+    for label, order in _candidates(model, frozen, mean.error_sizes):
         layout = BucketLayout.from_order(order, model)
-        if reason := _misfit(layout, checkpoint):
+        if wrong := layout.misfits(mean):
+            reasons.append(f"{label}: {wrong[0]}")
+            continue
+        parts = layout.parts(mean)
+        own = layout.parts(checkpoint.powersgd[0])
+        if reason := _contradiction(parts, own, checkpoint):
             reasons.append(f"{label}: {reason}")
-        else:
-            # Without errors nothing but the places of the factors makes a difference.
-            places = tuple(layout.slots_of(record).values())
-            fitting.setdefault(layout if record.error_dict else places, (label, layout))
+            continue
+        # Without errors nothing but the places of the factors makes a difference.
+        places = tuple((name, part.bucket) for name, part in parts.items() if part.rank)
+        fitting.setdefault(layout if mean.error_dict else places, (label, layout))
     if len(fitting) == 1:
         return next(iter(fitting.values()))[1]
     if fitting:
@@ -85,16 +85,16 @@ def infer_layout(
                 for label, layout in fitting.values()
             ],
         )
-    have = sum(model[name].size for name in parameters)
-    held = dict(sorted(record.error_sizes.items()))
+    have = sum(model[name].size for name in trainable(model))
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
         f"{_HOW_TO}",
         mis_shaped=reasons
         or [
-            f"the model's parameters have {have} values, the error buffers {held}; frozen "
-            f"parameters and buffers of the model, which the file does not mark, have none (name "
-            f"them in infer_layout(..., frozen=[...]))"
+            f"the model's parameters have {have} values, the error buffers "
+            f"{dict(sorted(mean.error_sizes.items()))}; frozen parameters and buffers of the "
+            f"model, which the file does not mark, have none (name them in infer_layout(..., "
+            f"frozen=[...]))"
         ],
     )
 
@@ -119,13 +119,7 @@ def layout_of(
     if not any(record.buckets for record in checkpoint.powersgd[:1]):
         return layout
     if layout is None:
-        try:
-            return infer_layout(checkpoint)
-        except CheckpointMismatch:
-            leftover = [] if pairs is None else unpaired(checkpoint.model, pairs)
-            if not leftover:
-                raise
-        return infer_layout(checkpoint, frozen=leftover)
+        return infer_layout(checkpoint, frozen=unpaired(checkpoint.model, pairs) if pairs else ())
     if wrong := layout.misfits(checkpoint.powersgd[0]):
         raise CheckpointMismatch(
             f"The layout does not fit the hook state: {wrong[0]}. Record it in the same run with "
@@ -143,13 +137,9 @@ def layout_of(
 
 
 def _candidates(
-    names: Sequence[str], model: Mapping[str, np.ndarray], sizes: Mapping[int, int]
+    model: Mapping[str, np.ndarray], frozen: Collection[str], sizes: Mapping[int, int]
 ) -> Iterator[tuple[str, list[Sequence[str]]]]:
     """Label and parameter names per bucket of every order that can be cut at the right lengths."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    reversed_modules = list(modules.values())[::-1]
 
     def ready(members: list[str]) -> list[str]:
         # autograd hands over a Linear's bias before its weight, but a convolution's or a
@@ -158,16 +148,23 @@ def _candidates(
         return members[::-1] if linear else members
 
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
-    flat = {
-        "gradient-ready order": [name for part in reversed_modules for name in ready(part)],
-        "reversed definition order": names[::-1],
-        "reversed modules": [name for part in reversed_modules for name in part],
-        "definition order": names,  # of which DDP makes the last bucket first
-    }
-    for label, order in flat.items():
-        step = -1 if order is names else 1
-        if buckets := _cut(order, lengths[::step], model):
-            yield label, buckets[::step]
+    every = trainable(model)
+    trained = [name for name in every if name not in frozen]
+    for names in [trained, every] if frozen else [every]:
+        modules: dict[str, list[str]] = {}
+        for name in names:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        last_first = list(modules.values())[::-1]
+        flat = {
+            "gradient-ready order": [name for part in last_first for name in ready(part)],
+            "reversed definition order": names[::-1],
+            "reversed modules": [name for part in last_first for name in part],
+            "definition order": names,  # of which DDP makes the last bucket first
+        }
+        for label, order in flat.items():
+            step = -1 if order is names else 1
+            if buckets := _cut(order, lengths[::step], model):
+                yield label, buckets[::step]
 
 
 def _cut(
@@ -183,41 +180,27 @@ def _cut(
     return pieces if cuts[-1] == len(order) and cuts == sorted(cuts) else None
 
 
-def _misfit(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
-    """Why `layout` contradicts the hook state; None if it does not."""
-    record, several = checkpoint.powersgd[0], len(checkpoint.powersgd) > 1
-    if wrong := layout.misfits(record):
-        return wrong[0]
-    slots = layout.slots_of(record)
-    for bucket, entries in enumerate(layout.buckets):
-        mean, own = {}, {}
-        if bucket in record.error_dict and not checkpoint.missing_ranks:
-            mean = layout.split(bucket, checkpoint.mean_error(bucket))
-            own = layout.split(bucket, record.error_dict[bucket])
-        for entry in entries:
-            error, slot = mean.get(entry.name), slots.get(entry.name)
-            if slot is not None and bucket in record.p_memory_dict:
-                # Some columns show it; all of a full rank would take gigabytes and minutes.
-                p = slot.p(record.p_memory_dict[bucket])[:, :_COLUMNS]
-                if reason := _unlike_the_hook(entry, p, error):
-                    return reason
-            elif slot is None and several and error is not None:
-                size = np.linalg.norm(own[entry.name].astype(np.float64))
-                if np.linalg.norm(error) > 1e-2 * size:
-                    return f"the errors of {entry.name} would not cancel over the ranks"
-    return None
-
-
-def _unlike_the_hook(entry: BucketEntry, p: np.ndarray, error: np.ndarray | None) -> str | None:
-    """Whether P is not orthonormal, or the mean error not orthogonal to it."""
-    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(p.dtype).eps), 1e-3)
-    p = p.astype(np.float64)
-    if not np.isfinite(p).all():
-        return None
-    if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-        return f"the factors of {entry.name} would not be orthonormal"
-    if error is not None:
-        matrix = entry.flatten(error).reshape(len(p), -1)
-        if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
-            return f"the error of {entry.name} would not be what its factors left over"
+def _contradiction(
+    mean: Mapping[str, BucketPart], own: Mapping[str, BucketPart], checkpoint: Checkpoint
+) -> str | None:
+    """Why a hook cannot have left these parts, of the mean and of one rank; None if it can."""
+    for name, part in mean.items():
+        error = None if checkpoint.missing_ranks else part.error
+        one = own[name].error if len(checkpoint.powersgd) > 1 else None
+        if error is not None and one is not None and not part.rank:
+            size = np.linalg.norm(one.astype(np.float64))
+            if np.linalg.norm(error) > 1e-2 * size:
+                return f"the errors of {name} would not cancel over the ranks"
+        if part.rank and part.p is not None:
+            # Some columns show it; all of a full rank would take gigabytes and minutes.
+            p = part.p[:, :_COLUMNS].astype(np.float64)
+            if not np.isfinite(p).all():
+                continue
+            tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
+            if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+                return f"the factors of {name} would not be orthonormal"
+            if error is not None:
+                matrix = part.entry.flatten(error).reshape(len(p), -1)
+                if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
+                    return f"the error of {name} would not be what its factors left over"
     return None

@@ -14,17 +14,13 @@ from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._job.save import (
-    arrays_of,
-    awaits_rebuild,
-    holds_buffers,
-    record_layout,
-    require_ddp,
-)
+from torch_bridge._job.save import awaits_rebuild, holds_buffers, record_layout, require_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
+
+_KINDS = ("error", "p", "q")
 
 
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
@@ -164,21 +160,18 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             missing=sorted(set(old.names) - set(new.names)),
             unexpected=sorted(set(new.names) - set(old.names)),
         )
-    flats, ps, qs = arrays_of(state)
-    errors: dict[str, np.ndarray] = {}
-    for bucket, flat in flats.items():
-        errors |= old.split(bucket, flat)
-    slots = {name: slot for name, slot in old.slots_of(state).items() if slot.bucket in qs}
-    moved: list[dict[int, list[np.ndarray]]] = [{}, {}, {}]
-    for bucket, entries in enumerate(new.buckets):
-        if entries and all(entry.name in errors for entry in entries):
-            moved[0][bucket] = [entry.flatten(errors[entry.name]) for entry in entries]
-    for name, slot in new.slots_of(state).items():
-        if before := slots.get(name):
-            factors = before.p(ps[before.bucket]), before.q(qs[before.bucket])
-            for parts, factor in zip(moved[1:], factors, strict=True):
-                parts.setdefault(slot.bucket, []).append(factor.reshape(-1))
+    before = old.parts(state)
     device = next((t.device for name in BUFFERS for t in getattr(state, name).values()), None)
-    for name, buffers in zip(BUFFERS, moved, strict=True):
-        tensors = {bucket: to_tensor(np.concatenate(parts)) for bucket, parts in buffers.items()}
-        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in tensors.items()})
+    for name, kind, sizes in zip(BUFFERS, _KINDS, new.buffer_sizes(state), strict=True):
+        buffers = {}
+        for bucket, entries in enumerate(new.buckets):
+            arrays = [getattr(before[entry.name], kind) for entry in entries]
+            if arrays and all(array is not None for array in arrays):
+                buffers[bucket] = to_tensor(np.zeros(sizes[bucket], arrays[0].dtype))
+        setattr(state, name, buffers)
+    for name, part in new.parts(state).items():  # views of what is on the CPU
+        for kind in _KINDS:
+            if getattr(part, kind) is not None:
+                getattr(part, kind)[...] = getattr(before[name], kind)
+    for name in BUFFERS:
+        setattr(state, name, {b: tensor.to(device) for b, tensor in getattr(state, name).items()})

@@ -25,7 +25,6 @@ from torch_bridge._hook.document import make_document
 from torch_bridge._hook.registered import hook_name
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
@@ -272,12 +271,9 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
 def _record_of(state: PowerSGDState) -> PowerSGDRecord:
     """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
     slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
-    return record_from_slots(slots | dict(zip(BUFFERS, arrays_of(state), strict=True)))
-
-
-def arrays_of(state: PowerSGDState) -> list[dict[int, np.ndarray]]:
-    """Its errors, Ps and Qs, each bucket index -> array; on the CPU they share their memory."""
-    return [{b: to_numpy(t) for b, t in getattr(state, name).items()} for name in BUFFERS]
+    for name in BUFFERS:
+        slots[name] = {bucket: to_numpy(tensor) for bucket, tensor in slots[name].items()}
+    return record_from_slots(slots)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
