@@ -88,7 +88,6 @@ def main() -> None:
         params = ("--params", "big_model:params", "--conv1d", "")
         for label, arguments in {
             "to-flax (orbax)": ("to-flax", "big.pt", *params, "--out", "run"),
-            "to-flax (msgpack)": ("to-flax", "big.pt", *params, "--out", "run.msgpack"),
             "to-torch": ("to-torch", "run", "--like", "big.pt", *params, "--out", "back.pt"),
         }.items():
             peak, seconds = convert(folder, *arguments)

@@ -37,8 +37,7 @@ _EPILOGS = {
     "to-flax": """\
 --params is a tree of arrays or shapes, or a function that returns one: all that init returns,
 {"params": ..., "batch_stats": ...}, where the model has BatchNorm. --out becomes {step, params,
-batch_stats, opt_state} as a Flax TrainState has them, an orbax directory with SHA256SUMS or a file
-*.msgpack.
+batch_stats, opt_state} as a Flax TrainState has them, in an orbax directory with SHA256SUMS.
 
 example: python -m torch_bridge to-flax rank0.pt --params my_model:variables --flatten fc1=64,7,7 \\
     --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' --out checkpoints/

@@ -25,7 +25,7 @@ from torch_bridge._pairing.pair import pairs_for
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
-    """``to-flax``: torch files to an orbax directory or a msgpack file."""
+    """``to-flax``: torch files to an orbax directory."""
     _refuse_overwriting(options)
     checkpoint = load(options.files, max_bytes=options.max_bytes)
     config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
@@ -88,12 +88,11 @@ def _entries(run: FlaxRun) -> dict[str, Any]:
 def _refuse_overwriting(options: argparse.Namespace) -> None:
     """Before the work begins. A folder is looked into when its step is known."""
     out: pathlib.Path = options.out
-    to_folder = options.command == "to-flax" and out.suffix != ".msgpack"
-    kind = "folder, or a file that ends in .msgpack" if to_folder else "file here"
+    to_folder = options.command == "to-flax"
     if not os.path.lexists(out):  # a link to nowhere is there, too
         return
     if out.is_dir() != to_folder:
-        found = "folder" if out.is_dir() else "file"
-        raise CheckpointMismatch(f"{out} is a {found}. --out must be a {kind}.")
+        found, wanted = ("file", "folder") if to_folder else ("folder", "file")
+        raise CheckpointMismatch(f"{out} is a {found}. --out must be a {wanted} here.")
     if not (to_folder or options.force):
         raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")

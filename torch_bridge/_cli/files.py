@@ -1,4 +1,4 @@
-"""Flax checkpoints on disk: orbax directories with checksums, and msgpack files."""
+"""Flax checkpoints on disk: orbax directories with checksums."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import hashlib
 import logging
 import os
 import pathlib
-import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
-import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
-from flax import serialization
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.files import no_file, replacing
+from torch_bridge._base.files import no_file
 
 # As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
@@ -29,18 +27,12 @@ _SUMS = "SHA256SUMS"  # in a step's folder, as sha256sum writes and checks them
 def write_flax(
     path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str, Any], *, force: bool = False
 ) -> None:
-    """Write a train state: ``*.msgpack`` with flax.serialization, else an orbax directory.
+    """Write a train state as a step of an orbax directory.
 
     Raises:
       CheckpointMismatch: The directory already holds a checkpoint of this step.
       OSError: The disk is full, for example.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tree = jax.tree.map(np.asarray, dict(state))
-    if path.suffix == ".msgpack":
-        with replacing(path) as file:
-            _stream(file, serialization.to_state_dict(tree))
-        return
     name = str(int(state["step"]))
     place = path / name
     if place.exists() and not force:
@@ -48,11 +40,13 @@ def write_flax(
             f"{path} already holds step {name}. Choose another --out, or pass --force to "
             f"overwrite it."
         )
+    path.mkdir(parents=True, exist_ok=True)
     # Inside of `path`, which may be a mounted file system of its own.
-    temporary = path / f".{name}.{secrets.token_hex(8)}.tmp"
-    new, old = temporary / name, temporary / "old"
-    try:
-        _save(temporary, int(name), tree, dict(config))
+    with tempfile.TemporaryDirectory(
+        prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
+    ) as folder:
+        new, old = pathlib.Path(folder, name), pathlib.Path(f"{folder}.old")
+        _save(new.parent, int(name), jax.tree.map(np.asarray, dict(state)), dict(config))
         (new / _SUMS).write_text("".join(f"{line}\n" for line in _sums(new)))
         if place.exists():
             place.rename(old)
@@ -62,9 +56,7 @@ def write_flax(
             if old.exists():
                 old.rename(place)
             raise
-    finally:
-        if place.exists() or not old.exists():  # else both are kept
-            shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
@@ -95,17 +87,21 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
       CheckpointMismatch: The checkpoint has another structure than `like`, or files of it are not
         what was written.
     """
-    template, files = jax.tree.map(np.asarray, dict(like)), _files(path)
+    template = jax.tree.map(np.asarray, dict(like))
+    _files(path)
     try:
-        if path.suffix == ".msgpack" and path in files:
-            restored = serialization.from_bytes(template, path.read_bytes())
-        else:
-            restored = _read_orbax(path, template)
+        with _orbax(path) as manager:
+            step = manager.latest_step()
+            if step is None:
+                raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
+            _refuse_changes(path / str(step))
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
+            restored = manager.restore(step, args=args)[_STATE]
         _check(restored, template)
         return restored
     except CheckpointMismatch:
         raise
-    # What flax, msgpack and orbax raise on a file of another kind or structure.
+    # What orbax raises on a directory of another kind or structure.
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointMismatch(
             f"{path} has another structure than {{{', '.join(map(repr, like))}}} with the "
@@ -114,20 +110,11 @@ def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _read_orbax(path: pathlib.Path, template: Any) -> Any:
-    with _orbax(path) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
-        folder = path / str(step)
-        if (folder / _SUMS).exists():  # a step that a training script wrote has none
-            _refuse_changes(folder, (folder / _SUMS).read_bytes().decode("utf-8", "replace"))
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-        return manager.restore(step, args=args)[_STATE]
-
-
-def _refuse_changes(folder: pathlib.Path, text: str) -> None:
-    said, found = set(text.splitlines()), set(_sums(folder))
+def _refuse_changes(folder: pathlib.Path) -> None:
+    if not (folder / _SUMS).exists():  # a step that a training script wrote has none
+        return
+    said = set((folder / _SUMS).read_bytes().decode("utf-8", "replace").splitlines())
+    found = set(_sums(folder))
     if wrong := sorted({line.partition("  ")[2] for line in said ^ found}):
         raise CheckpointMismatch(
             f"{folder} is damaged: {', '.join(wrong[:5])} of {len(found)} files are not what "
@@ -173,14 +160,3 @@ def _check(restored: Any, template: Any) -> None:
     names = jax.tree.leaves(jax.tree_util.tree_map_with_path(odd, template, restored))
     if found := list(filter(None, names)):
         raise ValueError(f"not there, or of another kind or shape: {', '.join(found)}")
-
-
-def _stream(file: BinaryIO, value: Any) -> None:
-    """``flax.serialization.msgpack_serialize``, without a second copy of everything in memory."""
-    if isinstance(value, dict):
-        file.write(msgpack.Packer().pack_map_header(len(value)))
-        for key, part in value.items():
-            file.write(msgpack.Packer().pack(key))
-            _stream(file, part)
-    else:
-        file.write(serialization.msgpack_serialize(value))
