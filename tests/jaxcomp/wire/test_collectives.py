@@ -148,7 +148,8 @@ REDUCERS = {
 TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
 
 
-@pytest.mark.parametrize("name", REDUCERS)
+# Of int8 factors a step beside another axis shows it, below.
+@pytest.mark.parametrize("name", [name for name in REDUCERS if name != "int8"])
 def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
     mesh, reducer = mesh_of(4), REDUCERS[name]
     params = parameters(mesh)
