@@ -197,9 +197,15 @@ def test_rules_take_layers_apart():
     assert error.unexpected == ("fc.bias (5,)",)
     two = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
     like = linears(x=(3, 4), y=(3, 4))
-    for place in ("y/bias", "x/kernel"):  # another layer's leaf, and another leaf of its own
-        error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": place, "b": "y"})
-        assert error.ambiguous[0].startswith(r"the rule 'a\\.bias' does not send a.bias to x/bias")
+    error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": "y/bias", "b": "y"})
+    assert "let one rule name the whole layer" in error.ambiguous[0]
+    error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": "x/kernel", "b": "y"})
+    assert error.mis_shaped == ("a.bias (4,) <-> x/kernel (3, 4)",)
+    swapped = {r"n\.weight": "n/bias", r"n\.bias": "n/scale"}  # followed, not corrected
+    params = there_and_back(
+        {"n.weight": values(4), "n.bias": values(4) + 1}, {"n": norm(4)}, swapped
+    )
+    np.testing.assert_array_equal(params["n"]["bias"], values(4))
 
 
 def test_rule_takes_a_packed_linear_apart():

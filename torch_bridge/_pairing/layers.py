@@ -47,7 +47,6 @@ class Layer:
       exact: The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #).
       words: `exact` in lower case.
       numbers: The numbers of the name: (3, 1).
-      signature: Kind and shapes.
     """
 
     def __init__(
@@ -65,7 +64,11 @@ class Layer:
         self.exact = tuple("#" if piece.isdigit() else piece for piece in pieces)
         self.words = tuple(piece.lower() for piece in self.exact)
         self.numbers = tuple(int(piece) for piece in pieces if piece.isdigit())
-        self.signature = kind, frozenset((key, shape) for key, (_, shape) in parts.items())
+
+    @property
+    def signature(self) -> tuple[Kind, frozenset[tuple[str, Shape]]]:
+        """Kind and shapes."""
+        return self.kind, frozenset((key, shape) for key, (_, shape) in self.parts.items())
 
     @property
     def plain(self) -> frozenset[str]:
@@ -82,13 +85,12 @@ class Layer:
         """Of one part; () if it is not there."""
         return self.parts[part][1] if part in self.parts else ()
 
-    def rows(self, tensor: str) -> tuple[int, int] | None:
-        """The rows of a tensor that belong to `share`; None for all of them."""
-        if self.share is None or tensor not in self.parts:
-            return None
-        position, count = self.share
-        height = self.shape(tensor)[0] // count
-        return (position * height, (position + 1) * height)
+    def shares(self, count: int) -> list[Layer]:
+        """The layer, or each of the equal parts that its rows are taken apart into."""
+        if count == 1:
+            return [self]
+        numbers = range(count)
+        return [Layer(self.segments, self.kind, self.parts, share=(k, count)) for k in numbers]
 
 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:

@@ -8,12 +8,13 @@ left is listed, with the rules that would say it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.build import Built, build, orders
+from torch_bridge._pairing.build import build, orders
 from torch_bridge._pairing.layers import Kind, Layer, Shape
 from torch_bridge._pairing.leaves import without_collection
 
@@ -22,9 +23,7 @@ _EMBEDDING_WORDS = frozenset(
 )
 # Leaves that are never the turned matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
-Path: TypeAlias = tuple[str, ...]
 Two: TypeAlias = tuple[Layer, Layer]
-Part: TypeAlias = tuple[Layer, str]
 
 
 class Match:
@@ -45,12 +44,9 @@ class Match:
         self.ambiguous: list[str] = []
         self.undecided: set[Layer] = set()
         self._known_fits: dict[Hashable, int] = {}
-        if rules:
-            self._follow(rules)
+        self._follow(rules)
         self._by_name()
-        while self.open_torch and self._by_number():
-            pass
-        self._list_the_rest()
+        self._by_number()
 
     @property
     def open_torch(self) -> list[Layer]:
@@ -68,51 +64,67 @@ class Match:
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
         """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
         names = clean_names([name for layer in self.torch for name, _ in layer.parts.values()])
-        targets = self._targets()
-        taken: dict[Part, Layer] = {}
-        for layer in self.torch:
-            for key, (name, _) in layer.parts.items():
-                _, paths = _first_rule(rules, [names[name], layer.name])
-                target, leaf = targets.get(paths[0] if len(paths) == 1 else (), (None, ""))
-                if target is None or leaf is None or (target, leaf) in taken:
-                    continue
-                of_arrays = layer.kind == "array" and layer.shape("") != target.shape(leaf)
-                if layer.kind != target.kind or of_arrays:  # parts that cannot meet as layers
-                    mine, other = _alone(layer, key, target, leaf)
-                    taken[layer, key], taken[target, leaf] = mine, other
-                    self.partners[mine] = other
-        self.torch, self.flax = _without(self.torch, taken), _without(self.flax, taken)
-        targets = self._targets()
-        for layer in self.open_torch:
-            own = [*(names[name] for name, _ in layer.parts.values()), layer.name]
-            pattern, paths = _first_rule(rules, own)
-            shares = [layer]
-            if len(paths) > 1:
-                shares = [
-                    Layer(layer.segments, layer.kind, layer.parts, share=(k, len(paths)))
-                    for k in range(len(paths))
-                ]
-                place = self.torch.index(layer)
-                self.torch[place : place + 1] = shares
-            for share, path in zip(shares, paths, strict=False):
-                self._send(share, targets.get(path, (None, None))[0], pattern, path)
+        owners = {"/".join(layer.segments): layer for layer in self.flax}
+        leaves: dict[str, str] = {}
+        for target in self.flax:
+            for leaf, (path, _) in target.parts.items():
+                place = "/".join(without_collection(path))
+                owners[place], leaves[place] = target, leaf
+        for layer in self.torch.copy():
+            sent: dict[tuple[Layer | None, ...], tuple[str, list[str]]] = {}
+            for part, (name, _) in [*layer.parts.items()]:
+                pattern, paths = _first_rule(rules, [names[name], layer.name])
+                place = paths[0] if len(paths) == 1 else ""
+                target, leaf = owners.get(place), leaves.get(place)
+                if target and leaf is not None and not _meet(layer, part, target, leaf, pattern):
+                    owners[place] = self._alone(layer, part, target, leaves.pop(place))
+                elif paths:
+                    sent.setdefault(tuple(map(owners.get, paths)), (pattern, paths))
+            if sent:
+                self._send(layer, sent)
 
-    def _targets(self) -> dict[Path, tuple[Layer, str | None]]:
-        """What a rule may name: the path of a module, or of a leaf with its part of the layer."""
-        found: dict[Path, tuple[Layer, str | None]] = {a.segments: (a, None) for a in self.flax}
-        for layer in self.flax:
-            for key, (path, _) in layer.parts.items():
-                found[path] = found[without_collection(path)] = (layer, key)
-        return found
+    def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
+        """Pairs a tensor and a leaf as layers of their own: kernels if it may be turned, or arrays.
 
-    def _send(self, layer: Layer, target: Layer | None, pattern: str, path: Path) -> None:
-        text = f"the rule {pattern!r} sends {layer.name} to {'/'.join(path)}"
-        if target is None:
-            self.ambiguous.append(f"{text}, which is neither a leaf nor a module of the Flax tree")
-        elif target in self.partners.values():
-            self.ambiguous.append(f"{text}, where an earlier rule sends another")
-        else:
-            self.partners[layer] = target
+        Returns the Flax layer.
+        """
+        ours, theirs = layer.shape(part), target.shape(leaf)
+        named = "weight" in layer.parts[part][0].rpartition(".")[2] or leaf == "kernel"
+        usual, swapped = orders(ours, theirs)
+        turns = leaf not in _AS_THEY_ARE and (usual or (swapped and len(ours) > 2))
+        is_kernel = turns and (ours != theirs or named)
+        kind: Kind = "weight" if is_kernel else "array"
+        segments = layer.segments if part in ("", "weight") else (*layer.segments, part)
+        path = (*target.segments, leaf) if leaf else target.segments
+        own = Layer(segments, kind, {"weight" if is_kernel else "": layer.parts.pop(part)})
+        other = Layer(path, kind, {"kernel" if is_kernel else "": target.parts.pop(leaf)}, "/")
+        for layers, whole, alone in ((self.torch, layer, own), (self.flax, target, other)):
+            place = layers.index(whole)
+            layers[place : place + (not whole.parts)] = [alone]
+        self.partners[own] = other
+        return other
+
+    def _send(
+        self, layer: Layer, sent: Mapping[tuple[Layer | None, ...], tuple[str, list[str]]]
+    ) -> None:
+        """Pairs a layer with the one that a rule names, or its equal shares with several."""
+        (targets, (pattern, paths)), *others = sent.items()
+        text = f"the rule {pattern!r} sends {layer.name or '(root)'} to"
+        shares, place = layer.shares(len(paths)), self.torch.index(layer)
+        self.torch[place : place + 1] = shares
+        for share, target, path in zip(shares, targets, paths, strict=True):
+            if target is None:
+                line = "which is neither a leaf nor a module of the Flax tree"
+                self.ambiguous.append(f"{text} {path}, {line}")
+            elif target in self.partners.values():
+                self.ambiguous.append(f"{text} {path}, where an earlier rule sends another")
+            else:
+                self.partners[share] = target
+        self.ambiguous += [
+            f"{text} {'|'.join(paths)}, and {other!r} a part of it to {'|'.join(elsewhere)}: let "
+            "one rule name the whole layer"
+            for _, (other, elsewhere) in others
+        ]
 
     # --- by name, and by number -----------------------------------------------------------------
 
@@ -126,36 +138,40 @@ class Match:
         for key, group in _grouped(self.open_torch, lambda a: (a.words, a.kind)).items():
             targets = theirs.get(key, [])
             two = _in_order(group, targets, same_words=True)
-            if two is None:
+            if not two:
                 by_number = {layer.numbers: layer for layer in targets}
                 two = [(a, by_number[a.numbers]) for a in group if a.numbers in by_number]
             if all(a.exact == b.exact for a, b in two) or all(self._fit(a, b) for a, b in two):
                 self.partners.update(two)
 
-    def _by_number(self) -> bool:
-        """One round over the groups that fit each other; whether anything was paired.
+    def _by_number(self) -> None:
+        """Pairs groups with the only ones that fit; where several do, shapes and names decide.
 
-        Where a group fits several, shapes and names decide.
+        Of what stays undecided it is said where it could go.
         """
-        mine, theirs = (
-            _grouped(side, lambda a: (a.words, a.signature))
-            for side in (self.open_torch, self.open_flax)
-        )
-        found: list[tuple[Any, Hashable, Hashable, list[Two]]] = []
-        for key, group in mine.items():
-            for other, targets in theirs.items():
+        while True:
+            mine, theirs = (
+                _grouped(side, lambda a: (a.words, a.signature)).values()
+                for side in (self.open_torch, self.open_flax)
+            )
+            found: list[tuple[tuple[int, ...], list[Layer], list[Layer], list[Two]]] = []
+            for group, targets in itertools.product(mine, theirs):
                 if fit := self._fit(group[0], targets[0]):
                     two = _in_order(group, targets, same_words=False)
-                    if two is not None:
-                        found.append(((fit, *_said(*two[0])), key, other, two))
-        settled = [
-            two
-            for rank, key, other, two in found
-            if all(rank > r for r, k, o, _ in found if (k == key) != (o == other))
-        ]
-        for two in settled:
-            self.partners.update(two)
-        return bool(settled)
+                    rank = (fit, *_said(group[0], targets[0])) if two else ()
+                    found.append((rank, group, targets, two))
+            settled = [
+                pair
+                for rank, group, targets, two in found
+                if all(rank > r for r, g, t, _ in found if (g is group) != (t is targets))
+                for pair in two
+            ]
+            if not settled:
+                break
+            self.partners.update(settled)
+        for group in mine:
+            if fitting := [targets for _, g, targets, _ in found if g is group]:
+                self._list(group, fitting)
 
     def _fit(self, layer: Layer, target: Layer) -> int:
         """2 if they fit, 1 if they do as a matrix stored (in, out), else 0."""
@@ -166,50 +182,35 @@ class Match:
             self._known_fits[key] = found.fits * (1 if conv1d else 2)
         return self._known_fits[key]
 
-    # --- what is left ---------------------------------------------------------------------------
-
-    def _list_the_rest(self) -> None:
-        """Says of every group that fits several where it could go, and the rules for it."""
-        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.signature))
-        for group in _grouped(self.open_torch, lambda a: (a.words, a.signature)).values():
-            fitting = [targets for targets in theirs.values() if self._fit(group[0], targets[0])]
-            self.undecided.update(*fitting, group if fitting else ())
-            rules = [rule for t in fitting if len(t) == len(group) and (rule := _rule(group, t))]
-            if len(rules) == len(fitting):
-                could_be = {rules[0][0]: [path for _, path in rules]} if rules else {}
-            else:
-                names = [layer.name or "(root)" for targets in fitting for layer in targets]
-                could_be = {layer.name or "(root)": names for layer in group}
-            shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
-            for pattern, names in could_be.items():
-                shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
-                self.ambiguous.append(
-                    f"{pattern} {shapes} could be {shown}: say which, as in "
-                    f"rules={{{pattern!r}: {names[0]!r}}}"
-                )
-
-
-def not_followed(rules: Sequence[tuple[str, str]], built: Mapping[Layer, Built]) -> list[str]:
-    """A line for each tensor that a rule sends to another leaf than its layer brought it to."""
-    lines: list[str] = []
-    pairs = [(layer, pair) for layer, found in built.items() for pair in found.pairs]
-    names = clean_names([pair.torch_name for _, pair in pairs])
-    for layer, pair in pairs:
-        name, place = names[pair.torch_name], without_collection(pair.path)
-        pattern, paths = _first_rule(rules, [name, layer.name])
-        said = [without_collection(path) for path in paths]
-        # One that names the module too speaks of the layer, whichever leaf it gives.
-        if re.fullmatch(pattern, layer.name):
-            said += [path[:-1] for path in said if len(path) == len(place)]
-        if said and not any(place[: len(path)] == path for path in said):
-            lines.append(
-                f"the rule {pattern!r} does not send {name} to {'/'.join(place)}, where its layer "
-                f"{layer.name or '(root)'} goes: let one rule name the whole layer"
+    def _list(self, group: Sequence[Layer], fitting: Sequence[Sequence[Layer]]) -> None:
+        """Says of a group where it could go, and the rules for it."""
+        self.undecided.update(group, *fitting)
+        rules = [rule for targets in fitting if (rule := _rule(group, targets))]
+        if len(rules) == len(fitting):
+            could_be = {rules[0][0]: [path for _, path in rules]}
+        else:
+            names = [layer.name or "(root)" for targets in fitting for layer in targets]
+            could_be = {layer.name or "(root)": names for layer in group}
+        shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
+        for pattern, names in could_be.items():
+            shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
+            self.ambiguous.append(
+                f"{pattern} {shapes} could be {shown}: say which, as in "
+                f"rules={{{pattern!r}: {names[0]!r}}}"
             )
-    return lines
 
 
-def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[Path]]:
+def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
+    """Whether a tensor and a leaf that a rule names are paired where their layers are.
+
+    A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
+    """
+    two = layer.parts[part][0], target.parts[leaf][0]
+    pairs = [(pair.torch_name, pair.path) for pair in build(layer, target).pairs]
+    return two in pairs or (bool(pairs) and re.fullmatch(pattern, layer.name) is not None)
+
+
+def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
     """The rule that decides, the first to match one of some names, and the paths that it gives.
 
     Of names that no rule matches no path.
@@ -223,38 +224,9 @@ def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple
                 raise ValueError(
                     f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
                 ) from error
-            return pattern, [tuple(path.strip("/").split("/")) for path in paths]
+            words = (tuple(path.strip("/").split("/")) for path in paths)
+            return pattern, ["/".join(without_collection(path)) for path in words]
     return "", []
-
-
-def _alone(layer: Layer, key: str, target: Layer, leaf: str) -> Two:
-    """A tensor and a leaf as layers of their own: a kernel if it may be turned, or an array."""
-    ours, theirs = layer.shape(key), target.shape(leaf)
-    named = "weight" in layer.parts[key][0].rpartition(".")[2] or leaf == "kernel"
-    usual, swapped = orders(ours, theirs)
-    turns = usual or (swapped and len(ours) > 2)
-    kernel = leaf not in _AS_THEY_ARE and turns and (ours != theirs or named)
-    segments = layer.segments if key in ("", "weight") else (*layer.segments, key)
-    path = (*target.segments, leaf) if leaf else target.segments
-    tensor, place = ("weight", "kernel") if kernel else ("", "")
-    kind: Kind = "weight" if kernel else "array"
-    return (
-        Layer(segments, kind, {tensor: layer.parts[key]}),
-        Layer(path, kind, {place: target.parts[leaf]}, "/"),
-    )
-
-
-def _without(layers: Sequence[Layer], taken: Mapping[Part, Layer]) -> list[Layer]:
-    """The layers with those of their parts exchanged that stand alone now."""
-    kept: list[Layer] = []
-    for layer in layers:
-        rest = {key: part for key, part in layer.parts.items() if (layer, key) not in taken}
-        kept += [taken[layer, key] for key in layer.parts if key not in rest]
-        if len(rest) == len(layer.parts):
-            kept.append(layer)
-        elif rest:
-            kept.append(Layer(layer.segments, layer.kind, rest, layer.sep))
-    return kept
 
 
 def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
@@ -270,21 +242,19 @@ def _said(layer: Layer, target: Layer) -> tuple[bool, int]:
     return embeds, len(layer.plain & target.plain)
 
 
-def _in_order(
-    mine: Sequence[Layer], theirs: Sequence[Layer], *, same_words: bool
-) -> list[Two] | None:
+def _in_order(mine: Sequence[Layer], theirs: Sequence[Layer], *, same_words: bool) -> list[Two]:
     """The layers side by side in the order of their numbers, if these are nested alike.
 
     Numbers need not be equal: ``0, 2, 4`` in a Sequential with activations between is ``Dense_0``,
-    ``Dense_1``, ``Dense_2``. None if the two sides cannot be put in correspondence.
+    ``Dense_1``, ``Dense_2``. Nothing if the two sides cannot be put in correspondence.
     """
     if len(mine) != len(theirs) or not mine:
-        return None
+        return []
     left, right = (sorted(side, key=lambda layer: layer.numbers) for side in (mine, theirs))
     ours, others = (_nesting([layer.numbers for layer in side]) for side in (left, right))
     flat = not same_words and (len(ours[0]) == 1 or len(others[0]) == 1)
     distinct = all(len(set(side)) == len(side) for side in (ours, others))
-    return list(zip(left, right, strict=True)) if distinct and (ours == others or flat) else None
+    return list(zip(left, right, strict=True)) if distinct and (ours == others or flat) else []
 
 
 def _nesting(numbers: Sequence[Shape]) -> list[Shape]:

@@ -13,7 +13,7 @@ from torch_bridge._pairing.build import build
 from torch_bridge._pairing.layers import Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.match import Match, not_followed
+from torch_bridge._pairing.match import Match
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
@@ -213,9 +213,7 @@ def _pair_layers(
         "unexpected": [line for part in built.values() for line in part.unexpected]
         + [f"{name} {shape}" for name, shape in left_torch],
         "mis_shaped": [line for part in built.values() for line in part.mis_shaped],
-        "ambiguous": match.ambiguous
-        + (not_followed(options.rules, built) if options.rules else [])
-        + questions.asked,
+        "ambiguous": match.ambiguous + questions.asked,
     }
     problems = {kind: lines for kind, lines in problems.items() if lines}
     if problems:
