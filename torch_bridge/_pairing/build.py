@@ -40,14 +40,12 @@ class Built(NamedTuple):
     """The pairs of two layers, and a line for each tensor and leaf without one."""
 
     pairs: list[Pair]
-    missing: list[str]
-    unexpected: list[str]
-    mis_shaped: list[str]
+    problems: dict[str, list[str]]  # missing, unexpected and mis_shaped, as `CheckpointMismatch`
 
     @property
     def fits(self) -> bool:
         """Whether every leaf and every tensor found its place."""
-        return not (self.missing or self.unexpected or self.mis_shaped)
+        return not any(self.problems.values())
 
 
 class _Link(NamedTuple):
@@ -85,20 +83,18 @@ def build(torch: Layer, flax: Layer, answer: Answer = _UNKNOWN) -> Built:
             continue
         unexpected.pop(link.tensor, None)
         missing.pop(link.leaf, None)
-        pair = _pair(torch, flax, link)
-        if pair is not None:
+        if pair := _pair(torch, flax, link):
             pairs.append(pair)
             continue
-        (name, torch_shape), (path, shape) = torch.parts[link.tensor], flax.parts[link.leaf]
         maps = {"flatten": answer.flatten, "unflatten": answer.unflatten}
         why = "".join(f", with {option}={said}" for option, said in maps.items() if said)
-        mis_shaped.append(f"{name} {torch_shape} <-> {'/'.join(path)} {shape}{why}")
-    return Built(
-        pairs,
-        [f"{'/'.join(path)} {shape}" for path, shape in missing.values()],
-        [f"{name} {shape}" for name, shape in unexpected.values()],
-        mis_shaped,
-    )
+        mis_shaped.append(f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}{why}")
+    problems = {
+        "missing": [*map(flax.line, missing)],
+        "unexpected": [*map(torch.line, unexpected)],
+        "mis_shaped": mis_shaped,
+    }
+    return Built(pairs, problems)
 
 
 def _links(torch: Layer, flax: Layer, answer: Answer) -> Iterator[_Link]:
@@ -156,51 +152,51 @@ def _pair(torch: Layer, flax: Layer, link: _Link) -> Pair | None:
         place, count = link.share
         height //= count
         rows = (place * height, (place + 1) * height)
-    flatten, unflatten, _ = link.answer
-    swapped = torch.kind == "weight" and is_swapped(torch_shape, shape, link.answer)
+    flatten, unflatten, swapped = link.answer
+    usual, other = orders(torch_shape, shape)
+    if torch.kind != "weight" or usual != other:  # else it is as was answered
+        swapped = torch.kind == "weight" and other
     view: _View | None = None
     if len(torch_shape) == 1:
         kind = "buffer" if link.tensor.startswith("running") else "vector"
         moved = unflatten if torch.kind == "weight" else flatten or unflatten
-        split, axes = _moved(shape, moved)  # (n,) -> (n,), or (heads, n / heads)
-        view = _View(split, axes, len(split))
+        view = _view((), shape, unflatten=moved)
     elif not link.leaf.endswith("kernel"):
         kind = link.leaf or "array"
         if torch_shape == shape:
-            view = _View(shape, tuple(range(len(shape))), min(1, len(shape)))
+            view = _view(shape[:1], shape[1:], swapped=True)
     elif len(torch_shape) == 2:
         kind = "conv1d.weight" if swapped else "linear.weight"
-        if not (swapped and rows):
-            view = _linear(shape, height, width, link.answer._replace(swapped=swapped))
-    else:
-        kind = "conv_transpose.weight" if swapped else "conv.weight"
+        cut = dense_cut(shape, *((height, width) if swapped else (width, height)))
+        if cut and not (swapped and rows):
+            view = _view(shape[:cut], shape[cut:], flatten, unflatten, swapped)
+    elif swapped:
+        kind = "conv_transpose.weight"
         space = range(2, len(torch_shape))
-        order, flip = ((0, 1), tuple(range(len(space)))) if swapped else ((1, 0), ())
-        if any(orders(torch_shape, shape)):
-            view = _View(torch_shape, (*space, *order), 1, flip)
+        view = _View(torch_shape, (*space, 0, 1), 1, (*range(len(space)),))
+    else:  # the inputs are a map, which Flax has channels-last
+        kind = "conv.weight"
+        if usual:
+            view = _view(shape[:-1], shape[-1:], torch_shape[1:])
     sides = (view.split[: view.row_axes], view.split[view.row_axes :], shape) if view else ()
     if not view or [*map(math.prod, sides)] != [height, width, height * width]:
         return None
     return Pair(name, torch_shape, path, shape, kind, **view._asdict(), rows=rows, **link.fields)
 
 
-def _linear(shape: Shape, height: int, width: int, answer: Answer) -> _View | None:
-    """(out, in) -> (*in, *out): a Dense, or a DenseGeneral with several axes of either."""
-    sizes = (height, width) if answer.swapped else (width, height)
-    cut = dense_cut(shape, *sizes)
-    ins, order = _moved(shape[:cut], answer.flatten)
-    outs, out_order = _moved(shape[cut:], answer.unflatten)
-    if not cut or (math.prod(ins), math.prod(outs)) != sizes:
-        return None
-    if answer.swapped:
+def _view(
+    ins: Shape,
+    outs: Shape,
+    flatten: Shape | None = None,
+    unflatten: Shape | None = None,
+    swapped: bool = False,
+) -> _View:
+    """(*outs, *ins) in torch becomes (*ins, *outs); swapped, it is (*ins, *outs) already."""
+    ins, order = _moved(ins, flatten)
+    outs, out_order = _moved(outs, unflatten)
+    if swapped:
         return _View((*ins, *outs), (*order, *(len(ins) + k for k in out_order)), len(ins))
     return _View((*outs, *ins), (*(len(outs) + k for k in order), *out_order), len(outs))
-
-
-def is_swapped(torch_shape: Shape, shape: Shape, answer: Answer) -> bool:
-    """Whether a kernel is stored (in, out, ...): as its shapes show, else as was answered."""
-    usual, swapped = orders(torch_shape, shape)
-    return answer.swapped if usual == swapped else swapped
 
 
 def orders(torch_shape: Shape, shape: Shape) -> tuple[bool, bool]:

@@ -85,12 +85,20 @@ class Layer:
         """Of one part; () if it is not there."""
         return self.parts[part][1] if part in self.parts else ()
 
+    def line(self, part: str) -> str:
+        """One part, as errors show it."""
+        name, shape = self.parts[part]
+        return f"{name if isinstance(name, str) else '/'.join(name)} {shape}"
+
     def shares(self, count: int) -> list[Layer]:
         """The layer, or each of the equal parts that its rows are taken apart into."""
         if count == 1:
             return [self]
         numbers = range(count)
         return [Layer(self.segments, self.kind, self.parts, share=(k, count)) for k in numbers]
+
+
+NO_LAYER = Layer((), "array", {})
 
 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:

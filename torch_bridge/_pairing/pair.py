@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._pairing.build import build
-from torch_bridge._pairing.layers import Shape, layers_of
+from torch_bridge._pairing.layers import NO_LAYER, Shape, layers_of
 from torch_bridge._pairing.leaves import Tree, without_collection
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Match
@@ -193,7 +193,9 @@ def _pair_layers(
     """The pairs of tensors, some of which have `aliases`; `tensors` are the names of all."""
     match = Match(*layers_of(shapes, tree), options.rules)
     questions = Questions(match.torch, match.partners, options)
-    built = {a: build(a, b, questions.answers[a]) for a, b in match.partners.items()}
+    built = [build(a, b, questions.answers[a]) for a, b in match.partners.items()]
+    built += [build(a, NO_LAYER) for a in match.open_torch if a not in match.undecided]
+    built += [build(NO_LAYER, b) for b in match.open_flax if b not in match.undecided]
     modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in match.torch}
     if idle := _idle(options, modules, {*modules, *tensors}, questions.movable):
         raise CheckpointMismatch(
@@ -203,18 +205,11 @@ def _pair_layers(
             unexpected=idle,
             parameters=sorted({line.partition(":")[0] for line in idle}),
         )
-    left_torch, left_flax = (
-        [part for layer in layers if layer not in match.undecided for part in layer.parts.values()]
-        for layers in (match.open_torch, match.open_flax)
-    )
     problems = {
-        "missing": [line for part in built.values() for line in part.missing]
-        + [f"{'/'.join(path)} {shape}" for path, shape in left_flax],
-        "unexpected": [line for part in built.values() for line in part.unexpected]
-        + [f"{name} {shape}" for name, shape in left_torch],
-        "mis_shaped": [line for part in built.values() for line in part.mis_shaped],
-        "ambiguous": match.ambiguous + questions.asked,
+        kind: [line for part in built for line in part.problems[kind]]
+        for kind in ("missing", "unexpected", "mis_shaped")
     }
+    problems["ambiguous"] = match.ambiguous + questions.asked
     problems = {kind: lines for kind, lines in problems.items() if lines}
     if problems:
         raise CheckpointMismatch(
@@ -229,7 +224,7 @@ def _pair_layers(
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
-    pairs = sorted((p for part in built.values() for p in part.pairs), key=lambda p: order[p.path])
+    pairs = sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
     return tuple(dataclasses.replace(p, aliases=tuple(names.get(p.torch_name, ()))) for p in pairs)
 
 
