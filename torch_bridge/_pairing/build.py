@@ -58,15 +58,6 @@ class _Link(NamedTuple):
     fields: Mapping[str, Any] = {}  # of the pair
 
 
-class _View(NamedTuple):
-    """Of a tensor on its way to a leaf, as `Pair` has it."""
-
-    split: Shape
-    axes: Shape
-    row_axes: int
-    flip: Shape = ()
-
-
 def build(torch: Layer, flax: Layer, answer: Answer = _UNKNOWN) -> Built:
     """Pairs the tensors of a torch layer and the leaves of a Flax layer.
 
@@ -148,6 +139,7 @@ def _pair(torch: Layer, flax: Layer, link: _Link) -> Pair | None:
     """How a tensor becomes a leaf; None where their shapes do not agree."""
     (name, torch_shape), (path, shape) = torch.parts[link.tensor], flax.parts[link.leaf]
     rows, height, width = None, math.prod(torch_shape[:1]), math.prod(torch_shape[1:])
+    fits, flip = True, ()
     if link.share:
         place, count = link.share
         height //= count
@@ -156,47 +148,49 @@ def _pair(torch: Layer, flax: Layer, link: _Link) -> Pair | None:
     usual, other = orders(torch_shape, shape)
     if torch.kind != "weight" or usual != other:  # else it is as was answered
         swapped = torch.kind == "weight" and other
-    view: _View | None = None
+    space = tuple(range(len(torch_shape) - 2))
     if len(torch_shape) == 1:
         kind = "buffer" if link.tensor.startswith("running") else "vector"
         moved = unflatten if torch.kind == "weight" else flatten or unflatten
-        view = _view((), shape, unflatten=moved)
+        split, axes, row_axes = _split((), shape, None, moved)
     elif not link.leaf.endswith("kernel"):
-        kind = link.leaf or "array"
-        if torch_shape == shape:
-            view = _view(shape[:1], shape[1:], swapped=True)
+        kind, fits = link.leaf or "array", torch_shape == shape
+        split, axes, row_axes = _split(shape[:1], shape[1:], swapped=True)
     elif len(torch_shape) == 2:
         kind = "conv1d.weight" if swapped else "linear.weight"
         cut = dense_cut(shape, *((height, width) if swapped else (width, height)))
-        if cut and not (swapped and rows):
-            view = _view(shape[:cut], shape[cut:], flatten, unflatten, swapped)
+        fits = cut > 0 and not (swapped and rows)
+        split, axes, row_axes = _split(shape[:cut], shape[cut:], flatten, unflatten, swapped)
     elif swapped:
-        kind = "conv_transpose.weight"
-        space = range(2, len(torch_shape))
-        view = _View(torch_shape, (*space, 0, 1), 1, (*range(len(space)),))
+        kind, fits, flip = "conv_transpose.weight", other, space
+        split, axes, row_axes = torch_shape, (*(k + 2 for k in space), 0, 1), 1
     else:  # the inputs are a map, which Flax has channels-last
-        kind = "conv.weight"
-        if usual:
-            view = _view(shape[:-1], shape[-1:], torch_shape[1:])
-    sides = (view.split[: view.row_axes], view.split[view.row_axes :], shape) if view else ()
-    if not view or [*map(math.prod, sides)] != [height, width, height * width]:
+        kind, fits = "conv.weight", usual
+        split, axes, row_axes = _split(shape[:-1], shape[-1:], torch_shape[1:])
+    sides = split[:row_axes], split[row_axes:], shape
+    if not fits or [*map(math.prod, sides)] != [height, width, height * width]:
         return None
-    return Pair(name, torch_shape, path, shape, kind, **view._asdict(), rows=rows, **link.fields)
+    return Pair(
+        name, torch_shape, path, shape, kind, split, axes, row_axes, flip, rows, **link.fields
+    )
 
 
-def _view(
+def _split(
     ins: Shape,
     outs: Shape,
     flatten: Shape | None = None,
     unflatten: Shape | None = None,
     swapped: bool = False,
-) -> _View:
-    """(*outs, *ins) in torch becomes (*ins, *outs); swapped, it is (*ins, *outs) already."""
+) -> tuple[Shape, Shape, int]:
+    """Of (*outs, *ins) in torch, (*ins, *outs) in Flax, the first three: shape, axes, row axes.
+
+    Swapped, torch has (*ins, *outs) too.
+    """
     ins, order = _moved(ins, flatten)
     outs, out_order = _moved(outs, unflatten)
     if swapped:
-        return _View((*ins, *outs), (*order, *(len(ins) + k for k in out_order)), len(ins))
-    return _View((*outs, *ins), (*(len(outs) + k for k in order), *out_order), len(outs))
+        return (*ins, *outs), (*order, *(len(ins) + k for k in out_order)), len(ins)
+    return (*outs, *ins), (*(len(outs) + k for k in order), *out_order), len(outs)
 
 
 def orders(torch_shape: Shape, shape: Shape) -> tuple[bool, bool]:
