@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,22 +14,18 @@ import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
-from torch_bridge._base.tensors import to_tensor
-from torch_bridge._convert.optimizer_groups import Entry, ParamNames, read_entries
+from torch_bridge._base.tensors import tied, to_tensor
+from torch_bridge._convert.optimizer_groups import MOMENTS, Entry, ParamNames, read_entries
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path, without_collection
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
-from torch_bridge._pairing.pairs import Pair, leaves_from_torch, tensors_from_flax
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
 Path: TypeAlias = tuple[str, ...]
 Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
 _FROZEN = "frozen"
 _PAUSES = {"": None, "unused": until_gradient, "held": held}
-# Field of an Optax state -> what torch calls it: one table for both directions.
-_MOMENTS: dict[type, dict[str, str]] = {
-    optax.ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
-    optax.TraceState: {"trace": "momentum_buffer"},
-}
 
 
 class _Part(NamedTuple):
@@ -104,8 +101,7 @@ def optimizer_from_torch(
     """
     model = named(model)
     pairs = pairs_for(model, params, pairs)
-    entries = read_entries(optimizer, model, param_names, pairs)
-    plan = OptimizerPlan.of(entries, pairs)
+    plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
     tx = plan.transformation(params, learning_rate)
     return tx, plan.state(tx.init(params), plan.counted if step is None else step)
 
@@ -126,18 +122,31 @@ class OptimizerPlan:
 
     @classmethod
     def of(
-        cls, entries: Mapping[str, Entry], pairs: Pairs, frozen: Collection[str] = ()
+        cls,
+        optimizer: Mapping[str, Any],
+        model: Mapping[str, Any],
+        pairs: Pairs,
+        param_names: ParamNames,
+        layout: BucketLayout | None,
     ) -> OptimizerPlan:
         """The plan for the parameters of an optimizer.
 
         Args:
-          entries: As `read_entries` gives them.
-          pairs: Of the whole model.
-          frozen: Torch parameters that get no gradient, whether the optimizer has them or not.
+          optimizer: As for `optimizer_from_torch`, like `model` and `param_names`.
+          model: Torch state dict.
+          pairs: Of all parameters.
+          param_names: Of the optimizer.
+          layout: What is in no bucket gets no gradient, whether the optimizer has it or not. None,
+            and one without buckets from before compression began, say nothing.
 
         Raises:
           CheckpointMismatch: Parameters that are one leaf are not updated alike.
         """
+        entries = read_entries(optimizer, model, param_names, pairs, layout)
+        frozen = set[str]()
+        if layout and layout.entries:
+            known = names_in(pairs, layout.entries, tied(model))
+            frozen = {pair.torch_name for pair in pairs} - known.keys()
         parts: dict[Path, _Part | None] = {}
         split: list[str] = []
         begun = any(entry.state for entry in entries.values())
@@ -195,45 +204,38 @@ class OptimizerPlan:
           fresh: What ``init`` gave.
           taken: Updates so far, where a schedule goes on.
         """
-        kept = {key: self._leaves(key) for fields in _MOMENTS.values() for key in fields.values()}
+        kept: dict[str, dict[Path, Any]] = {}
+        for key in (key for fields in MOMENTS.values() for key in fields.values()):
+            tensors = {name: entry.state.get(key) for name, entry in self.entries.items()}
+            pairs = [pair for pair in self.pairs if tensors[pair.torch_name] is not None]
+            kept[key] = leaves_from_torch(pairs, tensors, mean=True)
 
-        def fill(node: Any) -> Any:
+        def filled(node: Any) -> Any:
             if isinstance(node, optax.ScaleByScheduleState):
                 return node._replace(count=jnp.asarray(taken, jnp.int32))
             if isinstance(node, optax.ScaleByAdamState):
-                flat = jax.tree_util.tree_flatten_with_path(node.mu)[0]
-                steps = {self.parts[plain_path(path)].step for path, _ in flat}
+                steps = {self.parts[path].step for path in leaves_by_path(node.mu)}
                 node = node._replace(count=jnp.asarray(max(steps, default=0), jnp.int32))
-            for field, key in _MOMENTS.get(type(node), {}).items():
-                filled = jax.tree_util.tree_map_with_path(
+            for field, key in MOMENTS.get(type(node), {}).items():
+                leaves = jax.tree.map_with_path(
                     lambda path, old, key=key: jnp.asarray(kept[key].get(plain_path(path), old)),
                     getattr(node, field),
                 )
-                node = node._replace(**{field: filled})
+                node = node._replace(**{field: leaves})
             return node
 
-        known = (*_MOMENTS, optax.ScaleByScheduleState)
-        return jax.tree.map(fill, fresh, is_leaf=lambda node: isinstance(node, known))
-
-    def _leaves(self, key: str) -> dict[Path, Any]:
-        """One kind of what torch kept; a momentum buffer of a sum is the sum of the buffers."""
-        tensors = {name: entry.state.get(key) for name, entry in self.entries.items()}
-        pairs = [pair for pair in self.pairs if tensors[pair.torch_name] is not None]
-        return leaves_from_torch(pairs, tensors, mean=key != "momentum_buffer")
+        known = (*MOMENTS, optax.ScaleByScheduleState)
+        return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
 
 
 def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
     """The part of one torch parameter; None if it is frozen and nothing is kept for it.
 
-    Args:
-      pair: Of the parameter.
-      entry: What the optimizer has of it.
-      begun: Whether the optimizer has taken a step.
-      frozen: Whether the parameter gets no gradient.
+    Frozen is what gets no gradient; `begun` says that the optimizer has taken a step.
     """
     hyper, pause = entry.hyper, ""
     if frozen:
-        if not entry.state and (begun or not hyper.keeps_state):
+        if not entry.state:
             return None
         pause = "held"
     elif pair.must_be_zero:
@@ -241,7 +243,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
-    elif begun and hyper.keeps_state and not entry.state:
+    elif begun and hyper.keeps and not entry.state:
         # Else gradients of zeros change nothing, and one part less is a simpler state.
         pause = "unused" if hyper.algorithm != "sgd" or hyper.weight_decay else ""
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
@@ -263,6 +265,7 @@ def optimizer_to_torch(
     *,
     pairs: Pairs | None = None,
     param_names: ParamNames = None,
+    layout: BucketLayout | None = None,
 ) -> dict[str, Any]:
     """A torch optimizer state dict with the momenta and counts of an Optax state.
 
@@ -278,6 +281,7 @@ def optimizer_to_torch(
       model: Torch state dict of the model; only names and shapes are used.
       pairs: As for `optimizer_from_torch`.
       param_names: As for `optimizer_from_torch`.
+      layout: The bucket layout, whose parameters an optimizer of as many was given.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.
@@ -294,37 +298,32 @@ def optimizer_to_torch(
       >>> optimizer_to_torch(state, params, like, model)["state"][0]["momentum_buffer"].shape
       torch.Size([3, 2])
     """
-    model = named(model)
-    return fill_optimizer(state, like, model, pairs_for(model, params, pairs), param_names)
-
-
-def fill_optimizer(
-    state: Any,
-    like: Mapping[str, Any],
-    model: Mapping[str, Any],
-    pairs: Pairs,
-    param_names: ParamNames,
-    bucketed: Collection[str] = (),
-) -> dict[str, Any]:
-    """`optimizer_to_torch` with the pairs of the whole model, and what DDP has in its buckets."""
-    entries = read_entries(like, model, param_names, pairs, bucketed)
-    by_name: dict[str, list[Pair]] = {name: [] for name in entries}
-    for pair in pairs:
-        if pair.torch_name in entries and pair.kind != "buffer":
-            bare = dataclasses.replace(pair, path=without_collection(pair.path))
-            by_name[pair.torch_name].append(bare)
-    leaves: dict[Path, dict[str, Any]] = {}
-    for path, kept in _kept(state):
-        leaves[path] = leaves.get(path, {}) | kept
+    model, kept = named(model), _kept(state)
+    pairs = pairs_for(model, params, pairs)
+    entries = read_entries(like, model, param_names, pairs, layout)
+    pairs = [
+        dataclasses.replace(pair, path=without_collection(pair.path))
+        for pair in pairs
+        if pair.torch_name in entries and pair.kind != "buffer"
+    ]
+    tensors: dict[str, dict[str, Any]] = {}  # by torch's names of what is kept, and of parameters
+    for key, leaves in kept.items():
+        gone = {pair.torch_name for pair in pairs if pair.path not in leaves}
+        there = [pair for pair in pairs if pair.torch_name not in gone]
+        if key == "step":
+            tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in there}
+        else:
+            tensors[key] = tensors_from_flax(there, leaves, mean=True)
     filled: dict[int, dict[str, Any]] = {}
-    missing: list[str] = []
+    lacking: list[str] = []
     for name, entry in entries.items():
-        kept = _of_parameter(by_name[name], entry, leaves)
-        if kept is None and (entry.key in like["state"] or not like["state"]):
-            missing.append(name)  # else it was frozen in torch, too
-        elif kept:
-            filled[entry.key] = kept
-    if missing:
+        keys = entry.hyper.keeps
+        if any(name not in tensors.get(key, ()) for key in keys):
+            lacking.append(name)
+        elif keys:
+            filled[entry.key] = {key: to_tensor(tensors[key][name], copy=False) for key in keys}
+    # Else it had no state in torch either: it was frozen, or not used yet.
+    if missing := [name for name in lacking if entries[name].key in like["state"] or not filled]:
         raise CheckpointMismatch(
             "The Optax state has no momentum (or Adam moments) for parameters of the torch "
             "optimizer. Is it the state of another optimizer?",
@@ -335,46 +334,17 @@ def fill_optimizer(
     return {**like, "state": filled, "param_groups": groups}
 
 
-def _kept(state: Any, started: bool = True) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """What the momentum states of an Optax state hold: leaf path -> by torch's names."""
-    known = (*_MOMENTS, UnusedState)
+def _kept(state: Any) -> Mapping[str, dict[Path, Any]]:
+    """What an Optax state holds, by torch's names, of each leaf that has had a gradient."""
+    kept = collections.defaultdict[str, dict[Path, Any]](dict)
+    known = (*MOMENTS, UnusedState)
     for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, known)):
-        if isinstance(node, UnusedState):
-            yield from _kept(node.inner_state, bool(jax.tree.leaves(node.started)[0]))
-            continue
-        fields = _MOMENTS.get(type(node), {})
-        trees = {key: leaves_by_path(getattr(node, field)) for field, key in fields.items()}
-        of_all: dict[str, Any] = {"started": started}
+        if isinstance(node, UnusedState) and jax.tree.leaves(node.started)[0]:
+            for key, leaves in _kept(node.inner_state).items():
+                kept[key] |= leaves
+        for field, key in MOMENTS.get(type(node), {}).items():
+            kept[key] |= leaves_by_path(getattr(node, field))
         if isinstance(node, optax.ScaleByAdamState):
             (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer puts it in a variable
-            of_all["step"] = int(count)
-        for path in next(iter(trees.values()), ()):
-            yield path, of_all | {key: tree[path] for key, tree in trees.items()}
-
-
-def _of_parameter(
-    pairs: Pairs, entry: Entry, leaves: Mapping[Path, Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """The state of one torch parameter; None if it is lacking, {} if torch keeps none."""
-    if not entry.hyper.keeps_state:
-        return {}
-    adam = entry.hyper.algorithm != "sgd"
-    keys = _MOMENTS[optax.ScaleByAdamState if adam else optax.TraceState].values()
-    own = [leaves.get(pair.path, {}) for pair in pairs]
-    if not own or any(key not in leaf for leaf in own for key in keys):
-        return None
-    if not all(leaf["started"] for leaf in own):  # no gradient yet
-        return {}
-    found: dict[str, Any] = {}
-    for key in keys:
-        held_in = {pair.path: leaf[key] for pair, leaf in zip(pairs, own, strict=True)}
-        array = tensors_from_flax(pairs, held_in, mean=True)[pairs[0].torch_name]
-        if not adam and pairs[0].terms > 1:  # of a leaf that is a sum, its share: buffers add up
-            array = array / np.asarray(pairs[0].terms, array.dtype)
-        found[key] = to_tensor(array)
-    if adam:
-        step, *others = {leaf["step"] for leaf in own}
-        if others:
-            return None
-        found["step"] = to_tensor(np.asarray(step, np.float32))
-    return found
+            kept["step"] |= dict.fromkeys(leaves_by_path(node.mu), count)
+    return kept

@@ -10,10 +10,16 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names, shape_of, trainable
 from torch_bridge._base.terminal import printable
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.pairs import Pair, unpaired
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _MAX_STEPS = 2**31  # optax counts in int32
+# Field of Optax's state -> what torch calls it: one table for both directions.
+MOMENTS: dict[type, dict[str, str]] = {
+    optax.TraceState: {"trace": "momentum_buffer"},
+    optax.ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
+}
 # What SGD and Adam must have, what else torch puts into their groups, and what they keep. Several
 # optimizers outside of torch have the first, and more.
 _MARKS = {"sgd": {"momentum", "dampening", "nesterov"}, "adam": {"betas", "eps", "amsgrad"}}
@@ -24,7 +30,7 @@ _OF_TORCH = {
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     *("lr_scale", "lr_mult"),
 }
-_STATES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
+_KEPT = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
 
 
 class Hyperparameters(NamedTuple):
@@ -72,28 +78,33 @@ class Hyperparameters(NamedTuple):
 
         Args:
           learning_rate: A number or a schedule; None for that of the group.
-          terms: Torch parameters whose sum the leaf is (the two biases of an LSTM): each moves by
-            what its own gradient says, so their sum moves `terms` times as fast.
+          terms: Torch parameters whose sum the leaf is (the two biases of an LSTM). All have one
+            gradient: moments are their mean, and the sum moves `terms` times as fast.
           pause: Put around everything but the learning rate, whose schedule goes on for all.
         """
-        parts = [optax.scale(-1.0)] if self.maximize else []
-        several = [optax.scale(float(terms))] if terms > 1 else []
-        decay = [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
-        if self.algorithm == "sgd":
-            momentum = [optax.trace(self.momentum, self.nesterov)] if self.momentum else []
-            parts += several + decay + (momentum or [optax.identity()])
+        decay = self.weight_decay
+        links = [optax.scale(-1.0)] if self.maximize else []
+        if decay and self.algorithm != "adamw":
+            links.append(optax.add_decayed_weights(decay / terms))
+        if self.algorithm != "sgd":
+            links.append(optax.scale_by_adam(*self.betas, eps=self.eps))
+        elif self.momentum:
+            links.append(optax.trace(self.momentum, self.nesterov))
         else:
-            adam = [optax.scale_by_adam(*self.betas, eps=self.eps), *several]
-            late = [optax.add_decayed_weights(self.weight_decay)]
-            parts += decay + adam if self.algorithm == "adam" else adam + late
-        parts = [pause(optax.chain(*parts))] if pause else parts
+            links.append(optax.identity())  # as optax.sgd has it
+        if terms > 1:
+            links.append(optax.scale(float(terms)))
+        if self.algorithm == "adamw":
+            links.append(optax.add_decayed_weights(decay))
+        links = [pause(optax.chain(*links))] if pause else links
         rate = self.lr if learning_rate is None else learning_rate
-        return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+        return optax.chain(*links, optax.scale_by_learning_rate(rate))
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether torch keeps anything for a parameter that has been updated."""
-        return self.algorithm != "sgd" or self.momentum != 0
+    def keeps(self) -> tuple[str, ...]:
+        """What torch keeps for a parameter that has been updated, by torch's names."""
+        adam = self.algorithm != "sgd"
+        return _KEPT["adam" if adam else "sgd"] if adam or self.momentum else ()
 
 
 def _number(name: str, value: Any) -> float:
@@ -116,9 +127,10 @@ def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
     # What has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM.
     labels = {key for key, value in group.items() if isinstance(value, str)}
     others = group.keys() - _MARKS[family] - _OF_TORCH - labels
+    more = set(kept) - {*_KEPT[family], "max_exp_avg_sq"}  # there where `amsgrad` was turned off
     found = [
         f"`{where}` with {sorted(map(str, names))}"
-        for where, names in (("param_groups", others), ("state", set(kept) - _STATES[family]))
+        for where, names in (("param_groups", others), ("state", more))
         if names
     ]
     if found:
@@ -162,7 +174,7 @@ def read_entries(
     model: Mapping[str, Any],
     param_names: ParamNames,
     pairs: Sequence[Pair],
-    bucketed: Collection[str] = (),
+    layout: BucketLayout | None,
 ) -> dict[str, Entry]:
     """Names the parameters of an optimizer state dict.
 
@@ -172,7 +184,7 @@ def read_entries(
       param_names: Names in the order in which the optimizer was given the parameters, flat or one
         list for each group. None: as the optimizer recorded them, else the order of `model`.
       pairs: Of `model`. Where it has too many tensors, those that go to no leaf were buffers.
-      bucketed: What DDP has in its buckets. An optimizer of as many was given these alone.
+      layout: What DDP has in its buckets. An optimizer of as many was given these alone.
 
     Returns:
       Parameter name, as in `model`, -> entry.
@@ -198,7 +210,7 @@ def read_entries(
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
             state = {key: value for key, value in state.items() if value is not None}
             entries.append(Entry(index, number, hyper, state, int(step)))
-    names = _names(optimizer, model, param_names, len(entries), pairs, bucketed)
+    names = _names(optimizer, model, param_names, len(entries), pairs, layout)
     cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
     wanted = clean_names(names)
     found = {cleaned.get(wanted[n], n): e for n, e in zip(names, entries, strict=True)}
@@ -243,7 +255,7 @@ def _names(
     said: ParamNames,
     count: int,
     pairs: Sequence[Pair],
-    bucketed: Collection[str],
+    layout: BucketLayout | None,
 ) -> list[str]:
     """The names of the parameters, in the optimizer's order."""
     groups = optimizer["param_groups"]
@@ -254,17 +266,15 @@ def _names(
             "An optimizer with several param groups numbers its parameters group by group. Pass "
             "`param_names`: one list of names for each group, in the order given to the optimizer."
         )
-    if said is not None:
-        names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
-    else:
-        leftover = set(unpaired(model, pairs))
-        every = trainable(model)
+    if said is None:
+        every, leftover = trainable(model), set(unpaired(model, pairs))
         choices = (
-            [name for name in model if name in bucketed],
+            [name for name in model if layout and name in layout.entries],
             every,
             [name for name in every if name not in leftover],
         )
-        names = next((names for names in choices if len(names) == count), every)
+        said = next((names for names in choices if len(names) == count), every)
+    names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
     if len(names) != count:
         raise ValueError(
             f"The optimizer has {count} parameters and there are {len(names)} names: what "

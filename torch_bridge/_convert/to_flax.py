@@ -14,7 +14,7 @@ import jaxcomp
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import reducer_of
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
-from torch_bridge._convert.optimizer_groups import ParamNames, read_entries
+from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state, mean_errors
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
-from torch_bridge._pairing.pairs import leaves_from_torch, names_in
+from torch_bridge._pairing.pairs import leaves_from_torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,10 @@ def to_flax(
         layout = layout_of(checkpoint, layout, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(own)
     reducer = _reducer(checkpoint, axis_name, matrix_dims)
-    plan = _plan(checkpoint, pairs, own, layout, param_names)
+    plan = None
+    if checkpoint.optimizer is not None:
+        model, optimizer = checkpoint.model, checkpoint.optimizer
+        plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
     counted = plan.counted if plan else 0
     hook = counted
     if checkpoint.powersgd:
@@ -204,8 +207,10 @@ def shapes_of_run(
     chosen = trained(params)
     own = pairs_of(chosen, pairs)
     reducer = _reducer(checkpoint, "data", matrix_dims_of(own))
-    plan = _plan(checkpoint, pairs, own, layout, param_names)
-    optimizer = plan.transformation(chosen, None) if plan else None
+    optimizer = None
+    if checkpoint.optimizer is not None:
+        plan = OptimizerPlan.of(checkpoint.optimizer, model, own, param_names, layout)
+        optimizer = plan.transformation(chosen, None)
     state = hollow(jax.eval_shape(reducer.init, chosen))
     optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
@@ -218,26 +223,6 @@ def _reducer(
     if checkpoint.hook is None and not checkpoint.powersgd:  # DDP's own mean
         return jaxcomp.allreduce(axis_name=axis_name)
     return reducer_of(checkpoint, axis_name, matrix_dims)
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    pairs: Pairs,
-    own: Pairs,
-    layout: BucketLayout | None,
-    param_names: ParamNames,
-) -> OptimizerPlan | None:
-    """The plan for the optimizer, with `own` pairs of what is trained; None without one."""
-    if checkpoint.optimizer is None:
-        return None
-    entries = layout.entries if layout else {}
-    frozen = set[str]()
-    if entries:  # else written before compression began
-        frozen = {pair.torch_name for pair in own} - names_in(
-            own, entries, checkpoint.aliases
-        ).keys()
-    read = read_entries(checkpoint.optimizer, checkpoint.model, param_names, pairs, entries)
-    return OptimizerPlan.of(read, own, frozen)
 
 
 def _doubts(

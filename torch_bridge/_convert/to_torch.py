@@ -17,7 +17,7 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.optimizer import fill_optimizer
+from torch_bridge._convert.optimizer import optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
@@ -151,8 +151,15 @@ def assemble(
         ranks = [record] * (like.world_size or 1)
     optimizer = None
     if fresh is not None and parts["optimizer"] is not None:
-        state, names = parts.pop("optimizer"), layout.names if layout else ()
-        optimizer = fill_optimizer(state, fresh, like.model, pairs, param_names, names)
+        optimizer = optimizer_to_torch(
+            parts.pop("optimizer"),
+            params,
+            fresh,
+            like.model,
+            pairs=pairs,
+            param_names=param_names,
+            layout=layout,
+        )
     extra = _plain_extra(like.extra)
     return make_document(
         Checkpoint(model, tuple(ranks), optimizer, layout, extra, like.world_size, like.hook)
