@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -16,7 +17,7 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._cli.files import read_flax, write_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
-from torch_bridge._convert.to_torch import assemble
+from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
@@ -62,21 +63,20 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     template = _entries(shapes_of_run(like, options.params, pairs, layout, names))
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
-    fresh = hollow(like.optimizer)
-    (like.optimizer or {}).clear()
-    read = read_flax(options.checkpoint, template)
-    reducer, *links = read.pop("opt_state")
-    del read["step"]
-    parts = {
-        "params": read if flatten(read).collections else read["params"],
-        "powersgd": reducer if like.powersgd else None,
-        "optimizer": tuple(links),
-    }
-    del read, reducer, links
-    document = assemble(parts, like, fresh, pairs, layout, names)
+    like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
+    run = _parts(read_flax(options.checkpoint, template))
+    # What only the call holds is dropped part by part.
+    document = to_torch(run.pop(), run.pop(), like, layout=layout, param_names=names, pairs=pairs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _parts(read: dict[str, Any]) -> list[Any]:
+    """The state of the chain and what it is of; the inverse of `_entries`."""
+    opt_state = read.pop("opt_state")
+    del read["step"]
+    return [opt_state, read if flatten(read).collections else read["params"]]
 
 
 def _entries(run: FlaxRun) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
-from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.registered import unwrapped_hook
 
 # torch's argument, in torch's order -> jaxcomp's and its type; None where jaxcomp needs none.
@@ -107,16 +106,10 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         >>> powersgd_kwargs_from_torch(None, 2, start_powerSGD_iter=100)
         {'rank': 2, 'start_step': 100}
     """
-    return _kwargs(_given(args, arguments), unwrapped_hook(hook)[1])
-
-
-def _kwargs(given: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The arguments of `jaxcomp.powersgd` for torch's, and the dtype of the hook's wrapper."""
-    for name, instead in _REFUSED.items():
-        if given.get(name) is not None:
-            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {instead}.")
+    given = _given(args, arguments)
     known = {name: ours for name in given if (ours := _ARGUMENTS.get(name))}
     kwargs = {ours: _converted(name, kind, given[name]) for name, (ours, kind) in known.items()}
+    dtype = unwrapped_hook(hook)[1]
     return kwargs if dtype is None else {**kwargs, "comm_dtype": dtype}
 
 
@@ -142,35 +135,11 @@ def reducer_from_torch(
         >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")
     """
     name, dtype = unwrapped_hook(hook)
-    return _reducer(name, dtype, state, axis_name, arguments)
-
-
-def reducer_of(
-    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: Any
-) -> optax.GradientTransformation:
-    """The reducer that stands for the hook of a checkpoint."""
-    name, dtype = unwrapped_hook(checkpoint.hook)
-    if checkpoint.powersgd:
-        kwargs = _kwargs(_given((checkpoint.powersgd[0],), {}), dtype)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if "powerSGD" in name:  # saved without its state
-        return jaxcomp.allreduce(axis_name=axis_name)
-    return _reducer(name, dtype, None, axis_name, {})
-
-
-def _reducer(
-    name: str,
-    dtype: Any,
-    state: Any,
-    axis_name: str | tuple[str, ...],
-    arguments: dict[str, Any],
-) -> optax.GradientTransformation:
-    """`reducer_from_torch` for the name of a hook and the dtype of its wrapper."""
     if name.endswith("RANK2"):
         arguments.setdefault("matrix_approximation_rank", 2)
     name = _HOOKS.get(name, name)
     if "powerSGD" in name:
-        kwargs = _kwargs(_given((state,), arguments), dtype)
+        kwargs = powersgd_kwargs_from_torch(state, hook=hook, **arguments)
         if name == "powerSGD_hook":
             return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
         kwargs.pop("min_compression_rate", None)  # torch's batched hook does not read it either
@@ -188,7 +157,11 @@ def _reducer(
 
 
 def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by torch's names, with unknown ones refused."""
+    """All arguments by torch's names.
+
+    Raises:
+      ValueError: If one is not torch's, or given twice.
+    """
     if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
         given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
     elif len(args) > len(_POSITIONS):
@@ -198,13 +171,15 @@ def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any
         )
     else:
         given = dict(zip(_POSITIONS, args, strict=False))
-    for name in arguments:
+    for name, value in arguments.items():
+        if name in given and args[1:]:
+            raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
+        if name in _REFUSED and value is not None:
+            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {_REFUSED[name]}.")
         if name not in _KNOWN:
             close = difflib.get_close_matches(name, _KNOWN, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
             raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
-        if name in given and args[1:]:
-            raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
     return {**given, **arguments}
 
 

@@ -12,7 +12,7 @@ import optax
 
 import jaxcomp
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import reducer_of
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state, mean_errors
@@ -139,33 +139,28 @@ def to_flax(
       ... )
       True
     """
-    checkpoint = checked(checkpoint)
+    checked(checkpoint)
     pairs = pairs_for(checkpoint.model, like, pairs, options)
-    own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
-    layout = layout or checkpoint.layout
-    if checkpoint.powersgd:
-        layout = layout_of(checkpoint, layout, pairs)
-        matrix_dims = matrix_dims or matrix_dims_of(own)
+    pairs_of_chosen = pairs_of(chosen, pairs)
+    layout = layout_of(checkpoint, layout, pairs)
+    matrix_dims = matrix_dims or matrix_dims_of(pairs_of_chosen)
     reducer = _reducer(checkpoint, axis_name, matrix_dims)
-    plan = None
-    if checkpoint.optimizer is not None:
-        model, optimizer = checkpoint.model, checkpoint.optimizer
-        plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
-    counted = plan.counted if plan else 0
-    hook = counted
+    plan = _plan(checkpoint, pairs_of_chosen, layout, param_names)
+    counted = hook = plan.counted if plan else 0
     if checkpoint.powersgd:
-        hook = checkpoint.powersgd[0].iter
-        errors = mean_errors(checkpoint, layout, missing_ranks)
         record, aliases = checkpoint.powersgd[0], checkpoint.aliases
-        state = filled_state(record, errors, chosen, own, layout, aliases, matrix_dims)
+        hook = record.iter
+        errors = mean_errors(checkpoint, layout, missing_ranks)
+        state = filled_state(record, errors, chosen, pairs_of_chosen, layout, aliases, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
-    for text in _doubts(checkpoint, layout, plan, hook, learning_rate if step is None else None):
+    rates = learning_rate if step is None else None
+    for text in _doubts(checkpoint.unread_optimizers, layout, plan, hook, rates):
         warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
@@ -205,12 +200,10 @@ def shapes_of_run(
     leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
     params = flatten(like).with_leaves(hollow(leaves))
     chosen = trained(params)
-    own = pairs_of(chosen, pairs)
-    reducer = _reducer(checkpoint, "data", matrix_dims_of(own))
-    optimizer = None
-    if checkpoint.optimizer is not None:
-        plan = OptimizerPlan.of(checkpoint.optimizer, model, own, param_names, layout)
-        optimizer = plan.transformation(chosen, None)
+    pairs = pairs_of(chosen, pairs)
+    reducer = _reducer(checkpoint, "data", matrix_dims_of(pairs))
+    plan = _plan(checkpoint, pairs, layout, param_names)
+    optimizer = plan.transformation(chosen, None) if plan else None
     state = hollow(jax.eval_shape(reducer.init, chosen))
     optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
@@ -220,13 +213,27 @@ def _reducer(
     checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn | None
 ) -> optax.GradientTransformation:
     """What averages the gradients as the torch job did."""
-    if checkpoint.hook is None and not checkpoint.powersgd:  # DDP's own mean
+    hook = checkpoint.hook or ""
+    if checkpoint.powersgd:
+        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
+    if not hook or "powerSGD" in hook:  # DDP's own mean; the hook was saved without its state
         return jaxcomp.allreduce(axis_name=axis_name)
-    return reducer_of(checkpoint, axis_name, matrix_dims)
+    return reducer_from_torch(hook, axis_name=axis_name)
+
+
+def _plan(
+    checkpoint: Checkpoint, pairs: Pairs, layout: BucketLayout | None, param_names: ParamNames
+) -> OptimizerPlan | None:
+    """How the optimizer goes on, with `pairs` of what is trained; None without one."""
+    model, optimizer = checkpoint.model, checkpoint.optimizer
+    if optimizer is None:
+        return None
+    return OptimizerPlan.of(optimizer, model, pairs, param_names, layout)
 
 
 def _doubts(
-    checkpoint: Checkpoint,
+    unread: Sequence[str],
     layout: BucketLayout | None,
     plan: OptimizerPlan | None,
     hook: int,
@@ -234,10 +241,10 @@ def _doubts(
 ) -> Iterator[str]:
     """What the file does not tell, or tells in two ways, each a sentence with the way out."""
     if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
-        if names := checkpoint.unread_optimizers:
+        if unread:
             yield (
                 "The checkpoint has no optimizer where one is looked for, so that the chain has "
-                f"none; checkpoint.extra[{names[0]!r}] looks like one, or a list of them. Go on "
+                f"none; checkpoint.extra[{unread[0]!r}] looks like one, or a list of them. Go on "
                 "from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
             )
         return

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
+import optax
 
 from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
@@ -83,87 +84,62 @@ def to_torch(
       torch.Size([3, 2])
     """
     checked(like, "like")
-    reducers = reducer_states(opt_state)
+    import_torch()
+    reducers, opt_state = _split(opt_state)
     if like.powersgd and len(reducers) != 1:
         raise CheckpointMismatch(
             f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
-    parts = {"params": params, "powersgd": (reducers or [None])[0], "optimizer": opt_state}
-    found = pairs_for(like.model, params, pairs, options)
-    layout = layout or layout_of(like, None, found)
-    document = assemble(parts, like, like.optimizer, found, layout, param_names, matrix_dims)
+    pairs = pairs_for(like.model, params, pairs, options)
+    layout = layout or layout_of(like, None, pairs)
+    model = _tensors(params_to_torch(params, like.model, pairs=pairs), like.model)
+    # What nobody else holds is dropped as soon as it is converted.
+    params = hollow(params)
+    ranks = ()
+    if reducers and (like.powersgd or layout):
+        chosen = trained(params)
+        found = pairs_of(chosen, pairs)
+        matrix_dims = matrix_dims or matrix_dims_of(found)
+        record = record_of_state(reducers.pop(0), chosen, layout, like, matrix_dims, found)
+        errors: dict[int, Any] = record.error_dict
+        errors |= {bucket: to_tensor(flat, copy=False) for bucket, flat in errors.items()}
+        ranks = (record,) * (like.world_size or 1)  # every rank goes on from the mean error
+    optimizer = like.optimizer
+    if optimizer is not None:
+        names = {"pairs": pairs, "param_names": param_names, "layout": layout}
+        optimizer = optimizer_to_torch(opt_state, params, optimizer, like.model, **names)
+    extra = _plain_extra(like.extra)
+    document = make_document(
+        Checkpoint(model, ranks, optimizer, layout, extra, like.world_size, like.hook)
+    )
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
 
 
-def reducer_states(opt_state: Any) -> list[PowerSGDState]:
-    """Every state of PowerSGD in an Optax state."""
+def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
+    """Every state of PowerSGD in an Optax state, and the rest."""
+    reducers: list[PowerSGDState] = []
 
-    def is_one(node: Any) -> bool:
-        return isinstance(node, PowerSGDState)
+    def take(node: Any) -> Any:
+        if not isinstance(node, PowerSGDState):
+            return node
+        reducers.append(node)
+        return optax.EmptyState()
 
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
+    rest = jax.tree.map(take, opt_state, is_leaf=lambda node: isinstance(node, PowerSGDState))
+    return reducers, rest
 
 
-def assemble(
-    parts: dict[str, Any],
-    like: Checkpoint,
-    fresh: Any,
-    pairs: Pairs,
-    layout: BucketLayout | None,
-    param_names: ParamNames,
-    matrix_dims: MatrixDimsFn | None = None,
-) -> dict[str, Any]:
-    """The torch document out of Flax parts.
-
-    Args:
-      parts: ``params``, ``powersgd`` and ``optimizer``, each dropped as soon as it is converted.
-      like: The torch checkpoint that the run came from.
-      fresh: A torch optimizer state dict to be filled, or None.
-      pairs: Of ``params``.
-      layout: The bucket layout; None where `like` is from before compression began.
-      param_names: As for `to_torch`.
-      matrix_dims: As for `to_torch`.
-    """
-    import_torch()
-    params = parts.pop("params")
-    arrays = params_to_torch(params, like.model, pairs=pairs)
-    unchanged = {id(value) for value in like.model.values()}
-    tensors: dict[int, Any] = {}  # tied tensors stay one
+def _tensors(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays as tensors, of which tied ones stay one; copies of those that `like` has."""
+    unchanged = {id(value) for value in like.values()}
+    tensors: dict[int, Any] = {}
     for value in arrays.values():
         if id(value) not in tensors:
             tensors[id(value)] = to_tensor(np.asarray(value), copy=id(value) in unchanged)
-    model = {name: tensors[id(value)] for name, value in arrays.items()}
-    params = hollow(params)
-    ranks = []
-    if parts["powersgd"] is not None and (like.powersgd or layout):
-        reducer = parts.pop("powersgd")
-        chosen = trained(params)
-        found = pairs_of(chosen, pairs)
-        matrix_dims = matrix_dims or matrix_dims_of(found)
-        record = record_of_state(reducer, chosen, layout, like, matrix_dims, found)
-        del reducer
-        # Every rank goes on from the mean error.
-        flats = record.error_dict
-        flats |= {bucket: to_tensor(flats.pop(bucket)) for bucket in sorted(flats)}
-        ranks = [record] * (like.world_size or 1)
-    optimizer = None
-    if fresh is not None and parts["optimizer"] is not None:
-        optimizer = optimizer_to_torch(
-            parts.pop("optimizer"),
-            params,
-            fresh,
-            like.model,
-            pairs=pairs,
-            param_names=param_names,
-            layout=layout,
-        )
-    extra = _plain_extra(like.extra)
-    return make_document(
-        Checkpoint(model, tuple(ranks), optimizer, layout, extra, like.world_size, like.hook)
-    )
+    return {name: tensors[id(value)] for name, value in arrays.items()}
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +150,6 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         warnings.warn(
             f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
             f"{printable(', '.join(lacking[:_SHOWN]))}{more}. Add them in torch.",
-            stacklevel=4,
+            stacklevel=3,
         )
     return kept
