@@ -6,10 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from jaxcomp._adviser.advise import advise
-from jaxcomp._adviser.units import COUNTS, parse
+from jaxcomp._adviser.units import parse
 
 OK, USAGE = 0, 2
 _EPILOG = """\
@@ -21,35 +20,26 @@ your own parameters, and with device=jaxcomp.measure(params) the speed of what y
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one sentence, like the library's own."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}. See {self.prog} --help.", file=sys.stderr)
-        raise SystemExit(USAGE)
-
-
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    main = _Parser(prog="jaxcomp", description="Whether compressing gradients pays on a network.")
-    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "advise",
-        help="whether to compress, and with which rank",
+    """The command line. What is not given has the defaults of `advise`."""
+    main = argparse.ArgumentParser(
+        prog="jaxcomp",
+        usage="%(prog)s advise --params N --workers N --bandwidth RATE --step-time TIME [options]",
+        description="Whether compressing gradients pays on a network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    add, shown = command.add_argument, " (default: %(default)s)"
-    add("--params", required=True, metavar="N", help="number of parameters: 124M or 1.5B")
-    add("--workers", type=int, required=True, metavar="N", help="replicas")
-    add("--step-time", required=True, metavar="TIME", help="of a step without communication: 120ms")
-    add("--bandwidth", required=True, metavar="RATE",
-        help="of each replica's link, each way: 10Gbit, 1.2GB/s")  # fmt: skip
-    add("--latency", default="50us", metavar="TIME", help="from one replica to the next" + shown)
-    add("--loss-budget", default="0.5%", metavar="X",
-        help="how far above the exact run the loss may end (default: 0.5%%)")  # fmt: skip
-    add("--optimizer", default="adamw", metavar="NAME", help="adamw or muon" + shown)
-    add("--device", default="gpu", metavar="KIND", help="gpu or cpu" + shown)
+    add = main.add_argument
+    add("command", choices=["advise"], help="whether to compress, and with which rank")
+    add("--params", required=True, help="number of parameters: 124M or 1.5B")
+    add("--workers", required=True, type=int, help="replicas")
+    add("--bandwidth", required=True, help="of each replica's link, each way: 10Gbit, 1.2GB/s")
+    add("--step-time", required=True, help="of a step without communication: 120ms")
+    add("--latency", help="from one replica to the next (default: 50us)")
+    add("--loss-budget", help="how far above the exact run the loss may end (default: 0.5%%)")
+    add("--optimizer", help="adamw or muon (default: adamw)")
+    add("--device", help="gpu or cpu (default: gpu)")
     return main
 
 
@@ -58,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     del options["command"]
     try:
-        count = parse("params", options.pop("params"), COUNTS, "124M")
-        print(advise(round(count), **options))
+        count = round(parse("params", options.pop("params")))
+        print(advise(count, **options))
     except ValueError as error:
         # The function's arguments, `step_time`, are options here.
         sentence = re.sub(r"^`(\w+)`", lambda m: f"--{m[1].replace('_', '-')}", str(error))

@@ -13,18 +13,9 @@ import jax
 import numpy as np
 
 from jaxcomp._adviser.law import LAWS, WIDTHS, Law
-from jaxcomp._adviser.model import (
-    ASSUMED,
-    Calibration,
-    Link,
-    Software,
-    Traffic,
-    break_even,
-    communication_time,
-    time_of_step,
-)
+from jaxcomp._adviser.model import ASSUMED, Calibration, Link, Software, Traffic
 from jaxcomp._adviser.shapes import assumed_params, typical_width
-from jaxcomp._adviser.units import RATES, SHARES, TIMES, parse, with_unit
+from jaxcomp._adviser.units import parse, with_unit
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
@@ -143,7 +134,7 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
         verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
         lines = [
             f"{self.values:,} parameters, {self.link.workers} workers, "
@@ -151,10 +142,8 @@ class Advice:
             f"{with_unit(self.link.latency, 's')}, "
             f"{with_unit(self.compute_time, 's')} of computation a step",
             "",
+            *("  ".join([name.ljust(first), *map(str.rjust, x, others)]) for name, *x in rows),
         ]
-        for name, *cells in rows:
-            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-            lines.append("  ".join([name.ljust(widths[0]), *padded]))
         lines += ["", *textwrap.wrap(f"{verdict} {self.reason}", _WIDTH)]
         for note in self.notes:
             lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
@@ -212,13 +201,9 @@ def advise(
       >>> jaxcomp.advise(124_000_000, workers=8, bandwidth="3.2Tbit", step_time="120ms").compress
       False
     """
-    link = Link(
-        check_int("workers", workers, 1),
-        parse("bandwidth", bandwidth, RATES, "10Gbit or 12.5GB/s", positive=True),
-        parse("latency", latency, TIMES, "50us"),
-    )
-    compute = parse("step_time", step_time, TIMES, "120ms", positive=True)
-    budget = parse("loss_budget", loss_budget, SHARES, "0.5%", below=1)
+    workers = check_int("workers", workers, 1)
+    link = Link(workers, parse("bandwidth", bandwidth), parse("latency", latency))
+    compute, budget = parse("step_time", step_time), parse("loss_budget", loss_budget)
     if optimizer not in LAWS:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
@@ -283,53 +268,49 @@ def _predictions(
 ) -> tuple[Prediction, ...]:
     """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
     width = typical_width(params, matrix_dims)
-    # XLA's CPU backend sends bfloat16 as float32.
-    narrow = "float16" if constants.platform == "cpu" else "bfloat16"
-    exact: dict[str, tuple[_Make, Software]] = {
-        "all-reduce float32": (allreduce, constants.allreduce),
-        f"all-reduce {narrow}": (partial(allreduce, comm_dtype=narrow), constants.allreduce_16),
-    }
+    half = partial(allreduce, comm_dtype=constants.half)
+    exact: list[tuple[str, _Make, Software]] = [
+        ("all-reduce float32", allreduce, constants.allreduce),
+        (f"all-reduce {constants.half}", half, constants.allreduce_16),
+    ]
+    low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
+    compressed: dict[int, tuple[str, _Make]] = {0: ("int8 all-reduce", _int8)}
+    for rank in (law.rank(budget, width) << doubled for doubled in range(_RANKS)):
+        compressed[rank] = f"powersgd rank {rank} int6", partial(low_rank, rank)
 
     def sent(make: _Make) -> CompressionStats:
         return make(axis_name="replicas").bytes(params, replicas=link.workers)
 
     baselines = [
         Traffic(sent(make).bytes_after, 1, software, overlap=constants.overlap)
-        for make, software in exact.values()
+        for _, make, software in exact
     ]
-    best = min(time_of_step(traffic, link, compute) for traffic in baselines)
+    best = min(traffic.step_time(link, compute) for traffic in baselines)
 
-    def predict(name: str, make: _Make, traffic: Traffic, **fields: Any) -> Prediction:
+    def predict(name: str, make: _Make, traffic: Traffic, **expected: Any) -> Prediction:
         return Prediction(
             name,
             make,
-            step_time=(seconds := time_of_step(traffic, link, compute)),
-            communication=communication_time(traffic, link),
+            step_time=(seconds := traffic.step_time(link, compute)),
+            communication=traffic.communication_time(link),
             compression=traffic.compression,
             bytes_per_step=traffic.payload,
             speedup=best / seconds,
-            **fields,
+            **expected,
         )
 
     found = [
         predict(name, make, traffic)
-        for (name, (make, _)), traffic in zip(exact.items(), baselines, strict=True)
+        for (name, make, _), traffic in zip(exact, baselines, strict=True)
     ]
-    for rank in (0, *(law.rank(budget, width) << k for k in range(_RANKS))):
-        name, make, collectives = "int8 all-reduce", _int8, 1
-        if rank:
-            options = {"start_step": 0, "comm_dtype": "int6", "matrix_dims": matrix_dims}
-            name, make = f"powersgd rank {rank} int6", partial(powersgd, rank, **options)
-            collectives = 2
+    for rank, (name, make) in compressed.items():
         stats = sent(make)
-        # Where no leaf is compressed, or hardly any, there is nothing to say of a rank.
-        helps = any(leaf.rank for leaf in stats.leaves) and stats.bytes_after < baselines[1].payload
-        if rank and not helps:
-            continue
-        seconds = constants.compression_time(stats)
+        if rank and stats.bytes_after >= baselines[1].payload:
+            continue  # hardly any leaf is compressed, or none
+        collectives, seconds = 2 if rank else 1, constants.compression_time(stats)
         traffic = Traffic(stats.bytes_after, collectives, constants.exchange, seconds)
         expected = {"gap": law.gap(rank, width), "half_width": law.half_width(rank, width)}
-        limit = break_even(traffic, baselines, link, compute)
+        limit = traffic.break_even(baselines, link, compute)
         found.append(predict(name, make, traffic, rank=rank, break_even=limit, **expected))
     return tuple(found)
 

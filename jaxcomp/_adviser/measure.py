@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxcomp._adviser.model import ASSUMED, Calibration, Software
 from jaxcomp._adviser.shapes import assumed_params
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._mesh.collectives import exchange, gather, reduce_mean
+from jaxcomp._base.typing import PyTree
+from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
@@ -27,9 +26,9 @@ from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
-_SMALL, _LARGE = 1 << 12, 1 << 25  # bytes of the collectives that are timed
-_REPEATED = 2  # collectives in one program: a step does not wait for Python between them
-_REPEATS = 5  # of each program
+_FEW, _MANY = 1 << 10, 1 << 23  # values that are averaged
+_REPEATS = 5  # of each step
+_SHORTEST = 1e-6  # seconds of a collective; noise may turn two times round
 
 
 def measure(
@@ -80,95 +79,60 @@ def measure(
         platform=own.platform,
         powersgd=1.0,
         int8=1.0,
-        **(_collectives(devices) if len(devices) > 1 else {}),
     )
-    plain = _step_time(optax.identity(), tree, own)
+    plain = _step_time(optax.identity(), tree, [own])
 
     def factor(reducer: Any) -> float:
-        seconds = _step_time(reducer, tree, own) - plain
+        seconds = _step_time(reducer, tree, [own]) - plain
         # Noise can make a difference of two times as small as it likes; no device is ten times
         # faster than its memory.
         return max(seconds / ideal.compression_time(reducer.bytes(tree, replicas=1)), 0.1)
 
-    return dataclasses.replace(ideal, powersgd=factor(low_rank), int8=factor(int8))
+    def software(reducer: Any) -> Software:
+        """From how much longer a step takes that averages few and many values."""
+        payloads, seconds = list[float](), list[float]()
+        for values in (_FEW, _MANY):
+            vectors = 2 * [jax.ShapeDtypeStruct((values // 2,), jnp.float32)]
+            payloads.append(reducer.bytes(vectors, replicas=len(devices)).bytes_after)
+            alone, together = (_step_time(reducer, vectors, x) for x in ([own], devices))
+            seconds.append(max(together - alone, _SHORTEST))
+        sent = 2 * (len(devices) - 1) / len(devices) * (payloads[1] - payloads[0])
+        return Software(seconds[0], sent / max(seconds[1] - seconds[0], _SHORTEST))
+
+    found: dict[str, Any] = {"powersgd": factor(low_rank), "int8": factor(int8)}
+    if len(devices) > 1:
+        found["allreduce"] = software(allreduce(axis_name=_AXIS))
+        found["allreduce_16"] = software(allreduce(axis_name=_AXIS, comm_dtype=ideal.half))
+        found["exchange"] = software(int8)
+    return dataclasses.replace(ideal, **found)
 
 
-def _step_time(reducer: Any, tree: PyTree, device: _Device) -> float:
-    """Seconds of an SGD step on given gradients on one device, where nothing goes on the wire.
+def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:
+    """Seconds of an SGD step on given gradients: on one device nothing goes on the wire.
 
-    The step is around it because XLA fuses a reducer's output with what the optimizer does to it.
+    The step is around the reducer because XLA fuses its output with what the optimizer does to it.
     """
-    mesh = _mesh([device])
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
-    state = reducer.init(grads)
+    optimizer = optax.chain(reducer, optax.sgd(1e-3))
+    state = optimizer.init(grads)
     specs = (jax.P(), state_specs(state, _AXIS))
 
-    def step(carry: tuple[PyTree, PyTree], grads: PyTree) -> tuple[PyTree, PyTree]:
-        params, state = carry
-        updates, state = reducer.update(grads, state)
-        scaled = [u * jnp.asarray(-1e-3, u.dtype) for u in updates]
-        return [p + u for p, u in zip(params, scaled, strict=True)], state
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
 
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, jax.P()), out_specs=specs, check_vma=False
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))  # the state stays where it is in memory
     params, grads = (jax.device_put(grads, NamedSharding(mesh, jax.P())) for _ in range(2))
-    return _median_time(step, (params, shard_state(state, mesh, _AXIS)), specs, mesh, grads)
-
-
-def _collectives(devices: Sequence[_Device]) -> dict[str, Software]:
-    """The times of each way to average, as the library does it: packing and rounding included.
-
-    That of a small payload, and from that of a large one the bytes sent per second.
-    """
-    mesh = _mesh(devices)
-    narrow = jnp.float16 if devices[0].platform == "cpu" else jnp.bfloat16
-
-    def mean(x: Array, wire: Any) -> Array:
-        return jnp.concatenate(reduce_mean(jnp.split(x, 2), _AXIS, wire).means)
-
-    def swap(x: Array) -> Array:
-        received = exchange(x.reshape(mesh.size, -1), _AXIS)
-        return gather(received[0], _AXIS).reshape(x.shape)
-
-    def seconds(average: Callable[[Array], Array], dtype: Any, width: int, payload: int) -> float:
-        # Both halves of a vector, and each replica's share of it, are whole numbers of values.
-        count = -(-payload // (width * 2 * mesh.size)) * 2 * mesh.size
-        ones = jax.device_put(np.ones(count, dtype), NamedSharding(mesh, jax.P()))
-
-        def repeated(x: Array) -> Array:
-            return lax.fori_loop(0, _REPEATED, lambda _, x: average(x), x)
-
-        return _median_time(repeated, ones, jax.P(), mesh) / _REPEATED
-
-    def software(average: Callable[[Array], Array], dtype: Any, width: int) -> Software:
-        small, large = (seconds(average, dtype, width, payload) for payload in (_SMALL, _LARGE))
-        sent = 2 * (mesh.size - 1) / mesh.size * (_LARGE - _SMALL)
-        return Software(small, sent / max(large - small, 0.01 * large))  # noise may turn them round
-
-    return {  # with the bytes of a value on the wire
-        "allreduce": software(lambda x: mean(x, jnp.float32), jnp.float32, 4),
-        "allreduce_16": software(lambda x: mean(x, narrow), jnp.float32, 2),
-        "exchange": software(swap, jnp.int8, 1),
-    }
-
-
-def _mesh(devices: Sequence[_Device]) -> Mesh:
-    return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _median_time(
-    step: Callable[..., Any], carry: Any, specs: Any, mesh: Mesh, *fixed: PyTree
-) -> float:
-    """The median time of calls of (carry, *fixed) that each take the last one's result as carry.
-
-    It lies on the mesh as `specs` say, and in the same memory; what is `fixed` on every device.
-    """
-    in_specs = (specs, *(jax.P() for _ in fixed))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-    compiled = jax.jit(mapped, donate_argnums=0)
+    state = shard_state(state, mesh, _AXIS)
     times: list[float] = []
     for _ in range(2 + _REPEATS):  # compile; fill caches
         start = time.perf_counter()
-        carry = jax.block_until_ready(compiled(carry, *fixed))
+        params, state = jax.block_until_ready(compiled(params, state, grads))
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])

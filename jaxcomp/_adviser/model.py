@@ -1,22 +1,6 @@
-r"""How long a data-parallel step takes, from what each replica sends and what compression costs.
+"""How long a data-parallel step takes, from what each replica sends and what compression costs.
 
-A ring all-reduce of :math:`b` bytes among :math:`W` replicas takes :math:`2 (W - 1)` steps, each of
-which passes :math:`b / W` bytes to the neighbour. With a latency of :math:`\alpha` per step, the
-link's bandwidth :math:`B`, the bandwidth :math:`S` that the software reaches on an unlimited link,
-and its :math:`o` seconds per collective,
-
-.. math::
-    T(b) = o + 2 (W - 1)\, \alpha + \frac{2 (W - 1)}{W} \cdot \frac{b}{\min(B, S)}
-
-because the software works on one part of the message while another is on the wire. An all-to-all
-and an all-gather together take as many steps and bytes. A step of computation :math:`C` (two thirds
-of it backward), compression :math:`K` and communication :math:`T` takes
-
-.. math::
-    C + K + \max(0,\; T - h), \qquad h = \tfrac{2}{3}\, C \cdot \mathrm{overlap}
-
-where :math:`h = 0` for everything but exact averages: PowerSGD's second all-reduce needs the result
-of the first, and the first needs the whole gradient.
+docs/performance.md has the model in formulas, with its assumptions and its error.
 """
 
 from __future__ import annotations
@@ -62,9 +46,14 @@ class Calibration:
     powersgd: float  # factor
     int8: float  # factor
     allreduce: Software  # of float32
-    allreduce_16: Software  # of float16 on CPU, of bfloat16 elsewhere; with its rounding
+    allreduce_16: Software  # of `half`; with its rounding
     exchange: Software  # of integers: an all-to-all and an all-gather
     overlap: float  # the share of the backward pass with which an exact average overlaps
+
+    @property
+    def half(self) -> str:
+        """The 16-bit dtype to send: XLA's CPU backend would send bfloat16 as float32."""
+        return "float16" if self.platform == "cpu" else "bfloat16"
 
     def compression_time(self, sent: CompressionStats) -> float:
         """Seconds to compress, and to keep the residual.
@@ -133,42 +122,39 @@ class Traffic(NamedTuple):
     compression: float = 0.0  # seconds
     overlap: float = 0.0  # the share of the backward pass that it overlaps with
 
+    def communication_time(self, link: Link) -> float:
+        """Seconds per step from the first to the last byte, before any overlap."""
+        if link.workers == 1:
+            return 0.0
+        steps = 2 * (link.workers - 1)
+        fixed = self.collectives * (self.software.overhead + steps * link.latency)
+        sent = steps / link.workers * self.payload
+        return fixed + sent / min(link.bandwidth, self.software.bandwidth)
 
-def communication_time(traffic: Traffic, link: Link) -> float:
-    """Seconds per step from the first to the last byte, before any overlap."""
-    if link.workers == 1:
-        return 0.0
-    steps = 2 * (link.workers - 1)
-    fixed = traffic.collectives * (traffic.software.overhead + steps * link.latency)
-    sent = steps / link.workers * traffic.payload
-    return fixed + sent / min(link.bandwidth, traffic.software.bandwidth)
+    def step_time(self, link: Link, compute: float) -> float:
+        """Seconds per step, of which `compute` are without communication."""
+        hidden = self.overlap * _BACKWARD_SHARE * compute
+        return compute + self.compression + max(0.0, self.communication_time(link) - hidden)
 
+    def break_even(self, baselines: Sequence[Traffic], link: Link, compute: float) -> float:
+        """The bandwidth below which this makes a faster step than every one of the baselines.
 
-def time_of_step(traffic: Traffic, link: Link, compute: float) -> float:
-    """Seconds per step, of which `compute` are without communication."""
-    hidden = traffic.overlap * _BACKWARD_SHARE * compute
-    return compute + traffic.compression + max(0.0, communication_time(traffic, link) - hidden)
+        Returns:
+          Bytes per second, by bisection; 0 if it does not win on the slowest link and infinity if
+          it wins on the fastest.
+        """
 
+        def wins(bandwidth: float) -> bool:
+            at = link._replace(bandwidth=bandwidth)
+            own = self.step_time(at, compute)
+            return all(own < other.step_time(at, compute) for other in baselines)
 
-def break_even(traffic: Traffic, baselines: Sequence[Traffic], link: Link, compute: float) -> float:
-    """The bandwidth below which `traffic` makes the faster step than every one of the baselines.
-
-    Returns:
-      Bytes per second, by bisection; 0 if it does not win on the slowest link and infinity if it
-      wins on the fastest.
-    """
-
-    def wins(bandwidth: float) -> bool:
-        at = link._replace(bandwidth=bandwidth)
-        own = time_of_step(traffic, at, compute)
-        return all(own < time_of_step(other, at, compute) for other in baselines)
-
-    low, high = _SLOWEST, _FASTEST
-    if link.workers == 1 or not wins(low):
-        return 0.0
-    if wins(high):
-        return math.inf
-    while high / low > 1 + 1e-9:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if wins(middle) else (low, middle)
-    return low
+        low, high = _SLOWEST, _FASTEST
+        if link.workers == 1 or not wins(low):
+            return 0.0
+        if wins(high):
+            return math.inf
+        while high / low > 1 + 1e-9:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if wins(middle) else (low, middle)
+        return low

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matrices import plan_leaves
@@ -63,9 +64,5 @@ def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> in
     """
     views = [plan.view for plan in plan_leaves(params, 1, 1.0, matrix_dims) if plan.view]
     sides = sorted((min(v.n_rows, v.n_cols), math.prod(v.shape)) for v in views)
-    half = sum(values for _, values in sides) / 2
-    for side, values in sides:
-        half -= values
-        if half <= 0:
-            return side
-    return 1
+    up_to = np.cumsum([values for _, values in sides])
+    return sides[int(np.searchsorted(up_to, up_to[-1] / 2))][0] if sides else 1

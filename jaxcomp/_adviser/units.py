@@ -5,47 +5,44 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-# Bytes per second; a bandwidth may be followed by /s.
-RATES = {f"{p}bit": x / 8 for p, x in _PREFIXES.items()} | {
-    f"{p}B": x for p, x in _PREFIXES.items()
-}
-TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SHARES = {"%": 0.01, "": 1.0}
-COUNTS = {**_PREFIXES, "B": 1e9}
+_RATES = {p + unit: x * n for unit, n in (("bit", 1 / 8), ("B", 1)) for p, x in _PREFIXES.items()}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([a-zA-Z%]*)(?:/s)?", re.ASCII)
 
 
-def parse(
-    name: str,
-    value: str | float,
-    units: Mapping[str, float],
-    example: str,
-    *,
-    positive: bool = False,
-    below: float = math.inf,
-) -> float:
-    """A finite number that is not negative, from itself or from a text with one of the units.
+class _Argument(NamedTuple):
+    units: Mapping[str, float]  # from each to what it is worth
+    example: str
+    may_be_zero: bool = False
+    below: float = math.inf
 
-    Args:
-      name: Of the argument, for an error.
-      value: The text or number.
-      units: From each unit to what it is worth.
-      example: How to write one.
-      positive: Whether zero is refused.
-      below: What it must be less than.
+
+_ARGUMENTS = {
+    "params": _Argument({**_PREFIXES, "B": 1e9}, "124M"),
+    "bandwidth": _Argument(_RATES, "10Gbit or 12.5GB/s"),
+    "latency": _Argument(_TIMES, "50us", may_be_zero=True),
+    "step_time": _Argument(_TIMES, "120ms"),
+    "loss_budget": _Argument({"%": 0.01, "": 1.0}, "0.5%", may_be_zero=True, below=1),
+}
+
+
+def parse(name: str, value: str | float) -> float:
+    """The value of an argument of `advise`, from a number or from a text with a unit.
 
     Raises:
-      ValueError: If it is anything else.
+      ValueError: If it is anything else, or outside of the argument's limits.
     """
+    units, example, may_be_zero, below = _ARGUMENTS[name]
     number = math.nan
     if not isinstance(value, str):
         number = float(value)
     elif (match := _NUMBER.fullmatch(value.strip())) and match[2] in units:
         number = float(match[1]) * units[match[2]]
-    if not 0 <= number < below or (positive and not number):
-        limits = f"{'positive' if positive else 'not negative'} and below {below:g}"
+    if not 0 <= number < below or not (number or may_be_zero):
+        limits = f"{'not negative' if may_be_zero else 'positive'} and below {below:g}"
         raise ValueError(f"`{name}` must be {limits}, with a unit as in {example}, got {value!r}.")
     return number
 
