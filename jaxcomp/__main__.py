@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxcomp._adviser.advise import advise
-from jaxcomp._adviser.units import parse
 
-OK, USAGE = 0, 2
 _EPILOG = """\
 example:
   jaxcomp advise --params 124M --workers 16 --bandwidth 1Gbit --step-time 120ms
@@ -48,14 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     del options["command"]
     try:
-        count = round(parse("params", options.pop("params")))
-        print(advise(count, **options))
+        print(advise(**options))
     except ValueError as error:
         # The function's arguments, `step_time`, are options here.
         sentence = re.sub(r"^`(\w+)`", lambda m: f"--{m[1].replace('_', '-')}", str(error))
         print(f"error: {sentence}", file=sys.stderr)
-        return USAGE
-    return OK
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

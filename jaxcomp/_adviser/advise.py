@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -25,10 +25,9 @@ from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
 from jaxcomp._reducers.transformation import Transformation
 
-# A gain below this is within the error of the model, and not worth what compression costs in loss.
-_WORTHWHILE = 1.1
-# Among reducers whose steps are that close the one that sends most is to be preferred.
-_AS_FAST = 1.1
+# Steps that differ by less are within the error of the model: so little is not worth what
+# compression costs in loss, nor, among reducers, a lower rank than is possible.
+_CLOSE = 1.1
 _RANKS = 3  # that are predicted: the law's, and its doubles
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
 _WIDTH = 96
@@ -41,10 +40,8 @@ class Prediction:
 
     name: str
     make: _Make = dataclasses.field(repr=False)
+    traffic: Traffic
     step_time: float
-    communication: float  # per step, before any overlap
-    compression: float  # per step
-    bytes_per_step: float  # handed to the collectives by each replica
     speedup: float  # over the faster baseline
     rank: int = 0  # of PowerSGD
     gap: float = 0.0  # how far above the exact run the loss is expected to end
@@ -55,6 +52,11 @@ class Prediction:
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes it, for the replicas along `axis_name`."""
         return self.make(axis_name=axis_name)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes handed to the collectives by each replica."""
+        return self.traffic.payload
 
     @property
     def compressed(self) -> bool:
@@ -121,8 +123,6 @@ class Advice:
                 f"bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
                 f"(95% of runs: {low:.1%} to {high:.1%})."
             )
-        if self.link.workers == 1:
-            return "There is one worker, so nothing is sent."
         best = min((p for p in self.predictions if p.compressed), key=lambda p: p.step_time)
         own, other = (
             with_unit(p.step_time - self.compute_time, "s") for p in (self.baseline, best)
@@ -151,7 +151,7 @@ class Advice:
 
 
 def advise(
-    params: PyTree | int,
+    params: PyTree | int | str,
     *,
     workers: int,
     bandwidth: str | float,
@@ -174,7 +174,7 @@ def advise(
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
-        for which a transformer's shapes are assumed.
+        124_000_000 or ``"124M"``, for which a transformer's shapes are assumed.
       workers: Number of replicas.
       bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, or bytes per second.
       step_time: A step without any communication: ``"120ms"``, or seconds.
@@ -216,8 +216,8 @@ def advise(
             f"{device!r}."
         )
     notes = [f"device: {constants.device}"]
-    if isinstance(params, (int, np.integer)):
-        params, sentence = assumed_params(int(params))
+    if isinstance(params, (int, np.integer, str)):
+        params, sentence = assumed_params(round(parse("params", params)))
         notes.insert(0, sentence)
     deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
     if deep and matrix_dims is None:
@@ -240,9 +240,9 @@ def advise(
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
     # The one that sends most among those that pay and are about as fast as the fastest: from the
     # law's rank on all of them keep the budget.
-    paying = [p for p in predictions if p.compressed and p.speedup >= _WORTHWHILE]
+    paying = [p for p in predictions if p.compressed and p.speedup >= _CLOSE]
     fastest = min((p.step_time for p in paying), default=0.0)
-    near = [p for p in paying if p.step_time <= _AS_FAST * fastest]
+    near = [p for p in paying if p.step_time <= _CLOSE * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
     return Advice(
         values=sum(leaf.size for leaf in dense_leaves(params)),
@@ -268,12 +268,12 @@ def _predictions(
 ) -> tuple[Prediction, ...]:
     """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
     width = typical_width(params, matrix_dims)
-    half = partial(allreduce, comm_dtype=constants.half)
+    narrow = partial(allreduce, comm_dtype=constants.half)
+    low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
     exact: list[tuple[str, _Make, Software]] = [
         ("all-reduce float32", allreduce, constants.allreduce),
-        (f"all-reduce {constants.half}", half, constants.allreduce_16),
+        (f"all-reduce {constants.half}", narrow, constants.allreduce_16),
     ]
-    low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
     compressed: dict[int, tuple[str, _Make]] = {0: ("int8 all-reduce", _int8)}
     for rank in (law.rank(budget, width) << doubled for doubled in range(_RANKS)):
         compressed[rank] = f"powersgd rank {rank} int6", partial(low_rank, rank)
@@ -285,33 +285,31 @@ def _predictions(
         Traffic(sent(make).bytes_after, 1, software, overlap=constants.overlap)
         for _, make, software in exact
     ]
-    best = min(traffic.step_time(link, compute) for traffic in baselines)
-
-    def predict(name: str, make: _Make, traffic: Traffic, **expected: Any) -> Prediction:
-        return Prediction(
-            name,
-            make,
-            step_time=(seconds := traffic.step_time(link, compute)),
-            communication=traffic.communication_time(link),
-            compression=traffic.compression,
-            bytes_per_step=traffic.payload,
-            speedup=best / seconds,
-            **expected,
-        )
-
+    times = [traffic.step_time(link, compute) for traffic in baselines]
     found = [
-        predict(name, make, traffic)
-        for (name, make, _), traffic in zip(exact, baselines, strict=True)
+        Prediction(name, make, traffic, seconds, min(times) / seconds)
+        for (name, make, _), traffic, seconds in zip(exact, baselines, times, strict=True)
     ]
     for rank, (name, make) in compressed.items():
         stats = sent(make)
         if rank and stats.bytes_after >= baselines[1].payload:
             continue  # hardly any leaf is compressed, or none
-        collectives, seconds = 2 if rank else 1, constants.compression_time(stats)
-        traffic = Traffic(stats.bytes_after, collectives, constants.exchange, seconds)
-        expected = {"gap": law.gap(rank, width), "half_width": law.half_width(rank, width)}
-        limit = traffic.break_even(baselines, link, compute)
-        found.append(predict(name, make, traffic, rank=rank, break_even=limit, **expected))
+        compression, collectives = constants.compression_time(stats), 2 if rank else 1
+        traffic = Traffic(stats.bytes_after, collectives, constants.exchange, compression)
+        seconds = traffic.step_time(link, compute)
+        found.append(
+            Prediction(
+                name,
+                make,
+                traffic,
+                seconds,
+                min(times) / seconds,
+                rank=rank,
+                gap=law.gap(rank, width),
+                half_width=law.half_width(rank, width),
+                break_even=traffic.break_even(baselines, link, compute),
+            )
+        )
     return tuple(found)
 
 

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxcomp._adviser.model import ASSUMED, Calibration, Software
 from jaxcomp._adviser.shapes import assumed_params
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.typing import PyTree
+from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._mesh.collectives import axis_size, exchange, gather
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
@@ -26,9 +27,9 @@ from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
-_FEW, _MANY = 1 << 10, 1 << 23  # values that are averaged
+_FEW, _MANY = 1 << 9, 1 << 22  # values in each of two vectors that are averaged
 _REPEATS = 5  # of each step
-_SHORTEST = 1e-6  # seconds of a collective; noise may turn two times round
+_SHORTEST = 1e-6  # seconds between two times, which noise may turn round
 
 
 def measure(
@@ -70,41 +71,52 @@ def measure(
         raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")
     devices = list(jax.devices() if devices is None else devices)
     own = next(device for device in devices if device.process_index == jax.process_index())
-    processes = len({device.process_index for device in devices})
-    where = f"{len(devices)} x {own.device_kind} of {processes} process{'es' * (processes > 1)}"
-    assumed = "; the time of a collective is assumed" * (len(devices) == 1)
-    ideal = dataclasses.replace(
-        ASSUMED["cpu" if own.platform == "cpu" else "gpu"],
-        device=f"measured: {where}, jax {jax.__version__}{assumed}",
-        platform=own.platform,
-        powersgd=1.0,
-        int8=1.0,
-    )
+    assumed = ASSUMED["cpu" if own.platform == "cpu" else "gpu"]
     plain = _step_time(optax.identity(), tree, [own])
 
-    def factor(reducer: Any) -> float:
+    def slower(reducer: Any) -> float:
+        """How many times longer compression takes here than on the assumed device."""
         seconds = _step_time(reducer, tree, [own]) - plain
-        # Noise can make a difference of two times as small as it likes; no device is ten times
-        # faster than its memory.
-        return max(seconds / ideal.compression_time(reducer.bytes(tree, replicas=1)), 0.1)
+        # Noise can make a difference of two times as small as it likes.
+        return max(seconds / assumed.compression_time(reducer.bytes(tree, replicas=1)), 0.01)
 
-    def software(reducer: Any) -> Software:
-        """From how much longer a step takes that averages few and many values."""
-        payloads, seconds = list[float](), list[float]()
+    def software(average: Any, width: int) -> Software:
+        """From how much longer steps take that average few and many values of `width` bytes."""
+        seconds, payloads = list[float](), list[int]()
         for values in (_FEW, _MANY):
-            vectors = 2 * [jax.ShapeDtypeStruct((values // 2,), jnp.float32)]
-            payloads.append(reducer.bytes(vectors, replicas=len(devices)).bytes_after)
-            alone, together = (_step_time(reducer, vectors, x) for x in ([own], devices))
+            values += -values % len(devices)  # the same number from each replica to each
+            vectors = 2 * [jax.ShapeDtypeStruct((values,), jnp.float32)]
+            together, alone = (_step_time(average, vectors, some) for some in (devices, [own]))
             seconds.append(max(together - alone, _SHORTEST))
+            payloads.append(2 * width * values)
         sent = 2 * (len(devices) - 1) / len(devices) * (payloads[1] - payloads[0])
         return Software(seconds[0], sent / max(seconds[1] - seconds[0], _SHORTEST))
 
-    found: dict[str, Any] = {"powersgd": factor(low_rank), "int8": factor(int8)}
-    if len(devices) > 1:
-        found["allreduce"] = software(allreduce(axis_name=_AXIS))
-        found["allreduce_16"] = software(allreduce(axis_name=_AXIS, comm_dtype=ideal.half))
-        found["exchange"] = software(int8)
-    return dataclasses.replace(ideal, **found)
+    times = slower(low_rank)
+    constants = dataclasses.replace(
+        assumed,
+        device=f"measured: {len(devices)} x {own.device_kind}, jax {jax.__version__}",
+        powersgd=times * assumed.powersgd,
+        powersgd_column=times * assumed.powersgd_column,
+        int8=slower(int8) * assumed.int8,
+    )
+    if len(devices) == 1:
+        device = f"{constants.device}; the time of a collective is assumed"
+        return dataclasses.replace(constants, device=device)
+    return dataclasses.replace(
+        constants,
+        allreduce=software(allreduce(axis_name=_AXIS), 4),
+        allreduce_16=software(allreduce(axis_name=_AXIS, comm_dtype=assumed.half), 2),
+        exchange=software(optax.stateless(_exchanged), 1),
+    )
+
+
+def _exchanged(vectors: Any, params: PyTree) -> list[Array]:
+    """What the two collectives of an average in integers make of them, without the rounding."""
+    del params
+    shares = [x.astype(jnp.int8).reshape(axis_size(_AXIS), -1) for x in vectors]
+    received = [exchange(x, _AXIS)[0] for x in shares]
+    return [gather(x, _AXIS).ravel().astype(jnp.float32) for x in received]
 
 
 def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:

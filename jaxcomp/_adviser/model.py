@@ -5,6 +5,7 @@ docs/performance.md has the model in formulas, with its assumptions and its erro
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -15,13 +16,9 @@ from jaxcomp._base.stats import CompressionStats
 # Of a training step's time the backward pass takes two thirds: it has two matrix products where the
 # forward pass has one.
 _BACKWARD_SHARE = 2 / 3
-_SLOWEST, _FASTEST = 1.0, 1e15  # bytes per second
-# Reads and writes of the gradient in one step, ideally fused. PowerSGD: the sum of gradient and
-# residual (3), the second product (1), output and new residual (3). int8 inside error_feedback: the
-# sum (3), scales and integers (2.25), the mean's decoding (1.5), the residual (2.25).
-_PASSES, _PASSES_INT8 = 7, 9
-_PRODUCTS = 4  # M Q, M^T P, the output, the residual
-_WORD = 4  # compression works in float32 whatever goes on the wire
+# A break-even bandwidth is a power of this, up to 1e15 bytes per second.
+_BASE = 1 + 1e-6
+_POWERS = range(round(math.log(1e15, _BASE)))
 
 
 class Software(NamedTuple):
@@ -33,43 +30,31 @@ class Software(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The model's constants for one kind of device, measured by `measure` or assumed.
-
-    A factor is the time that something takes, divided by that of a device which reaches
-    `memory_bandwidth` and `flops`, as assumed, and does nothing in vain.
-    """
+    """The model's constants for one kind of device, measured by `measure` or assumed."""
 
     device: str  # what was measured or assumed, in words
-    platform: str  # JAX's name of it: "cpu", "gpu", "tpu"
-    memory_bandwidth: float  # bytes read and written per second
-    flops: float  # float32 operations per second
-    powersgd: float  # factor
-    int8: float  # factor
+    half: str  # the 16-bit dtype to send; XLA's CPU backend would send bfloat16 as float32
+    # Seconds of compression for each value, the residual included.
+    powersgd: float  # of a compressed leaf: sums and residual
+    powersgd_column: float  # of the same, times the rank: products
+    int8: float
     allreduce: Software  # of float32
     allreduce_16: Software  # of `half`; with its rounding
     exchange: Software  # of integers: an all-to-all and an all-gather
     overlap: float  # the share of the backward pass with which an exact average overlaps
 
-    @property
-    def half(self) -> str:
-        """The 16-bit dtype to send: XLA's CPU backend would send bfloat16 as float32."""
-        return "float16" if self.platform == "cpu" else "bfloat16"
-
     def compression_time(self, sent: CompressionStats) -> float:
-        """Seconds to compress, and to keep the residual.
-
-        PowerSGD takes 7 passes over the compressed values and 8 operations a column for each, an
-        all-reduce in int8 9 passes over all values.
-        """
-        operations = 2 * _PRODUCTS * sum(leaf.size * leaf.rank for leaf in sent.leaves)
-        if not operations:
-            words = _PASSES_INT8 * _WORD * sum(leaf.size for leaf in sent.leaves)
-            return self.int8 * words / self.memory_bandwidth
-        words = _PASSES * _WORD * sum(leaf.size for leaf in sent.leaves if leaf.compressed)
-        return self.powersgd * (words / self.memory_bandwidth + operations / self.flops)
+        """Seconds of PowerSGD, or of an all-reduce in int8 where no leaf has a rank."""
+        low_rank = [leaf for leaf in sent.leaves if leaf.rank]
+        if not low_rank:
+            return self.int8 * sum(leaf.size for leaf in sent.leaves)
+        return sum(x.size * (self.powersgd + x.rank * self.powersgd_column) for x in low_rank)
 
 
-# What to expect of a device that nobody has measured. The adviser prints the words along.
+# What to expect of a device that nobody has measured. The adviser prints the words along. Values
+# are read and written in float32: 7 times by PowerSGD if ideally fused (the sum of gradient and
+# residual, the second product, output and new residual), 9 times by int8 inside of error_feedback
+# (the sum, integers and scales, the mean's decoding, the residual). A column takes 8 operations.
 ASSUMED = {
     "gpu": Calibration(
         device=(
@@ -77,11 +62,10 @@ ASSUMED = {
             "compression at a quarter of that speed, 20 us per collective, exact averages beside "
             "70% of the backward pass"
         ),
-        platform="gpu",
-        memory_bandwidth=4.8e12,
-        flops=67e12,
-        powersgd=4.0,
-        int8=3.0,
+        half="bfloat16",
+        powersgd=4 * 7 * 4 / 4.8e12,
+        powersgd_column=4 * 8 / 67e12,
+        int8=3 * 9 * 4 / 4.8e12,
         allreduce=Software(20e-6),
         allreduce_16=Software(20e-6),
         exchange=Software(40e-6),
@@ -92,11 +76,10 @@ ASSUMED = {
             "assumed, as a core of an AMD EPYC was measured: memory at 20 GB/s and 80 Gflop/s, "
             "500 us per collective, which reaches 1 GB/s (100 MB/s in float16)"
         ),
-        platform="cpu",
-        memory_bandwidth=20e9,
-        flops=80e9,
-        powersgd=1.25,
-        int8=4.0,
+        half="float16",
+        powersgd=1.25 * 7 * 4 / 20e9,
+        powersgd_column=1.25 * 8 / 80e9,
+        int8=4 * 9 * 4 / 20e9,
         allreduce=Software(500e-6, 1e9),
         allreduce_16=Software(500e-6, 100e6),
         exchange=Software(1e-3, 500e6),
@@ -140,21 +123,14 @@ class Traffic(NamedTuple):
         """The bandwidth below which this makes a faster step than every one of the baselines.
 
         Returns:
-          Bytes per second, by bisection; 0 if it does not win on the slowest link and infinity if
-          it wins on the fastest.
+          Bytes per second; 0 if it does not win on the slowest link and infinity if it wins on the
+          fastest.
         """
 
-        def wins(bandwidth: float) -> bool:
-            at = link._replace(bandwidth=bandwidth)
+        def loses(power: int) -> bool:
+            at = link._replace(bandwidth=_BASE**power)
             own = self.step_time(at, compute)
-            return all(own < other.step_time(at, compute) for other in baselines)
+            return any(own >= other.step_time(at, compute) for other in baselines)
 
-        low, high = _SLOWEST, _FASTEST
-        if link.workers == 1 or not wins(low):
-            return 0.0
-        if wins(high):
-            return math.inf
-        while high / low > 1 + 1e-9:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if wins(middle) else (low, middle)
-        return low
+        power = bisect.bisect(_POWERS, False, key=loses)
+        return {0: 0.0, len(_POWERS): math.inf}.get(power, _BASE**power)

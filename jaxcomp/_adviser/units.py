@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _RATES = {p + unit: x * n for unit, n in (("bit", 1 / 8), ("B", 1)) for p, x in _PREFIXES.items()}
@@ -29,7 +29,7 @@ _ARGUMENTS = {
 }
 
 
-def parse(name: str, value: str | float) -> float:
+def parse(name: str, value: str | SupportsFloat) -> float:
     """The value of an argument of `advise`, from a number or from a text with a unit.
 
     Raises:
