@@ -14,6 +14,7 @@ import torch_files as files
 from script import python
 
 from torch_bridge import Checkpoint, CheckpointMismatch, PowerSGDRecord, load
+from torch_bridge._base.tensors import tied
 
 pytestmark = pytest.mark.torch
 
@@ -115,7 +116,7 @@ def test_strides_views_and_ties(put):
     for name, tensor in model.items():
         same(checkpoint.model[name], tensor.detach().numpy())
     assert checkpoint.model["conv"].strides == tuple(4 * s for s in conv.stride())
-    assert checkpoint.aliases == {"head.weight": "embed.weight"}
+    assert tied(checkpoint.model) == {"head.weight": "embed.weight"}
 
 
 def test_wrapper_prefixes(put):

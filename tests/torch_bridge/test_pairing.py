@@ -395,6 +395,9 @@ def test_a_head_with_the_values_of_the_embedding_is_tied():
     there_and_back({"tok_emb.weight": weight, "head.weight": weight.copy()}, embedding)
     untied = embedding | kernels(Dense_0=(6, 11))
     there_and_back({"tok_emb.weight": weight, "head.weight": weight + 1}, untied)
+    names = ("tok_emb.weight", "head.weight")  # one in torch, two in Flax
+    found = {p.torch_name: p.aliases for p in pair(dict.fromkeys(names, weight), untied)}
+    assert found == dict(zip(names, [names[1:], names[:1]], strict=True))
 
 
 def test_parameters_alone_leave_no_place_for_running_statistics():

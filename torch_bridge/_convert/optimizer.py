@@ -14,7 +14,7 @@ import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
-from torch_bridge._base.tensors import tied, to_tensor
+from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.optimizer_groups import MOMENTS, Entry, ParamNames, read_entries
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
@@ -145,7 +145,7 @@ class OptimizerPlan:
         entries = read_entries(optimizer, model, param_names, pairs, layout)
         frozen = set[str]()
         if layout and layout.entries:
-            known = names_in(pairs, layout.entries, tied(model))
+            known = names_in(pairs, layout.entries)
             frozen = {pair.torch_name for pair in pairs} - known.keys()
         parts: dict[Path, _Part | None] = {}
         split: list[str] = []

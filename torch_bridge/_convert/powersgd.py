@@ -101,8 +101,8 @@ def powersgd_from_torch(
     layout = layout_of(checkpoint, layout, pairs)
     pairs = _pairs_for_trained(checkpoint.model, params, pairs, layout)
     errors = mean_errors(checkpoint, layout, missing_ranks)
-    record, aliases = checkpoint.powersgd[0], checkpoint.aliases
-    return filled_state(record, errors, params, pairs, layout, aliases, matrix_dims)
+    record = checkpoint.powersgd[0]
+    return filled_state(record, errors, params, pairs, layout, matrix_dims)
 
 
 def filled_state(
@@ -111,15 +111,14 @@ def filled_state(
     params: Any,
     pairs: Pairs,
     layout: BucketLayout | None,
-    aliases: Mapping[str, str],
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """`powersgd_from_torch` where the mean `errors`, the pairs of `params` and `aliases` are known.
+    """`powersgd_from_torch` where the mean `errors` and the pairs of `params` are known.
 
     All ranks have the Q of `record`.
     """
     known = layout if record.buckets else None
-    plans, matrices = _common_matrices(params, pairs, record, known, aliases, matrix_dims)
+    plans, matrices = _common_matrices(params, pairs, record, known, matrix_dims)
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
     residuals, factors = dict[Path, np.ndarray](), dict[Path, np.ndarray]()
     for seed, (path, plan) in enumerate(plans.items()):
@@ -204,7 +203,6 @@ def _common_matrices(
     pairs: Pairs,
     record: PowerSGDRecord,
     layout: BucketLayout | None,
-    aliases: Mapping[str, str],
     matrix_dims: MatrixDimsFn | None,
 ) -> tuple[dict[Path, LeafPlan], list[CommonMatrix]]:
     """What both sides compress, with torch's rank and rate.
@@ -214,7 +212,6 @@ def _common_matrices(
       pairs: Of `params`.
       record: For rank and rate.
       layout: Where torch has the state; None before it has any.
-      aliases: Torch names of tied tensors -> the first name of the same memory.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Returns:
@@ -228,7 +225,7 @@ def _common_matrices(
     found = plan_leaves(params, rank, rate, matrix_dims)
     plans = dict(zip(leaves_by_path(params), found, strict=True))
     parts = layout.parts(record) if layout else {}
-    names = names_in(pairs, parts, aliases)
+    names = names_in(pairs, parts)
     matrices: list[CommonMatrix] = []
     problems: list[str] = []
     for pair in pairs:
@@ -383,7 +380,7 @@ def record_of_state(
             "model, and pass layout=.",
             parameters=("layout",),
         )
-    plans, matrices = _common_matrices(params, pairs, base, layout, like.aliases, matrix_dims)
+    plans, matrices = _common_matrices(params, pairs, base, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
     _check_shapes(plans, residuals, factors)
     kept = base.use_error_feedback, base.warm_start, base.warm_start

@@ -150,10 +150,10 @@ def to_flax(
     plan = _plan(checkpoint, pairs_of_chosen, layout, param_names)
     counted = hook = plan.counted if plan else 0
     if checkpoint.powersgd:
-        record, aliases = checkpoint.powersgd[0], checkpoint.aliases
+        record = checkpoint.powersgd[0]
         hook = record.iter
         errors = mean_errors(checkpoint, layout, missing_ranks)
-        state = filled_state(record, errors, chosen, pairs_of_chosen, layout, aliases, matrix_dims)
+        state = filled_state(record, errors, chosen, pairs_of_chosen, layout, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:

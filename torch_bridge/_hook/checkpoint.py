@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.tensors import storage_key, tied
+from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
 
@@ -48,11 +48,6 @@ class Checkpoint:
     def missing_ranks(self) -> bool:
         """Whether ranks' errors are known to be missing, or nothing says that none is."""
         return self.world_size is None or len(self.powersgd) < self.world_size
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Tied tensors: further name -> the first name of the same memory."""
-        return tied(self.model)
 
     @property
     def unread_optimizers(self) -> tuple[str, ...]:

@@ -173,13 +173,23 @@ def _pair(
             parameters=("ignore",),
         )
     errors: list[CheckpointMismatch] = []
-    for ties in (tied, lambda _: {}, equal_matrices):  # the likeliest first
-        aliases = ties(kept)
-        shapes = {name: shape_of(value) for name, value in kept.items() if name not in aliases}
+    for ties, untied in (
+        (tied, False),
+        (tied, True),
+        (equal_matrices, False),
+    ):  # the likeliest first
+        first = ties(kept)
+        shapes = {n: shape_of(value) for n, value in kept.items() if untied or n not in first}
         try:
-            return _pair_layers(shapes, tree, options, aliases, {*names.values()})
+            pairs = _pair_layers(shapes, tree, options, {*names.values()})
         except CheckpointMismatch as error:
             errors.append(error)
+            continue
+        alike: dict[str, list[str]] = {}
+        for name in kept:
+            alike.setdefault(first.get(name, name), []).append(name)
+        others = {n: tuple(o for o in group if o != n) for group in alike.values() for n in group}
+        return tuple(dataclasses.replace(one, aliases=others[one.torch_name]) for one in pairs)
     raise errors[0]
 
 
@@ -187,10 +197,9 @@ def _pair_layers(
     shapes: Mapping[str, Shape],
     tree: Tree,
     options: Options,
-    aliases: Mapping[str, str],
     tensors: Collection[str],
-) -> tuple[Pair, ...]:
-    """The pairs of tensors, some of which have `aliases`; `tensors` are the names of all."""
+) -> list[Pair]:
+    """The pairs of tensors; `tensors` are the names of all, ignored and tied ones included."""
     match = Match(*layers_of(shapes, tree), options.rules)
     questions = Questions(match.torch, match.partners, options)
     built = [build(a, b, questions.answers[a]) for a, b in match.partners.items()]
@@ -221,11 +230,7 @@ def _pair_layers(
             **problems,
         )
     order = {path: k for k, path in enumerate(tree.shapes)}
-    names: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        names.setdefault(name, []).append(alias)
-    pairs = sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
-    return tuple(dataclasses.replace(p, aliases=tuple(names.get(p.torch_name, ()))) for p in pairs)
+    return sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
 
 
 def _idle(

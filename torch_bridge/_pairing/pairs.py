@@ -42,7 +42,7 @@ class Pair:
       carries: On the way to torch, the tensor that gets the leaf's values; the other terms of a sum
         get zeros.
       must_be_zero: The range of torch's first axis in which the leaf has no place for values.
-      aliases: Further torch names of the same (tied) tensor.
+      aliases: Further torch names of the same (tied) tensor, which may have leaves of their own.
 
     Example:
       >>> kernel = Pair(
@@ -67,6 +67,11 @@ class Pair:
     carries: bool = True
     must_be_zero: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the tensor."""
+        return (self.torch_name, *self.aliases)
 
     @property
     def row_range(self) -> tuple[int, int]:
@@ -189,28 +194,16 @@ class Pair:
         return values
 
 
-def unpaired(names: Iterable[str], pairs: Sequence[Pair]) -> list[str]:
+def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
     """Those of the tensors that go to no leaf under any of their names."""
-    found = {name for p in pairs for name in (p.torch_name, *p.aliases)}
+    found = {name for pair in pairs for name in pair.names}
     return [name for name in names if name not in found]
 
 
-def names_in(
-    pairs: Iterable[Pair], known: Collection[str], aliases: Mapping[str, str]
-) -> dict[str, str]:
-    """The names that a bucket layout has for torch tensors; none for what is frozen.
-
-    Args:
-      pairs: Of the tensors.
-      known: The names in the layout.
-      aliases: Name of a tied tensor -> the first name of the same memory.
-    """
-    found = {}
-    for pair in pairs:
-        own = (pair.torch_name, *pair.aliases, aliases.get(pair.torch_name))
-        if name := next((name for name in own if name in known), None):
-            found[pair.torch_name] = name
-    return found
+def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
+    """The names that a bucket layout has for torch tensors; none for what is frozen."""
+    found = {p.torch_name: next((name for name in p.names if name in known), None) for p in pairs}
+    return {tensor: name for tensor, name in found.items() if name}
 
 
 def leaves_from_torch(
@@ -268,6 +261,6 @@ def tensors_from_flax(
                 whole = tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
             whole[slice(*pair.rows)] = part
     for pair in pairs:
-        for alias in pair.aliases:
-            tensors[alias] = tensors[pair.torch_name]
+        for alias in pair.aliases:  # of one that is not tied in Flax, its own leaf has the values
+            tensors.setdefault(alias, tensors[pair.torch_name])
     return tensors
