@@ -30,6 +30,7 @@ from torch_bridge._base.tensors import shape_of, to_numpy, unwrapped
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
+_MAX_SIZE = 2**59  # of any array, axes of length 0 left out
 PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
 
@@ -290,8 +291,9 @@ def _entry(item: Any) -> BucketEntry:
     """An entry as `BucketLayout.to_json` writes it, checked; torch has no more than 64 axes."""
     with contextlib.suppress(TypeError, ValueError, KeyError):
         name, shape, strides = item["name"], tuple(item["shape"]), tuple(item["strides"])
-        counts = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *strides))
-        if counts and isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES:
+        counts = all(type(n) is int and n >= 0 for n in (*shape, *strides))
+        fits = counts and math.prod(max(n, 1) for n in shape) < _MAX_SIZE
+        if fits and isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES:
             return BucketEntry(name, shape, strides)
     raise CheckpointMismatch(
         f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
