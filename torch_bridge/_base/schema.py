@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -97,10 +97,9 @@ class PowerSGDRecord:
 
 
 _NUMBERS: dict[str, type[int] | type[float]] = {
-    field.name: kind
-    for field in dataclasses.fields(PowerSGDRecord)
-    for kind in (int, float, bool)
-    if field.type == kind.__name__
+    name: kind
+    for name, kind in get_type_hints(PowerSGDRecord).items()
+    if kind in (int, float, bool)
 }
 COUNTERS = (
     "iter",

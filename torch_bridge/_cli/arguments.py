@@ -22,25 +22,20 @@ from torch_bridge._read.values import Budget
 
 _DESCRIPTION = """\
 Move a PowerSGD training run between PyTorch DDP and JAX. Files are read without executing anything
-from them.
-
-  python -m torch_bridge inspect rank0.pt rank1.pt
-  python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables --out checkpoints/
-  python -m torch_bridge to-torch checkpoints/ --like rank0.pt --params my_model:variables \\
-      --out continued.pt
+from them. COMMAND --help has an example.
 
 exit codes: 0 done; 1 a file cannot be read, is damaged, or does not fit; 2 wrong usage; 3 a file
 asks to run something that is not on the allow-list (nothing was run).
 """
 _EPILOGS = {
-    "inspect": "example: python -m torch_bridge inspect checkpoint.pt --json | jq .missing",
+    "inspect": "example: python -m torch_bridge inspect rank0.pt rank1.pt --json | jq .missing",
     "to-flax": """\
 --params is a tree of arrays or shapes, or a function that returns one: all that init returns,
 {"params": ..., "batch_stats": ...}, where the model has BatchNorm. --out becomes {step, params,
 batch_stats, opt_state} as a Flax TrainState has them, in an orbax directory with SHA256SUMS.
 
-example: python -m torch_bridge to-flax rank0.pt --params my_model:variables --flatten fc1=64,7,7 \\
-    --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' --out checkpoints/
+example: python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables \\
+    --flatten fc1=64,7,7 --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' --out checkpoints/
 """,
     "to-torch": """\
 Names, hyperparameters and whatever else Flax has no use for come from --like.

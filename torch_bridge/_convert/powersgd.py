@@ -284,7 +284,7 @@ def _pairs_for_trained(
             "Load it together with the model's file, or pass layout=.",
             parameters=("layout",),
         )
-    known = layout.shapes() if layout else {}
+    known: Mapping[str, Any] = layout.entries if layout else {}
     try:
         return pairs_for(model or known, params, pairs)
     except CheckpointMismatch:

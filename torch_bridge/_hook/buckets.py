@@ -20,7 +20,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxcomp.extend import is_compressed
@@ -171,15 +170,8 @@ class BucketLayout:
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
-        """Parameter name -> its entry, bucket after bucket."""
+        """Parameter name -> its entry, which has a shape as a tensor has; bucket after bucket."""
         return {entry.name: entry for bucket in self.buckets for entry in bucket}
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Parameter name -> shape, in place of a model whose values are not at hand."""
-        return {
-            name: jax.ShapeDtypeStruct(entry.shape, np.float32)
-            for name, entry in self.entries.items()
-        }
 
     @classmethod
     def from_order(cls, order: Sequence[Sequence[str]], model: Mapping[str, Any]) -> BucketLayout:
