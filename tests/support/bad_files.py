@@ -60,7 +60,7 @@ def foreign() -> Table:
         "a number": (3, "a int"),
         "text": ("state_dict", "a str"),
         "numbers": ({"epoch": 3, "loss": 0.5}, "no state_dict"),
-        "a hook state that is none": ({"w": MODEL, "comm_hook_state": 3}, "no PowerSGDState"),
+        "a hook state that is none": ({"w": MODEL, "comm_hook_state": [3]}, "no PowerSGDState"),
         "a hook state without Q": (
             {"comm_hook_state": {k: v for k, v in hook.items() if k != "q_memory_dict"}},
             "no PowerSGDState",

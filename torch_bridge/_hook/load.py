@@ -126,16 +126,13 @@ def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRe
     if isinstance(kind, str) and kind == FORMAT:
         return value, read_records(value)
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
-    parts = [rest.get(name) for name in (*_MODEL_KEYS, *_HOOK_KEYS)]
-    # A flat state_dict may have parameters of these names.
-    flat = not any(isinstance(part, dict) for part in parts)
-    flat &= any(isinstance(part, np.ndarray) for part in parts)
-    model, state = (None if flat else _take(rest, keys) for keys in (_MODEL_KEYS, _HOOK_KEYS))
+    # No tensors: a flat state_dict may have parameters of these names.
+    model, state = _take(rest, _MODEL_KEYS, dict), _take(rest, _HOOK_KEYS, dict | list | tuple)
     if state is not None and not is_slots(state):
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     optimizer = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
     if model is None and state is None:
-        model, rest = rest, {}
+        model, rest = rest, dict[Any, Any]()
     hook = _take(rest, ("comm_hook",), Global)
     entries = {
         "state_dict": {} if model is None else model,
@@ -148,11 +145,10 @@ def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRe
     return entries, [] if state is None else [record_from_slots(state)]
 
 
-def _take(mapping: dict[Any, Any], names: Sequence[str], kind: type = object) -> Any:
-    for name in names:
-        if mapping.get(name) is not None and isinstance(mapping[name], kind):
-            return mapping.pop(name)
-    return None
+def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
+    """The first of these entries that is of that kind, taken out; None where none is."""
+    found = next((name for name in names if isinstance(mapping.get(name), kind)), None)
+    return None if found is None else mapping.pop(found)
 
 
 def _model(model: Any) -> dict[str, np.ndarray]:
