@@ -49,15 +49,15 @@ def test_unknown_and_repeated_names():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_any_dense_strides(shape, random):
-    """unflatten() reads memory as torch's as_strided does, and flatten() is its inverse."""
+    """from_memory() reads as torch's as_strided does, and to_memory() is its inverse."""
     order = list(range(len(shape)))
     random.shuffle(order)
     memory = torch.arange(float(math.prod(shape))).reshape([shape[axis] for axis in order])
     tensor = memory.permute(np.argsort(order).tolist())
     entry = BucketLayout.from_order([["w"]], {"w": tensor}).buckets[0][0]
     flat = memory.reshape(-1).numpy()
-    np.testing.assert_array_equal(entry.unflatten(flat), tensor.numpy())
-    np.testing.assert_array_equal(entry.flatten(tensor.numpy()), flat)
+    np.testing.assert_array_equal(entry.from_memory(flat), tensor.numpy())
+    np.testing.assert_array_equal(entry.to_memory(tensor.numpy()), flat)
     gaps = torch.zeros(4, 10)[:, ::2]  # become contiguous
     assert BucketLayout.from_order([["w"]], {"w": gaps}).entries["w"].strides == (5, 1)
     columns = entry.column_order()

@@ -110,7 +110,7 @@ def _numbers(part: BucketPart) -> dict[str, float]:
     if part.rank and part.q is not None:
         found["q_norm"] = _norm(part.q.reshape(-1))
     if part.error is not None:
-        found["error_norm"] = _norm(part.entry.flatten(part.error))
+        found["error_norm"] = _norm(part.entry.to_memory(part.error))
     return found
 
 

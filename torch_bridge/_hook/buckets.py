@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.extend import is_compressed
@@ -29,6 +30,7 @@ from torch_bridge._base.tensors import shape_of, to_numpy, unwrapped
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
+_COLUMNS = 128
 _MAX_SIZE = 2**59  # of any array, axes of length 0 left out
 PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
@@ -45,7 +47,7 @@ class BucketEntry:
 
     Example:
       >>> entry = BucketEntry("w", (2, 3), (1, 2))  # its columns lie one after the other
-      >>> entry.flatten(np.array([[1, 2, 3], [4, 5, 6]]))
+      >>> entry.to_memory(np.array([[1, 2, 3], [4, 5, 6]]))
       array([1, 4, 2, 5, 3, 6])
     """
 
@@ -73,14 +75,14 @@ class BucketEntry:
         rank = min(*self.matrix, record.matrix_approximation_rank)
         return rank if is_compressed(*self.matrix, rank, record.min_compression_rate) else 0
 
-    def unflatten(self, flat: np.ndarray) -> np.ndarray:
-        """The parameter's elements, stored in memory order, as an array of `shape` (a view)."""
+    def from_memory(self, flat: np.ndarray) -> np.ndarray:
+        """The parameter's elements, as they lie in memory, as an array of `shape` (a view)."""
         return flat.reshape([self.shape[axis] for axis in self._memory_order]).transpose(
             np.argsort(self._memory_order)
         )
 
-    def flatten(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of `unflatten`."""
+    def to_memory(self, array: np.ndarray) -> np.ndarray:
+        """The inverse of `from_memory`."""
         return np.ascontiguousarray(array.transpose(self._memory_order)).reshape(-1)
 
     @property
@@ -124,6 +126,33 @@ class BucketPart(NamedTuple):
     error: np.ndarray | None
     p: np.ndarray | None
     q: np.ndarray | None
+
+    def flaw(self, mean: np.ndarray | None, several: bool) -> str | None:
+        """Why a hook cannot have left this on a rank, as `infer_layout` says; None if it can.
+
+        Args:
+          mean: The mean error of all ranks, None where they are not at hand.
+          several: Whether these are more than one.
+        """
+        name = self.entry.name
+        if not self.rank and several and mean is not None and self.error is not None:
+            size = np.linalg.norm(self.error.astype(np.float64))
+            if np.linalg.norm(mean) > 1e-2 * size:
+                return f"the errors of {name} would not cancel over the ranks"
+        if not self.rank or self.p is None:
+            return None
+        # Some columns show it; all of a full rank would take gigabytes and minutes.
+        p = self.p[:, :_COLUMNS].astype(np.float64)
+        if not np.isfinite(p).all():
+            return None
+        tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(self.p.dtype).eps), 1e-3)
+        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+            return f"the factors of {name} would not be orthonormal"
+        if mean is not None:
+            matrix = self.entry.to_memory(mean).reshape(len(p), -1)
+            if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
+                return f"the error of {name} would not be what its factors left over"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +280,7 @@ class BucketLayout:
                     entry,
                     index,
                     rank,
-                    None if error is None else entry.unflatten(error[end - entry.size : end]),
+                    None if error is None else entry.from_memory(error[end - entry.size : end]),
                     None if p is None else p[p_end - rows * rank : p_end].reshape(rows, rank),
                     None if q is None else q[q_end - cols * rank : q_end].reshape(cols, rank),
                 )

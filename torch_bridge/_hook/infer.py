@@ -16,16 +16,14 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketLayout, BucketPart
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.pairs import Pair, unpaired
 
-_COLUMNS = 128
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
     "layout=BucketLayout.from_order(...)."
@@ -60,6 +58,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     mean, model = checkpoint.mean, checkpoint.model
+    complete, several = not checkpoint.missing_ranks, len(checkpoint.powersgd) > 1
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons: list[str] = []
     for label, order in _candidates(model, frozen, mean.error_sizes):
@@ -67,10 +66,13 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
         if wrong := layout.misfits(mean):
             reasons.append(f"{label}: {wrong[0]}")
             continue
-        parts = layout.parts(mean)
-        own = layout.parts(checkpoint.powersgd[0])
-        if reason := _contradiction(parts, own, checkpoint):
-            reasons.append(f"{label}: {reason}")
+        parts, means = layout.parts(checkpoint.powersgd[0]), layout.parts(mean)
+        flaws = (
+            part.flaw(means[name].error if complete else None, several)
+            for name, part in parts.items()
+        )
+        if flaw := next(filter(None, flaws), None):
+            reasons.append(f"{label}: {flaw}")
             continue
         # Without errors nothing but the places of the factors makes a difference.
         places = tuple((name, part.bucket) for name, part in parts.items() if part.rank)
@@ -178,29 +180,3 @@ def _cut(
     cuts = [0, *(places.get(end, -1) for end in itertools.accumulate(lengths))]
     pieces = [order[start:end] for start, end in itertools.pairwise(cuts)]
     return pieces if cuts[-1] == len(order) and cuts == sorted(cuts) else None
-
-
-def _contradiction(
-    mean: Mapping[str, BucketPart], own: Mapping[str, BucketPart], checkpoint: Checkpoint
-) -> str | None:
-    """Why a hook cannot have left these parts, of the mean and of one rank; None if it can."""
-    for name, part in mean.items():
-        error = None if checkpoint.missing_ranks else part.error
-        one = own[name].error if len(checkpoint.powersgd) > 1 else None
-        if error is not None and one is not None and not part.rank:
-            size = np.linalg.norm(one.astype(np.float64))
-            if np.linalg.norm(error) > 1e-2 * size:
-                return f"the errors of {name} would not cancel over the ranks"
-        if part.rank and part.p is not None:
-            # Some columns show it; all of a full rank would take gigabytes and minutes.
-            p = part.p[:, :_COLUMNS].astype(np.float64)
-            if not np.isfinite(p).all():
-                continue
-            tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
-            if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-                return f"the factors of {name} would not be orthonormal"
-            if error is not None:
-                matrix = part.entry.flatten(error).reshape(len(p), -1)
-                if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
-                    return f"the error of {name} would not be what its factors left over"
-    return None
