@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 
 from jaxcomp._adviser.advise import advise
@@ -18,9 +17,12 @@ your own parameters, and with device=jaxcomp.measure(params) the speed of what y
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line. What is not given has the defaults of `advise`."""
-    main = argparse.ArgumentParser(
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; an error is a sentence on standard error and exit code 2.
+
+    What is not given has the defaults of `advise`.
+    """
+    parser = argparse.ArgumentParser(
         prog="jaxcomp",
         usage="%(prog)s advise --params N --workers N --bandwidth RATE --step-time TIME [options]",
         description="Whether compressing gradients pays on a network.",
@@ -28,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    add = main.add_argument
+    add = parser.add_argument
     add("command", choices=["advise"], help="whether to compress, and with which rank")
     add("--params", required=True, help="number of parameters: 124M or 1.5B")
     add("--workers", required=True, type=int, help="replicas")
@@ -38,22 +40,14 @@ def parser() -> argparse.ArgumentParser:
     add("--loss-budget", help="how far above the exact run the loss may end (default: 0.5%%)")
     add("--optimizer", help="adamw or muon (default: adamw)")
     add("--device", help="gpu or cpu (default: gpu)")
-    return main
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; errors become one sentence on standard error and exit code 2."""
-    options = vars(parser().parse_args(arguments))
+    options = vars(parser.parse_args(arguments))
     del options["command"]
     try:
         print(advise(**options))
     except ValueError as error:
         # The function's arguments, `step_time`, are options here.
-        sentence = re.sub(r"^`(\w+)`", lambda m: f"--{m[1].replace('_', '-')}", str(error))
-        print(f"error: {sentence}", file=sys.stderr)
-        return 2
-    return 0
+        parser.error(re.sub(r"^`(\w+)`", lambda m: f"--{m[1].replace('_', '-')}", str(error)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

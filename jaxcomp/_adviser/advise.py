@@ -7,14 +7,14 @@ import math
 import textwrap
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxcomp._adviser.law import LAWS, WIDTHS, Law
-from jaxcomp._adviser.model import ASSUMED, Calibration, Link, Software, Traffic
-from jaxcomp._adviser.shapes import assumed_params, typical_width
+from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
+from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._adviser.units import parse, with_unit
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats, dense_leaves
@@ -28,7 +28,6 @@ from jaxcomp._reducers.transformation import Transformation
 # Steps that differ by less are within the error of the model: so little is not worth what
 # compression costs in loss, nor, among reducers, a lower rank than is possible.
 _CLOSE = 1.1
-_RANKS = 3  # that are predicted: the law's, and its doubles
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
 _WIDTH = 96
 _Make: TypeAlias = Callable[..., Transformation]  # takes ``axis_name=``
@@ -40,7 +39,7 @@ class Prediction:
 
     name: str
     make: _Make = dataclasses.field(repr=False)
-    traffic: Traffic
+    sent: CompressionStats  # leaf by leaf
     step_time: float
     speedup: float  # over the faster baseline
     rank: int = 0  # of PowerSGD
@@ -54,9 +53,9 @@ class Prediction:
         return self.make(axis_name=axis_name)
 
     @property
-    def bytes_per_step(self) -> float:
+    def bytes_per_step(self) -> int:
         """Bytes handed to the collectives by each replica."""
-        return self.traffic.payload
+        return self.sent.bytes_after
 
     @property
     def compressed(self) -> bool:
@@ -215,10 +214,8 @@ def advise(
             f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
             f"{device!r}."
         )
-    notes = [f"device: {constants.device}"]
-    if isinstance(params, (int, np.integer, str)):
-        params, sentence = assumed_params(round(parse("params", params)))
-        notes.insert(0, sentence)
+    params, notes = shapes_of(params)
+    notes.append(f"device: {constants.device}")
     deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
     if deep and matrix_dims is None:
         notes.append(
@@ -268,48 +265,37 @@ def _predictions(
 ) -> tuple[Prediction, ...]:
     """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
     width = typical_width(params, matrix_dims)
-    narrow = partial(allreduce, comm_dtype=constants.half)
+    half = f"all-reduce {constants.half}"
     low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
-    exact: list[tuple[str, _Make, Software]] = [
-        ("all-reduce float32", allreduce, constants.allreduce),
-        (f"all-reduce {constants.half}", narrow, constants.allreduce_16),
-    ]
-    compressed: dict[int, tuple[str, _Make]] = {0: ("int8 all-reduce", _int8)}
-    for rank in (law.rank(budget, width) << doubled for doubled in range(_RANKS)):
-        compressed[rank] = f"powersgd rank {rank} int6", partial(low_rank, rank)
-
-    def sent(make: _Make) -> CompressionStats:
-        return make(axis_name="replicas").bytes(params, replicas=link.workers)
-
-    baselines = [
-        Traffic(sent(make).bytes_after, 1, software, overlap=constants.overlap)
-        for _, make, software in exact
-    ]
-    times = [traffic.step_time(link, compute) for traffic in baselines]
-    found = [
-        Prediction(name, make, traffic, seconds, min(times) / seconds)
-        for (name, make, _), traffic, seconds in zip(exact, baselines, times, strict=True)
-    ]
-    for rank, (name, make) in compressed.items():
-        stats = sent(make)
-        if rank and stats.bytes_after >= baselines[1].payload:
+    lowest = law.rank(budget, width)
+    ranks = {f"powersgd rank {rank} int6": rank for rank in (lowest, 2 * lowest, 4 * lowest)}
+    reducers: dict[str, tuple[_Make, ReducerCosts]] = {
+        "all-reduce float32": (allreduce, constants.allreduce),
+        half: (partial(allreduce, comm_dtype=constants.half), constants.allreduce_16),
+        "int8 all-reduce": (_int8, constants.int8),
+        **{name: (partial(low_rank, rank), constants.powersgd) for name, rank in ranks.items()},
+    }
+    sent: dict[str, CompressionStats] = {}
+    step_times: dict[str, Callable[[Link], float]] = {}
+    for name, (make, costs) in reducers.items():
+        sent[name] = make(axis_name="replicas").bytes(params, replicas=link.workers)
+        step_times[name] = partial(costs.step_time, sent[name], compute)
+    baselines = {name: step_times[name] for name in ("all-reduce float32", half)}
+    fastest = min(step_time(link) for step_time in baselines.values())
+    found = list[Prediction]()
+    for name, (make, _) in reducers.items():
+        rank, expected = ranks.get(name, 0), dict[str, Any]()
+        if rank and sent[name].bytes_after >= sent[half].bytes_after:
             continue  # hardly any leaf is compressed, or none
-        compression, collectives = constants.compression_time(stats), 2 if rank else 1
-        traffic = Traffic(stats.bytes_after, collectives, constants.exchange, compression)
-        seconds = traffic.step_time(link, compute)
-        found.append(
-            Prediction(
-                name,
-                make,
-                traffic,
-                seconds,
-                min(times) / seconds,
-                rank=rank,
-                gap=law.gap(rank, width),
-                half_width=law.half_width(rank, width),
-                break_even=traffic.break_even(baselines, link, compute),
-            )
-        )
+        if name not in baselines:
+            expected = {
+                "rank": rank,
+                "gap": law.gap(rank, width),
+                "half_width": law.half_width(rank, width),
+                "break_even": break_even(step_times[name], baselines.values(), link),
+            }
+        seconds = step_times[name](link)
+        found.append(Prediction(name, make, sent[name], seconds, fastest / seconds, **expected))
     return tuple(found)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxcomp._adviser.model import ASSUMED, Calibration, Software
-from jaxcomp._adviser.shapes import assumed_params
+from jaxcomp._adviser.model import ASSUMED, Calibration, ReducerCosts
+from jaxcomp._adviser.shapes import shapes_of
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_size, exchange, gather
@@ -33,7 +33,7 @@ _SHORTEST = 1e-6  # seconds between two times, which noise may turn round
 
 
 def measure(
-    params: PyTree | int = 10_000_000,
+    params: PyTree | int | str = 10_000_000,
     *,
     rank: int = 16,
     devices: Sequence[_Device] | None = None,
@@ -58,13 +58,13 @@ def measure(
     Example:
       >>> import jax, jaxcomp
       >>> calibration = jaxcomp.measure(100_000, rank=2, devices=jax.devices()[:1])
-      >>> calibration.powersgd > 0
+      >>> calibration.powersgd.per_value > 0
       True
     """
     rank = check_int("rank", rank, 1)
-    if isinstance(params, (int, np.integer)):
-        params, _ = assumed_params(int(params))
-    tree = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    tree = [
+        x for x in jax.tree.leaves(shapes_of(params)[0]) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
     int8 = error_feedback(quantized_allreduce(axis_name=_AXIS))
     if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
@@ -74,13 +74,16 @@ def measure(
     assumed = ASSUMED["cpu" if own.platform == "cpu" else "gpu"]
     plain = _step_time(optax.identity(), tree, [own])
 
-    def slower(reducer: Any) -> float:
-        """How many times longer compression takes here than on the assumed device."""
+    def compression(reducer: Any, costs: ReducerCosts) -> ReducerCosts:
+        """With the time that compression takes here."""
         seconds = _step_time(reducer, tree, [own]) - plain
-        # Noise can make a difference of two times as small as it likes.
-        return max(seconds / assumed.compression_time(reducer.bytes(tree, replicas=1)), 0.01)
+        times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
+        times = max(times, 0.01)  # noise can make a difference of two times too small
+        return costs._replace(
+            per_value=times * costs.per_value, per_column=times * costs.per_column
+        )
 
-    def software(average: Any, width: int) -> Software:
+    def collective(average: Any, width: int) -> dict[str, float]:
         """From how much longer steps take that average few and many values of `width` bytes."""
         seconds, payloads = list[float](), list[int]()
         for values in (_FEW, _MANY):
@@ -90,24 +93,23 @@ def measure(
             seconds.append(max(together - alone, _SHORTEST))
             payloads.append(2 * width * values)
         sent = 2 * (len(devices) - 1) / len(devices) * (payloads[1] - payloads[0])
-        return Software(seconds[0], sent / max(seconds[1] - seconds[0], _SHORTEST))
+        bandwidth = sent / max(seconds[1] - seconds[0], _SHORTEST)
+        return {"overhead": seconds[0], "bandwidth": bandwidth}
 
-    times = slower(low_rank)
-    constants = dataclasses.replace(
-        assumed,
-        device=f"measured: {len(devices)} x {own.device_kind}, jax {jax.__version__}",
-        powersgd=times * assumed.powersgd,
-        powersgd_column=times * assumed.powersgd_column,
-        int8=slower(int8) * assumed.int8,
-    )
+    device = f"measured: {len(devices)} x {own.device_kind}, jax {jax.__version__}"
+    int8, low_rank = compression(int8, assumed.int8), compression(low_rank, assumed.powersgd)
     if len(devices) == 1:
-        device = f"{constants.device}; the time of a collective is assumed"
-        return dataclasses.replace(constants, device=device)
+        device += "; the time of a collective is assumed"
+        return dataclasses.replace(assumed, device=device, int8=int8, powersgd=low_rank)
+    half = allreduce(axis_name=_AXIS, comm_dtype=assumed.half)
+    exchange_costs = collective(optax.stateless(_exchanged), 1)
     return dataclasses.replace(
-        constants,
-        allreduce=software(allreduce(axis_name=_AXIS), 4),
-        allreduce_16=software(allreduce(axis_name=_AXIS, comm_dtype=assumed.half), 2),
-        exchange=software(optax.stateless(_exchanged), 1),
+        assumed,
+        device=device,
+        allreduce=assumed.allreduce._replace(**collective(allreduce(axis_name=_AXIS), 4)),
+        allreduce_16=assumed.allreduce_16._replace(**collective(half, 2)),
+        int8=int8._replace(**exchange_costs),
+        powersgd=low_rank._replace(**exchange_costs),
     )
 
 

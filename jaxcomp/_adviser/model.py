@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxcomp._base.stats import CompressionStats
@@ -21,11 +21,44 @@ _BASE = 1 + 1e-6
 _POWERS = range(round(math.log(1e15, _BASE)))
 
 
-class Software(NamedTuple):
-    """What a collective takes where the link does not limit it."""
+class Link(NamedTuple):
+    """What connects the replicas."""
 
-    overhead: float = 0.0  # seconds
-    bandwidth: float = math.inf  # bytes sent per second
+    workers: int
+    bandwidth: float  # bytes per second in each direction
+    latency: float  # seconds from one replica to the next, one way
+
+
+class ReducerCosts(NamedTuple):
+    """What the step of one kind of reducer takes on a kind of device, beside its computation."""
+
+    overhead: float  # seconds of a collective, whatever its size
+    bandwidth: float = math.inf  # bytes per second that it reaches where no link limits it
+    # One after another: ring all-reduces, or pairs of an all-to-all and an all-gather.
+    collectives: int = 1
+    overlap: float = 0.0  # the share of the backward pass with which it overlaps
+    per_value: float = 0.0  # seconds of compression, residual included
+    per_column: float = 0.0  # the same, times the rank
+
+    def compression_time(self, sent: CompressionStats) -> float:
+        """Seconds to compress the leaves that become fewer bytes."""
+        smaller = [leaf for leaf in sent.leaves if leaf.bytes_after < leaf.bytes_before]
+        return sum(x.size * (self.per_value + x.rank * self.per_column) for x in smaller)
+
+    def communication_time(self, sent: CompressionStats, link: Link) -> float:
+        """Seconds from the first to the last byte, before any overlap."""
+        if link.workers == 1:
+            return 0.0
+        hops = 2 * (link.workers - 1)
+        fixed = self.collectives * (self.overhead + hops * link.latency)
+        bandwidth = min(link.bandwidth, self.bandwidth)
+        return fixed + hops / link.workers * sent.bytes_after / bandwidth
+
+    def step_time(self, sent: CompressionStats, compute: float, link: Link) -> float:
+        """Seconds of a step, of which `compute` are without communication."""
+        hidden = self.overlap * _BACKWARD_SHARE * compute
+        exposed = max(0.0, self.communication_time(sent, link) - hidden)
+        return compute + self.compression_time(sent) + exposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +67,10 @@ class Calibration:
 
     device: str  # what was measured or assumed, in words
     half: str  # the 16-bit dtype to send; XLA's CPU backend would send bfloat16 as float32
-    # Seconds of compression for each value, the residual included.
-    powersgd: float  # of a compressed leaf: sums and residual
-    powersgd_column: float  # of the same, times the rank: products
-    int8: float
-    allreduce: Software  # of float32
-    allreduce_16: Software  # of `half`; with its rounding
-    exchange: Software  # of integers: an all-to-all and an all-gather
-    overlap: float  # the share of the backward pass with which an exact average overlaps
-
-    def compression_time(self, sent: CompressionStats) -> float:
-        """Seconds of PowerSGD, or of an all-reduce in int8 where no leaf has a rank."""
-        low_rank = [leaf for leaf in sent.leaves if leaf.rank]
-        if not low_rank:
-            return self.int8 * sum(leaf.size for leaf in sent.leaves)
-        return sum(x.size * (self.powersgd + x.rank * self.powersgd_column) for x in low_rank)
+    allreduce: ReducerCosts  # of float32
+    allreduce_16: ReducerCosts  # of `half`, with its rounding
+    int8: ReducerCosts
+    powersgd: ReducerCosts  # with factors in integers
 
 
 # What to expect of a device that nobody has measured. The adviser prints the words along. Values
@@ -63,13 +85,12 @@ ASSUMED = {
             "70% of the backward pass"
         ),
         half="bfloat16",
-        powersgd=4 * 7 * 4 / 4.8e12,
-        powersgd_column=4 * 8 / 67e12,
-        int8=3 * 9 * 4 / 4.8e12,
-        allreduce=Software(20e-6),
-        allreduce_16=Software(20e-6),
-        exchange=Software(40e-6),
-        overlap=0.7,
+        allreduce=ReducerCosts(20e-6, overlap=0.7),
+        allreduce_16=ReducerCosts(20e-6, overlap=0.7),
+        int8=ReducerCosts(40e-6, per_value=3 * 9 * 4 / 4.8e12),
+        powersgd=ReducerCosts(
+            40e-6, collectives=2, per_value=4 * 7 * 4 / 4.8e12, per_column=4 * 8 / 67e12
+        ),
     ),
     "cpu": Calibration(
         device=(
@@ -77,60 +98,29 @@ ASSUMED = {
             "500 us per collective, which reaches 1 GB/s (100 MB/s in float16)"
         ),
         half="float16",
-        powersgd=1.25 * 7 * 4 / 20e9,
-        powersgd_column=1.25 * 8 / 80e9,
-        int8=4 * 9 * 4 / 20e9,
-        allreduce=Software(500e-6, 1e9),
-        allreduce_16=Software(500e-6, 100e6),
-        exchange=Software(1e-3, 500e6),
-        overlap=0.0,
+        allreduce=ReducerCosts(500e-6, 1e9),
+        allreduce_16=ReducerCosts(500e-6, 100e6),
+        int8=ReducerCosts(1e-3, 500e6, per_value=4 * 9 * 4 / 20e9),
+        powersgd=ReducerCosts(
+            1e-3, 500e6, collectives=2, per_value=1.25 * 7 * 4 / 20e9, per_column=1.25 * 8 / 80e9
+        ),
     ),
 }
 
 
-class Link(NamedTuple):
-    """What connects the replicas."""
+def break_even(
+    step_time: Callable[[Link], float], baselines: Iterable[Callable[[Link], float]], link: Link
+) -> float:
+    """The bandwidth below which a step is faster than each of the baselines.
 
-    workers: int
-    bandwidth: float  # bytes per second in each direction
-    latency: float  # seconds from one replica to the next, one way
+    Returns:
+      Bytes per second; 0 if it does not win on the slowest link and infinity if it wins on the
+      fastest.
+    """
 
+    def loses(power: int) -> bool:
+        at = link._replace(bandwidth=_BASE**power)
+        return any(step_time(at) >= baseline(at) for baseline in baselines)
 
-class Traffic(NamedTuple):
-    """What one replica does in one training step beside its computation."""
-
-    payload: float  # bytes handed to the collectives
-    collectives: int  # ring all-reduces, or pairs of an all-to-all and an all-gather
-    software: Software
-    compression: float = 0.0  # seconds
-    overlap: float = 0.0  # the share of the backward pass that it overlaps with
-
-    def communication_time(self, link: Link) -> float:
-        """Seconds per step from the first to the last byte, before any overlap."""
-        if link.workers == 1:
-            return 0.0
-        steps = 2 * (link.workers - 1)
-        fixed = self.collectives * (self.software.overhead + steps * link.latency)
-        sent = steps / link.workers * self.payload
-        return fixed + sent / min(link.bandwidth, self.software.bandwidth)
-
-    def step_time(self, link: Link, compute: float) -> float:
-        """Seconds per step, of which `compute` are without communication."""
-        hidden = self.overlap * _BACKWARD_SHARE * compute
-        return compute + self.compression + max(0.0, self.communication_time(link) - hidden)
-
-    def break_even(self, baselines: Sequence[Traffic], link: Link, compute: float) -> float:
-        """The bandwidth below which this makes a faster step than every one of the baselines.
-
-        Returns:
-          Bytes per second; 0 if it does not win on the slowest link and infinity if it wins on the
-          fastest.
-        """
-
-        def loses(power: int) -> bool:
-            at = link._replace(bandwidth=_BASE**power)
-            own = self.step_time(at, compute)
-            return any(own >= other.step_time(at, compute) for other in baselines)
-
-        power = bisect.bisect(_POWERS, False, key=loses)
-        return {0: 0.0, len(_POWERS): math.inf}.get(power, _BASE**power)
+    power = bisect.bisect(_POWERS, False, key=loses)
+    return {0: 0.0, len(_POWERS): math.inf}.get(power, _BASE**power)

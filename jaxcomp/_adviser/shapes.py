@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp._adviser.units import parse
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._lowrank.matrices import plan_leaves
 
@@ -17,18 +18,21 @@ _VOCABULARY = 50_257
 _SMALLEST, _LARGEST = 10_000, 10**12
 
 
-def assumed_params(count: int) -> tuple[PyTree, str]:
-    """A decoder-only transformer of about so many parameters, in the proportions of GPT-2 small.
+def shapes_of(params: PyTree | int | str) -> tuple[PyTree, list[str]]:
+    """The parameters themselves, or a transformer of about so many, shaped like GPT-2 small.
 
     One layer for every 64 of width; an embedding, shared with the output, of 50,257 rows, or of a
     third of the parameters where these are few.
 
     Returns:
-      The tree of shapes, and a sentence that says what was assumed.
+      The tree, and a sentence that says what was assumed, where something was.
 
     Raises:
       ValueError: For a number too small for such a model, or beyond any so far.
     """
+    if not isinstance(params, (int, np.integer, str)):
+        return params, []
+    count = round(parse("params", params))
     if not _SMALLEST <= count <= _LARGEST:
         raise ValueError(
             f"Shapes are guessed for {_SMALLEST:,} to {_LARGEST:.0e} parameters, got {count:,}. "
@@ -48,13 +52,13 @@ def assumed_params(count: int) -> tuple[PyTree, str]:
     kernels |= {"up": (width, 4 * width), "down": (4 * width, width)}
     layer = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in kernels.items()}
     layer["vectors"] = jax.ShapeDtypeStruct((13 * width,), jnp.float32)
-    params: dict[str, Any] = {f"layer_{i}": layer for i in range(number)}
-    params["embedding"] = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    return params, (
+    tree: dict[str, Any] = {f"layer_{i}": layer for i in range(number)}
+    tree["embedding"] = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return tree, [
         f"shapes assumed: a transformer of {number} layers of width {width:,} and an embedding of "
         f"{rows:,} x {width:,}, {values + rows * width:,} parameters in float32; better pass "
         "yours to jaxcomp.advise"
-    )
+    ]
 
 
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:
