@@ -49,7 +49,7 @@ def measure(
       devices: Among which to time the all-reduce; None for all that JAX has.
 
     Returns:
-      The constants, by the shortest of repeated runs each. With one device the all-reduce is assumed.
+      The constants, by the shortest of repeated runs. With one device the all-reduce is assumed.
 
     Raises:
       ValueError: If `rank` is no positive integer, or leaves nothing to compress.
