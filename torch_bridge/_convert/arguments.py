@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
+from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._hook.registered import unwrapped_hook
+from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 
 # torch's argument, in torch's order -> jaxcomp's and its type; None where jaxcomp needs none.
 _ARGUMENTS: dict[str, tuple[str, type] | None] = {
@@ -154,6 +156,21 @@ def reducer_from_torch(
     make, own = _REDUCERS[name]
     wrapped = {"comm_dtype": dtype} if dtype is not None and make is jaxcomp.allreduce else {}
     return make(axis_name=axis_name, **{**wrapped, **own})
+
+
+def reducer_of(
+    record: PowerSGDRecord | None,
+    hook: str,
+    axis_name: str | tuple[str, ...],
+    matrix_dims: MatrixDimsFn | None,
+) -> optax.GradientTransformation:
+    """The reducer of a checkpoint, with or without the state of its `hook`; "" for DDP's mean."""
+    if record:
+        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
+    if not hook or "powerSGD" in hook:
+        return jaxcomp.allreduce(axis_name=axis_name)
+    return reducer_from_torch(hook, axis_name=axis_name)
 
 
 def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:

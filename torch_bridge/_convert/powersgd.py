@@ -100,25 +100,19 @@ def powersgd_from_torch(
         )
     layout = layout_of(checkpoint, layout, pairs)
     pairs = _pairs_for_trained(checkpoint.model, params, pairs, layout)
-    errors = mean_errors(checkpoint, layout, missing_ranks)
-    record = checkpoint.powersgd[0]
-    return filled_state(record, errors, params, pairs, layout, matrix_dims)
+    record, aliases = mean_of_ranks(checkpoint, missing_ranks), checkpoint.aliases
+    return filled_state(record, params, pairs, layout, aliases, matrix_dims)
 
 
 def filled_state(
     record: PowerSGDRecord,
-    errors: Mapping[str, np.ndarray],
     params: Any,
     pairs: Pairs,
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """`powersgd_from_torch` where the mean `errors` and the pairs of `params` are known.
-
-    All ranks have the Q of `record`.
-    """
-    known = layout if record.buckets else None
-    plans, matrices = _common_matrices(params, pairs, record, known, matrix_dims)
+    """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too."""
+    plans, matrices = _common_matrices(params, pairs, record, layout, aliases, matrix_dims)
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
     residuals, factors = dict[Path, np.ndarray](), dict[Path, np.ndarray]()
     for seed, (path, plan) in enumerate(plans.items()):
@@ -129,8 +123,8 @@ def filled_state(
     afresh, packed = list[str](), set[str]()
     for path, pair, part, q_rows in matrices:
         residual, q = residuals[path], factors[path]
-        if errors:
-            residual = pair.to_flax(errors[part.entry.name])
+        if part.error is not None:
+            residual = pair.to_flax(part.error)
         if part.q is not None:
             q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
         if np.isfinite(residual).all() and np.isfinite(q).all():
@@ -167,10 +161,8 @@ def filled_state(
     )
 
 
-def mean_errors(
-    checkpoint: Checkpoint, layout: BucketLayout | None, missing_ranks: str
-) -> dict[str, np.ndarray]:
-    """Parameter -> mean error; empty before the start and without error feedback.
+def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
+    """The hook state with the mean error of all ranks, in float32.
 
     Raises:
       ValueError: `missing_ranks` is no choice.
@@ -178,9 +170,9 @@ def mean_errors(
     """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
-    if layout is None or not checkpoint.powersgd[0].error_dict:
-        return {}
-    if checkpoint.missing_ranks and missing_ranks == "error":
+    first = checkpoint.powersgd[0]
+    missing = checkpoint.missing_ranks and bool(first.error_dict)
+    if missing and missing_ranks == "error":
         size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
         raise CheckpointMismatch(
             f"The errors of {len(checkpoint.powersgd)} rank(s){size} are here, and the mean over "
@@ -191,8 +183,8 @@ def mean_errors(
             f"once).",
             parameters=("missing_ranks",),
         )
-    dropped = checkpoint.missing_ranks and missing_ranks == "zero"
-    return {} if dropped else checkpoint.mean_errors(layout)
+    forgotten = missing and missing_ranks == "zero"
+    return dataclasses.replace(first, error_dict={}) if forgotten else checkpoint.mean
 
 
 # --- both ways ----------------------------------------------------------------------------------
@@ -210,13 +202,14 @@ def _common_matrices(
     Args:
       params: The Flax parameters.
       pairs: Of `params`.
-      record: For rank and rate.
-      layout: Where torch has the state; None before it has any.
+      record: For rank and rate, and the buffers.
+      layout: Where torch has the state; None where that is not known, as it has none yet.
+      aliases: Torch names of tied tensors -> the first name of the same memory.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Returns:
-      What jaxcomp does with each leaf of `params`, in their order, and the matrices; none before
-      torch has a state.
+      What jaxcomp does with each leaf of `params`, in their order, and the matrices, with views of
+      the buffers of `record`.
 
     Raises:
       CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
@@ -380,38 +373,35 @@ def record_of_state(
             "model, and pass layout=.",
             parameters=("layout",),
         )
-    plans, matrices = _common_matrices(params, pairs, base, layout, matrix_dims)
-    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    _check_shapes(plans, residuals, factors)
-    kept = base.use_error_feedback, base.warm_start, base.warm_start
     # Written through views of the buckets: a second copy would double the memory.
+    kept = base.use_error_feedback, base.warm_start, base.warm_start
     errors, ps, qs = (
         {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
         for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
-    parts = layout.parts(
-        dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
-    )
+    record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
+    plans, matrices = _common_matrices(params, pairs, record, layout, like.aliases, matrix_dims)
+    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
+    _check_shapes(plans, residuals, factors)
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
-    for path, pair, matrix, q_rows in matrices:
-        part = parts[matrix.entry.name]
+    for path, pair, part, q_rows in matrices:
         if part.error is not None and path in residuals:
-            values = to_numpy(residuals[path]).astype(np.float32)
-            part.error[slice(*pair.row_range)] = pair.to_torch(values)
+            part.error[slice(*pair.row_range)] = pair.to_torch(residuals[path])
         if part.q is not None and path in factors:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[path]).reshape(torch_q.shape)
             found.setdefault(part.entry.name, []).append(torch_q)
-    for name, part in parts.items():
+    for name, part in layout.parts(record).items():
         if part.rank and part.q is not None:
             part.q[...] = _common_q(part, found.get(name, []))
     # Of P only its presence matters to torch; with the old one nothing at all changes.
     ps |= {b: p for b, p in old.p_memory_dict.items() if b in ps and p.size == ps[b].size}
-    for name, buffers in zip(BUFFERS, (errors, ps, qs), strict=True):
-        for bucket, before in getattr(old, name).items():
-            if bucket in buffers:
-                buffers[bucket] = buffers[bucket].astype(before.dtype, copy=False)
-    return dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
+    for name in BUFFERS:
+        buffers = getattr(record, name)
+        for bucket in buffers.keys() & getattr(old, name).keys():
+            dtype = getattr(old, name)[bucket].dtype
+            buffers[bucket] = buffers[bucket].astype(dtype, copy=False)
+    return record
 
 
 def _check_shapes(

@@ -10,12 +10,11 @@ from typing import Any, Unpack
 import jax
 import optax
 
-import jaxcomp
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
+from torch_bridge._convert.arguments import reducer_of
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
-from torch_bridge._convert.powersgd import filled_state, mean_errors
+from torch_bridge._convert.powersgd import filled_state, mean_of_ranks
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
@@ -141,26 +140,31 @@ def to_flax(
     """
     checked(checkpoint)
     pairs = pairs_for(checkpoint.model, like, pairs, options)
+    own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
-    pairs_of_chosen = pairs_of(chosen, pairs)
-    layout = layout_of(checkpoint, layout, pairs)
-    matrix_dims = matrix_dims or matrix_dims_of(pairs_of_chosen)
-    reducer = _reducer(checkpoint, axis_name, matrix_dims)
-    plan = _plan(checkpoint, pairs_of_chosen, layout, param_names)
-    counted = hook = plan.counted if plan else 0
+    record, layout = None, layout or checkpoint.layout
     if checkpoint.powersgd:
-        record = checkpoint.powersgd[0]
-        hook = record.iter
-        errors = mean_errors(checkpoint, layout, missing_ranks)
-        state = filled_state(record, errors, chosen, pairs_of_chosen, layout, matrix_dims)
+        record = mean_of_ranks(checkpoint, missing_ranks)
+        layout = layout_of(checkpoint, layout, pairs)
+        matrix_dims = matrix_dims or matrix_dims_of(own)
+    reducer = reducer_of(record, checkpoint.hook or "", axis_name, matrix_dims)
+    plan = None
+    if checkpoint.optimizer is not None:
+        model, optimizer = checkpoint.model, checkpoint.optimizer
+        plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
+    counted = hook = plan.counted if plan else 0
+    if record:
+        hook, aliases = record.iter, checkpoint.aliases
+        state = filled_state(record, chosen, own, layout, aliases, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
     rates = learning_rate if step is None else None
-    for text in _doubts(checkpoint.unread_optimizers, layout, plan, hook, rates):
+    unread = () if plan else checkpoint.unread_optimizers
+    for text in _doubts(unread, layout, plan, hook, rates):
         warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
@@ -201,35 +205,15 @@ def shapes_of_run(
     params = flatten(like).with_leaves(hollow(leaves))
     chosen = trained(params)
     pairs = pairs_of(chosen, pairs)
-    reducer = _reducer(checkpoint, "data", matrix_dims_of(pairs))
-    plan = _plan(checkpoint, pairs, layout, param_names)
-    optimizer = plan.transformation(chosen, None) if plan else None
+    record = next(iter(checkpoint.powersgd), None)
+    reducer = reducer_of(record, checkpoint.hook or "", "data", matrix_dims_of(pairs))
+    optimizer = None
+    if checkpoint.optimizer is not None:
+        plan = OptimizerPlan.of(checkpoint.optimizer, model, pairs, param_names, layout)
+        optimizer = plan.transformation(chosen, None)
     state = hollow(jax.eval_shape(reducer.init, chosen))
     optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
-
-
-def _reducer(
-    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn | None
-) -> optax.GradientTransformation:
-    """What averages the gradients as the torch job did."""
-    hook = checkpoint.hook or ""
-    if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if not hook or "powerSGD" in hook:  # DDP's own mean; the hook was saved without its state
-        return jaxcomp.allreduce(axis_name=axis_name)
-    return reducer_from_torch(hook, axis_name=axis_name)
-
-
-def _plan(
-    checkpoint: Checkpoint, pairs: Pairs, layout: BucketLayout | None, param_names: ParamNames
-) -> OptimizerPlan | None:
-    """How the optimizer goes on, with `pairs` of what is trained; None without one."""
-    model, optimizer = checkpoint.model, checkpoint.optimizer
-    if optimizer is None:
-        return None
-    return OptimizerPlan.of(optimizer, model, pairs, param_names, layout)
 
 
 def _doubts(
