@@ -133,8 +133,8 @@ class OptimizerPlan:
 
         Args:
           optimizer: As for `optimizer_from_torch`, like `model` and `param_names`.
-          model: Torch state dict.
-          pairs: Of all parameters.
+          model: With names as in the state dict.
+          pairs: Of what is trained.
           param_names: Of the optimizer.
           layout: What is in no bucket gets no gradient, whether the optimizer has it or not. None,
             and one without buckets from before compression began, say nothing.

@@ -99,7 +99,14 @@ def powersgd_from_torch(
             "afresh with jaxcomp.powersgd(...).init(params)."
         )
     layout = layout_of(checkpoint, layout, pairs)
-    pairs = _pairs_for_trained(checkpoint.model, params, pairs, layout)
+    if not checkpoint.model and layout is None:
+        raise CheckpointMismatch(
+            "The file holds neither a model nor a layout, so its parameters have no names. "
+            "Load it together with the model's file, or pass layout=.",
+            parameters=("layout",),
+        )
+    model = checkpoint.model or (layout.shapes() if layout else {})
+    pairs = pairs_for(model, params, pairs)
     record, aliases = mean_of_ranks(checkpoint, missing_ranks), checkpoint.aliases
     return filled_state(record, params, pairs, layout, aliases, matrix_dims)
 
@@ -197,19 +204,18 @@ def _common_matrices(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> tuple[dict[Path, LeafPlan], list[CommonMatrix]]:
-    """What both sides compress, with torch's rank and rate.
+    """What both sides compress, with the rank and the rate of `record`.
 
     Args:
       params: The Flax parameters.
       pairs: Of `params`.
-      record: For rank and rate, and the buffers.
-      layout: Where torch has the state; None where that is not known, as it has none yet.
+      record: Whose buffers the matrices are views of.
+      layout: Of the buffers; None where it is not known, as there are none yet.
       aliases: Torch names of tied tensors -> the first name of the same memory.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Returns:
-      What jaxcomp does with each leaf of `params`, in their order, and the matrices, with views of
-      the buffers of `record`.
+      What jaxcomp does with each leaf of `params`, in their order, and the matrices.
 
     Raises:
       CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
@@ -261,30 +267,6 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
     if plan.rank != part.rank:
         raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
     return np.argsort(order)[cols]
-
-
-def _pairs_for_trained(
-    model: Mapping[str, Any], params: Any, pairs: Pairs | None, layout: BucketLayout | None
-) -> tuple[Pair, ...]:
-    """`pairs_for` parameters, those that are in no bucket included or not.
-
-    Raises:
-      CheckpointMismatch: As for `pair`, or there is neither a model nor a layout.
-    """
-    if not model and layout is None:
-        raise CheckpointMismatch(
-            "The file holds neither a model nor a layout, so its parameters have no names. "
-            "Load it together with the model's file, or pass layout=.",
-            parameters=("layout",),
-        )
-    known: Mapping[str, Any] = layout.entries if layout else {}
-    try:
-        return pairs_for(model or known, params, pairs)
-    except CheckpointMismatch:
-        kept = {name: value for name, value in model.items() if name in known}
-        if pairs is not None or not kept:
-            raise
-    return pairs_for(kept, params, None)
 
 
 # --- to torch -----------------------------------------------------------------------------------
@@ -339,8 +321,8 @@ def powersgd_to_torch(
       (7, 9, torch.Size([12]))
     """
     like, params = like or Checkpoint({}), trained(params)
-    found = _pairs_for_trained(like.model, params, pairs, layout)
-    record = record_of_state(state, params, layout, like, matrix_dims, found)
+    pairs = pairs_for(like.model or layout.shapes(), params, pairs)
+    record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)
 
 

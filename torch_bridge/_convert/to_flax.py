@@ -159,9 +159,9 @@ def to_flax(
         state = filled_state(record, chosen, own, layout, aliases, matrix_dims)
     else:
         state = reducer.init(chosen)
-    if consume:
-        for record in checkpoint.powersgd:
-            record.error_dict.clear()
+    if consume and record:
+        for each in (record, *checkpoint.powersgd):
+            each.error_dict.clear()
     rates = learning_rate if step is None else None
     unread = () if plan else checkpoint.unread_optimizers
     for text in _doubts(unread, layout, plan, hook, rates):
