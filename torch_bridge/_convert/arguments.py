@@ -7,7 +7,6 @@ paste it, so each of them is refused here with what to use instead.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,16 +17,16 @@ from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._hook.registered import unwrapped_hook
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 
-# torch's argument, in torch's order -> jaxcomp's and its type; None where jaxcomp needs none.
-_ARGUMENTS: dict[str, tuple[str, type] | None] = {
+# torch's argument, in torch's order -> jaxcomp's, which checks the value; None where it needs none.
+_ARGUMENTS = {
     "process_group": None,
-    "matrix_approximation_rank": ("rank", int),
-    "start_powerSGD_iter": ("start_step", int),
-    "min_compression_rate": ("min_compression_rate", float),
-    "use_error_feedback": ("error_feedback", bool),
-    "warm_start": ("warm_start", bool),
-    "orthogonalization_epsilon": ("eps", float),
-    "random_seed": ("seed", int),
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "min_compression_rate": "min_compression_rate",
+    "use_error_feedback": "error_feedback",
+    "warm_start": "warm_start",
+    "orthogonalization_epsilon": "eps",
+    "random_seed": "seed",
     "compression_stats_logging_frequency": None,
     "batch_tensors_with_same_shape": None,
 }
@@ -102,15 +101,32 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
       batched, and statistics come from ``tx.bytes``.
 
     Raises:
-      ValueError: If an argument is unknown, contradictory or refused; says what to use instead.
+      ValueError: If an argument is unknown, given twice or refused; says what to use instead.
 
     Example:
         >>> powersgd_kwargs_from_torch(None, 2, start_powerSGD_iter=100)
         {'rank': 2, 'start_step': 100}
     """
-    given = _given(args, arguments)
-    known = {name: ours for name in given if (ours := _ARGUMENTS.get(name))}
-    kwargs = {ours: _converted(name, kind, given[name]) for name, (ours, kind) in known.items()}
+    if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
+        given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
+    elif len(args) > len(_POSITIONS):
+        raise ValueError(
+            f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Give "
+            "them by name."
+        )
+    else:
+        given = dict(zip(_POSITIONS, args, strict=False))
+    for name, value in arguments.items():
+        if name in given and args[1:]:
+            raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
+        if name in _REFUSED and value is not None:
+            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {_REFUSED[name]}.")
+        if name not in _KNOWN:
+            close = difflib.get_close_matches(name, _KNOWN, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
+            raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
+    given |= arguments
+    kwargs = {ours: value for name, value in given.items() if (ours := _ARGUMENTS.get(name))}
     dtype = unwrapped_hook(hook)[1]
     return kwargs if dtype is None else {**kwargs, "comm_dtype": dtype}
 
@@ -171,42 +187,3 @@ def reducer_of(
     if not hook or "powerSGD" in hook:
         return jaxcomp.allreduce(axis_name=axis_name)
     return reducer_from_torch(hook, axis_name=axis_name)
-
-
-def _given(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by torch's names.
-
-    Raises:
-      ValueError: If one is not torch's, or given twice.
-    """
-    if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
-        given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
-    elif len(args) > len(_POSITIONS):
-        raise ValueError(
-            f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Give "
-            "them by name."
-        )
-    else:
-        given = dict(zip(_POSITIONS, args, strict=False))
-    for name, value in arguments.items():
-        if name in given and args[1:]:
-            raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
-        if name in _REFUSED and value is not None:
-            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {_REFUSED[name]}.")
-        if name not in _KNOWN:
-            close = difflib.get_close_matches(name, _KNOWN, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
-            raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
-    return {**given, **arguments}
-
-
-def _converted(name: str, kind: type, value: Any) -> Any:
-    """The value in Python's own types; the reducer checks its range."""
-    try:
-        number = float(value) if not isinstance(value, str) else None
-        if number is not None and (kind is float or number == kind(value)):
-            return kind(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    names = {bool: "True or False", int: "an integer", float: "a number"}
-    raise ValueError(f"`{name}` must be {names[kind]}, got {value!r}.")

@@ -179,10 +179,9 @@ def read_entries(
     """Names the parameters of an optimizer state dict.
 
     Args:
-      optimizer: ``torch.optim.Optimizer.state_dict()``.
+      optimizer: As for `optimizer_from_torch`, like `param_names`.
       model: Torch state dict of the model.
-      param_names: Names in the order in which the optimizer was given the parameters, flat or one
-        list for each group. None: as the optimizer recorded them, else the order of `model`.
+      param_names: Of the optimizer; None: as it recorded them, else the order of `model`.
       pairs: Of `model`. Where it has too many tensors, those that go to no leaf were buffers.
       layout: What DDP has in its buckets. An optimizer of as many was given these alone.
 

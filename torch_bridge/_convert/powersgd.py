@@ -394,14 +394,16 @@ def _check_shapes(
     Raises:
       CheckpointMismatch: With everything of another shape.
     """
-    compressed = {path: plan for path, plan in plans.items() if plan.view}
-    wanted = {path: plan.shape for path, plan in compressed.items()}
-    wanted_q = {path: plan.q_shape for path, plan in compressed.items()}
+    wanted = dict[tuple[str, Path], tuple[int, ...]]()
+    for path, plan in plans.items():
+        if plan.view:
+            wanted |= {("residual", path): plan.shape, ("q", path): plan.q_shape}
+    found = {("residual", path): tuple(leaf.shape) for path, leaf in residuals.items()}
+    found |= {("q", path): tuple(leaf.shape) for path, leaf in factors.items()}
     wrong = [
-        f"{'/'.join(path)}: {what} of shape {tuple(leaf.shape)}, expected {shapes.get(path)}"
-        for what, leaves, shapes in (("residual", residuals, wanted), ("q", factors, wanted_q))
-        for path, leaf in leaves.items()
-        if tuple(leaf.shape) != shapes.get(path)
+        f"{'/'.join(path)}: {what} of shape {shape}, expected {wanted.get((what, path))}"
+        for (what, path), shape in found.items()
+        if shape != wanted.get((what, path))
     ]
     if wrong:
         raise CheckpointMismatch(
