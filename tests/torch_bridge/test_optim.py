@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 from rounding import rounding
 from torch.optim import SGD, Adam, AdamW
 
@@ -223,6 +224,17 @@ def test_a_layer_that_is_not_used_yet_waits(make, keywords):
     params, _ = job.train_in_flax(params, tx, state, 9, 10)
     job.train(9, 10)
     assert_close(params, job)
+
+
+def test_biases_that_flax_adds_or_lacks_are_refused_where_their_updates_would_be_others():
+    like = jax.eval_shape(nn.RNN(nn.LSTMCell(5)).init, jax.random.key(0), jnp.ones((2, 3, 4)))
+    with pytest.raises(CheckpointMismatch, match="the sum of 2 torch biases, whose L2"):
+        Job(Adam, torch.nn.LSTM(4, 5), like=like["params"], weight_decay=0.1).to_flax()
+    module = torch.nn.GRU(4, 5)
+    job = Job(SGD, module, 0, nnx.state(nnx.RNN(nnx.GRUCell(4, 5, rngs=nnx.Rngs(0)))))
+    module.bias_hh_l0.data[10:] = 0
+    with pytest.raises(CheckpointMismatch, match="The optimizer moves bias_hh_l0"):
+        job.to_flax()
 
 
 REFUSED = [  # which torch's SGD and Adam would not do, or what no file of theirs has

@@ -318,12 +318,36 @@ def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
     same_q(back, checkpoint.powersgd[0])
 
 
-def test_a_state_that_is_not_consolidated_is_refused():
+def no_matrices(path, leaf):
+    return None
+
+
+FEW_OUTPUTS = {"a": {"kernel": jnp.zeros((30, 40, 2))}}
+LSTM = {name: value.numpy() for name, value in torch.nn.LSTM(32, 2).state_dict().items()}
+GATES = jax.eval_shape(nn.RNN(nn.LSTMCell(2)).init, jax.random.key(0), jnp.ones((1, 3, 32)))
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "options", "said"),
+    [
+        (MODEL, PARAMS, {"matrix_dims": no_matrices}, r"by torch only \(24 x 32\)"),
+        ({"a.weight": np.zeros((2, 40, 30))}, FEW_OUTPUTS, {}, "by jaxcomp only"),
+        ({"a.weight": np.zeros((32, 24)).T}, PARAMS, {}, r"strides \(1, 24\) mix"),
+        (LSTM, GATES["params"], {"rate": 0.5, "rank": 4}, "rank 2, torch has 4"),
+    ],
+)
+def test_matrices_that_one_side_does_not_have_are_named(model, params, options, said):
+    cut = options.pop("matrix_dims", None)
+    checkpoint, _, _ = random_run(model, [list(model)], **options)
+    with pytest.raises(CheckpointMismatch, match=said):
+        powersgd_from_torch(checkpoint, params, matrix_dims=cut)
+
+
+def test_a_state_of_another_shape_is_refused():
     state = jaxcomp.powersgd(2, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
     replicas = state._replace(residual=jax.tree.map(lambda x: jnp.stack([x, x]), state.residual))
     with pytest.raises(CheckpointMismatch, match="consolidated"):
         powersgd_to_torch(replicas, PARAMS, layout=LAYOUT)
-    other = jaxcomp.powersgd(1, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
-    like = Checkpoint({}, (PowerSGDRecord(2, 5, {}, {}, {}),))
-    with pytest.raises(CheckpointMismatch, match="q of shape"):
-        powersgd_to_torch(other, PARAMS, layout=LAYOUT, like=like)
+    like = Checkpoint({}, (PowerSGDRecord(1, 5, {}, {}, {}),))
+    with pytest.raises(CheckpointMismatch, match="a/kernel: q of shape"):
+        powersgd_to_torch(state, PARAMS, layout=LAYOUT, like=like)

@@ -105,10 +105,10 @@ def powersgd_from_torch(
             "Load it together with the model's file, or pass layout=.",
             parameters=("layout",),
         )
-    model = checkpoint.model or (layout.shapes() if layout else {})
+    model = checkpoint.model or (layout.entries if layout else {})
     pairs = pairs_for(model, params, pairs)
-    record, aliases = mean_of_ranks(checkpoint, missing_ranks), checkpoint.aliases
-    return filled_state(record, params, pairs, layout, aliases, matrix_dims)
+    record = mean_of_ranks(checkpoint, missing_ranks)
+    return filled_state(record, params, pairs, layout, matrix_dims)
 
 
 def filled_state(
@@ -119,7 +119,7 @@ def filled_state(
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
     """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too."""
-    plans, matrices = _common_matrices(params, pairs, record, layout, aliases, matrix_dims)
+    plans, matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
     residuals, factors = dict[Path, np.ndarray](), dict[Path, np.ndarray]()
     for seed, (path, plan) in enumerate(plans.items()):
@@ -211,7 +211,6 @@ def _common_matrices(
       pairs: Of `params`.
       record: Whose buffers the matrices are views of.
       layout: Of the buffers; None where it is not known, as there are none yet.
-      aliases: Torch names of tied tensors -> the first name of the same memory.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Returns:
@@ -321,7 +320,7 @@ def powersgd_to_torch(
       (7, 9, torch.Size([12]))
     """
     like, params = like or Checkpoint({}), trained(params)
-    pairs = pairs_for(like.model or layout.shapes(), params, pairs)
+    pairs = pairs_for(like.model or layout.entries, params, pairs)
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)
 
@@ -362,7 +361,7 @@ def record_of_state(
         for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
     record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
-    plans, matrices = _common_matrices(params, pairs, record, layout, like.aliases, matrix_dims)
+    plans, matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
     _check_shapes(plans, residuals, factors)
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves

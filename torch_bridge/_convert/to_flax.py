@@ -155,8 +155,8 @@ def to_flax(
         plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
     counted = hook = plan.counted if plan else 0
     if record:
-        hook, aliases = record.iter, checkpoint.aliases
-        state = filled_state(record, chosen, own, layout, aliases, matrix_dims)
+        hook = record.iter
+        state = filled_state(record, chosen, own, layout, matrix_dims)
     else:
         state = reducer.init(chosen)
     if consume and record:
