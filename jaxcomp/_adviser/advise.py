@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, bre
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._adviser.units import parse, with_unit
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.stats import CompressionStats, dense_leaves
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -39,14 +39,14 @@ class Prediction:
 
     name: str
     make: _Make = dataclasses.field(repr=False)
+    compressed: bool  # False for the exact averages, which are the baselines
+    rank: int  # of PowerSGD, else 0
     sent: CompressionStats  # leaf by leaf
     step_time: float
     speedup: float  # over the faster baseline
-    rank: int = 0  # of PowerSGD
-    gap: float = 0.0  # how far above the exact run the loss is expected to end
-    half_width: float = 0.0  # of its 95% interval
-    # Bytes per second below which it is faster; inf always, None for the baselines themselves.
-    break_even: float | None = None
+    break_even: float  # bytes per second below which it is faster than both; 0 never, inf always
+    gap: float  # how far above the exact run the loss is expected to end
+    half_width: float  # of its 95% interval
 
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes it, for the replicas along `axis_name`."""
@@ -58,22 +58,18 @@ class Prediction:
         return self.sent.bytes_after
 
     @property
-    def compressed(self) -> bool:
-        """Whether it is anything but an exact average."""
-        return self.break_even is not None
-
-    @property
     def row(self) -> tuple[str, ...]:
         """Its line in the table of all."""
-        limit = self.break_even
-        named = {None: "-", 0: "never", math.inf: "always"}
+        limit = {0: "never", math.inf: "always"}.get(
+            self.break_even, with_unit(8 * self.break_even, "bit/s")
+        )
+        loss = f"+{self.gap:.1%} ± {100 * self.half_width:.1f}"
         return (
             self.name,
             with_unit(self.step_time, "s"),
             with_unit(self.bytes_per_step, "B"),
             f"{self.speedup:.2f}x",
-            named[limit] if limit in named else with_unit(8 * (limit or 0), "bit/s"),
-            f"+{self.gap:.1%} ± {100 * self.half_width:.1f}" if self.compressed else "-",
+            *((limit, loss) if self.compressed else ("-", "-")),
         )
 
 
@@ -81,7 +77,6 @@ class Prediction:
 class Advice:
     """What to use, why, and what was expected of every candidate; `str` gives the table."""
 
-    values: int  # floating-point values in the parameters
     link: Link
     compute_time: float  # seconds
     device: Calibration
@@ -132,11 +127,12 @@ class Advice:
         )
 
     def __str__(self) -> str:
+        values = sum(leaf.size for leaf in self.recommended.sent.leaves)
         rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
         verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
         lines = [
-            f"{self.values:,} parameters, {self.link.workers} workers, "
+            f"{values:,} parameters, {self.link.workers} workers, "
             f"{with_unit(8 * self.link.bandwidth, 'bit/s')}, latency "
             f"{with_unit(self.link.latency, 's')}, "
             f"{with_unit(self.compute_time, 's')} of computation a step",
@@ -242,7 +238,6 @@ def advise(
     near = [p for p in paying if p.step_time <= _CLOSE * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
     return Advice(
-        values=sum(leaf.size for leaf in dense_leaves(params)),
         link=link,
         compute_time=compute,
         device=constants,
@@ -284,18 +279,22 @@ def _predictions(
     fastest = min(step_time(link) for step_time in baselines.values())
     found = list[Prediction]()
     for name, (make, _) in reducers.items():
-        rank, expected = ranks.get(name, 0), dict[str, Any]()
+        rank, compressed = ranks.get(name, 0), name not in baselines
         if rank and sent[name].bytes_after >= sent[half].bytes_after:
             continue  # hardly any leaf is compressed, or none
-        if name not in baselines:
-            expected = {
-                "rank": rank,
-                "gap": law.gap(rank, width),
-                "half_width": law.half_width(rank, width),
-                "break_even": break_even(step_times[name], baselines.values(), link),
-            }
-        seconds = step_times[name](link)
-        found.append(Prediction(name, make, sent[name], seconds, fastest / seconds, **expected))
+        prediction = Prediction(
+            name=name,
+            make=make,
+            compressed=compressed,
+            rank=rank,
+            sent=sent[name],
+            step_time=step_times[name](link),
+            speedup=fastest / step_times[name](link),
+            break_even=break_even(step_times[name], baselines.values(), link),
+            gap=law.gap(rank, width),
+            half_width=law.half_width(rank, width) if compressed else 0.0,
+        )
+        found.append(prediction)
     return tuple(found)
 
 
