@@ -2,7 +2,6 @@
 
 import ast
 import sys
-import types
 
 import numpy as np
 import optax
@@ -23,13 +22,6 @@ REDUCER = jaxcomp.powersgd(1, axis_name="data").init(PARAMS)
 MOMENTUM = optax.sgd(0.1, momentum=0.9).init(PARAMS)
 GROUP = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
 RECORD = torch_bridge.PowerSGDRecord(1, 20, {0: np.ones(96, np.float32)}, {}, {})
-PARAMETER = types.SimpleNamespace(requires_grad=True)
-# A model of a torch job, as far as functions look at it before they need torch.
-DDP = types.SimpleNamespace(
-    module=types.SimpleNamespace(named_parameters=lambda: [("weight", PARAMETER)]),
-    logger=None,
-    _get_ddp_logging_data=dict,
-)
 
 NEED_IT = {
     "optimizer_to_torch": lambda path: torch_bridge.optimizer_to_torch(
@@ -38,9 +30,8 @@ NEED_IT = {
     "powersgd_to_torch": lambda path: torch_bridge.powersgd_to_torch(
         REDUCER, PARAMS, layout=LAYOUT
     ),
-    "record_layout": lambda path: torch_bridge.record_layout(DDP),
-    "resume_powersgd": lambda path: torch_bridge.resume_powersgd(DDP, RECORD, LAYOUT, print),
-    "save_checkpoint": lambda path: torch_bridge.save_checkpoint(path, DDP, None),
+    "resume_powersgd": lambda path: torch_bridge.resume_powersgd(None, RECORD, LAYOUT, print),
+    "save_checkpoint": lambda path: torch_bridge.save_checkpoint(path, None, None),
     "state_from_record": lambda path: torch_bridge.state_from_record(RECORD),
     "to_torch": lambda path: torch_bridge.to_torch(PARAMS, (), LIKE, path=path),
     "waiting_hook": lambda path: torch_bridge.waiting_hook(None, None),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
 
-_FIRST_BUCKET_BYTES = 1 << 20
-
 
 def record_layout(
     ddp_model: DistributedDataParallel, state: PowerSGDState | None = None
@@ -47,8 +44,8 @@ def record_layout(
       The layout, by the names of ``ddp_model.module.named_parameters()``.
 
     Raises:
-      CheckpointMismatch: DDP does not say how it cut its buckets, or the state was made for others:
-        of another size, or of those that DDP has yet to rebuild.
+      CheckpointMismatch: The state was made for other buckets: of another size, or those that DDP
+        has yet to rebuild.
       TypeError: Another model than DDP's is given.
 
     Example:
@@ -60,25 +57,19 @@ def record_layout(
     require_ddp(ddp_model)
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
-    parameters = [
-        (name, parameter)
+    parameters = {
+        name: parameter
         for name, parameter in ddp_model.module.named_parameters()
         if parameter.requires_grad and name not in ignored
-    ]
-    facts = _logged(ddp_model)
-    rebuilt = facts.get("rebuilt_per_bucket_param_indices")
-    if rebuilt:
-        order = [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")]
-    elif facts.get("has_rebuilt_buckets"):
-        raise CheckpointMismatch(
-            "DDP rebuilt its buckets but did not log how. Call record_layout during the first ten "
-            "iterations, or raise the rate with reducer._set_ddp_runtime_logging_sample_rate."
-        )
-    else:
-        order = _initial_order([parameter for _, parameter in parameters], facts)
-    layout = BucketLayout.from_order(
-        [[parameters[index][0] for index in bucket] for bucket in order], dict(parameters)
-    )
+    }
+    names = list(parameters)
+    if rebuilt := _logged(ddp_model).get("rebuilt_per_bucket_param_indices"):
+        order = [[names[int(index)] for index in bucket.split()] for bucket in rebuilt.split(",")]
+    else:  # not rebuilt, or not logged; this takes the memory of all gradients for a moment
+        known = {id(parameter): name for name, parameter in parameters.items()}
+        buckets = ddp_model.reducer._get_zeros_like_grad_buckets()
+        order = [[known[id(parameter)] for parameter in b.parameters()] for b in buckets]
+    layout = BucketLayout.from_order(order, parameters)
     if state is None:
         return layout
     if wrong := layout.misfits(state):
@@ -126,25 +117,6 @@ def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
 def holds_buffers(state: PowerSGDState) -> bool:
     """Whether compression has begun."""
     return bool(state.error_dict or state.q_memory_dict)
-
-
-def _initial_order(parameters: list[torch.Tensor], facts: Mapping[str, Any]) -> list[list[int]]:
-    """The buckets before the first rebuild: definition order, cut by size, last bucket first."""
-    dist = import_torch("torch.distributed")
-    wanted = [int(size) for size in str(facts.get("bucket_sizes", "")).split(",") if size.strip()]
-    cap = int(facts.get("bucket_cap_bytes", 25 << 20))
-    for limits in ([sys.maxsize], [_FIRST_BUCKET_BYTES, cap], [cap]):
-        indices, _ = dist._compute_bucket_assignment_by_size(
-            parameters, limits, [False] * len(parameters)
-        )
-        order = [list(bucket) for bucket in reversed(indices)]
-        sizes = [sum(parameters[index].nbytes for index in bucket) for bucket in order]
-        if not wanted or sizes == wanted:
-            return order
-    raise CheckpointMismatch(
-        f"DDP's buckets of {wanted} bytes are not cut in a way that torch documents. Give the "
-        f"order yourself: BucketLayout.from_order(order, dict(model.named_parameters()))."
-    )
 
 
 # --- saving ---------------------------------------------------------------------------------
