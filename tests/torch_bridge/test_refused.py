@@ -187,7 +187,7 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     torch.save(files.own_format(errors=errors, layout=layout.to_json(), world_size=10**12), path)
     start = time.process_time()
     checkpoint = load(path)
-    assert np.all(checkpoint.mean_errors(layout)["w"] == np.float32(0.1))
+    assert np.all(checkpoint.mean.error_dict[0] == np.float32(0.1))
     assert time.process_time() - start < 2
     assert len(checkpoint.powersgd) == 6_000
     assert checkpoint.world_size is None  # which no run has

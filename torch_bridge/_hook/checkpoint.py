@@ -100,8 +100,3 @@ class Checkpoint:
             mean += part if ranks == 1 else part * ranks
         mean /= len(errors)
         return mean
-
-    def mean_errors(self, layout: BucketLayout) -> dict[str, np.ndarray]:
-        """Parameter -> mean error, where the ranks have one; without hook state none."""
-        parts = layout.parts(self.mean) if self.powersgd else {}
-        return {name: part.error for name, part in parts.items() if part.error is not None}
