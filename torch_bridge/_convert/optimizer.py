@@ -18,7 +18,7 @@ from torch_bridge._base.tensors import to_tensor
 from torch_bridge._convert.optimizer_groups import MOMENTS, Entry, ParamNames, read_entries
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path, without_collection
+from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
@@ -301,11 +301,7 @@ def optimizer_to_torch(
     model, kept = named(model), _kept(state)
     pairs = pairs_for(model, params, pairs)
     entries = read_entries(like, model, param_names, pairs, layout)
-    pairs = [
-        dataclasses.replace(pair, path=without_collection(pair.path))
-        for pair in pairs
-        if pair.torch_name in entries and pair.kind != "buffer"
-    ]
+    pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
     tensors: dict[str, dict[str, Any]] = {}  # by torch's names of what is kept, and of parameters
     for key, leaves in kept.items():
         gone = {pair.torch_name for pair in pairs if pair.path not in leaves}

@@ -22,7 +22,7 @@ from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import leaves_by_path, trained, without_collection
+from torch_bridge._pairing.leaves import leaves_by_path, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
@@ -229,7 +229,7 @@ def _common_matrices(
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
-        path, part = without_collection(pair.path), parts[names[pair.torch_name]]
+        path, part = pair.path, parts[names[pair.torch_name]]
         plan, (rows, cols) = plans[path], part.entry.matrix
         try:
             if part.rank and plan.view:

@@ -112,7 +112,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     """
     groups: dict[tuple[str, ...], Parts] = {}
     for path, shape in tree.shapes.items():
-        groups.setdefault(tree.module(path), {})[path[-1]] = (path, shape)
+        groups.setdefault(path[:-1], {})[path[-1]] = (path, shape)
     children: dict[tuple[str, ...], list[str]] = {}
     for module in groups:
         if module:

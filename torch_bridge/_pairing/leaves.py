@@ -26,24 +26,26 @@ _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
 
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A JAX key path as strings, without the entry under which nnx keeps a variable's array."""
+    """A JAX key path as strings, without what is no module.
+
+    That is the collection of linen variables, and the entry under which nnx keeps an array.
+    """
     if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey):
         is_variable = path[-1].name in ("value", "raw_value")
         path = path[:-1] if is_variable else path
     attributes = ("key", "name", "idx")
     found = (next((getattr(k, a) for a in attributes if hasattr(k, a)), k) for k in path)
-    return tuple(map(str, found))
+    return without_collection(tuple(map(str, found)))
 
 
 def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
     """The path of a leaf as it is where the tree has no collections."""
-    return path[1:] if path[:1] and path[0] in COLLECTIONS else path
+    return path[1:] if len(path) > 1 and path[0] in COLLECTIONS else path
 
 
 def leaves_by_path(tree: Any) -> dict[tuple[str, ...], Any]:
-    """Every leaf of a tree by its path, without the collection."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {without_collection(plain_path(path)): leaf for path, leaf in flat}
+    """Every leaf of a tree by its path."""
+    return {plain_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Tree:
     """A flattened Flax tree.
 
     Attributes:
-      shapes: Path -> shape of every leaf that corresponds to a torch parameter or buffer, in
-        natural order: ``Dense_10`` after ``Dense_9``.
+      shapes: Path, without the collection -> shape of every leaf that corresponds to a torch
+        parameter or buffer, in natural order: ``Dense_10`` after ``Dense_9``.
       leaves: Path -> leaf, in JAX's order, those included that correspond to nothing in torch.
       treedef: Their structure.
       collections: Whether it is of linen variables, ``{'params': ..., ...}``.
@@ -67,10 +69,6 @@ class Tree:
     def has_statistics(self) -> bool:
         """Whether running statistics have a place in the tree."""
         return any(path[-1:] in (("mean",), ("var",)) for path in self.shapes)
-
-    def module(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """The path of the module that owns a leaf, without the collection."""
-        return path[1:-1] if self.collections else path[:-1]
 
     def with_leaves(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
         """The tree with the given leaves exchanged and all others as they are."""
@@ -99,9 +97,10 @@ def flatten(tree: Any) -> Tree:
       and have no shape in `shapes`.
 
     Raises:
-      CheckpointMismatch: Leaves have one name, as those of the keys 1 and "1".
+      CheckpointMismatch: Leaves have one name, as those of the keys 1 and "1", or those of one
+        name in several collections.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    flat, treedef = jax.tree.flatten_with_path(tree)
     leaves = {plain_path(path): value for path, value in flat}
     if len(leaves) < len(flat):
         counts = collections.Counter(plain_path(path) for path, _ in flat)
@@ -109,15 +108,12 @@ def flatten(tree: Any) -> Tree:
             "Several leaves of the Flax tree have one name. Rename all but one.",
             ambiguous=["/".join(path) for path, count in counts.items() if count > 1],
         )
-    owned = [len(path) for path in leaves if path[:1] == ("params",)]
-    in_collections = bool(owned) and min(owned) > 1
-    shapes = {
-        path: shape_of(value)
-        for path, value in leaves.items()
-        if _is_parameter(path, value) and (not in_collections or path[0] in COLLECTIONS)
-    }
+    of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+    part = {name: tree[name] for name in COLLECTIONS if name in tree} if of_variables else tree
+    found = leaves_by_path(part).items()
+    shapes = {path: shape_of(value) for path, value in found if _is_parameter(path, value)}
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
-    return Tree(ordered, leaves, treedef, in_collections)
+    return Tree(ordered, leaves, treedef, of_variables)
 
 
 def hollow(tree: Any) -> Any:

@@ -68,7 +68,7 @@ class Match:
         leaves: dict[str, str] = {}
         for target in self.flax:
             for leaf, (path, _) in target.parts.items():
-                place = "/".join(without_collection(path))
+                place = "/".join(path)
                 owners[place], leaves[place] = target, leaf
         for layer in self.torch.copy():
             sent: dict[tuple[Layer | None, ...], tuple[str, list[str]]] = {}

@@ -11,7 +11,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._pairing.build import build
 from torch_bridge._pairing.layers import NO_LAYER, Shape, layers_of
-from torch_bridge._pairing.leaves import Tree, without_collection
+from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Match
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
@@ -126,7 +126,7 @@ def pairs_for(
 
 
 def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
-    """Those of the pairs whose leaves are in a tree, by their paths there.
+    """Those of the pairs whose leaves are in a tree.
 
     Args:
       like: The tree that `pairs` were made for, or a part of it: the parameters of linen variables,
@@ -136,17 +136,14 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
     Raises:
       CheckpointMismatch: The tree has other leaves, or some of another shape; all are listed.
     """
-    shapes, found = flatten_tree(like).shapes, {}
-    for one in pairs:
-        bare = without_collection(one.path)
-        path = next((p for p in (one.path, bare, ("params", *bare)) if p in shapes), None)
-        if path is not None:
-            found.setdefault(path, []).append(dataclasses.replace(one, path=path))
-    missing = ["/".join(path) for path in shapes if path not in found]
+    shapes = flatten_tree(like).shapes
+    found = tuple(one for one in pairs if one.path in shapes)
+    paired = {one.path: one.shape for one in found}
+    missing = ["/".join(path) for path in shapes if path not in paired]
     wrong = [
-        f"{'/'.join(path)} {shapes[path]}, paired as {terms[0].shape}"
-        for path, terms in found.items()
-        if shapes[path] != terms[0].shape
+        f"{'/'.join(path)} {shapes[path]}, paired as {shape}"
+        for path, shape in paired.items()
+        if shapes[path] != shape
     ]
     if missing or wrong:
         raise CheckpointMismatch(
@@ -155,7 +152,7 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
             missing=missing,
             mis_shaped=wrong,
         )
-    return tuple(one for terms in found.values() for one in terms)
+    return found
 
 
 def _pair(

@@ -29,7 +29,7 @@ class Pair:
     Attributes:
       torch_name: Name in the torch state dict, as given.
       torch_shape: Shape of the whole torch tensor.
-      path: Path of the Flax leaf, as strings, collection included.
+      path: Path of the Flax leaf, as strings, without the collection.
       shape: Shape of the whole Flax leaf.
       kind: ``linear.weight``, ``conv1d.weight``, ``conv.weight``, ``conv_transpose.weight``,
         ``embedding``, ``vector``, ``buffer`` or ``array``.
