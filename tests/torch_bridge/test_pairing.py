@@ -96,6 +96,14 @@ def test_every_difference_is_listed_at_once():
     assert refused(three, two).unexpected == ("layers.2.weight (4, 4)",)
 
 
+def test_a_packed_tensor_has_a_leaf_for_every_part():
+    model = {"in_proj_weight": values(24, 8), "out_proj.weight": values(8, 8)}
+    heads = kernels(key=(8, 2, 4), value=(8, 2, 4), out=(2, 4, 8))
+    error = refused(model, heads | {"query": {"bias": np.zeros((2, 4))}})
+    assert error.unexpected == ("in_proj_weight (24, 8)",)
+    assert error.missing == ("query/bias (2, 4)",)
+
+
 ATTENTIONS = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
 
 

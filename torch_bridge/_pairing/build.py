@@ -66,23 +66,26 @@ def build(torch: Layer, flax: Layer, answer: Answer = _UNKNOWN) -> Built:
       flax: The other. Of another kind, it has nothing in common with the first.
       answer: What is known about them.
     """
+    links = [*_links(torch, flax, answer)] if torch.kind == flax.kind else []
+    links = [link for link in links if link.tensor in torch.parts]
+    placed = [link for link in links if link.leaf in flax.parts]
+    # Of a packed tensor all parts have a leaf, or some values would be lost.
+    lost = {*torch.parts} - {a.tensor for a in placed} | {
+        a.tensor for a in links if a not in placed
+    }
     pairs: list[Pair] = []
     mis_shaped: list[str] = []
-    unexpected, missing = dict(torch.parts), dict(flax.parts)
-    for link in _links(torch, flax, answer) if torch.kind == flax.kind else ():
-        if link.tensor not in torch.parts or link.leaf not in flax.parts:
-            continue
-        unexpected.pop(link.tensor, None)
-        missing.pop(link.leaf, None)
+    for link in placed:
         if pair := _pair(torch, flax, link):
             pairs.append(pair)
             continue
         maps = {"flatten": answer.flatten, "unflatten": answer.unflatten}
         why = "".join(f", with {option}={said}" for option, said in maps.items() if said)
         mis_shaped.append(f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}{why}")
+    leaves = {link.leaf for link in placed}
     problems = {
-        "missing": [*map(flax.line, missing)],
-        "unexpected": [*map(torch.line, unexpected)],
+        "missing": [flax.line(leaf) for leaf in flax.parts if leaf not in leaves],
+        "unexpected": [torch.line(tensor) for tensor in torch.parts if tensor in lost],
         "mis_shaped": mis_shaped,
     }
     return Built(pairs, problems)
@@ -121,10 +124,10 @@ def _recurrent(torch: Layer, flax: Layer, answer: Answer) -> Iterator[_Link]:
         # Torch has two biases that are added at once; Flax has both, or one that is their sum.
         biases = {"bias_ih": f"{of_input}.bias", "bias_hh": f"{of_hidden}.bias"}
         leaves = [leaf for leaf in biases.values() if leaf in flax.parts]
-        if not leaves or not biases.keys() <= torch.parts.keys():
+        if not biases.keys() <= torch.parts.keys():
             continue
         for tensor, own in biases.items():
-            leaf = own if own in leaves else leaves[0]
+            leaf = leaves[0] if leaves and own not in leaves else own
             # nnx.GRUCell adds no bias to the hidden side of gate n, inside torch's reset gate.
             lost = letters == "rzn" and share is None and leaf != own
             fields = {

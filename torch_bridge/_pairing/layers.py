@@ -17,13 +17,13 @@ Kind = Literal["weight", "norm", "attention", "recurrent", "array"]
 Shape = tuple[int, ...]
 Parts = dict[str, tuple[Any, Shape]]
 
-_ATTENTION = ("query", "key", "value", "out")
-_GATES = {
-    frozenset({"ii", "if", "ig", "io", "hi", "hf", "hg", "ho"}),
-    frozenset({"ir", "iz", "in", "hr", "hz", "hn"}),
-    frozenset({"i", "h"}),
-    frozenset({"dense_i", "dense_h"}),
-}
+_ATTENTION = {"query", "key", "value", "out"}
+_GATES = (
+    {"ii", "if", "ig", "io", "hi", "hf", "hg", "ho"},
+    {"ir", "iz", "in", "hr", "hz", "hn"},
+    {"i", "h"},
+    {"dense_i", "dense_h"},
+)
 _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
 _PACKED = ("in_proj_weight", "q_proj_weight")
 # One word per idea, where the two sides are used to different ones.
@@ -110,36 +110,29 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
       shapes: Tensor name -> shape of the torch model.
       tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
     """
-    groups: dict[tuple[str, ...], Parts] = {}
-    for path, shape in tree.shapes.items():
-        groups.setdefault(path[:-1], {})[path[-1]] = (path, shape)
-    children: dict[tuple[str, ...], list[str]] = {}
-    for module in groups:
-        if module:
-            children.setdefault(module[:-1], []).append(module[-1])
-    heads = {parent for parent, names in children.items() if {*names}.issuperset(_ATTENTION)}
+    children: dict[tuple[str, ...], set[str]] = {}
+    for path in tree.shapes:
+        children.setdefault(path[:-2], set()).update(name.rstrip("_") for name in path[-2:-1])
     cleaned = clean_names(list(shapes))
     packed = {c.rpartition(".")[0] for c in cleaned.values() if c.endswith(_PACKED)}
-    attention, statistics = bool(packed and heads), tree.has_statistics
+    attention = bool(packed) and any(map(_ATTENTION.issubset, children.values()))
     modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
         module, _, local = clean.rpartition(".")
-        if local not in BUFFER_NAMES or (local in STATISTICS and statistics):
+        if local not in BUFFER_NAMES or (local in STATISTICS and tree.has_statistics):
             module, local = _owner(module, local, packed, attention)
             modules.setdefault(module, {})[local] = (name, shapes[name])
     torch = [layer for module, parts in modules.items() for layer in _of_torch(module, parts)]
     bare = {(a.words, a.numbers, a.shape("")) for a in torch if a.kind == "array"}
-    flax: list[Layer] = []
-    for parent, names in children.items():
-        kind: Kind = "recurrent"
-        if attention and parent in heads:
-            kind, names = "attention", list(_ATTENTION)
-        elif frozenset(name.rstrip("_") for name in names) not in _GATES:
-            continue
-        inner = {name.rstrip("_"): groups.pop((*parent, name)) for name in names}
-        parts = {f"{name}.{key}": part for name, own in inner.items() for key, part in own.items()}
-        flax.append(Layer(parent, kind, parts, "/"))
-    return torch, flax + [a for module, own in groups.items() for a in _of_flax(module, own, bare)]
+    groups: dict[tuple[str, ...], Parts] = {}
+    for path, shape in tree.shapes.items():
+        owner, part = path[:-1], path[-1]
+        names, child = children[path[:-2]], "".join(path[-2:-1]).rstrip("_")
+        inner = _ATTENTION if attention and names >= _ATTENTION else names
+        if child in inner and (inner is _ATTENTION or names in _GATES):
+            owner, part = path[:-2], f"{child}.{part}"
+        groups.setdefault(owner, {})[part] = (path, shape)
+    return torch, [layer for owner, own in groups.items() for layer in _of_flax(owner, own, bare)]
 
 
 def _owner(module: str, local: str, packed: set[str], attention: bool) -> tuple[str, str]:
@@ -175,9 +168,12 @@ def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
 def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[Layer]:
     """A norm or an embedding written by hand in torch is of `bare` parameters here, too."""
     alone = [Layer((*module, key), "array", {"": part}, "/") for key, part in parts.items()]
-    known: tuple[str, ...] = ()
+    known: Iterable[str] = ()
     kind: Kind = "weight"
-    if "kernel" in parts:
+    if nested := [key for key in parts if "." in key]:
+        heads = any(key.startswith("query.") for key in nested)
+        kind, known = "attention" if heads else "recurrent", nested
+    elif "kernel" in parts:
         known = ("kernel", "bias")
     elif all((a.words, a.numbers, a.shape("")) in bare for a in alone):
         pass
