@@ -259,7 +259,7 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
       CheckpointMismatch: Torch's matrix is another than the leaf's.
     """
     assert plan.view is not None
-    _, cols = pair.matrix_order(plan.view.dims.rows, plan.view.dims.cols)
+    cols = pair.column_order(plan.view.dims.cols)
     order = part.entry.column_order()
     if order is None:
         raise CheckpointMismatch(f"its strides {part.entry.strides} mix torch's rows and columns")

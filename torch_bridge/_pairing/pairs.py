@@ -140,48 +140,32 @@ class Pair:
             (rows if are_rows == {True} else cols).append(axis)
         return tuple(rows), tuple(cols)
 
-    def matrix_order(
-        self, rows: Sequence[int] | None = None, cols: Sequence[int] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Where each row and column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
+    def column_order(self, cols: Sequence[int]) -> np.ndarray:
+        """Where each column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
 
-        With ``row, col = matrix_order()`` and ``torch_matrix = tensor.view(shape[0], -1)``, the
-        matrix of the leaf is ``torch_matrix[row][:, col]``.
-        So a torch Q of shape ``(columns, r)`` becomes ``Q[col]`` and a P of shape ``(rows, r)``
-        becomes ``P[row]``; the way back is ``Q_torch[col] = Q_flax``.
+        So a torch Q of shape ``(columns, r)`` becomes ``Q[column_order(cols)]``.
 
         Args:
-          rows: Leaf axes that form the rows, as in ``MatrixDims``; None for `matrix_axes`.
-          cols: Likewise for the columns.
-
-        Returns:
-          Two integer arrays: row indices in ``range(*row_range)`` and column indices.
+          cols: The leaf axes that form the columns, as in ``MatrixDims``.
 
         Raises:
-          CheckpointMismatch: If `rows` and `cols` are not torch's own cut of this leaf.
+          CheckpointMismatch: If these are not the columns of torch's own cut of this leaf.
         """
-        own = self.matrix_axes()
-        asked = (own[0] if rows is None else rows, own[1] if cols is None else cols)
+        own_rows, own_cols = self.matrix_axes()
         wide = {axis for axis, size in enumerate(self.shape) if size > 1}
-        if any(
-            wide & set(mine) != wide & set(other) for mine, other in zip(own, asked, strict=True)
-        ):
+        if wide.intersection(cols) != wide.intersection(own_cols):
             raise CheckpointMismatch(
-                f"The matrix of {'/'.join(self.path)} with rows {asked[0]} and columns {asked[1]} "
-                f"is not torch's view(shape[0], -1) of {self.torch_name}, which has rows {own[0]} "
-                f"and columns {own[1]}. Use matrix_dims=torch_bridge.torch_matrix_dims."
+                f"The matrix of {'/'.join(self.path)} with columns {tuple(cols)} is not torch's "
+                f"view(shape[0], -1) of {self.torch_name}, which has rows {own_rows} and columns "
+                f"{own_cols}. Use matrix_dims=torch_bridge.torch_matrix_dims."
             )
-        row_index = np.arange(*self.row_range)
-        col_index = np.arange(math.prod(self.torch_shape[1:]))
-        return self._along(asked[0], row_index, True), self._along(asked[1], col_index, False)
-
-    def _along(self, order: Sequence[int], index: np.ndarray, of_rows: bool) -> np.ndarray:
-        """The index of torch's rows (or columns) in the order of the leaf axes that they become."""
-        sizes = [n if (k < self.row_axes) is of_rows else 1 for k, n in enumerate(self.split)]
+        index = np.arange(math.prod(self.torch_shape[1:]))
+        sizes = [1 if k < self.row_axes else n for k, n in enumerate(self.split)]
         moved = np.flip(index.reshape(sizes).transpose(self.axes), self.flip)
+        rows = [axis for axis in range(len(self.shape)) if axis not in cols]
         return (
-            moved.reshape([n if k in order else 1 for k, n in enumerate(self.shape)])
-            .transpose(*order, *(k for k in range(len(self.shape)) if k not in order))
+            moved.reshape([1 if axis in rows else n for axis, n in enumerate(self.shape)])
+            .transpose(*cols, *rows)
             .ravel()
         )
 
