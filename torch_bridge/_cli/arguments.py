@@ -17,7 +17,7 @@ import jax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.options import Options
+from torch_bridge._pairing.questions import Options
 from torch_bridge._read.values import Budget
 
 _DESCRIPTION = """\

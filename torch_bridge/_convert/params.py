@@ -6,9 +6,9 @@ from typing import Any, Unpack
 
 from torch_bridge._base.tensors import is_tensor, to_tensor
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
+from torch_bridge._pairing.questions import PairOptions
 
 
 def params_from_torch(

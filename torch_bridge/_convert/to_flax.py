@@ -20,9 +20,9 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
-from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
 from torch_bridge._pairing.pairs import leaves_from_torch
+from torch_bridge._pairing.questions import PairOptions
 
 
 @dataclasses.dataclass(frozen=True)

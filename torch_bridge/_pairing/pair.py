@@ -14,9 +14,8 @@ from torch_bridge._pairing.layers import NO_LAYER, Shape, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.match import Match
-from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import Questions
+from torch_bridge._pairing.questions import Flatten, Options, PairOptions, Questions, Rules
 
 
 class HasStateDict(Protocol):

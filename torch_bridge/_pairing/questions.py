@@ -13,14 +13,18 @@ second where a shape or a name shows that the model has such layers.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
 
 from torch_bridge._pairing.build import Answer, orders
 from torch_bridge._pairing.layers import Layer, Shape
-from torch_bridge._pairing.options import Options
 
+Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
+Flatten: TypeAlias = Mapping[str, tuple[int, ...] | None]
 TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
 _UPWARD_WORDS = TRANSPOSED_WORDS | {
     *("up", "ups", "upconv", "upsample", "upsampling", "dec", "decoder", "gen", "generator")
@@ -38,12 +42,91 @@ _STORED = {
 _Question: TypeAlias = tuple[Shape | None, str]
 
 
-class _Sizes(NamedTuple):
-    """What a layer reads and gives: values, or channels of a convolution; a norm's own values."""
+class PairOptions(TypedDict, total=False):
+    r"""The options of `pair`, which `to_flax`, `to_torch` and `params_from_torch` take, too.
 
-    reads: int = 0  # 0: nothing that could be a flattened map
+    Example:
+      >>> options: PairOptions = {"flatten": {"fc1": (64, 7, 7)}, "ignore": r"aux\..*"}
+    """
+
+    rules: Rules
+    flatten: Flatten | None
+    unflatten: Flatten | None
+    conv_transpose: str | None
+    conv1d: str | None
+    ignore: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `pair`, see there, in one form.
+
+    Raises:
+      TypeError: `pair` has no such argument.
+      ValueError: One of them has another form, or is no regular expression.
+    """
+
+    rules: Any = ()  # kept as pairs of a pattern and a path
+    flatten: Any = None  # kept as pattern -> tuple of positive integers or None
+    unflatten: Any = None
+    conv_transpose: str | None = None
+    conv1d: str | None = None
+    ignore: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _rules(self.rules))
+        for name in ("flatten", "unflatten"):
+            object.__setattr__(self, name, _shapes(name, getattr(self, name)))
+        for name, pattern in self.patterns():
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"`{name}`: {pattern!r} is no regular expression: {error}"
+                ) from error
+
+    def patterns(self) -> Iterator[tuple[str, str]]:
+        """Every regular expression, with the option that it is of."""
+        for name, said in vars(self).items():
+            if isinstance(said, tuple | dict):
+                yield from ((name, pattern) for pattern in dict(said))
+            elif said:
+                yield name, said
+
+    def said(self, option: str, layer: Layer) -> tuple[Shape | None] | None:
+        """What the last pattern of ``flatten`` or ``unflatten`` that names a layer says, if any."""
+        said = getattr(self, option).items()
+        found = [(shape,) for pattern, shape in said if re.fullmatch(pattern, layer.name)]
+        return found[-1] if found else None
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """A layer in its place among those that have a partner.
+
+    Attributes:
+      layer: The torch layer.
+      reads: Values, or channels of a convolution; 0 if they can be no flattened map.
+      gives: Likewise; of a norm the values that it is of.
+      axes: Of space, of a convolution.
+      before: The place before it, of a layer that is no norm. Likewise `after`.
+    """
+
+    layer: Layer
+    reads: int = 0
     gives: int = 0
-    axes: int = 0  # of space, of a convolution
+    axes: int = 0
+    before: _Place | None = None
+    after: _Place | None = None
+
+    @property
+    def follows(self) -> tuple[str, _Place | None]:
+        """Of a norm: what gives its values just before it, or reads them behind, and which map."""
+        if self.layer.is_vector and self.before and self.before.gives == self.gives:
+            return "unflatten", self.before
+        if self.layer.is_vector and self.after and self.after.axes == 0:
+            return "flatten", self.after if self.after.reads == self.gives else None
+        return "", None
 
 
 class Questions:
@@ -59,115 +142,89 @@ class Questions:
         self, layers: Sequence[Layer], partners: Mapping[Layer, Layer], options: Options
     ) -> None:
         self.options = options
-        self._sizes = {a: _sizes(a, partners[a]) for a in layers if a in partners}
-        readers = [a for a, size in self._sizes.items() if size.reads and not size.axes]
+        self._places = _places(layers, partners)
+        readers = [place.layer for place in self._places if place.reads and not place.axes]
         self.movable = {
             "flatten": {layer.name for layer in readers},
             "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
         }
-        self._before = _neighbours(self._sizes)
-        self._after = _neighbours(reversed(self._sizes))
         self.asked: list[str] = []
         swapped: set[Layer] = set()
-        matrices, kernels, upward = _fit_both_ways(layers, partners)
-        for option, either, asks in (
-            ("conv1d", matrices, True),
-            ("conv_transpose", kernels, upward),
-        ):
+        for option, either, asks in _fit_both_ways(layers, partners):
             said = getattr(options, option)
             if either and asks and said is None:
                 self.asked.append(f"{_listed(either)}: {_STORED[option]}")
             swapped |= {a for a in either if said and re.fullmatch(said, a.name)}
         self.answers = {
-            layer: Answer(
-                self._map("flatten", layer), self._map("unflatten", layer), layer in swapped
+            at.layer: Answer(
+                self._map("flatten", at), self._map("unflatten", at), at.layer in swapped
             )
-            for layer in self._sizes
+            for at in self._places
         }
         self.asked += self._lines("flatten", self._flattened())
         self.asked += self._lines("unflatten", self._unflattened())
 
-    def _said(self, option: str, layer: Layer) -> tuple[Shape | None] | None:
-        """What the last pattern that names this layer says; None if none does."""
-        said = getattr(self.options, option).items()
-        found = [(shape,) for pattern, shape in said if re.fullmatch(pattern, layer.name)]
-        return found[-1] if found else None
-
-    def _map(self, option: str, layer: Layer) -> Shape | None:
+    def _map(self, option: str, place: _Place) -> Shape | None:
         """The map that a layer reads (or gives); a norm beside it follows it."""
-        if self._sizes[layer].axes:
+        if place.axes:
             return None
-        if (said := self._said(option, layer)) is not None:
+        if said := self.options.said(option, place.layer):
             return said[0]
-        beside, of = self._follows(layer)
-        return self._map(option, of) if of and beside == option else None
-
-    def _follows(self, norm: Layer) -> tuple[str, Layer | None]:
-        """The layer that gives the values of a norm just before it, or that reads them behind."""
-        before, after = self._before[norm], self._after[norm]
-        values = self._sizes[norm].gives
-        if norm.is_vector and before and self._sizes[before].gives == values:
-            return "unflatten", before
-        if norm.is_vector and after and self._sizes[after][::2] == (values, 0):
-            return "flatten", after
-        return "", None
+        follows, other = place.follows
+        return self._map(option, other) if other and follows == option else None
 
     def _flattened(self) -> dict[Layer, _Question]:
         """Layers that may read a flattened map, all that read as many values, and lone norms."""
-        order = list(self._sizes)
         widths: dict[int, _Question] = {}
         given: set[int] = set()  # since the last convolution
-        for place, layer in enumerate(order):
-            size = self._sizes[layer]
-            if layer.is_vector:
+        for k, place in enumerate(self._places):
+            if place.layer.is_vector:
                 continue
-            explained = size.axes or size.reads in given
-            given = set() if size.axes else given
-            given |= {size.gives, 2 * size.gives if layer.kind == "recurrent" else size.gives}
+            explained = place.axes or place.reads in given
+            given = set() if place.axes else given
+            given |= {place.gives, place.gives * (2 if place.layer.kind == "recurrent" else 1)}
             if explained:
                 continue
-            nearest = [*order[place::-1], *order[place:]]
-            convs = [a for a in nearest if self._sizes[a].axes]
-            convs = [a for a in convs if 1 < self._sizes[a].gives <= size.reads // 2]
-            whole = [a for a in convs if size.reads % self._sizes[a].gives == 0]
+            nearest = [*self._places[k::-1], *self._places[k:]]
+            convs = [a for a in nearest if a.axes and 1 < a.gives <= place.reads // 2]
+            whole = [a for a in convs if place.reads % a.gives == 0]
             for conv in (whole or convs)[:1]:
-                _, channels, axes = self._sizes[conv]
-                fact = f"reads {size.reads} values, and {conv.name} gives {channels} channels"
-                shape = _shape_of(channels, axes, size.reads) if whole else None
-                widths.setdefault(size.reads, (shape, fact))
-        alike = {a: size.reads for a, size in self._sizes.items() if not size.axes}
-        alike = {a: reads for a, reads in alike.items() if reads in widths}
-        pooled = {n for a, n in alike.items() if self._said("flatten", a) == (None,)}
-        asked = dict[Layer, _Question]()
-        for layer, reads in alike.items():
-            after = self._after[layer]
-            beside = self._follows(layer)[1] or (after and self._sizes[after].axes)
-            if not layer.is_vector or not (beside or reads in pooled):
-                asked[layer] = widths[reads]
-        return asked
+                gives = f"{conv.layer.name} gives {conv.gives} channels"
+                shape = _shape_of(conv.gives, conv.axes, place.reads) if whole else None
+                question = shape, f"reads {place.reads} values, and {gives}"
+                widths.setdefault(place.reads, question)
+        alike = [place for place in self._places if not place.axes and place.reads in widths]
+        pooled = {a.reads for a in alike if self.options.said("flatten", a.layer) == (None,)}
+        return {
+            a.layer: widths[a.reads]
+            for a in alike
+            if not a.layer.is_vector
+            or not (a.follows[1] or (a.after and a.after.axes) or a.reads in pooled)
+        }
 
     def _unflattened(self) -> dict[Layer, _Question]:
         """Matrices with several outputs, which nothing later reads, for each channel behind."""
         asked: dict[Layer, _Question] = {}
         later: set[int] = set()
-        for layer in reversed(self._sizes):
-            (reads, gives, axes), after = self._sizes[layer], self._after[layer]
-            if axes or layer.is_vector:
+        for place in reversed(self._places):
+            layer, gives, after = place.layer, place.gives, place.after
+            if place.axes or layer.is_vector:
                 continue
-            if after and reads and layer.kind == "weight" and gives not in later:
-                channels, out, space = self._sizes[after]
-                channels = out if channels == 1 else channels  # of a convolution of each by itself
-                fact = f"gives {gives} values before {after.name}, which reads {channels} channels"
-                if space and gives > channels and gives % channels == 0:
-                    asked[layer] = _shape_of(channels, space, gives), fact
-            later.add(reads)
+            if after and place.reads and layer.kind == "weight" and gives not in later:
+                # A convolution of each channel by itself reads one, and has as many as it gives.
+                channels = after.gives if after.reads == 1 else after.reads
+                name = after.layer.name
+                fact = f"gives {gives} values before {name}, which reads {channels} channels"
+                if after.axes and gives > channels and gives % channels == 0:
+                    asked[layer] = _shape_of(channels, after.axes, gives), fact
+            later.add(place.reads)
         return asked
 
     def _lines(self, option: str, questions: Mapping[Layer, _Question]) -> list[str]:
         """One line for layers that differ in their numbers only."""
         alike: dict[tuple[tuple[str, ...], _Question], list[Layer]] = {}
         for layer, question in questions.items():
-            if self._said(option, layer) is None:
+            if self.options.said(option, layer) is None:
                 alike.setdefault((layer.words, question), []).append(layer)
         lines = []
         for (_, (shape, fact)), layers in alike.items():
@@ -183,37 +240,38 @@ class Questions:
         return lines
 
 
-def _neighbours(layers: Iterable[Layer]) -> dict[Layer, Layer | None]:
-    """Each layer with the one before it that is no norm."""
-    found: dict[Layer, Layer | None] = {}
-    before: Layer | None = None
-    for layer in layers:
-        found[layer] = before
-        before = before if layer.is_vector else layer
-    return found
+def _places(layers: Iterable[Layer], partners: Mapping[Layer, Layer]) -> list[_Place]:
+    places = [_Place(a, *_sizes(a, partners[a])) for a in layers if a in partners]
+    for side, order in (("before", places), ("after", places[::-1])):
+        last: _Place | None = None
+        for place in order:
+            setattr(place, side, last)
+            last = last if place.layer.is_vector else place
+    return places
 
 
-def _sizes(layer: Layer, target: Layer) -> _Sizes:
+def _sizes(layer: Layer, target: Layer) -> tuple[int, int, int]:
+    """What a layer reads and gives, and its axes of space."""
     if layer.is_vector:
         values = max(shape[0] for _, shape in layer.parts.values())
-        return _Sizes(values, values)
+        return values, values, 0
     if layer.kind == "recurrent":
-        return _Sizes(layer.shape("weight_ih")[-1], (layer.shape("weight_hh") or (0,))[-1])
+        return layer.shape("weight_ih")[-1], (layer.shape("weight_hh") or (0,))[-1], 0
     if layer.kind == "attention":
-        return _Sizes(gives=(layer.shape("out_proj.weight") or (0,))[0])
+        return 0, (layer.shape("out_proj.weight") or (0,))[0], 0
     shape, kernel = layer.shape("weight"), target.shape("kernel")
     if layer.kind != "weight" or len(shape) < 2 or not kernel:
-        return _Sizes(gives=shape[-1] if shape else 0)
+        return 0, shape[-1] if shape else 0, 0
     gives, reads, *space = shape
     if orders(shape, kernel) == (False, True):
         gives, reads = reads, gives
-    return _Sizes(reads, gives // layer.share[1] if layer.share else gives, len(space))
+    return reads, gives // layer.share[1] if layer.share else gives, len(space)
 
 
 def _fit_both_ways(
     layers: Iterable[Layer], partners: Mapping[Layer, Layer]
-) -> tuple[list[Layer], list[Layer], bool]:
-    """Matrices and kernels that may be (in, out), and whether there seems to be a ConvTranspose."""
+) -> tuple[tuple[str, list[Layer], bool], ...]:
+    """By option the matrices and kernels that may be (in, out), and whether some seem to be."""
     names = [name for layer in layers for name, _ in layer.parts.values()]
     packed = [n.removesuffix("in_proj_weight") for n in names if n.endswith("in_proj_weight")]
     of_torch = {f"{module}out_proj.weight" for module in packed}
@@ -230,7 +288,7 @@ def _fit_both_ways(
                 matrices.append(layer)
         elif swapped and len(shape) > 2:
             upward = True
-    return matrices, kernels, upward
+    return ("conv1d", matrices, True), ("conv_transpose", kernels, upward)
 
 
 def _shape_of(channels: int, axes: int, values: int) -> Shape:
@@ -250,3 +308,24 @@ def _listed(layers: Iterable[Layer]) -> str:
         for names in alike.values()
     ]
     return "|".join(patterns)
+
+
+def _rules(said: Any) -> tuple[tuple[str, str], ...]:
+    with contextlib.suppress(TypeError, ValueError):
+        pairs = said.items() if isinstance(said, Mapping) else said
+        return tuple((pattern, path) for pattern, path in pairs)
+    raise ValueError(
+        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {said!r}."
+    )
+
+
+def _shapes(name: str, said: Any) -> dict[str, tuple[int, ...] | None]:
+    with contextlib.suppress(TypeError, AttributeError):
+        items = (said or {}).items()
+        shapes = {p: None if s is None else tuple(map(operator.index, s)) for p, s in items}
+        if all(shape is None or (shape and min(shape) > 0) for shape in shapes.values()):
+            return shapes
+    raise ValueError(
+        f"`{name}` must map regular expressions to shapes (C, H, W) or None, as in "
+        f"{{'fc': (64, 7, 7)}}, got {said!r}."
+    )
