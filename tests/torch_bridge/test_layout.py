@@ -124,7 +124,7 @@ def train(ddp, steps):
 
 
 @pytest.mark.parametrize(("cap", "static"), [(1000, False), (0.02, False), (0.02, True)])
-def test_recorded_buckets_are_those_that_the_hook_gets(alone, cap, static):
+def test_recorded_buckets_are_those_that_the_hook_gets(alone, monkeypatch, cap, static):
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=cap, static_graph=static)
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     seen = {}
@@ -142,6 +142,9 @@ def test_recorded_buckets_are_those_that_the_hook_gets(alone, cap, static):
         layout = record_layout(ddp)
         got = [[entry.name for entry in bucket] for bucket in layout.buckets]
         assert got == [seen[index] for index in sorted(seen)]
+        with monkeypatch.context() as patched:
+            patched.setattr(ddp, "_get_ddp_logging_data", dict)  # which has them at times only
+            assert record_layout(ddp) == layout
     assert layout.entries["conv.weight"].strides == (27, 1, 9, 3)
     assert "head.weight" not in layout.names
     assert "frozen.weight" not in layout.names
