@@ -86,31 +86,22 @@ def test_every_reducer_that_is_named_can_be_made_and_sends_what_was_said():
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_times_by_hand(overlap):
-    exact = {"overhead": 8e-3, "overlap": overlap}
+    exact = {"overhead": 8e-3, "bandwidth": 1e7, "overlap": overlap}
     low_rank = {"overhead": 9e-3, "per_value": 3e-9, "per_column": 2e-10}
     costs = device("gpu", allreduce=exact, powersgd=low_rank, int8={"per_value": 5e-9})
     advice = jaxcomp.advise(shapes(w=(512, 1024), b=(50,)), device=costs, **SLOW)
     plain, int8 = (by_name(advice)[name] for name in ("all-reduce float32", "int8 all-reduce"))
     first, values = powersgd(advice)[0], 512 * 1024
-    # 14 hops of 50 us, and seven eighths of twice the payload at 12.5 MB/s. Two thirds of the 20 ms
-    # are backward pass: an average that it hides costs nothing.
-    ring = 8e-3 + 14 * 50e-6 + 2 * 7 / 8 * plain.bytes_per_step / 12.5e6
+    # 14 hops of 50 us, and seven eighths of twice the payload, at 10 MB/s: the link has 12.5. Two
+    # thirds of the 20 ms are backward pass: an average that it hides costs nothing.
+    ring = 8e-3 + 14 * 50e-6 + 2 * 7 / 8 * plain.bytes_per_step / 1e7
     assert plain.step_time == pytest.approx(20e-3 + ring - overlap * 2 / 3 * 20e-3)
-    # Two pairs of an all-to-all and an all-gather, behind it.
+    # Two pairs of an all-to-all and an all-gather, behind it, at the rate of the link.
     pairs = 2 * (9e-3 + 14 * 50e-6) + 2 * 7 / 8 * first.bytes_per_step / 12.5e6
     compression = values * (3e-9 + 2e-10 * first.rank)
     assert first.step_time == pytest.approx(20e-3 + compression + pairs)
     pair = 40e-6 + 14 * 50e-6 + 2 * 7 / 8 * int8.bytes_per_step / 12.5e6
     assert int8.step_time == pytest.approx(20e-3 + 5e-9 * (values + 50) + pair)
-
-
-@pytest.mark.parametrize(("bandwidth", "counts"), [(1e6, 1e6), (1e8, 1e7)])
-def test_the_slower_of_the_link_and_what_was_measured_counts(bandwidth, counts):
-    slow = device(allreduce={"overhead": 8e-3, "bandwidth": 1e7})
-    advice = jaxcomp.advise(PARAMS, workers=5, bandwidth=bandwidth, step_time=0.02, device=slow)
-    exact = by_name(advice)["all-reduce float32"]
-    ring = 8e-3 + 8 * 50e-6 + 2 * 4 / 5 * exact.bytes_per_step / counts
-    assert exact.step_time == pytest.approx(0.02 + ring)
 
 
 @settings(max_examples=30, deadline=None)
