@@ -241,9 +241,9 @@ REFUSED = [  # which torch's SGD and Adam would not do, or what no file of their
     (Adam, {"amsgrad": True}, {}, {}, "amsgrad"),
     (SGD, {"momentum": 0.9, "dampening": 0.5}, {}, {}, "dampening"),
     (torch.optim.Adagrad, {}, {}, {}, r"Only torch\.optim\.SGD"),
-    (Adam, {}, {}, {"exp_avg_var": np.zeros(3)}, r"`state` with \['exp_avg_var'\]"),
-    (Adam, {}, {"final_lr": 0.1, "gamma": 0.1}, {}, r"with \['final_lr', 'gamma'\]"),
-    (SGD, {}, {"trust_coefficient": 1e-3}, {}, r"\['trust_coefficient'\], which"),
+    (Adam, {}, {}, {"exp_avg_var": np.zeros(3)}, r"\['exp_avg_var'\]"),
+    (Adam, {}, {"final_lr": 0.1, "gamma": 0.1}, {}, r"\['final_lr', 'gamma'\]"),
+    (SGD, {}, {"trust_coefficient": 1e-3}, {}, r"\['trust_coefficient'\]"),
 ]
 
 

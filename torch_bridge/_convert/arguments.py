@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomp
-from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._hook.registered import unwrapped_hook
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 
 # torch's argument, in torch's order -> jaxcomp's, which checks the value; None where it needs none.
 _ARGUMENTS = {
@@ -170,20 +168,5 @@ def reducer_from_torch(
         instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
         raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
     make, own = _REDUCERS[name]
-    wrapped = {"comm_dtype": dtype} if dtype is not None and make is jaxcomp.allreduce else {}
-    return make(axis_name=axis_name, **{**wrapped, **own})
-
-
-def reducer_of(
-    record: PowerSGDRecord | None,
-    hook: str,
-    axis_name: str | tuple[str, ...],
-    matrix_dims: MatrixDimsFn | None,
-) -> optax.GradientTransformation:
-    """The reducer of a checkpoint, with or without the state of its `hook`; "" for DDP's mean."""
-    if record:
-        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if not hook or "powerSGD" in hook:
-        return jaxcomp.allreduce(axis_name=axis_name)
-    return reducer_from_torch(hook, axis_name=axis_name)
+    wire = {"comm_dtype": dtype} if make is jaxcomp.allreduce else {}
+    return make(axis_name=axis_name, **{**wire, **own})

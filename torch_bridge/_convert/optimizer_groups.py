@@ -30,7 +30,7 @@ _OF_TORCH = {
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     *("lr_scale", "lr_mult"),
 }
-_KEPT = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
+_KEPT = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
 
 
 class Hyperparameters(NamedTuple):
@@ -101,10 +101,11 @@ class Hyperparameters(NamedTuple):
         return optax.chain(*links, optax.scale_by_learning_rate(rate))
 
     @property
-    def keeps(self) -> tuple[str, ...]:
-        """What torch keeps for a parameter that has been updated, by torch's names."""
-        adam = self.algorithm != "sgd"
-        return _KEPT["adam" if adam else "sgd"] if adam or self.momentum else ()
+    def keeps(self) -> Collection[str]:
+        """What Optax keeps as well for a parameter that has been updated, by torch's names."""
+        if self.algorithm == "sgd":
+            return _KEPT["sgd"] if self.momentum else ()
+        return _KEPT["adam"] - {"max_exp_avg_sq"}  # which `amsgrad` leaves behind
 
 
 def _number(name: str, value: Any) -> float:
@@ -117,28 +118,18 @@ def _number(name: str, value: Any) -> float:
 
 
 def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
-    family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), None)
-    if family is None:
+    """Whether it is sgd, adam or adamw, as Optax has them."""
+    family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), "")
+    others = group.keys()
+    if family:  # AdaBelief, LARS and SAM have the hyperparameters of one of the two, and others
+        labels = {key for key, value in group.items() if isinstance(value, str)}
+        others = (others - _MARKS[family] - _OF_TORCH - labels) | (set(kept) - _KEPT[family])
+    if others:
         raise ValueError(
-            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this param group has the "
-            f"entries {sorted(map(str, group))}. Start the optimizer anew and convert the "
-            "parameters alone."
-        )
-    # What has the hyperparameters of SGD or Adam, and others: AdaBelief, LARS, SAM.
-    labels = {key for key, value in group.items() if isinstance(value, str)}
-    others = group.keys() - _MARKS[family] - _OF_TORCH - labels
-    more = set(kept) - {*_KEPT[family], "max_exp_avg_sq"}  # there where `amsgrad` was turned off
-    found = [
-        f"`{where}` with {sorted(map(str, names))}"
-        for where, names in (("param_groups", others), ("state", more))
-        if names
-    ]
-    if found:
-        raise ValueError(
-            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this optimizer has "
-            f"{printable(' and '.join(found))}, which they do not have. Start the optimizer anew "
-            "and convert the parameters alone; entries of your own that change no update can be "
-            "deleted from `param_groups`."
+            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, by "
+            f"its entries {printable(str(sorted(map(str, others))))}. Start "
+            "the optimizer anew and convert the parameters alone; entries of your own that change "
+            "no update can be deleted from `param_groups`."
         )
     if group.get("amsgrad"):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
 from torch_bridge._base.tensors import is_tensor, to_tensor
@@ -72,16 +73,20 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
     """
     like = named(like)
     arrays = tensors_from_flax(pairs_for(like, params, pairs), flatten_tree(params).leaves)
-    converted: dict[int, Any] = {}
-    state = {}
-    for name, value in like.items():
-        array = arrays.get(name)
-        if array is None:
-            state[name] = value
-        elif not is_tensor(value):
-            state[name] = array
-        else:  # tied tensors stay one tensor
-            if id(array) not in converted:
-                converted[id(array)] = to_tensor(array, copy=False)
-            state[name] = converted[id(array)]
-    return state
+    state = {name: arrays.get(name, value) for name, value in like.items()}
+    return state | as_tensors({n: state[n] for n, value in like.items() if is_tensor(value)})
+
+
+def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
+    """Arrays as tensors, of which tied ones stay one; tensors as they are.
+
+    Args:
+      values: By name.
+      copied: ``id`` of those that are somebody else's.
+    """
+    made: dict[int, Any] = {}
+    for value in values.values():
+        if id(value) not in made:
+            copy = id(value) in copied
+            made[id(value)] = value if is_tensor(value) else to_tensor(value, copy=copy)
+    return {name: made[id(value)] for name, value in values.items()}

@@ -10,14 +10,17 @@ from typing import Any, Unpack
 import jax
 import optax
 
+import jaxcomp
+from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.arguments import reducer_of
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state, mean_of_ranks
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
+from torch_bridge._hook.registered import unwrapped_hook
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
@@ -148,7 +151,7 @@ def to_flax(
         record = mean_of_ranks(checkpoint, missing_ranks)
         layout = layout_of(checkpoint, layout, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(own)
-    reducer = reducer_of(record, checkpoint.hook or "", axis_name, matrix_dims)
+    reducer = _reducer(record, checkpoint.hook or "", axis_name, matrix_dims)
     plan = None
     if checkpoint.optimizer is not None:
         model, optimizer = checkpoint.model, checkpoint.optimizer
@@ -206,7 +209,7 @@ def shapes_of_run(
     chosen = trained(params)
     pairs = pairs_of(chosen, pairs)
     record = next(iter(checkpoint.powersgd), None)
-    reducer = reducer_of(record, checkpoint.hook or "", "data", matrix_dims_of(pairs))
+    reducer = _reducer(record, checkpoint.hook or "", "data", matrix_dims_of(pairs))
     optimizer = None
     if checkpoint.optimizer is not None:
         plan = OptimizerPlan.of(checkpoint.optimizer, model, pairs, param_names, layout)
@@ -214,6 +217,22 @@ def shapes_of_run(
     state = hollow(jax.eval_shape(reducer.init, chosen))
     optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
+
+
+def _reducer(
+    record: PowerSGDRecord | None,
+    hook: str,
+    axis_name: str | tuple[str, ...],
+    matrix_dims: MatrixDimsFn | None,
+) -> optax.GradientTransformation:
+    """What averages the gradients as the torch job did, with or without the state of its hook."""
+    if record:
+        kwargs = powersgd_kwargs_from_torch(record)
+        kwargs |= {"matrix_dims": matrix_dims, "comm_dtype": unwrapped_hook(hook)[1]}
+        return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
+    if not hook or "powerSGD" in hook:  # DDP's own mean; PowerSGD that has not begun
+        return jaxcomp.allreduce(axis_name=axis_name)
+    return reducer_from_torch(hook, axis_name=axis_name)
 
 
 def _doubts(

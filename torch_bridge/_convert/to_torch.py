@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 import optax
 
 from jaxcomp import PowerSGDState
@@ -20,7 +19,7 @@ from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer import optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
-from torch_bridge._convert.params import params_to_torch
+from torch_bridge._convert.params import as_tensors, params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
 from torch_bridge._convert.to_flax import checked
 from torch_bridge._hook.buckets import BucketLayout
@@ -93,7 +92,8 @@ def to_torch(
         )
     pairs = pairs_for(like.model, params, pairs, options)
     layout = layout or layout_of(like, None, pairs)
-    model = _tensors(params_to_torch(params, like.model, pairs=pairs), like.model)
+    model = params_to_torch(params, like.model, pairs=pairs)
+    model = as_tensors(model, {id(value) for value in like.model.values()})
     # What nobody else holds is dropped as soon as it is converted.
     params = hollow(params)
     ranks = ()
@@ -130,16 +130,6 @@ def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
 
     rest = jax.tree.map(take, opt_state, is_leaf=lambda node: isinstance(node, PowerSGDState))
     return reducers, rest
-
-
-def _tensors(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays as tensors, of which tied ones stay one; copies of those that `like` has."""
-    unchanged = {id(value) for value in like.values()}
-    tensors: dict[int, Any] = {}
-    for value in arrays.values():
-        if id(value) not in tensors:
-            tensors[id(value)] = to_tensor(np.asarray(value), copy=id(value) in unchanged)
-    return {name: tensors[id(value)] for name, value in arrays.items()}
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
