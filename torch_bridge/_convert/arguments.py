@@ -151,11 +151,12 @@ def reducer_from_torch(
         >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")
     """
     name, dtype = unwrapped_hook(hook)
+    wire = {"comm_dtype": dtype}
     if name.endswith("RANK2"):
         arguments.setdefault("matrix_approximation_rank", 2)
     name = _HOOKS.get(name, name)
     if "powerSGD" in name:
-        kwargs = powersgd_kwargs_from_torch(state, hook=hook, **arguments)
+        kwargs = powersgd_kwargs_from_torch(state, **arguments) | wire
         if name == "powerSGD_hook":
             return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
         kwargs.pop("min_compression_rate", None)  # torch's batched hook does not read it either
@@ -168,5 +169,4 @@ def reducer_from_torch(
         instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
         raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
     make, own = _REDUCERS[name]
-    wire = {"comm_dtype": dtype} if make is jaxcomp.allreduce else {}
-    return make(axis_name=axis_name, **{**wire, **own})
+    return make(axis_name=axis_name, **(wire if make is jaxcomp.allreduce else {}) | own)

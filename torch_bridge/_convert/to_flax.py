@@ -20,7 +20,6 @@ from torch_bridge._convert.powersgd import filled_state, mean_of_ranks
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
-from torch_bridge._hook.registered import unwrapped_hook
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
@@ -227,9 +226,8 @@ def _reducer(
 ) -> optax.GradientTransformation:
     """What averages the gradients as the torch job did, with or without the state of its hook."""
     if record:
-        kwargs = powersgd_kwargs_from_torch(record)
-        kwargs |= {"matrix_dims": matrix_dims, "comm_dtype": unwrapped_hook(hook)[1]}
-        return jaxcomp.powersgd(axis_name=axis_name, **kwargs)
+        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
     if not hook or "powerSGD" in hook:  # DDP's own mean; PowerSGD that has not begun
         return jaxcomp.allreduce(axis_name=axis_name)
     return reducer_from_torch(hook, axis_name=axis_name)
