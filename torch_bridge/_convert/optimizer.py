@@ -183,7 +183,7 @@ class OptimizerPlan:
                 f"{len(several)} rates. Give one for all, or one for each group."
             )
         inner = {
-            part: hypers[part.group].transformation(
+            part.label: hypers[part.group].transformation(
                 several[part.group], part.terms, _PAUSES[part.pause]
             )
             for part in sorted(set(self.parts.values()))
@@ -193,7 +193,7 @@ class OptimizerPlan:
             return next(iter(inner.values()))
         labels = {path: part.label for path, part in self.parts.items()}
         return optax.multi_transform(
-            {**{part.label: one for part, one in inner.items()}, _FROZEN: optax.set_to_zero()},
+            {**inner, _FROZEN: optax.set_to_zero()},
             tree.with_leaves({path: labels.get(path, _FROZEN) for path in tree.leaves}),
         )
 

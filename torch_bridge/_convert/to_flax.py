@@ -145,9 +145,9 @@ def to_flax(
     own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
-    record, layout = None, layout or checkpoint.layout
-    if checkpoint.powersgd:
-        record = mean_of_ranks(checkpoint, missing_ranks)
+    record = next(iter(checkpoint.powersgd), None)
+    layout = layout or checkpoint.layout
+    if record:
         layout = layout_of(checkpoint, layout, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(own)
     reducer = _reducer(record, checkpoint.hook or "", axis_name, matrix_dims)
@@ -158,11 +158,13 @@ def to_flax(
     counted = hook = plan.counted if plan else 0
     if record:
         hook = record.iter
-        state = filled_state(record, chosen, own, layout, matrix_dims)
+        mean = mean_of_ranks(checkpoint, missing_ranks)
+        state = filled_state(mean, chosen, own, layout, matrix_dims)
+        del mean  # in which all errors are
     else:
         state = reducer.init(chosen)
-    if consume and record:
-        for each in (record, *checkpoint.powersgd):
+    if consume:
+        for each in checkpoint.powersgd:
             each.error_dict.clear()
     rates = learning_rate if step is None else None
     unread = () if plan else checkpoint.unread_optimizers
