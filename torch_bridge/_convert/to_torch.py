@@ -77,6 +77,7 @@ def to_torch(
       OSError: The file cannot be written.
 
     Example:
+      >>> import numpy as np
       >>> like = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
       >>> document = to_torch({"fc": {"kernel": np.zeros((2, 3), np.float32)}}, (), like)
       >>> document["state_dict"]["fc.weight"].shape
