@@ -126,13 +126,12 @@ def _recurrent(torch: Layer, flax: Layer, answer: Answer) -> Iterator[_Link]:
         leaves = [leaf for leaf in biases.values() if leaf in flax.parts]
         if not biases.keys() <= torch.parts.keys():
             continue
-        for tensor, own in biases.items():
+        for tensor, own in sorted(biases.items(), key=lambda item: item[1] not in leaves):
             leaf = leaves[0] if leaves and own not in leaves else own
             # nnx.GRUCell adds no bias to the hidden side of gate n, inside torch's reset gate.
             lost = letters == "rzn" and share is None and leaf != own
             fields = {
                 "terms": 3 - len(leaves),
-                "carries": leaf == own,
                 "must_be_zero": (2 * hidden, 3 * hidden) if lost else None,
             }
             yield _Link(tensor, leaf, share, fields=fields)

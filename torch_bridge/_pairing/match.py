@@ -44,7 +44,8 @@ class Match:
         self.ambiguous: list[str] = []
         self.undecided: set[Layer] = set()
         self._known_fits: dict[Hashable, int] = {}
-        self._follow(rules)
+        if rules:
+            self._follow(rules)
         self._by_name()
         self._by_number()
 

@@ -38,9 +38,8 @@ class Pair:
       axes: The order of the axes of `split` in the leaf.
       flip: Axes, after the move, that are reversed (ConvTranspose).
       rows: The range of torch's first axis that goes to this leaf; None for all of it.
-      terms: How many torch tensors are summed in the leaf.
-      carries: On the way to torch, the tensor that gets the leaf's values; the other terms of a sum
-        get zeros.
+      terms: How many torch tensors are summed in the leaf. On the way to torch the first one gets
+        the values, and the others get zeros.
       must_be_zero: The range of torch's first axis in which the leaf has no place for values.
       aliases: Further torch names of the same (tied) tensor, which may have leaves of their own.
 
@@ -64,7 +63,6 @@ class Pair:
     flip: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     terms: int = 1
-    carries: bool = True
     must_be_zero: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
 
@@ -233,10 +231,12 @@ def tensors_from_flax(
         ``mean=True``. Without it the first one gets the values and the others get zeros.
     """
     tensors: dict[str, np.ndarray] = {}
+    given = set[tuple[str, ...]]()
     for pair in pairs:
         part = pair.to_torch(leaves[pair.path])
-        if not (pair.carries or mean):
+        if pair.path in given and not mean:
             part = np.zeros_like(part)
+        given.add(pair.path)
         if pair.rows is None:
             tensors[pair.torch_name] = part
         else:
