@@ -33,7 +33,6 @@ class Match:
       torch: The layers of the one; rules may have taken some apart. Likewise `flax`.
       partners: Torch layer -> Flax layer.
       ambiguous: A line for each group that fits several, and for each rule that cannot be followed.
-      undecided: The layers of these groups.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Match:
         self.torch, self.flax = list(torch), list(flax)
         self.partners: dict[Layer, Layer] = {}
         self.ambiguous: list[str] = []
-        self.undecided: set[Layer] = set()
+        self._undecided: set[Layer] = set()
         self._known_fits: dict[Hashable, int] = {}
         if rules:
             self._follow(rules)
@@ -51,14 +50,15 @@ class Match:
 
     @property
     def open_torch(self) -> list[Layer]:
-        """The torch layers without a partner."""
-        return [layer for layer in self.torch if layer not in self.partners]
+        """The torch layers without a partner, of which no line is in `ambiguous`."""
+        done = self.partners.keys() | self._undecided
+        return [layer for layer in self.torch if layer not in done]
 
     @property
     def open_flax(self) -> list[Layer]:
-        """The Flax layers without a partner."""
-        taken = set(self.partners.values())
-        return [layer for layer in self.flax if layer not in taken]
+        """Likewise of Flax."""
+        done = {*self.partners.values()} | self._undecided
+        return [layer for layer in self.flax if layer not in done]
 
     # --- by a rule ------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Match:
 
     def _list(self, group: Sequence[Layer], fitting: Sequence[Sequence[Layer]]) -> None:
         """Says of a group where it could go, and the rules for it."""
-        self.undecided.update(group, *fitting)
+        self._undecided.update(group, *fitting)
         rules = [rule for targets in fitting if (rule := _rule(group, targets))]
         if len(rules) == len(fitting):
             could_be = {rules[0][0]: [path for _, path in rules]}

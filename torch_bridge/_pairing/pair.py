@@ -169,11 +169,8 @@ def _pair(
             parameters=("ignore",),
         )
     errors: list[CheckpointMismatch] = []
-    for ties, untied in (
-        (tied, False),
-        (tied, True),
-        (equal_matrices, False),
-    ):  # the likeliest first
+    # The likeliest first: what is tied is one leaf, or several, or the file shows no ties.
+    for ties, untied in ((tied, False), (tied, True), (equal_matrices, False)):
         first = ties(kept)
         shapes = {n: shape_of(value) for n, value in kept.items() if untied or n not in first}
         try:
@@ -190,17 +187,14 @@ def _pair(
 
 
 def _pair_layers(
-    shapes: Mapping[str, Shape],
-    tree: Tree,
-    options: Options,
-    tensors: Collection[str],
+    shapes: Mapping[str, Shape], tree: Tree, options: Options, tensors: Collection[str]
 ) -> list[Pair]:
     """The pairs of tensors; `tensors` are the names of all, ignored and tied ones included."""
     match = Match(*layers_of(shapes, tree), options.rules)
     questions = Questions(match.torch, match.partners, options)
     built = [build(a, b, questions.answers[a]) for a, b in match.partners.items()]
-    built += [build(a, NO_LAYER) for a in match.open_torch if a not in match.undecided]
-    built += [build(NO_LAYER, b) for b in match.open_flax if b not in match.undecided]
+    built += [build(layer, NO_LAYER) for layer in match.open_torch]
+    built += [build(NO_LAYER, layer) for layer in match.open_flax]
     modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in match.torch}
     if idle := _idle(options, modules, {*modules, *tensors}, questions.movable):
         raise CheckpointMismatch(
