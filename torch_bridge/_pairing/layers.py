@@ -24,6 +24,7 @@ _GATES = (
     {"i", "h"},
     {"dense_i", "dense_h"},
 )
+_INNER = _ATTENTION.union(*_GATES)
 _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
 _PACKED = ("in_proj_weight", "q_proj_weight")
 # One word per idea, where the two sides are used to different ones.
@@ -128,8 +129,8 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     for path, shape in tree.shapes.items():
         owner, part = path[:-1], path[-1]
         names, child = children[path[:-2]], "".join(path[-2:-1]).rstrip("_")
-        inner = _ATTENTION if attention and names >= _ATTENTION else names
-        if child in inner and (inner is _ATTENTION or names in _GATES):
+        is_head = attention and names >= _ATTENTION and child in _ATTENTION
+        if is_head or (child and names in _GATES):
             owner, part = path[:-2], f"{child}.{part}"
         groups.setdefault(owner, {})[part] = (path, shape)
     return torch, [layer for owner, own in groups.items() for layer in _of_flax(owner, own, bare)]
@@ -170,9 +171,9 @@ def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[
     alone = [Layer((*module, key), "array", {"": part}, "/") for key, part in parts.items()]
     known: Iterable[str] = ()
     kind: Kind = "weight"
-    if nested := [key for key in parts if "." in key]:
-        heads = any(key.startswith("query.") for key in nested)
-        kind, known = "attention" if heads else "recurrent", nested
+    if inner := [key for key in parts if key.rpartition(".")[0] in _INNER]:
+        of_attention = inner[0].rpartition(".")[0] in _ATTENTION
+        kind, known = "attention" if of_attention else "recurrent", inner
     elif "kernel" in parts:
         known = ("kernel", "bias")
     elif all((a.words, a.numbers, a.shape("")) in bare for a in alone):
