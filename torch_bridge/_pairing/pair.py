@@ -195,8 +195,7 @@ def _pair_layers(
     built = [build(a, b, questions.answers[a]) for a, b in match.partners.items()]
     built += [build(layer, NO_LAYER) for layer in match.open_torch]
     built += [build(NO_LAYER, layer) for layer in match.open_flax]
-    modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in match.torch}
-    if idle := _idle(options, modules, {*modules, *tensors}, questions.movable):
+    if idle := questions.idle_patterns(tensors):
         raise CheckpointMismatch(
             "Some patterns match no layer of the torch model, and they have to match a whole name; "
             "or there is no order of (C, H, W) in it: `flatten` is for what reads a flattened map, "
@@ -221,26 +220,6 @@ def _pair_layers(
         )
     order = {path: k for k, path in enumerate(tree.shapes)}
     return sorted((p for part in built for p in part.pairs), key=lambda p: order[p.path])
-
-
-def _idle(
-    options: Options,
-    modules: Collection[str],
-    known: Collection[str],
-    movable: Mapping[str, Collection[str]],
-) -> list[str]:
-    """Patterns that match nothing, or with a shape no layer in which anything moves.
-
-    What is misspelled would be ignored without a word.
-    """
-    idle: list[str] = []
-    for option, pattern in options.patterns():
-        names = {"rules": known, "conv1d": modules}.get(option)
-        if option in movable:
-            names = movable[option] if getattr(options, option)[pattern] else modules
-        if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
-            idle.append(f"{option}: {pattern}")
-    return idle
 
 
 def _options_in(problems: Mapping[str, Sequence[str]]) -> list[str]:

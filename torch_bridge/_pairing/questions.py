@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 from torch_bridge._pairing.build import Answer, orders
@@ -135,19 +135,13 @@ class Questions:
     Attributes:
       answers: What was said about each layer that has a partner.
       asked: The questions, each a line with its answers.
-      movable: ``flatten`` and ``unflatten`` -> the names of layers in which a shape moves values.
     """
 
     def __init__(
         self, layers: Sequence[Layer], partners: Mapping[Layer, Layer], options: Options
     ) -> None:
-        self.options = options
+        self.options, self._layers = options, layers
         self._places = _places(layers, partners)
-        readers = [place.layer for place in self._places if place.reads and not place.axes]
-        self.movable = {
-            "flatten": {layer.name for layer in readers},
-            "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
-        }
         self.asked: list[str] = []
         swapped: set[Layer] = set()
         for option, either, asks in _fit_both_ways(layers, partners):
@@ -163,6 +157,29 @@ class Questions:
         }
         self.asked += self._lines("flatten", self._flattened())
         self.asked += self._lines("unflatten", self._unflattened())
+
+    def idle_patterns(self, tensors: Collection[str]) -> list[str]:
+        """Patterns that match nothing, or with a shape no layer in which anything moves.
+
+        What is misspelled would be ignored without a word.
+
+        Args:
+          tensors: The names of all tensors of the model.
+        """
+        modules = {name.rpartition(".")[0] for name in tensors} | {a.name for a in self._layers}
+        readers = [place.layer for place in self._places if place.reads and not place.axes]
+        movable = {
+            "flatten": {layer.name for layer in readers},
+            "unflatten": {layer.name for layer in readers if layer.kind != "recurrent"},
+        }
+        idle: list[str] = []
+        for option, pattern in self.options.patterns():
+            names = {"rules": {*modules, *tensors}, "conv1d": modules}.get(option)
+            if option in movable:
+                names = movable[option] if getattr(self.options, option)[pattern] else modules
+            if names is not None and pattern and not any(re.fullmatch(pattern, n) for n in names):
+                idle.append(f"{option}: {pattern}")
+        return idle
 
     def _map(self, option: str, place: _Place) -> Shape | None:
         """The map that a layer reads (or gives); a norm beside it follows it."""
