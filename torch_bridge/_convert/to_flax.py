@@ -140,7 +140,7 @@ def to_flax(
       ... )
       True
     """
-    checked(checkpoint)
+    refuse_other_than_checkpoint(checkpoint, "checkpoint")
     pairs = pairs_for(checkpoint.model, like, pairs, options)
     own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
@@ -182,18 +182,17 @@ def to_flax(
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, step)
 
 
-def checked(checkpoint: Any, name: str = "checkpoint") -> Checkpoint:
-    """The same, if it is a checkpoint.
+def refuse_other_than_checkpoint(value: Any, name: str) -> None:
+    """Refuses what is no checkpoint, such as the path of one.
 
     Raises:
-      TypeError: It is something else, such as the path of one.
+      TypeError: With the name of the argument.
     """
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    raise TypeError(
-        f"`{name}` must be a torch_bridge.Checkpoint, got a {type(checkpoint).__name__}. Pass what "
-        "torch_bridge.load returned."
-    )
+    if not isinstance(value, Checkpoint):
+        raise TypeError(
+            f"`{name}` must be a torch_bridge.Checkpoint, got a {type(value).__name__}. Pass what "
+            "torch_bridge.load returned."
+        )
 
 
 def shapes_of_run(

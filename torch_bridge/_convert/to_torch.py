@@ -21,7 +21,7 @@ from torch_bridge._convert.optimizer import optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
-from torch_bridge._convert.to_flax import checked
+from torch_bridge._convert.to_flax import refuse_other_than_checkpoint
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
@@ -83,7 +83,7 @@ def to_torch(
       >>> document["state_dict"]["fc.weight"].shape
       torch.Size([3, 2])
     """
-    checked(like, "like")
+    refuse_other_than_checkpoint(like, "like")
     import_torch()
     reducers, opt_state = _split(opt_state)
     if like.powersgd and len(reducers) != 1:
