@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bridge import (
     BucketLayout,
     CheckpointMismatch,
+    PowerSGDRecord,
     infer_layout,
     record_layout,
     resume_powersgd,
     save_checkpoint,
+    state_from_record,
 )
 
 pytestmark = pytest.mark.torch
@@ -187,6 +189,15 @@ def test_a_backward_beside_ddp_does_not_resume(alone, static):
     layout, state = record_layout(ddp), powerSGD_hook.PowerSGDState(None)
     with pytest.raises(CheckpointMismatch, match="through `ddp_model` itself"):
         resume_powersgd(ddp, state, layout, lambda: train(ddp.module, 1))
+
+
+def test_a_bucket_without_factors_does_not_cost_those_of_another(alone):
+    ddp = DistributedDataParallel(torch.nn.Linear(32, 32))  # in one bucket
+    layout = BucketLayout.from_order([["bias"], ["weight"]], ddp.module.state_dict())
+    q = np.ones(32, np.float32)
+    state = state_from_record(PowerSGDRecord(1, 20, {}, {1: q}, {1: 2 * q}))
+    resume_powersgd(ddp, state, layout, lambda: ddp(torch.ones(1, 32)).sum().backward())
+    assert state.q_memory_dict[0].tolist() == [2] * 32
 
 
 # --- inference --------------------------------------------------------------------------------

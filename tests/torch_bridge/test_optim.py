@@ -216,7 +216,8 @@ def test_a_layer_that_is_not_used_yet_waits(make, keywords):
     job.train(7, 8)
     assert_close(params, job)
     if "weight_decay" in keywords:
-        back = optimizer_to_torch(state, params, before, job.model)
+        noted = {**before, "state": {0: {}, 1: {}} | before["state"]}
+        back = optimizer_to_torch(state, params, noted, job.model)
         assert back["state"].keys() == job.optimizer.state_dict()["state"].keys() == {2}
         counts = {int(c) for c in jax.tree.leaves(state) if c.dtype == np.int32 and c.ndim == 0}
         assert 2 + (3 if make is not SGD else 0) in counts

@@ -218,6 +218,8 @@ def test_packed_attention_shares_q_and_says_so():
     params = Attention().init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
     with pytest.warns(UserWarning, match=r"attn\.in_proj_weight.*equivalent in kind"):
         state = powersgd_from_torch(checkpoint, params)
+    before = PowerSGDRecord(2, 5, {}, {}, {})  # without a Q there is nothing to say
+    powersgd_from_torch(dataclasses.replace(checkpoint, powersgd=(before,)), params)
     q = np.asarray(factors["attn.in_proj_weight"][1], np.float32)
     for part in ("query", "key", "value"):
         np.testing.assert_array_equal(state.q["attn"][part]["kernel"], q)

@@ -319,7 +319,7 @@ def optimizer_to_torch(
         elif keys:
             filled[entry.key] = {key: to_tensor(tensors[key][name], copy=False) for key in keys}
     # Else it had no state in torch either: it was frozen, or not used yet.
-    if missing := [name for name in lacking if entries[name].key in like["state"] or not filled]:
+    if missing := [name for name in lacking if entries[name].state or not filled]:
         raise CheckpointMismatch(
             "The Optax state has no momentum (or Adam moments) for parameters of the torch "
             "optimizer. Is it the state of another optimizer?",

@@ -134,12 +134,11 @@ def filled_state(
             residual = pair.to_flax(part.error)
         if part.q is not None:
             q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
+            packed |= {pair.torch_name} if pair.rows else set()
         if np.isfinite(residual).all() and np.isfinite(q).all():
             residuals[path], factors[path] = residual, q
         else:
             afresh.append("/".join(path))
-        if pair.rows is not None:
-            packed.add(pair.torch_name)
     if afresh:
         warnings.warn(
             f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "

@@ -165,13 +165,15 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
     for name, kind, sizes in zip(BUFFERS, _KINDS, new.buffer_sizes(state), strict=True):
         buffers = {}
         for bucket, entries in enumerate(new.buckets):
-            arrays = [getattr(before[entry.name], kind) for entry in entries]
+            parts = [before[entry.name] for entry in entries]
+            arrays = [getattr(part, kind) for part in parts if part.rank or kind == "error"]
             if arrays and all(array is not None for array in arrays):
                 buffers[bucket] = to_tensor(np.zeros(sizes[bucket], arrays[0].dtype))
         setattr(state, name, buffers)
     for name, part in new.parts(state).items():  # views of what is on the CPU
         for kind in _KINDS:
-            if getattr(part, kind) is not None:
-                getattr(part, kind)[...] = getattr(before[name], kind)
+            target, array = getattr(part, kind), getattr(before[name], kind)
+            if target is not None and array is not None:
+                target[...] = array
     for name in BUFFERS:
         setattr(state, name, {b: tensor.to(device) for b, tensor in getattr(state, name).items()})
