@@ -324,6 +324,11 @@ def no_matrices(path, leaf):
     return None
 
 
+def of_each_head(path, leaf):
+    return jaxcomp.MatrixDims(batch=(1,), rows=(2,), cols=(0,))
+
+
+HEADS = {"a": {"kernel": jnp.zeros((32, 2, 12))}}
 FEW_OUTPUTS = {"a": {"kernel": jnp.zeros((30, 40, 2))}}
 LSTM = {name: value.numpy() for name, value in torch.nn.LSTM(32, 2).state_dict().items()}
 GATES = jax.eval_shape(nn.RNN(nn.LSTMCell(2)).init, jax.random.key(0), jnp.ones((1, 3, 32)))
@@ -333,6 +338,7 @@ GATES = jax.eval_shape(nn.RNN(nn.LSTMCell(2)).init, jax.random.key(0), jnp.ones(
     ("model", "params", "options", "said"),
     [
         (MODEL, PARAMS, {"matrix_dims": no_matrices}, r"by torch only \(24 x 32\)"),
+        (MODEL, HEADS, {"matrix_dims": of_each_head, "rate": 0.5}, "several matrices in one leaf"),
         ({"a.weight": np.zeros((2, 40, 30))}, FEW_OUTPUTS, {}, "by jaxcomp only"),
         ({"a.weight": np.zeros((32, 24)).T}, PARAMS, {}, r"strides \(1, 24\) mix"),
         (LSTM, GATES["params"], {"rate": 0.5, "rank": 4}, "rank 2, torch has 4"),

@@ -258,6 +258,8 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
       CheckpointMismatch: Torch's matrix is another than the leaf's.
     """
     assert plan.view is not None
+    if plan.view.batch:
+        raise CheckpointMismatch("several matrices in one leaf, which have several Q")
     cols = pair.column_order(plan.view.dims.cols)
     order = part.entry.column_order()
     if order is None:
