@@ -213,6 +213,7 @@ FAILURES = [
     (("to-torch", "cold", *BACK), UNUSABLE, "another structure"),
     # Before anything is read:
     (("to-flax", "none.pt", *PARAMS, "--out", "text.pt", "--force"), UNUSABLE, "is a file"),
+    (("to-flax", "none.pt", *PARAMS, "--out", "run.msgpack"), UNUSABLE, "be an orbax directory"),
     (("to-torch", "cold", "--like", "none.pt", *PARAMS, "--out", "link"), UNUSABLE, "--force"),
     (("to-torch", "cold", "--like", "none.pt", *PARAMS, "--out", "cold"), UNUSABLE, "is a folder"),
 ]

@@ -27,7 +27,7 @@ from torch_bridge._pairing.pair import pairs_for
 
 def convert_to_flax(options: argparse.Namespace) -> None:
     """``to-flax``: torch files to an orbax directory."""
-    _refuse_overwriting(options)
+    _check_out(options)
     checkpoint = load(options.files, max_bytes=options.max_bytes)
     config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
     if checkpoint.powersgd:
@@ -55,7 +55,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     import_torch()  # before large files are read
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
-    _refuse_overwriting(options)
+    _check_out(options)
     like = load(options.like, max_bytes=options.max_bytes)
     pairs = pairs_for(like.model, options.params, None, options.pairing)
     layout, names = options.layout, options.param_names
@@ -85,10 +85,15 @@ def _entries(run: FlaxRun) -> dict[str, Any]:
     return {"step": np.int32(run.step), **collections, "opt_state": run.opt_state}
 
 
-def _refuse_overwriting(options: argparse.Namespace) -> None:
+def _check_out(options: argparse.Namespace) -> None:
     """Before the work begins. A folder is looked into when its step is known."""
     out: pathlib.Path = options.out
     to_folder = options.command == "to-flax"
+    if to_folder and out.suffix == ".msgpack":  # which was a file once
+        raise CheckpointMismatch(
+            f"{out} would be an orbax directory. Name a folder, or write a msgpack file of what "
+            "torch_bridge.to_flax returns with flax.serialization.to_bytes."
+        )
     if not os.path.lexists(out):  # a link to nowhere is there, too
         return
     if out.is_dir() != to_folder:
