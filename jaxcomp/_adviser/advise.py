@@ -117,6 +117,8 @@ class Advice:
                 f"bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
                 f"(95% of runs: {low:.1%} to {high:.1%})."
             )
+        if self.link.workers == 1:
+            return "There is one worker, so nothing is sent."
         best = min((p for p in self.predictions if p.compressed), key=lambda p: p.step_time)
         own, other = (
             with_unit(p.step_time - self.compute_time, "s") for p in (self.baseline, best)

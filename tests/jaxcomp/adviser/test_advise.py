@@ -73,6 +73,7 @@ def test_where_compression_does_not_pay_it_says_so(given):
     assert advice.recommended is advice.baseline
     if given["workers"] == 1:
         assert advice.baseline.step_time == 20e-3
+        assert "one worker, so nothing is sent" in str(advice)
 
 
 def test_every_reducer_that_is_named_can_be_made_and_sends_what_was_said():
