@@ -57,26 +57,26 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    mean, model = checkpoint.mean, checkpoint.model
-    complete, several = not checkpoint.missing_ranks, len(checkpoint.powersgd) > 1
+    record, model = checkpoint.powersgd[0], checkpoint.model
+    several = len(checkpoint.powersgd) > 1
+    mean = None if checkpoint.missing_ranks else checkpoint.mean
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons: list[str] = []
-    for label, order in _candidates(model, frozen, mean.error_sizes):
+    for label, order in _candidates(model, frozen, record.error_sizes):
         layout = BucketLayout.from_order(order, model)
-        if wrong := layout.misfits(mean):
+        if wrong := layout.misfits(record):
             reasons.append(f"{label}: {wrong[0]}")
             continue
-        parts, means = layout.parts(checkpoint.powersgd[0]), layout.parts(mean)
+        parts, means = layout.parts(record), layout.parts(mean) if mean else {}
         flaws = (
-            part.flaw(means[name].error if complete else None, several)
-            for name, part in parts.items()
+            part.flaw(means[name].error if mean else None, several) for name, part in parts.items()
         )
         if flaw := next(filter(None, flaws), None):
             reasons.append(f"{label}: {flaw}")
             continue
         # Without errors nothing but the places of the factors makes a difference.
         places = tuple((name, part.bucket) for name, part in parts.items() if part.rank)
-        fitting.setdefault(layout if mean.error_dict else places, (label, layout))
+        fitting.setdefault(layout if record.error_dict else places, (label, layout))
     if len(fitting) == 1:
         return next(iter(fitting.values()))[1]
     if fitting:
@@ -94,7 +94,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
         mis_shaped=reasons
         or [
             f"the model's parameters have {have} values, the error buffers "
-            f"{dict(sorted(mean.error_sizes.items()))}; frozen parameters and buffers of the "
+            f"{dict(sorted(record.error_sizes.items()))}; frozen parameters and buffers of the "
             f"model, which the file does not mark, have none (name them in infer_layout(..., "
             f"frozen=[...]))"
         ],
