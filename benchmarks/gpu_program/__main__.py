@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
 from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
-from jaxcomp._wire.collectives import Instruction, parse
+from jaxcomp._wire.collectives import KINDS, Instruction, parse
 
 OUT = RESULTS / "gpu_program.json"
 _DEVICES = 8
@@ -42,9 +41,6 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
     "partition-id", "replica-id",
 }  # fmt: skip
-_COLLECTIVE = re.compile(
-    r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?$"
-)
 _HEADER = ("tree", "reducer", "kernels", "collectives", "temporary memory", "seconds to compile")
 
 REDUCERS: dict[str, Callable[[int], Any]] = {
@@ -66,7 +62,7 @@ def count(program: Program, computation: str | None = None) -> tuple[int, int]:
     for x in program[computation or list(program)[-1]]:
         if x.opcode in _FREE or x.opcode.endswith("-done"):
             continue
-        if _COLLECTIVE.match(x.opcode):
+        if x.opcode.removesuffix("-start") in KINDS:
             collectives += 1
         elif x.opcode in ("while", "conditional", "call", "async-start"):
             more = _called(program, x)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)$")
 _CALL = re.compile(r"(body|condition|to_apply|calls|\w+_computations?)=(?:\{([^}]*)\}|(%?[\w.-]+))")
@@ -128,7 +128,11 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """The computations of a compiled program by their names, the entry last."""
+    """The computations of a compiled program by their names, the entry last.
+
+    Raises:
+      ValueError: If there are none.
+    """
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -136,6 +140,8 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             current.append(Instruction(*found.groups()))
         elif found := _COMPUTATION.match(line):
             current = computations.setdefault(found[1], [])
+    if not computations:
+        raise ValueError("The text is no HLO module: it has no ENTRY computation.")
     return computations
 
 
@@ -147,7 +153,7 @@ def _read(text: str, mesh: Callable[[], Any]) -> Iterator[Collective]:
 
     def of(name: str, in_loop: bool, in_branch: bool, times: int) -> Iterator[Collective]:
         for line in computations[name]:
-            if (kind := line.opcode.removesuffix("-start")) in _KINDS:
+            if (kind := line.opcode.removesuffix("-start")) in KINDS:
                 groups, arrays = _replica_groups(line.attributes, everybody), _arrays(line.shape)
                 if line.opcode != kind != "all-reduce":
                     # What starts yields its operands, its results, and here and there a context.
