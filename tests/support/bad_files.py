@@ -92,6 +92,7 @@ def foreign() -> Table:
         "names that are equal as text": (
             {"state_dict": {1: torch.ones(2), "1": torch.zeros(2)}}, "equal as text",
         ),
+        "a big-endian array": ({"state_dict": MODEL, "a": np.ones(2, ">f4")}, "big-endian"),
         "keys that are no text": ({"state_dict": MODEL, None: 2}, "no text"),
         "20 000 numbers as keys": (
             {"state_dict": MODEL, "seen": {3 * k + 1: 0 for k in range(20_000)}}, "str(key)",

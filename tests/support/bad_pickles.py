@@ -120,6 +120,8 @@ def tricks() -> Table:
         "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
         "a memo that is not there": get(7),
         "a list that holds itself": b"]" + put(0) + get(0) + b"a",
+        "a list that is filled after it was shown": b"]" + put(0) + b"]" + get(0) + b"aK\x01"
+        + get(0) + b"K\x01a",
         "an array of objects": call(glob("numpy", "dtype"), text("O8")),
     }  # fmt: skip
     views = {

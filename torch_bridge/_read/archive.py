@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._read.evaluate import Values
-from torch_bridge._read.globals import constructors, is_value
+from torch_bridge._read.globals import functions_of
+from torch_bridge._read.keys import Keys
 from torch_bridge._read.tensors import storage_reader
 from torch_bridge._read.unpickle import STORAGE, unpickle
 from torch_bridge._read.values import Budget, Malformed
@@ -51,11 +51,9 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
         except Exception as error:  # whatever the standard library says of a damaged archive
             raise Malformed("a damaged zip archive, cut short perhaps") from error
         with archive:
-            read = _reader(archive, budget)
-            values = Values(budget)
-            values.constructors = constructors(values, budget) | {STORAGE: storage_reader(read)}
-            allowed = lambda name: name in values.constructors or is_value(name)  # noqa: E731
-            return values.of(unpickle(read("data.pkl"), allowed, budget)), budget
+            read, keys = _reader(archive, budget), Keys(budget)
+            functions = functions_of(keys, budget) | {STORAGE: storage_reader(read)}
+            return unpickle(read("data.pkl"), functions, keys, budget), budget
 
 
 def _other_kind(head: bytes) -> str:

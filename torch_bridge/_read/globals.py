@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.schema import random_state
-from torch_bridge._read.evaluate import Values
+from torch_bridge._read.keys import Keys
 from torch_bridge._read.tensors import STORAGES, tensor_constructors
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief, expect
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _GENERATOR_BYTES = 4 * 624 + 4000
-_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
+_NUMPY_DTYPE = re.compile(r"[<|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
 # Values that a checkpoint may mention; nothing here is ever called.
 _VALUES = frozenset(STORAGES) | {
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.strided", "torch.contiguous_format",
@@ -59,21 +59,25 @@ def way_out(name: str) -> str:
     return next(advice for start, advice in _WAYS_OUT.items() if name.startswith(start))
 
 
-def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]]:
-    """What each global that may be called means, for `values`; copies are charged."""
+class Attributes(dict):
+    """An object of which nothing but the attributes is read."""
+
+
+def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
+    """What a call of each global that may be called gives; copies are charged.
+
+    What the file sets attributes of afterwards is empty until `set_state`.
+    """
     rebuild = tensor_constructors(budget)
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A tensor with Python attributes: the inner rebuild, without the attributes.
-        if not isinstance(function, Global) or function.name not in rebuild:
-            raise Forbidden(f"{getattr(function, 'name', brief(function))} (called)")
+        if expect(function, Global, "where a function belongs").name not in rebuild:
+            raise Forbidden(f"{function.name} (called)")
         return rebuild[function.name](*expect(args, tuple, "as arguments"))
 
     def mapping(items: Any = ()) -> dict:
-        return values.mapping(items.items() if isinstance(items, dict) else _listed(items))
-
-    def set_of(items: Any = ()) -> set:
-        return set(values.mapping((item, None) for item in _listed(items)))
+        return keys.mapping(items.items() if isinstance(items, dict) else _listed(items))
 
     def size(items: Any = ()) -> tuple:
         budget.claim(8 * len(_listed(items)))
@@ -96,29 +100,11 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         return encode(value, encoding)
 
     def array(raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
-        expect(raw, bytes, "as the data of a NumPy array, which may not be of Python objects")
-        expect(dtype, np.dtype, "as a NumPy dtype")
-        budget.claim(len(raw) + 64)
-        if not isinstance(shape, tuple | list) or len(shape) > 64:
-            raise Malformed("a NumPy array whose shape is no tuple of at most 64")
-        order = "F" if isinstance(order, str) and order == "F" else "C"
-        read = np.frombuffer(raw, dtype).reshape(shape, order=order)
-        return read.astype(dtype.newbyteorder("="))  # a copy, in an order that JAX and torch take
+        return _array(budget, raw, dtype, shape, isinstance(order, str) and order == "F")
 
-    def built_array(*_: Any, state: Any) -> np.ndarray:
-        _version, shape, dtype, fortran, raw = _listed(state)
-        return array(raw, dtype, shape, "F" if fortran is True else "C")
-
-    def generator(*_: Any, state: Any) -> np.random.RandomState:
+    def generator(*_: Any) -> np.random.RandomState:
         budget.claim(_GENERATOR_BYTES)  # it has words of its own
-        if isinstance(state, dict):
-            words = state["state"]
-            state = (state["bit_generator"], words["key"], words["pos"], state["has_gauss"],
-                     state["gauss"])  # fmt: skip
-        kind, *fields = _listed(state)
-        if _text(kind) != "MT19937" or len(fields) > 4:
-            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
-        return random_state(*fields)
+        return np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
 
     return rebuild | {
         "torch._tensor._rebuild_from_type_v2": from_type,
@@ -129,26 +115,71 @@ def constructors(values: Values, budget: Budget) -> dict[str, Callable[..., Any]
         "collections.OrderedDict": mapping,
         "collections.Counter": mapping,
         "collections.defaultdict": lambda factory=None, items=(): mapping(items),
-        "builtins.set": set_of,
-        "builtins.frozenset": lambda items=(): frozenset(set_of(items)),
+        "builtins.set": lambda items=(): keys.members(_listed(items)),
+        "builtins.frozenset": lambda items=(): frozenset(keys.members(_listed(items))),
         "builtins.bytes": to_bytes,
         "builtins.bytearray": to_bytes,
         "builtins.complex": _complex,
         "_codecs.encode": encode,
         "pathlib.PosixPath": path,
         "pathlib._local.PosixPath": path,
-        "argparse.Namespace": _slots,
-        f"{_HOOKS}.powerSGD_hook.PowerSGDState": _slots,
+        "argparse.Namespace": lambda *_: Attributes(),
+        f"{_HOOKS}.powerSGD_hook.PowerSGDState": lambda *_: Attributes(),
         "numpy.dtype": _numpy_dtype,
-        "numpy._core.multiarray._reconstruct": built_array,
+        "numpy._core.multiarray._reconstruct": lambda *_: np.empty(0),
         "numpy._core.multiarray.scalar": lambda dtype, raw: array(raw, dtype, ())[()],
         "numpy._core.numeric._frombuffer": array,
         "numpy.random._pickle.__randomstate_ctor": generator,
         "numpy.random.__RandomState_ctor": generator,
         # Their states are repeated in the RandomState that wraps them.
-        "numpy.random._pickle.__bit_generator_ctor": lambda *_, state=None: None,
-        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": lambda *_, state=None: None,
+        "numpy.random._pickle.__bit_generator_ctor": lambda *_: {},
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": lambda *_: {},
     }
+
+
+def set_state(value: Any, state: Any, budget: Budget) -> None:
+    """What BUILD does to what a function above gave, which is changed in place.
+
+    The attributes of a dictionary (``_metadata`` of a state_dict) are not needed.
+    """
+    if isinstance(value, Attributes):
+        # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
+        parts = state[::-1] if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in filter(None, parts):
+            if not all(isinstance(name, str) for name in expect(part, dict, "as attributes")):
+                raise Malformed("an object whose attributes have no names")
+            value.update(part)
+    elif isinstance(value, np.ndarray) and not value.size:
+        _version, shape, dtype, fortran, raw = _listed(state)
+        made = _array(budget, raw, dtype, shape, fortran is True)
+        budget.claim(made.nbytes)
+        state_of_made: Any = made.__reduce__()[2]
+        value.__setstate__(state_of_made)
+    elif isinstance(value, np.random.RandomState):
+        if isinstance(state, dict):
+            words = state["state"]
+            state = (state["bit_generator"], words["key"], words["pos"], state["has_gauss"],
+                     state["gauss"])  # fmt: skip
+        kind, *fields = _listed(state)
+        if _text(kind) != "MT19937" or len(fields) > 4:
+            raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
+        value.set_state(random_state(*fields).get_state())
+    elif isinstance(value, np.dtype):
+        if any(part is not None for part in expect(state, tuple, "as a NumPy dtype")[2:5]):
+            raise Malformed("a structured NumPy dtype")
+        if _text(state[1]) == ">":
+            raise Malformed("a big-endian NumPy array; save array.astype(float), for example")
+    elif not isinstance(value, dict):
+        raise Malformed("attributes of something that has none")
+
+
+def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
+    expect(raw, bytes, "as the data of a NumPy array, which may not be of Python objects")
+    expect(dtype, np.dtype, "as a NumPy dtype")
+    budget.claim(len(raw) + 64)
+    if not isinstance(shape, tuple | list) or len(shape) > 64:
+        raise Malformed("a NumPy array whose shape is no tuple of at most 64")
+    return np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def _listed(values: Any) -> Any:
@@ -171,21 +202,7 @@ def _complex(real: Any, imag: Any = 0.0) -> complex:
     return complex(expect(real, kinds, where), expect(imag, kinds, where))
 
 
-def _slots(*_: Any, state: Any = None) -> dict:
-    # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
-    if isinstance(state, tuple) and len(state) == 2:
-        own, state = state[0] or {}, state[1] or {}
-        if not all(isinstance(name, str) for part in (own, state) for name in part):
-            raise Malformed("an object whose attributes have no names")
-        state |= own
-    return {} if state is None else expect(state, dict, "as the attributes of an object")
-
-
-def _numpy_dtype(code: Any, *_: Any, state: Any = None) -> np.dtype:
+def _numpy_dtype(code: Any, *_: Any) -> np.dtype:
     if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
         raise Malformed(f"the NumPy dtype {brief(code)!r}; numbers and booleans are read")
-    if state is None:
-        return np.dtype(code)
-    if any(part is not None for part in expect(state, tuple, "as a NumPy dtype")[2:5]):
-        raise Malformed("a structured NumPy dtype")
-    return np.dtype(code).newbyteorder(_text(state[1]))  # type: ignore[arg-type]
+    return np.dtype(code)
