@@ -183,7 +183,8 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
 
 def test_the_mean_of_errors_counts_every_rank():
     def mean(*errors):
-        return Checkpoint({}, tuple(PowerSGDRecord(1, 9, e, {}, {}) for e in errors)).mean_error(0)
+        records = tuple(PowerSGDRecord(1, 9, e, {}, {}) for e in errors)
+        return Checkpoint({}, records).mean.error_dict[0]
 
     once, thrice = {0: np.array([1, 2], np.float32)}, {0: np.array([5, 10], np.float32)}
     np.testing.assert_array_equal(mean(thrice, once, thrice, thrice), [4, 8])

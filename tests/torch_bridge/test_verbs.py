@@ -305,7 +305,7 @@ def test_a_file_serves_any_number_of_ranks():
     for world in (1, 2, 3, 4):
         records = [source.record(rank, world) for rank in range(world)]
         means = np.mean([record.error_dict[1] for record in records], axis=0)
-        np.testing.assert_allclose(means, source.mean_error(1), atol=1e-6)
+        np.testing.assert_allclose(means, source.mean.error_dict[1], atol=1e-6)
 
 
 # --- runs of which all is trained -------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, bits, ranks):
             old, new = getattr(source.powersgd[0], name), document["powersgd"][name]
             assert str(new[bucket].dtype).removeprefix("torch.") == np.dtype(dtype).name
             np.testing.assert_array_equal(new[bucket].float(), old[bucket].astype(np.float32))
-        mean, back = source.mean_error(bucket), document["errors"][0][bucket]
+        mean, back = source.mean.error_dict[bucket], document["errors"][0][bucket]
         assert back.dtype == document["powersgd"]["q_memory_dict"][bucket].dtype
         if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
             np.testing.assert_array_equal(back.float(), mean)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxcomp
 from jaxcomp import PowerSGDState
-from jaxcomp.extend import LeafPlan, plan_leaves, unboxed
+from jaxcomp.extend import LeafPlan, plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
+from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import leaves_by_path, trained
+from torch_bridge._pairing.leaves import hollow, leaves_by_path, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     )
 
 Path: TypeAlias = tuple[str, ...]
-_MISSING_RANKS = ("error", "zero", "replicate")
 
 
 class CommonMatrix(NamedTuple):
@@ -108,35 +108,36 @@ def powersgd_from_torch(
     model = checkpoint.model or (layout.entries if layout else {})
     pairs = pairs_for(model, params, pairs)
     record = mean_of_ranks(checkpoint, missing_ranks)
-    return filled_state(record, params, pairs, layout, matrix_dims)
+    begins = _powersgd(record, matrix_dims).init
+    return filled_state(begins(params), record, params, pairs, layout, matrix_dims)
 
 
 def filled_state(
+    state: Any,
     record: PowerSGDRecord,
     params: Any,
     pairs: Pairs,
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too."""
-    plans, matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
-    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
-    residuals, factors = dict[Path, np.ndarray](), dict[Path, np.ndarray]()
-    for seed, (path, plan) in enumerate(plans.items()):
-        if plan.view:
-            residuals[path] = np.zeros(plan.shape, np.float32)
-            generator = np.random.default_rng(seed)
-            factors[path] = generator.standard_normal(plan.q_shape, np.float32)
+    """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too.
+
+    What the record does not have, as it is frozen or has not begun, stays as in `state`, which is
+    as `jaxcomp.powersgd` begins.
+    """
+    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
+    state = hollow(state)  # so that each array goes when another takes its place
     afresh, packed = list[str](), set[str]()
-    for path, pair, part, q_rows in matrices:
-        residual, q = residuals[path], factors[path]
-        if part.error is not None:
+    for path, pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
+        residual, q = residuals.get(path), factors.get(path)
+        if part.error is not None and residual is not None:
             residual = pair.to_flax(part.error)
-        if part.q is not None:
+        if part.q is not None and q is not None:
             q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
             packed |= {pair.torch_name} if pair.rows else set()
-        if np.isfinite(residual).all() and np.isfinite(q).all():
-            residuals[path], factors[path] = residual, q
+        if all(array is None or np.isfinite(array).all() for array in (residual, q)):
+            residuals |= {} if residual is None else {path: jnp.array(residual)}
+            factors |= {} if q is None else {path: jnp.array(q)}
         else:
             afresh.append("/".join(path))
     if afresh:
@@ -152,45 +153,11 @@ def filled_state(
             "equivalent in kind, not equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
-
-    def tree(found: Mapping[Path, np.ndarray], kept: bool) -> Any:
-        known = found if kept else {}
-        return jax.tree.structure(unboxed(params)).unflatten(
-            jnp.array(known[path]) if path in known else optax.MaskedNode() for path in plans
-        )
-
-    return PowerSGDState(
-        jnp.asarray(record.iter, jnp.int32),
-        tree(residuals, record.use_error_feedback),
-        tree(factors, record.warm_start),
-        owner=jnp.zeros([], jnp.float32),
+    return state._replace(
+        count=jnp.asarray(record.iter, jnp.int32),
+        residual=jax.tree.structure(state.residual).unflatten(residuals.values()),
+        q=jax.tree.structure(state.q).unflatten(factors.values()),
     )
-
-
-def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
-    """The hook state with the mean error of all ranks, in float32.
-
-    Raises:
-      ValueError: `missing_ranks` is no choice.
-      CheckpointMismatch: Ranks are missing, and nothing was chosen.
-    """
-    if missing_ranks not in _MISSING_RANKS:
-        raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
-    first = checkpoint.powersgd[0]
-    missing = checkpoint.missing_ranks and bool(first.error_dict)
-    if missing and missing_ranks == "error":
-        size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
-        raise CheckpointMismatch(
-            f"The errors of {len(checkpoint.powersgd)} rank(s){size} are here, and the mean over "
-            f"all ranks is needed. Load one file per rank, or save with "
-            f'torch_bridge.save_checkpoint; else choose: missing_ranks="zero" forgets what was not '
-            f'sent yet (one small step back, once), missing_ranks="replicate" takes these ranks '
-            f"for all (keeps it, and adds their deviation from the mean as a spurious gradient, "
-            f"once).",
-            parameters=("missing_ranks",),
-        )
-    forgotten = missing and missing_ranks == "zero"
-    return dataclasses.replace(first, error_dict={}) if forgotten else checkpoint.mean
 
 
 # --- both ways ----------------------------------------------------------------------------------
@@ -202,7 +169,7 @@ def _common_matrices(
     record: PowerSGDRecord,
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
-) -> tuple[dict[Path, LeafPlan], list[CommonMatrix]]:
+) -> list[CommonMatrix]:
     """What both sides compress, with the rank and the rate of `record`.
 
     Args:
@@ -211,9 +178,6 @@ def _common_matrices(
       record: Whose buffers the matrices are views of.
       layout: Of the buffers; None where it is not known, as there are none yet.
       matrix_dims: As passed to `jaxcomp.powersgd`.
-
-    Returns:
-      What jaxcomp does with each leaf of `params`, in their order, and the matrices.
 
     Raises:
       CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
@@ -248,7 +212,7 @@ def _common_matrices(
             mis_shaped=problems,
             parameters=("matrix_dims",),
         )
-    return plans, matrices
+    return matrices
 
 
 def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
@@ -362,9 +326,9 @@ def record_of_state(
         for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
     )
     record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
-    plans, matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
+    matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    _check_shapes(plans, residuals, factors)
+    _check_shapes(state, jax.eval_shape(_powersgd(record, matrix_dims).init, params))
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
     for path, pair, part, q_rows in matrices:
         if part.error is not None and path in residuals:
@@ -386,25 +350,26 @@ def record_of_state(
     return record
 
 
-def _check_shapes(
-    plans: Mapping[Path, LeafPlan], residuals: Mapping[Path, Any], factors: Mapping[Path, Any]
-) -> None:
-    """Refuses a state that is not as `plans` make it.
+def _powersgd(
+    record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None
+) -> optax.GradientTransformation:
+    kwargs = powersgd_kwargs_from_torch(record)
+    return jaxcomp.powersgd(axis_name="data", matrix_dims=matrix_dims, **kwargs)
+
+
+def _check_shapes(state: PowerSGDState, expected: PowerSGDState) -> None:
+    """Refuses a state of other shapes.
 
     Raises:
       CheckpointMismatch: With everything of another shape.
     """
-    wanted = dict[tuple[str, Path], tuple[int, ...]]()
-    for path, plan in plans.items():
-        if plan.view:
-            wanted |= {("residual", path): plan.shape, ("q", path): plan.q_shape}
-    found = {("residual", path): tuple(leaf.shape) for path, leaf in residuals.items()}
-    found |= {("q", path): tuple(leaf.shape) for path, leaf in factors.items()}
-    wrong = [
-        f"{'/'.join(path)}: {what} of shape {shape}, expected {wanted.get((what, path))}"
-        for (what, path), shape in found.items()
-        if shape != wanted.get((what, path))
-    ]
+    wrong = list[str]()
+    for what in ("residual", "q"):
+        wanted = leaves_by_path(getattr(expected, what))
+        for path, leaf in leaves_by_path(getattr(state, what)).items():
+            shape = wanted[path].shape if path in wanted else None
+            if tuple(leaf.shape) != shape:
+                wrong.append(f"{'/'.join(path)}: {what} of shape {leaf.shape}, expected {shape}")
     if wrong:
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "

@@ -16,9 +16,9 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
-from torch_bridge._convert.powersgd import filled_state, mean_of_ranks
+from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
@@ -159,7 +159,7 @@ def to_flax(
     if record:
         hook = record.iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
-        state = filled_state(mean, chosen, own, layout, matrix_dims)
+        state = filled_state(reducer.init(chosen), mean, chosen, own, layout, matrix_dims)
         del mean  # in which all errors are
     else:
         state = reducer.init(chosen)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
+
+_MISSING_RANKS = ("error", "zero", "replicate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +87,48 @@ class Checkpoint:
     def mean(self) -> PowerSGDRecord:
         """The hook state with the mean of the errors of the ranks at hand, float32."""
         first = self.powersgd[0]
-        errors = {bucket: self.mean_error(bucket) for bucket in first.error_dict}
-        return dataclasses.replace(first, error_dict=errors)
+        return dataclasses.replace(
+            first, error_dict={bucket: _mean(self.powersgd, bucket) for bucket in first.error_dict}
+        )
 
-    def mean_error(self, bucket: int) -> np.ndarray:
-        """The mean of the errors of the ranks at hand in one bucket, flat, float32."""
-        errors = [record.error_dict[bucket] for record in self.powersgd]
-        # `to_torch` writes one buffer for all ranks: what they share is read once.
-        keys = [storage_key(error) for error in errors]
-        distinct = dict(zip(keys, errors, strict=True))
-        if len(distinct) == 1:  # which is only read, so it needs no copy
-            return errors[0].astype(np.float32, copy=False)
-        mean = np.zeros(errors[0].shape, np.float32)
-        for key, ranks in collections.Counter(keys).items():
-            part = distinct[key].astype(np.float32, copy=False)
-            mean += part if ranks == 1 else part * ranks
-        mean /= len(errors)
-        return mean
+
+def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
+    """The hook state with the mean error of all ranks, in float32.
+
+    Raises:
+      ValueError: `missing_ranks` is no choice.
+      CheckpointMismatch: Ranks are missing, and nothing was chosen.
+    """
+    if missing_ranks not in _MISSING_RANKS:
+        raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
+    first = checkpoint.powersgd[0]
+    missing = checkpoint.missing_ranks and bool(first.error_dict)
+    if missing and missing_ranks == "error":
+        size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
+        raise CheckpointMismatch(
+            f"The errors of {len(checkpoint.powersgd)} rank(s){size} are here, and the mean over "
+            f"all ranks is needed. Load one file per rank, or save with "
+            f'torch_bridge.save_checkpoint; else choose: missing_ranks="zero" forgets what was not '
+            f'sent yet (one small step back, once), missing_ranks="replicate" takes these ranks '
+            f"for all (keeps it, and adds their deviation from the mean as a spurious gradient, "
+            f"once).",
+            parameters=("missing_ranks",),
+        )
+    forgotten = missing and missing_ranks == "zero"
+    return dataclasses.replace(first, error_dict={}) if forgotten else checkpoint.mean
+
+
+def _mean(records: Sequence[PowerSGDRecord], bucket: int) -> np.ndarray:
+    """The mean of the ranks' errors in one bucket, flat, float32."""
+    errors = [record.error_dict[bucket] for record in records]
+    # `to_torch` writes one buffer for all ranks: what they share is read once.
+    keys = [storage_key(error) for error in errors]
+    distinct = dict(zip(keys, errors, strict=True))
+    if len(distinct) == 1:  # which is only read, so it needs no copy
+        return errors[0].astype(np.float32, copy=False)
+    mean = np.zeros(errors[0].shape, np.float32)
+    for key, ranks in collections.Counter(keys).items():
+        part = distinct[key].astype(np.float32, copy=False)
+        mean += part if ranks == 1 else part * ranks
+    mean /= len(errors)
+    return mean
