@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 import torch_files as files
-from colliding_keys import colliding_keys
-from unpickler_inputs import BODIES, Dice, any_value, named, unpickler_input
+from unpickler_inputs import BODIES, Dice, any_value, colliding_keys, named, unpickler_input
 
 import torch_bridge
 

@@ -62,6 +62,8 @@ def way_out(name: str) -> str:
 class Attributes(dict):
     """An object of which nothing but the attributes is read."""
 
+    __slots__ = ()
+
 
 def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
     """What a call of each global that may be called gives; copies are charged.
