@@ -42,7 +42,7 @@ class CommonMatrix(NamedTuple):
     path: Path  # of the leaf, without the collection
     pair: Pair
     part: BucketPart  # what torch keeps for it
-    q_rows: np.ndarray  # where the rows of its Q are: ``q = torch_q[q_rows]``, shape (cols,)
+    q_rows: np.ndarray  # ``q = torch_q[q_rows]``
 
 
 def powersgd_from_torch(
@@ -192,14 +192,18 @@ def _common_matrices(
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
-        plan, part = plans[pair.path], parts[names[pair.torch_name]]
-        order = part.entry.column_order()
-        if problem := _difference(plan, part, order):
+        path, part = pair.path, parts[names[pair.torch_name]]
+        plan, (rows, cols) = plans[path], part.entry.matrix
+        try:
+            if part.rank and plan.view:
+                matrices.append(CommonMatrix(path, pair, part, _rows_of_q(plan, pair, part)))
+            elif plan.view:
+                raise CheckpointMismatch("compressed by jaxcomp only")
+            elif 0 < part.rank < min(rows, cols):  # by which something is lost
+                raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
+        except CheckpointMismatch as error:
             line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
-            problems.append(f"{line}: {problem}")
-        elif plan.view is not None and order is not None:
-            q_rows = np.argsort(order)[pair.column_order(plan.view.dims.cols)]
-            matrices.append(CommonMatrix(pair.path, pair, part, q_rows))
+            problems.append(f"{line}: {error.message}")
     if problems:
         raise CheckpointMismatch(
             "torch and jaxcomp do not compress the same matrices. If torch's view(shape[0], -1) "
@@ -211,19 +215,22 @@ def _common_matrices(
     return matrices
 
 
-def _difference(plan: LeafPlan, part: BucketPart, order: np.ndarray | None) -> str:
-    """How a leaf's matrix differs from torch's with its columns in `order`; "" if it does not."""
-    rows, cols = part.entry.matrix
-    if plan.view is None:  # at full rank torch loses nothing
-        lossless = part.rank in (0, min(rows, cols))
-        return "" if lossless else f"compressed by torch only ({rows} x {cols})"
-    if not part.rank:
-        return "compressed by jaxcomp only"
+def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
+    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
+
+    Raises:
+      CheckpointMismatch: Torch's matrix is another than the leaf's.
+    """
+    assert plan.view is not None
     if plan.view.batch:
-        return "several matrices in one leaf, which have several Q"
+        raise CheckpointMismatch("several matrices in one leaf, which have several Q")
+    cols = pair.column_order(plan.view.dims.cols)
+    order = part.entry.column_order()
     if order is None:
-        return f"its strides {part.entry.strides} mix torch's rows and columns"
-    return "" if plan.rank == part.rank else f"rank {plan.rank}, torch has {part.rank}"
+        raise CheckpointMismatch(f"its strides {part.entry.strides} mix torch's rows and columns")
+    if plan.rank != part.rank:
+        raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
+    return np.argsort(order)[cols]
 
 
 # --- to torch -----------------------------------------------------------------------------------
