@@ -125,7 +125,8 @@ class Advice:
         )
         return (
             f"The {self.baseline.name} adds {own} to {with_unit(self.compute_time, 's')} of "
-            f"computation, and the best alternative, {best.name}, {other}: too little to win."
+            f"computation, and the best alternative, {best.name}, {other}: no "
+            f"gain of {_CLOSE - 1:.0%}, the error of the model."
         )
 
     def __str__(self) -> str:
@@ -165,9 +166,8 @@ def advise(
     averages overlap with the backward pass, for which two thirds of `step_time` are taken;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
     all-reduce. The rank comes from a `Law` for PowerSGD with ``comm_dtype="int6"`` from the first
-    step on, with the interval that 95% of single runs are expected in. It is wide: behind AdamW 0.7
-    points to both sides at width 128 and 1.9 at width 512, behind Muon 2.4, more at widths that no
-    run had.
+    step on, with the interval that 95% of single runs are expected in: behind AdamW 0.6 points to
+    both sides, behind Muon 2.2, and more at widths that no run had.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
@@ -217,8 +217,8 @@ def advise(
     deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
     if deep and matrix_dims is None:
         notes.append(
-            f"{deep} leaves have three axes or more and count as one matrix each: pass matrix_dims "
-            "where the first axis counts layers"
+            f"{deep} leaves have three axes or more and count as one matrix each: pass "
+            "matrix_dims=jaxcomp.stacked(name) where the first axis counts layers"
         )
     law, width = LAWS[optimizer], typical_width(params, matrix_dims)
     low, high = WIDTHS
@@ -232,6 +232,11 @@ def advise(
         )
 
     predictions = _predictions(params, link, compute, constants, law, budget, matrix_dims)
+    if not any(prediction.rank for prediction in predictions):
+        notes.append(
+            f"PowerSGD is left out: at rank {law.rank(budget, width)}, the lowest that keeps the "
+            f"budget, it sends no less than {constants.half}; lower ranks take a larger loss_budget"
+        )
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
     # The one that sends most among those that pay and are about as fast as the fastest: from the
     # law's rank on all of them keep the budget.

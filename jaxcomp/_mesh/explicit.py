@@ -40,8 +40,8 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
     missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
     if missing:
         raise ValueError(
-            f"The mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.shape)}. Pass the "
-            "axis_name that the reducer was made with, and the mesh that it names."
+            f"The mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.shape)}. Make the "
+            "reducer with an axis of this mesh, or pass the mesh that has it."
         )
 
 

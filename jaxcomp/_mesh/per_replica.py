@@ -65,7 +65,8 @@ def without_row(state: PyTree) -> PyTree:
                 f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} replicas "
                 "where one is at work. Map the state over them: place it with jaxcomp.shard_state "
                 "and give jax.shard_map jaxcomp.state_specs(state, axis_name), or give jax.vmap "
-                "and jax.pmap in_axes=jaxcomp.state_axes(state)."
+                "and jax.pmap in_axes=jaxcomp.state_axes(state). Behind jaxcomp.value_and_grad, "
+                "which has averaged, the chain takes jaxcomp.hold_state(reducer)."
             )
         return leaf.reshape(leaf.shape[1:]) if local else leaf
 

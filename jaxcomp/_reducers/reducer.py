@@ -219,9 +219,10 @@ def _not_floating(leaves: Sequence[tuple[KeyPath, Any]]) -> ValueError:
 def _already_summed(axis_name: AxisName, path: KeyPath, axis: str) -> ValueError:
     return ValueError(
         f"The gradient {leaf_name(path)} is the same on every replica along {axis!r}: it was "
-        "already summed by jax.grad inside shard_map(check_vma=True), so there is nothing left to "
-        f"reduce. Take it with jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the "
-        f"parameters with jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
+        "already summed, by jax.grad inside shard_map(check_vma=True) or a pmean of your own, so "
+        "there is nothing left to reduce. Leave the pmean out, or take the gradient with "
+        f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
+        f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
     )
 
 

@@ -56,6 +56,14 @@ def state_in(
     """
     if is_reducer_state(tree) or not isinstance(reducer, Reducer):
         return tree, lambda state: state
+    is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
+    for node in filter(is_multi_steps, jax.tree.leaves(tree, is_leaf=is_multi_steps)):
+        if any(map(is_reducer_state, jax.tree.leaves(node, is_leaf=is_reducer_state))):
+            raise ValueError(
+                "optax.MultiSteps around jaxcomp.hold_state would accumulate what is averaged "
+                "already. Leave it out, and accumulate in the gradient function, as docs/adopt.md "
+                "shows."
+            )
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_reducer_state)
     fresh = jax.tree.structure(jax.eval_shape(reducer.init, params()))
     if fresh == jax.tree.structure(tree):

@@ -74,9 +74,11 @@ def check_differentiable(params: PyTree) -> None:
 # What JAX says inside of a `jax.shard_map` that the user has not written, and what to do then.
 _NOTES = {
     "manual axis types": (
-        "In jaxcomp.data_parallel the arguments are each replica's own, and what a loop carries, "
-        "or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
-        "zeros(shape) has not. Or pass check_vma=False: the same gradients."
+        "In jaxcomp.data_parallel what is trained or split is each replica's own, and what a loop "
+        "carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
+        "zeros(shape) has not, and jaxcomp.as_local gives it to what every replica sees whole. Or "
+        "pass check_vma=False: the same gradients, but a pmean of your own is then only noticed by "
+        "jaxcomp.check."
     ),
     "Closing over inputs to shard_map": (
         "What the function closes over lies on a mesh of Explicit axes. Pass it as an argument "

@@ -185,6 +185,7 @@ def test_stacked_layers_are_as_wide_as_one_of_them():
 def test_what_cannot_be_compressed_gets_no_rank():
     vectors = jaxcomp.advise({"b": jnp.zeros(1_000_000)}, **SLOW)
     assert not powersgd(vectors)
+    assert "PowerSGD is left out" in str(vectors)
     assert vectors.recommended.name == "int8 all-reduce"
 
 

@@ -90,6 +90,14 @@ def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(holder, kind):
     jax.tree.map(np.testing.assert_array_equal, (found, take(held)), held_by_nothing(kind))
 
 
+def test_multisteps_around_the_state_is_refused():
+    tx = optax.MultiSteps(optax.chain(jaxcomp.hold_state(reducer("powersgd"))), 2)
+    mesh, params = grid(2), new_params()
+    run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
+    with pytest.raises(ValueError, match=r"MultiSteps around jaxcomp\.hold_state .* accumulate in"):
+        run(jaxcomp.shard_state(tx.init(params), mesh, "data"), params, *batch())
+
+
 def test_a_reducer_without_a_state_takes_any_and_two_states_are_refused():
     mesh, params, data = grid(2), new_params(), batch()
     run = jaxcomp.value_and_grad(bare_loss, reducer("allreduce"), mesh=mesh)
