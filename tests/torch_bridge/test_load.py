@@ -63,8 +63,13 @@ def test_slots_of_older_releases(put):
     assert record.batch_tensors_with_same_shape is False
 
 
-def test_what_people_put_beside_it(put):
-    arrays = {"history": np.arange(6).reshape(2, 3), "rng": torch.get_rng_state().numpy()}
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_what_people_put_beside_it(put, protocol):
+    arrays = {
+        "history": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "none": np.zeros((0, 3)),
+        "rng": torch.get_rng_state().numpy(),
+    }
     arrays["words"] = np.random.RandomState(4).get_state()[1]
     extra = {
         "args": argparse.Namespace(lr=0.1, out=pathlib.Path("/runs/a")),
@@ -73,10 +78,11 @@ def test_what_people_put_beside_it(put):
         "device": torch.device("cuda", 1),
         "size": torch.Size([2, 3]),
         "nested": collections.defaultdict(list, {"a": [1, (2, None)], "b": {True, 1.5}}),
+        "frozen": frozenset({1, "a"}),
         "bytes": b"\x00\xff",
     }
     whole = files.documented() | arrays | extra | {"rng": torch.get_rng_state()}
-    got = load(put(files.saved(whole))).extra
+    got = load(put(files.saved(whole, pickle_protocol=protocol))).extra
     for name, array in arrays.items():
         same(got[name], array)
     shown = {"args": {"lr": 0.1, "out": "/runs/a"}, "device": "cuda:1", "size": (2, 3)}

@@ -21,6 +21,23 @@ _CHUNK = 1 << 20
 _DIRECTORY_SIZE = 5  # its place in what ends a zip file
 _DIRECTORY_BYTES = 18  # of memory, for a byte of a zip directory: 800 for an entry of 46
 _UNCOUNTED = 4 << 20  # what is not charged one by one
+# Files that people take for a checkpoint of torch's: where which bytes are, and a sentence.
+_OTHER_KINDS = (
+    (0, b"\x1f\x8b", "a gzip file; unpack it first with gunzip"),
+    (
+        257,
+        b"ustar",
+        "a tar archive, as of torch before 0.1.10 or of tar; unpack it, or save it anew",
+    ),
+    (8, b"{", "a safetensors file; load it with safetensors and save the dictionary by torch.save"),
+    (
+        0,
+        b"\x80",
+        "a pickle, as torch wrote before 1.6; read it with torch.load(..., weights_only=True) and "
+        "save it anew with torch.save",
+    ),
+    (0, b"", "a file that is no zip archive, which torch.save writes"),
+)
 
 
 def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget]:
@@ -38,7 +55,8 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
         size = os.fstat(file.fileno()).st_size
         head = file.read(512)
         if head[:4] not in _ZIP:
-            raise Malformed(_other_kind(head))
+            other = (kind for at, mark, kind in _OTHER_KINDS if head[at:].startswith(mark))
+            raise Malformed(next(other) if head else "an empty file")
         budget = Budget(size, max_bytes)
         budget.claim(_UNCOUNTED if max_bytes is None else 0)
         try:
@@ -54,24 +72,6 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
             read, keys = _reader(archive, budget), Keys(budget)
             functions = functions_of(keys, budget) | {STORAGE: storage_reader(read)}
             return unpickle(read("data.pkl"), functions, keys, budget), budget
-
-
-def _other_kind(head: bytes) -> str:
-    """A sentence for each kind of file that people take for a checkpoint of torch's."""
-    if not head:
-        return "an empty file"
-    if head[:2] == b"\x1f\x8b":
-        return "a gzip file; unpack it first with gunzip"
-    if head[257:262] == b"ustar":
-        return "a tar archive, as of torch before 0.1.10 or of tar; unpack it, or save it anew"
-    if head[8:9] == b"{":
-        return "a safetensors file; load it with safetensors and save the dictionary by torch.save"
-    if head[:1] == b"\x80":
-        return (
-            "a pickle, as torch wrote before 1.6; read it with torch.load(..., weights_only=True) "
-            "and save it anew with torch.save"
-        )
-    return "a file that is no zip archive, which torch.save writes"
 
 
 def _reader(archive: zipfile.ZipFile, budget: Budget) -> Callable[..., np.ndarray]:

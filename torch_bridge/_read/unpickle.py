@@ -39,7 +39,7 @@ _CHARGES = {
     **dict.fromkeys(b"JMG\x8a\x8bt", 64),
     **dict.fromkeys(b"\x85\x86\x87XU\x8cT\x8dCB\x8e\x96", 96),
     **dict.fromkeys(b"](", 128),
-    **dict.fromkeys(b"}\x8fR\x81Q", 208),
+    **dict.fromkeys(b"}\x8f\x91R\x81Q", 208),
 }
 _LOADS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 
@@ -120,6 +120,10 @@ class _Unpickler(pickle._Unpickler):
             parts = iter(added)
             self._keys.mapping(zip(parts, parts, strict=True), into)
 
+    def _frozen_set(self) -> None:
+        members = self._keys.members(self.pop_mark())  # which changes what `append` is
+        self.append(frozenset(members))
+
     def _unshown(self) -> Any:
         """The top of the stack, which is not in anything yet, and so never in itself."""
         if id(self.stack[-1]) in self._measured:
@@ -162,6 +166,7 @@ _OWN: dict[int, Callable[[Any], None]] = {
     pickle.APPEND[0]: lambda self: self._fill(list, [self.stack.pop()]),
     pickle.APPENDS[0]: lambda self: self._fill(list, self.pop_mark()),
     pickle.ADDITEMS[0]: lambda self: self._fill(set, self.pop_mark()),
+    pickle.FROZENSET[0]: _Unpickler._frozen_set,
     pickle.SETITEM[0]: lambda self: self._fill(dict, [self.stack.pop(-2), self.stack.pop()]),
     pickle.SETITEMS[0]: lambda self: self._fill(dict, self.pop_mark()),
     pickle.BINGET[0]: lambda self: self._again(self.read(1)[0]),
