@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxcomp
 from jaxcomp import PowerSGDState
@@ -23,7 +22,7 @@ from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import hollow, leaves_by_path, trained
+from torch_bridge._pairing.leaves import leaves_by_path, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
@@ -33,13 +32,10 @@ if TYPE_CHECKING:
         PowerSGDState as TorchPowerSGDState,
     )
 
-Path: TypeAlias = tuple[str, ...]
-
 
 class CommonMatrix(NamedTuple):
     """A matrix that both sides compress: a Flax leaf, and a torch tensor or rows of one."""
 
-    path: Path  # of the leaf, without the collection
     pair: Pair
     part: BucketPart  # what torch keeps for it
     q_rows: np.ndarray  # ``q = torch_q[q_rows]``
@@ -108,12 +104,12 @@ def powersgd_from_torch(
     model = checkpoint.model or (layout.entries if layout else {})
     pairs = pairs_for(model, params, pairs)
     record = mean_of_ranks(checkpoint, missing_ranks)
-    begins = _powersgd(record, matrix_dims).init
-    return filled_state(begins(params), record, params, pairs, layout, matrix_dims)
+    shapes = _shapes(params, record, matrix_dims)
+    return filled_state(shapes, record, params, pairs, layout, matrix_dims)
 
 
 def filled_state(
-    state: Any,
+    shapes: Any,
     record: PowerSGDRecord,
     params: Any,
     pairs: Pairs,
@@ -122,24 +118,27 @@ def filled_state(
 ) -> PowerSGDState:
     """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too.
 
-    What the record does not have, as it is frozen or has not begun, stays as in `state`, which is
-    as `jaxcomp.powersgd` begins.
+    `shapes` is the state of `jaxcomp.powersgd` without values, as of ``jax.eval_shape``.
     """
-    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    state = hollow(state)  # so that each array goes when another takes its place
+    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
+    draw = np.random.default_rng(0).standard_normal
+    wanted = leaves_by_path(shapes.residual), leaves_by_path(shapes.q)
+    residuals = {path: np.zeros(leaf.shape, np.float32) for path, leaf in wanted[0].items()}
+    factors = {path: draw(leaf.shape, np.float32) for path, leaf in wanted[1].items()}
     afresh, packed = list[str](), set[str]()
-    for path, pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
-        residual, q = residuals.get(path), factors.get(path)
+    for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
+        residual, q = residuals.get(pair.path), factors.get(pair.path)
         if part.error is not None and residual is not None:
             residual = pair.to_flax(part.error)
         if part.q is not None and q is not None:
             q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
             packed |= {pair.torch_name} if pair.rows else set()
-        if all(array is None or np.isfinite(array).all() for array in (residual, q)):
-            residuals |= {} if residual is None else {path: jnp.array(residual)}
-            factors |= {} if q is None else {path: jnp.array(q)}
-        else:
-            afresh.append("/".join(path))
+        if any(array is not None and not np.isfinite(array).all() for array in (residual, q)):
+            afresh.append("/".join(pair.path))
+            continue
+        for leaves, array in ((residuals, residual), (factors, q)):
+            if array is not None:
+                leaves[pair.path] = array
     if afresh:
         warnings.warn(
             f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
@@ -153,10 +152,11 @@ def filled_state(
             "equivalent in kind, not equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
-    return state._replace(
-        count=jnp.asarray(record.iter, jnp.int32),
-        residual=jax.tree.structure(state.residual).unflatten(residuals.values()),
-        q=jax.tree.structure(state.q).unflatten(factors.values()),
+    return PowerSGDState(
+        jnp.asarray(record.iter, jnp.int32),
+        jax.tree.structure(shapes.residual).unflatten(map(jnp.array, residuals.values())),
+        jax.tree.structure(shapes.q).unflatten(map(jnp.array, factors.values())),
+        owner=jnp.zeros([], jnp.float32),
     )
 
 
@@ -192,11 +192,11 @@ def _common_matrices(
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
-        path, part = pair.path, parts[names[pair.torch_name]]
-        plan, (rows, cols) = plans[path], part.entry.matrix
+        plan, part = plans[pair.path], parts[names[pair.torch_name]]
+        rows, cols = part.entry.matrix
         try:
             if part.rank and plan.view:
-                matrices.append(CommonMatrix(path, pair, part, _rows_of_q(plan, pair, part)))
+                matrices.append(CommonMatrix(pair, part, _rows_of_q(plan, pair, part)))
             elif plan.view:
                 raise CheckpointMismatch("compressed by jaxcomp only")
             elif 0 < part.rank < min(rows, cols):  # by which something is lost
@@ -328,14 +328,14 @@ def record_of_state(
     record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
     matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    _check_shapes(state, jax.eval_shape(_powersgd(record, matrix_dims).init, params))
+    _check_shapes(state, _shapes(params, record, matrix_dims))
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
-    for path, pair, part, q_rows in matrices:
-        if part.error is not None and path in residuals:
-            part.error[slice(*pair.row_range)] = pair.to_torch(residuals[path])
-        if part.q is not None and path in factors:
+    for pair, part, q_rows in matrices:
+        if part.error is not None and pair.path in residuals:
+            part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
+        if part.q is not None and pair.path in factors:
             torch_q = np.empty_like(part.q)
-            torch_q[q_rows] = to_numpy(factors[path]).reshape(torch_q.shape)
+            torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             found.setdefault(part.entry.name, []).append(torch_q)
     for name, part in layout.parts(record).items():
         if part.rank and part.q is not None:
@@ -350,11 +350,11 @@ def record_of_state(
     return record
 
 
-def _powersgd(
-    record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None
-) -> optax.GradientTransformation:
+def _shapes(params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None) -> Any:
+    """The state of `jaxcomp.powersgd` with the arguments of `record`, without values."""
     kwargs = powersgd_kwargs_from_torch(record)
-    return jaxcomp.powersgd(axis_name="data", matrix_dims=matrix_dims, **kwargs)
+    reducer = jaxcomp.powersgd(axis_name="data", matrix_dims=matrix_dims, **kwargs)
+    return jax.eval_shape(reducer.init, params)
 
 
 def _check_shapes(state: PowerSGDState, expected: PowerSGDState) -> None:

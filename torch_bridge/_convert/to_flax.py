@@ -159,7 +159,8 @@ def to_flax(
     if record:
         hook = record.iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
-        state = filled_state(reducer.init(chosen), mean, chosen, own, layout, matrix_dims)
+        shapes = jax.eval_shape(reducer.init, chosen)
+        state = filled_state(shapes, mean, chosen, own, layout, matrix_dims)
         del mean  # in which all errors are
     else:
         state = reducer.init(chosen)
