@@ -1,15 +1,23 @@
-"""The ranks of a torch job, which share what importing torch costs."""
+"""The ranks of a torch job over gloo, which share what importing torch costs."""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
 def run_ranks(worker: Callable[..., None], world: int, *arguments: Any) -> None:
     """Calls ``worker(rank, *arguments)`` in as many processes; for the main program of a script.
+
+    They are a process group, with a thread each. Gloo meets through a file, so that no port need
+    be found.
 
     Raises:
       ProcessRaisedException, ProcessExitedException: If one fails. They end with their parent.
@@ -17,4 +25,16 @@ def run_ranks(worker: Callable[..., None], world: int, *arguments: Any) -> None:
     # DistributedDataParallel does, a second in each process: what is forked has it.
     import torch._dynamo  # noqa: F401
 
-    mp.start_processes(worker, args=arguments, nprocs=world, start_method="fork")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        given = (worker, world, os.path.join(folder, "store"), arguments)
+        mp.start_processes(_rank, args=given, nprocs=world, start_method="fork")
+
+
+def _rank(rank: int, worker: Callable[..., None], world: int, store: str, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    worker(rank, *arguments)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's shutdown, which aborts the process

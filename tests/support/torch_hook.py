@@ -7,13 +7,10 @@ result of every step (``RANK/out/NAME``: ``(steps, *torch_shape)``) and the righ
 first compressed step draws (``RANK/q/NAME``: ``(cols, r)``), before torch orthogonalises them.
 """
 
-import os
 import sys
-import tempfile
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
@@ -72,22 +69,16 @@ def run(index, data, rank, start):
     return arrays | {f"{rank}/q/{n}": x for n, x in q.items()}
 
 
-def worker(index, world, store, source, target, start, ranks):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=world)
+def worker(index, source, target, start, ranks):
     data = dict(np.load(source))
     arrays = {}
     for rank in ranks:
         arrays |= run(index, data, rank, start)
     if index == 0:
         np.savez(target, **arrays)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     source, target, start, *ranks = sys.argv[1:]
     world = next(iter(np.load(source).values())).shape[0]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        run_ranks(worker, world, world, store, source, target, int(start), [int(r) for r in ranks])
+    run_ranks(worker, world, source, target, int(start), [int(r) for r in ranks])

@@ -3,7 +3,7 @@
     python torch_local_sgd.py FOLDER WORLD
 
 Runs the cases of its number of processes with the folder's data.npz, and writes the weights of each
-rank to ``RANK.npz``. Gloo meets through a file, so that no port need be found.
+rank to ``RANK.npz``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import pathlib
 import sys
 from collections import OrderedDict
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -85,17 +84,9 @@ def accelerate_local_sgd(data, rank, steps):
 
 
 def worker(rank, folder, world):
-    torch.set_num_threads(1)
     data = np.load(folder / "data.npz")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
     found = {}
     if world == 2:
         found["periodic"] = post_local(data, rank, PeriodicModelAverager(4, warmup_steps=10), 10)
@@ -109,7 +100,6 @@ def worker(rank, folder, world):
         found["hierarchical"] = post_local(data, rank, averager, 5)
     arrays = {f"{case}_{i}": w for case, ws in found.items() for i, w in enumerate(ws)}
     np.savez(folder / f"{rank}.npz", **arrays)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

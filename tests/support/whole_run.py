@@ -7,14 +7,12 @@ Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` saved at MOVES[0]
 """
 
 import json
-import os
 import pathlib
 import sys
 import time
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from bridge import steps_in_torch
 from ranks import run_ranks
 from torch import nn
@@ -128,16 +126,11 @@ def returned(case, rank, folder):
 
 
 def worker(rank, folder, *cases):
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     first = {case: stayed(case, rank, folder) for case in cases}
     for case in cases:
         names = ("stayed", "stayed_mean", "returned", "mean")
         found = dict(zip(names, (*first[case], *returned(case, rank, folder)), strict=True))
         (folder / f"{case}.{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the interpreter's shutdown, which aborts the process
 
 
 if __name__ == "__main__":

@@ -148,23 +148,25 @@ REDUCERS = {
 TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
 
 
-# Of int8 factors a step beside another axis shows it, below.
-@pytest.mark.parametrize("name", [name for name in REDUCERS if name != "int8"])
+def checked(reducer, mesh, params, x):
+    """A right step, which passes."""
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(run, run.init(params), params, x)
+    listed = [y for x in jaxcomp.check(program, reducer, params) for y in hlo.results(x)]
+    assert sorted(listed) == sorted(hlo.collectives(program.as_text()))
+    return run
+
+
+# Of factors of integers a step beside another axis shows what passes, below.
+@pytest.mark.parametrize("name", [name for name in REDUCERS if not name.startswith("int")])
 def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
     mesh, reducer = mesh_of(4), REDUCERS[name]
     params = parameters(mesh)
-
-    def lowered(tx):
-        run = jaxcomp.value_and_grad(loss, tx, mesh=mesh, axis_name="data")
-        return compiled(run, run.init(params), params, X)
-
-    program = lowered(reducer)
-    found = jaxcomp.check(program, reducer, params)
-    listed = [y for x in found for y in hlo.results(x)]
-    assert sorted(listed) == sorted(hlo.collectives(program.as_text()))
+    checked(reducer, mesh, params, X)
     again = optax.chain(reducer, optax.stateless(lambda g, p: jaxcomp.as_local(g, "data")), reducer)
+    run = jaxcomp.value_and_grad(loss, again, mesh=mesh, axis_name="data")
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(lowered(again), reducer, params)
+        jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
 
 
 LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit loop's own hands
@@ -175,37 +177,29 @@ LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit 
 
 
 # Factors of integers take longest to compile: once in every step and once in a branch.
-BESIDE = [
-    (name, layout) for name in ("now", "later", "quantized", "bfloat16") for layout in LAYOUTS
-]
+BESIDE = [(name, layout) for name in ("later", "quantized", "bfloat16") for layout in LAYOUTS]
 BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
 
 
 @pytest.mark.parametrize(("name", "layout"), BESIDE)
-def test_a_right_step_passes_beside_another_axis_and_a_pmean_in_it_does_not(name, layout):
+def test_a_right_step_passes_beside_another_axis(name, layout):
     mesh = grid(2, model=2)
-    params, reducer = parameters(mesh, LAYOUTS[layout]), REDUCERS[name]
-    check_alone_and_beside_a_pmean(reducer, mesh, params, X)
+    checked(REDUCERS[name], mesh, parameters(mesh, LAYOUTS[layout]), X)
 
 
-def test_of_parameters_of_16_bits_a_device_sends_its_share_too():
-    mesh = grid(2, model=2)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(mesh, LAYOUTS["fsdp"]))
-    check_alone_and_beside_a_pmean(REDUCERS["bfloat16"], mesh, params, X.astype(jnp.bfloat16))
+def narrow(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
-def test_shapes_alone_do_beside_explicit_axes_too():
-    mesh, reducer = grid(2, "explicit", model=2), REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    program = compiled(run, run.init(params), params, X)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    jaxcomp.check(program, reducer, shapes)
-
-
-def check_alone_and_beside_a_pmean(reducer, mesh, params, x):
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    jaxcomp.check(compiled(run, run.init(params), params, x), reducer, params)
+# Of how much each reducer may send, twice as much shows it, above; of the layouts a pmean.
+@pytest.mark.parametrize(
+    ("name", "layout", "cast"),
+    [*(("now", layout, lambda tree: tree) for layout in LAYOUTS), ("bfloat16", "fsdp", narrow)],
+)
+def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
+    mesh, reducer = grid(2, model=2), REDUCERS[name]
+    params, x = cast((parameters(mesh, LAYOUTS[layout]), X))
+    run = checked(reducer, mesh, params, x)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
@@ -220,6 +214,15 @@ def check_alone_and_beside_a_pmean(reducer, mesh, params, x):
 
     with pytest.raises(ValueError, match=TOO_MUCH):
         jaxcomp.check(compiled(both, run.init(params), params, x), reducer, params)
+
+
+def test_shapes_alone_do_beside_explicit_axes_too():
+    mesh, reducer = grid(2, "explicit", model=2), REDUCERS["now"]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(run, run.init(params), params, X)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    jaxcomp.check(program, reducer, shapes)
 
 
 def left_in(reducer):
