@@ -327,7 +327,7 @@ def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
 
 
 def owner_id(axis_name: AxisName) -> Array:
-    """The owner of what this replica keeps, its number less that of all: float32 scalar, not 0."""
+    """The owner of what this replica keeps: its index less the number of replicas, -n to -1."""
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 

@@ -99,7 +99,7 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
 
 
 def is_reducer_state(node: Any) -> bool:
-    """Whether it is the state of a reducer, of the package or of a user: its class says so."""
+    """Whether its class says what replicas have of their own, as those of reducers' states do."""
     return isinstance(getattr(type(node), "per_replica", None), tuple)
 
 

@@ -38,7 +38,7 @@ class Reduction(NamedTuple):
     """One update of a `Reducer`, with what `error_feedback` needs to know of it."""
 
     updates: PyTree  # the average, equal on every replica
-    state: PyTree  # the new state; the old one, bit for bit, where `finite` is False
+    state: PyTree  # the new state; `reduce` gives the old one back where `finite` is False
     sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
     finite: Array  # bool scalar, equal on every replica: whether all updates are finite
 
@@ -58,10 +58,13 @@ class Reducer(Transformation):
     the weighted mean, whatever the weights of later steps.
 
     Args:
-      init: From parameters to a consolidated state.
+      init: From parameters to a consolidated state. A state of your own is a NamedTuple whose class
+        names the fields that differ between replicas, as in ``per_replica = ("momentum",)``, and
+        ``()`` if none does: states are placed, saved and found in an optimizer's by that.
       reduce: A function of local gradients, state, parameters or None, and extra arguments by name
-        that returns a `Reduction`; updates and sent in any floating dtypes. With a parameter
-        ``weight`` among the extra ones it sees to weights itself.
+        that returns a `Reduction`; updates and sent in any floating dtypes. Where they are not
+        finite it gives back the old state, and NaN as updates. With a parameter ``weight`` among
+        the extra ones it sees to weights itself.
       axis_name: The mapped axis or axes of the replicas.
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns

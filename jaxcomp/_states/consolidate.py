@@ -24,7 +24,8 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     state as `jaxcomp.data_parallel`, `jax.pmap`, `jax.vmap` or `jax.shard_map` returned it, with a
     leading axis of replicas. Inside of one, with `axis_name`, it is one all-reduce; under
     ``shard_map(check_vma=True)`` the result is replicated, and ``out_specs=P()`` gives the one
-    copy. Counters, flags and random keys, which have no mean, take the largest value.
+    copy. Of a replica's own counters, flags and random keys, which have no mean, the largest
+    stays.
 
     Args:
       state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.

@@ -123,7 +123,8 @@ def shard_state(
     """Places a state on a mesh, whatever number of replicas it comes from: the way back in.
 
     Shardings that the arrays already have over other axes of the mesh (tensor or FSDP parallel) are
-    kept. No device holds more than its own shard.
+    kept. No device holds more than its own shard, but for what comes from other devices than the
+    mesh's: of that each has a whole leaf for a moment.
 
     Args:
       state: Fresh from ``init``, consolidated, or with a leading axis of any number of replicas:

@@ -1,7 +1,7 @@
-"""The place of torch's `register_comm_hook` in a JAX loop: where gradients are ready.
+"""`data_parallel`: a gradient function and a reducer in one `jax.shard_map` over the replicas.
 
-A `jax.shard_map` over the replicas around a gradient function, whatever it is made of, and a
-reducer. What comes out are averaged gradients as global arrays; the optimizer stays where it was.
+It takes the place of torch's `register_comm_hook`, where gradients are ready, whatever made them.
+They come out averaged, as global arrays; the optimizer stays where it was.
 """
 
 from __future__ import annotations

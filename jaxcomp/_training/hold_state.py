@@ -20,10 +20,13 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
     `data_parallel` finds it in any tree: pass it the whole TrainState, and get that back.
 
     Args:
-      reducer: The one that `data_parallel` is given.
+      reducer: The `Reducer` that `data_parallel` is given.
 
     Returns:
       A transformation; its state is the reducer's.
+
+    Raises:
+      ValueError: If it is no `Reducer`: the state of a chain is not found again.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -38,6 +41,11 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
       >>> opt_state[0].residual.shape, int(opt_state[0].count)
       ((2, 16, 16), 1)
     """
+    if not isinstance(reducer, Reducer):
+        raise ValueError(
+            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Where "
+            "jaxcomp.data_parallel is given a chain, keep its state beside the optimizer's."
+        )
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> Any:
         del params

@@ -161,7 +161,7 @@ def to_flax(
         mean = mean_of_ranks(checkpoint, missing_ranks)
         shapes = jax.eval_shape(reducer.init, chosen)
         state = filled_state(shapes, mean, chosen, own, layout, matrix_dims)
-        del mean  # in which all errors are
+        del mean  # frees the errors' memory before the optimizer's is taken
     else:
         state = reducer.init(chosen)
     if consume:

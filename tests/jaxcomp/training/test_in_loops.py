@@ -90,7 +90,9 @@ def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(holder, kind):
     jax.tree.map(np.testing.assert_array_equal, (found, take(held)), held_by_nothing(kind))
 
 
-def test_multisteps_around_the_state_is_refused():
+def test_what_cannot_be_found_again_is_not_held():
+    with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
+        jaxcomp.hold_state(optax.chain(reducer("powersgd")))
     tx = optax.MultiSteps(optax.chain(jaxcomp.hold_state(reducer("powersgd"))), 2)
     mesh, params = grid(2), new_params()
     run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
