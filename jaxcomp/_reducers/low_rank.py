@@ -29,7 +29,7 @@ from jaxcomp._base.leaves import (
     wire_dtype,
 )
 from jaxcomp._base.typing import Array, AxisName, MatrixDims, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product, unsent
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.collectives import (
     Reduced,
@@ -109,9 +109,7 @@ class Leaves(NamedTuple):
     def of(cls, options: LowRank, updates: PyTree) -> Leaves:
         """The leaves of the gradients, those that are compressed in groups."""
         values, treedef = jax.tree.flatten(updates)
-        found = plan_leaves(
-            updates, options.rank, options.min_compression_rate, options.matrix_dims
-        )
+        found = options.plan(updates)
         rest = [i for i, x in enumerate(values) if found[i].view is None and is_floating(x)]
         groups = _groups(found)
         plans = [_together(found[group[0]], len(group)) for group in groups]
@@ -148,12 +146,12 @@ class Leaves(NamedTuple):
             return reduce_integers(
                 parts, axis_name, factors=n_factors, bits=dtype.bits, stacks=stacks
             )
-        wire = wire_dtype(dtype, (x.dtype for x in self.values if is_floating(x)))
-        return reduce_mean(parts, axis_name, wire, factors=n_factors)
+        sent_dtype = wire_dtype(dtype, (x.dtype for x in self.values if is_floating(x)))
+        return reduce_mean(parts, axis_name, sent_dtype, factors=n_factors)
 
 
 # From the leaves, factors of the state by name, the sums of gradient and residual of each group,
-# and the uncompressed leaves
+# the uncompressed leaves, and what averages over the replicas
 Average = Callable[[Leaves, FactorsByName, list[Array], list[Array], Wire], Averaged]
 
 

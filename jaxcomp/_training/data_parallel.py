@@ -120,14 +120,16 @@ class DataParallel:
             another number of replicas, or it is not clear what an auxiliary output is.
         """
         call = Arguments(args, kwargs, self.argnums)
-        own, held = state_in(state, self.reducer, lambda: call.params(call.arrays))
+        own_state, put_back = state_in(state, self.reducer, lambda: call.params(call.arrays))
         reported = Reported(self.aux, self.axis_name)
         if is_bound(self.axis_name):
             call.split_by(self.batch_specs, self.axis_name)
-            outputs, grads, own = self._on_replica(call, reported, own, call.arrays, weight)
+            outputs, grads, own_state = self._on_replica(
+                call, reported, own_state, call.arrays, weight
+            )
         else:
-            outputs, grads, own = self._on_mesh(call, reported, own, weight)
-        return (reported.together(outputs), grads), held(own)
+            outputs, grads, own_state = self._on_mesh(call, reported, own_state, weight)
+        return (reported.together(outputs), grads), put_back(own_state)
 
     def check_mean(self, params: PyTree, *batch: Any, **kwargs: Any) -> None:
         """Refuses a loss that is not the mean of the examples that it is given.
@@ -248,9 +250,9 @@ class DataParallel:
             return value, grads
 
         value, grads = explicit(inside)(arrays)
-        own = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
-        means, state = self._reduced(grads, state, call.params(arrays), own)
-        return reported.apart(value, own), means, state
+        total = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+        means, state = self._reduced(grads, state, call.params(arrays), total)
+        return reported.apart(value, total), means, state
 
     def _reduced(
         self, grads: PyTree, state: PyTree, params: PyTree, weight: Array | None

@@ -275,6 +275,9 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     state = run.transformation.init(run.params["params"])
     updates, _ = jax.jit(update)(grads, state, run.params["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    lost = dataclasses.replace(source, hook="powerSGD_hook")
+    with pytest.warns(UserWarning, match="powerSGD_hook, of which the file has no state"):
+        torch_bridge.to_flax(lost, variables())
 
 
 def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):

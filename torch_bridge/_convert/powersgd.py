@@ -66,7 +66,8 @@ def powersgd_from_torch(
         ``"zero"`` starts with no error: what was not sent yet is lost once. ``"replicate"`` takes
         the mean of the ranks that are there: Their deviation from the true mean enters the weights
         once, as a spurious gradient that grows with the square root of the steps trained.
-      matrix_dims: As it will be passed to `jaxcomp.powersgd`.
+      matrix_dims: As it will be passed to `jaxcomp.powersgd`, whose own rule None is, unlike in
+        `to_flax`.
 
     Returns:
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.

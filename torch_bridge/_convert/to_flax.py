@@ -109,7 +109,7 @@ def to_flax(
       consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
       step: Updates taken so far, where a schedule goes on; None for Adam's own count, and for the
         hook's with SGD, which counts none. The hook counts every reduction since its state was
-        made, which differs with gradient accumulation.
+        made, which differs with gradient accumulation; the run's own `step` is its count.
       pairs: What `pair` gave, in place of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
@@ -122,7 +122,8 @@ def to_flax(
       TypeError: `checkpoint` is something else, or there is no such option.
 
     Warns:
-      UserWarning: Whatever `powersgd_from_torch` warns of. No file tells of ``clip_grad_norm_``.
+      UserWarning: Whatever `powersgd_from_torch` warns of. A hook of PowerSGD has no
+        state in the file. No file tells of ``clip_grad_norm_``.
         The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
         leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
         where others have some, and no layout says whether they are frozen. A schedule goes on at
@@ -155,9 +156,9 @@ def to_flax(
     if checkpoint.optimizer is not None:
         model, optimizer = checkpoint.model, checkpoint.optimizer
         plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
-    counted = hook = plan.counted if plan else 0
+    counted = calls = plan.counted if plan else 0
     if record:
-        hook = record.iter
+        calls = record.iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
         shapes = jax.eval_shape(reducer.init, chosen)
         state = filled_state(shapes, mean, chosen, own, layout, matrix_dims)
@@ -169,17 +170,18 @@ def to_flax(
             each.error_dict.clear()
     rates = learning_rate if step is None else None
     unread = () if plan else checkpoint.unread_optimizers
-    for text in _doubts(unread, layout, plan, hook, rates):
+    stateless = "" if record else checkpoint.hook or ""
+    for text in _doubts(stateless, unread, layout, plan, calls, rates):
         warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
         optimizer = plan.transformation(chosen, learning_rate)
-        taken = (counted or hook) if step is None else step
+        taken = (counted or calls) if step is None else step
         optimizer_state = plan.state(optimizer.init(chosen), taken)
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    step = hook if step is None else step
+    step = calls if step is None else step
     return FlaxRun(params, reducer, state, optimizer, optimizer_state, step)
 
 
@@ -230,19 +232,29 @@ def _reducer(
     if record:
         kwargs = powersgd_kwargs_from_torch(record, hook=hook)
         return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if not hook or "powerSGD" in hook:  # DDP's own mean; PowerSGD that has not begun
+    if not hook or "powerSGD" in hook:  # DDP's own mean; of the other a warning tells
         return jaxcomp.allreduce(axis_name=axis_name)
     return reducer_from_torch(hook, axis_name=axis_name)
 
 
 def _doubts(
+    stateless: str,
     unread: Sequence[str],
     layout: BucketLayout | None,
     plan: OptimizerPlan | None,
-    hook: int,
+    calls: int,
     rates: Rates,
 ) -> Iterator[str]:
-    """What the file does not tell, or tells in two ways, each a sentence with the way out."""
+    """What the file does not tell, or tells in two ways, each a sentence with the way out.
+
+    `stateless` is the name of a hook without a state.
+    """
+    if "powerSGD" in stateless:
+        yield (
+            f"The torch job compressed with {printable(stateless)}, of which the file has no "
+            "state, so that run.reducer is an exact average. Give save_checkpoint the state, or "
+            "take jaxcomp.powersgd in its place."
+        )
     if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
         if unread:
             yield (
@@ -257,11 +269,11 @@ def _doubts(
     )
     counted = plan.counted
     each = rates if isinstance(rates, Sequence) else [rates]
-    if counted not in (0, hook) and any(map(callable, each)):
+    if counted not in (0, calls) and any(map(callable, each)):
         yield (
-            f"Adam has counted {counted} steps and the hook {hook}, as with gradient accumulation, "
-            f"skipped steps or a fresh hook state; the schedule goes on at {counted}. Pass step= "
-            "to say where."
+            f"Adam has counted {counted} steps and the hook {calls}, as with gradient "
+            "accumulation, skipped steps or a fresh hook state; the schedule goes on at "
+            f"{counted}. Pass step= to say where."
         )
     if held := plan.paused("held"):
         yield (
