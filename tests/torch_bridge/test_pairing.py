@@ -263,6 +263,8 @@ FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
 )
 def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):
     model, like = FLAT
+    with pytest.warns(UserWarning, match=r"channels last, but fc reads 128 .* here \(8, 4, 4\)"):
+        params_from_torch(model, like, flatten={"fc": (4, 4, 8)})
     params = params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
     for convert in (
         lambda: params_from_torch(model, like, **options),

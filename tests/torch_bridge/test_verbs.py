@@ -135,12 +135,23 @@ def test_an_optimizer_of_the_trained_parameters_without_their_names():
     jax.tree.map(np.testing.assert_array_equal, run.opt_state, other.opt_state)
     alone = dataclasses.replace(source, layout=None, powersgd=())
     with pytest.raises(ValueError, match="param_names"):
-        torch_bridge.to_torch(run.params, run.opt_state, alone)
-    for like, said in ((source, {}), (alone, {"param_names": names})):
-        back = torch_bridge.to_torch(run.params, run.opt_state, like, **said)["optimizer"]
+        torch_bridge.to_torch(run.params, run.optimizer_state, alone)
+    given = (run.opt_state, source, {}), (run.optimizer_state, alone, {"param_names": names})
+    for state, like, said in given:
+        back = torch_bridge.to_torch(run.params, state, like, **said)["optimizer"]
         for index, entry in optimizer["state"].items():
             found = back["state"][index]["momentum_buffer"]
             np.testing.assert_allclose(found, entry["momentum_buffer"], rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_what_the_torch_file_has_no_place_for_is_named():
+    source = checkpoint()
+    run = torch_bridge.to_flax(source, variables())
+    bare = Checkpoint(source.model)
+    with pytest.warns(UserWarning, match="no place for the state of PowerSGD and the optimizer"):
+        document = torch_bridge.to_torch(run.params, run.opt_state, bare)
+    assert document.get("optimizer") is None
 
 
 def frozen_beside(make, steps=2, **fields):
@@ -276,8 +287,15 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     updates, _ = jax.jit(update)(grads, state, run.params["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     lost = dataclasses.replace(source, hook="powerSGD_hook")
-    with pytest.warns(UserWarning, match="powerSGD_hook, of which the file has no state"):
+    with pytest.warns(UserWarning, match="so that run.reducer is an exact average; save"):
         torch_bridge.to_flax(lost, variables())
+    slots = {
+        f.name: getattr(checkpoint().powersgd[0], f.name)
+        for f in dataclasses.fields(PowerSGDRecord)
+    }
+    elsewhere = dataclasses.replace(source, extra={"hook": slots})
+    with pytest.warns(UserWarning, match=r"extra\['hook'\] looks like one"):
+        torch_bridge.to_flax(elsewhere, variables())
 
 
 def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):

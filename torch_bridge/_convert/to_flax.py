@@ -122,8 +122,8 @@ def to_flax(
       TypeError: `checkpoint` is something else, or there is no such option.
 
     Warns:
-      UserWarning: Whatever `powersgd_from_torch` warns of. A hook of PowerSGD has no
-        state in the file. No file tells of ``clip_grad_norm_``.
+      UserWarning: Whatever `powersgd_from_torch` warns of. The state of PowerSGD seems to be
+        elsewhere in the file, or is not in it. No file tells of ``clip_grad_norm_``.
         The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
         leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
         where others have some, and no layout says whether they are frozen. A schedule goes on at
@@ -169,9 +169,7 @@ def to_flax(
         for each in checkpoint.powersgd:
             each.error_dict.clear()
     rates = learning_rate if step is None else None
-    unread = () if plan else checkpoint.unread_optimizers
-    stateless = "" if record else checkpoint.hook or ""
-    for text in _doubts(stateless, unread, layout, plan, calls, rates):
+    for text in _doubts(checkpoint, layout, plan, calls, rates):
         warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
@@ -238,25 +236,22 @@ def _reducer(
 
 
 def _doubts(
-    stateless: str,
-    unread: Sequence[str],
+    checkpoint: Checkpoint,
     layout: BucketLayout | None,
     plan: OptimizerPlan | None,
     calls: int,
     rates: Rates,
 ) -> Iterator[str]:
-    """What the file does not tell, or tells in two ways, each a sentence with the way out.
-
-    `stateless` is the name of a hook without a state.
-    """
-    if "powerSGD" in stateless:
+    """What the file does not tell, or tells in two ways, each a sentence with the way out."""
+    states, hook = checkpoint.unread_states, checkpoint.hook or ""
+    if not checkpoint.powersgd and (states or "powerSGD" in hook):
+        seems = f"checkpoint.extra[{states[0]!r}] looks like one: " if states else ""
         yield (
-            f"The torch job compressed with {printable(stateless)}, of which the file has no "
-            "state, so that run.reducer is an exact average. Give save_checkpoint the state, or "
-            "take jaxcomp.powersgd in its place."
+            "The checkpoint has no PowerSGDState where one is looked for, so that run.reducer is "
+            f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
         )
     if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
-        if unread:
+        if unread := checkpoint.unread_optimizers:
             yield (
                 "The checkpoint has no optimizer where one is looked for, so that the chain has "
                 f"none; checkpoint.extra[{unread[0]!r}] looks like one, or a list of them. Go on "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -18,7 +18,7 @@ from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.optimizer import optimizer_to_torch
-from torch_bridge._convert.optimizer_groups import ParamNames
+from torch_bridge._convert.optimizer_groups import MOMENTS, ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
 from torch_bridge._convert.to_flax import refuse_other_than_checkpoint
@@ -76,6 +76,10 @@ def to_torch(
         listed.
       OSError: The file cannot be written.
 
+    Warns:
+      UserWarning: `like` has no place for the state of PowerSGD or of the optimizer, or holds what
+        ``torch.load(weights_only=True)`` does not read; that is left out.
+
     Example:
       >>> import numpy as np
       >>> like = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
@@ -93,6 +97,7 @@ def to_torch(
         )
     pairs = pairs_for(like.model, params, pairs, options)
     layout = layout or layout_of(like, None, pairs)
+    _warn_of_lost_states(like, layout, reducers, opt_state)
     model = params_to_torch(params, like.model, pairs=pairs)
     model = as_tensors(model, {id(value) for value in like.model.values()})
     # What nobody else holds is dropped as soon as it is converted.
@@ -131,6 +136,23 @@ def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
 
     rest = jax.tree.map(take, opt_state, is_leaf=lambda node: isinstance(node, PowerSGDState))
     return reducers, rest
+
+
+def _warn_of_lost_states(
+    like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
+) -> None:
+    """Says what `like` has no place for; a file by another name is easily taken for it."""
+    is_moments = lambda node: isinstance(node, tuple(MOMENTS))  # noqa: E731
+    moments = like.optimizer is None and any(
+        map(is_moments, jax.tree.leaves(rest, is_leaf=is_moments))
+    )
+    lost = ["PowerSGD"] if reducers and not (like.powersgd or layout) else []
+    if lost := lost + ["the optimizer"] * moments:
+        warnings.warn(
+            f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
+            "the checkpoint that the run came from?",
+            stacklevel=3,
+        )
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.schema import PowerSGDRecord, is_slots
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
@@ -62,6 +62,11 @@ class Checkpoint:
             for name, values in listed.items()
             if any(isinstance(value, dict) and "param_groups" in value for value in values)
         )
+
+    @property
+    def unread_states(self) -> tuple[str, ...]:
+        """Entries of `extra` that look like a ``PowerSGDState``."""
+        return tuple(name for name, value in self.extra.items() if is_slots(value))
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
         """What one rank goes on from, in a job of any number of ranks.

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import operator
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
@@ -241,8 +242,15 @@ class Questions:
         """One line for layers that differ in their numbers only."""
         alike: dict[tuple[tuple[str, ...], _Question], list[Layer]] = {}
         for layer, question in questions.items():
-            if self.options.said(option, layer) is None:
+            said = self.options.said(option, layer)
+            if said is None:
                 alike.setdefault((layer.words, question), []).append(layer)
+            elif said[0] and (said[0][-1], *said[0][:-1]) == question[0] != said[0]:
+                warnings.warn(
+                    f"{option}={said[0]} has the channels last, but {layer.name} {question[1]}: "
+                    f"the shape is torch's (C, H, W), here {question[0]} perhaps.",
+                    stacklevel=2,
+                )
         lines = []
         for (_, (shape, fact)), layers in alike.items():
             names = _listed(layers)
