@@ -29,7 +29,7 @@ from jaxcomp._base.leaves import (
     wire_dtype,
 )
 from jaxcomp._base.typing import Array, AxisName, MatrixDims, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.collectives import (
     Reduced,
@@ -109,7 +109,9 @@ class Leaves(NamedTuple):
     def of(cls, options: LowRank, updates: PyTree) -> Leaves:
         """The leaves of the gradients, those that are compressed in groups."""
         values, treedef = jax.tree.flatten(updates)
-        found = options.plan(updates)
+        found = plan_leaves(
+            updates, options.rank, options.min_compression_rate, options.matrix_dims
+        )
         rest = [i for i, x in enumerate(values) if found[i].view is None and is_floating(x)]
         groups = _groups(found)
         plans = [_together(found[group[0]], len(group)) for group in groups]
