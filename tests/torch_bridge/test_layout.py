@@ -62,6 +62,8 @@ def test_any_dense_strides(shape, random):
     np.testing.assert_array_equal(entry.to_memory(tensor.numpy()), flat)
     gaps = torch.zeros(4, 10)[:, ::2]  # become contiguous
     assert BucketLayout.from_order([["w"]], {"w": gaps}).entries["w"].strides == (5, 1)
+    again = np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), (2, 2), (0, 12))
+    assert BucketLayout.from_order([["w"]], {"w": again}).entries["w"].strides == (2, 1)
     columns = entry.column_order()
     if columns is not None:
         logical = tensor.numpy().reshape(shape[0], -1)

@@ -298,7 +298,7 @@ def optimizer_to_torch(
       >>> optimizer_to_torch(state, params, like, model)["state"][0]["momentum_buffer"].shape
       torch.Size([3, 2])
     """
-    model, kept = named(model), _kept(state)
+    model, kept = named(model), kept_moments(state)
     pairs = pairs_for(model, params, pairs)
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
@@ -330,13 +330,13 @@ def optimizer_to_torch(
     return {**like, "state": filled, "param_groups": groups}
 
 
-def _kept(state: Any) -> Mapping[str, dict[Path, Any]]:
+def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
     """What an Optax state holds, by torch's names, of each leaf that has had a gradient."""
     kept = collections.defaultdict[str, dict[Path, Any]](dict)
     known = (*MOMENTS, UnusedState)
     for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, known)):
         if isinstance(node, UnusedState) and jax.tree.leaves(node.started)[0]:
-            for key, leaves in _kept(node.inner_state).items():
+            for key, leaves in kept_moments(node.inner_state).items():
                 kept[key] |= leaves
         for field, key in MOMENTS.get(type(node), {}).items():
             kept[key] |= leaves_by_path(getattr(node, field))

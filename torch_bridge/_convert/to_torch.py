@@ -17,8 +17,8 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.optimizer import optimizer_to_torch
-from torch_bridge._convert.optimizer_groups import MOMENTS, ParamNames
+from torch_bridge._convert.optimizer import kept_moments, optimizer_to_torch
+from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
 from torch_bridge._convert.to_flax import refuse_other_than_checkpoint
@@ -142,12 +142,9 @@ def _warn_of_lost_states(
     like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
 ) -> None:
     """Says what `like` has no place for; a file by another name is easily taken for it."""
-    is_moments = lambda node: isinstance(node, tuple(MOMENTS))  # noqa: E731
-    moments = like.optimizer is None and any(
-        map(is_moments, jax.tree.leaves(rest, is_leaf=is_moments))
-    )
     lost = ["PowerSGD"] if reducers and not (like.powersgd or layout) else []
-    if lost := lost + ["the optimizer"] * moments:
+    lost += ["the optimizer"] if like.optimizer is None and kept_moments(rest) else []
+    if lost:
         warnings.warn(
             f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
             "the checkpoint that the run came from?",

@@ -238,18 +238,20 @@ class BucketLayout:
           CheckpointMismatch: The text is no layout, or of a later version.
         """
         try:
-            document = json.loads(text) if len(text) <= _MAX_TEXT else {}
-            if document["format"] != _FORMAT["format"]:
+            if len(text) > _MAX_TEXT:
+                raise ValueError("too long")
+            document = json.loads(text)
+            if document.get("format") != _FORMAT["format"]:
                 raise ValueError("another format")
-            version, buckets = document["version"], [list(bucket) for bucket in document["buckets"]]
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            buckets = [list(bucket) for bucket in document.get("buckets", ())]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointMismatch(
                 "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
             ) from error
-        if version != _FORMAT["version"]:
+        if document.get("version") != _FORMAT["version"]:
             raise CheckpointMismatch(
-                f"This bucket layout has version {version!r:.20}; this release reads version "
-                f"{_FORMAT['version']}. Upgrade it."
+                f"This bucket layout has version {document.get('version')!r:.20}; this release "
+                f"reads version {_FORMAT['version']}. Upgrade it."
             )
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in buckets))
 
@@ -286,11 +288,11 @@ class BucketLayout:
 
     def buffer_sizes(self, record: Any) -> tuple[dict[int, int], ...]:
         """Lengths of the error, P and Q buffers, a dictionary of bucket indices each."""
-        ranks = [[(e.matrix, e.factor_rank(record)) for e in bucket] for bucket in self.buckets]
-        factors = (
-            {b: sum(matrix[side] * rank for matrix, rank in ranks[b]) for b in range(len(ranks))}
-            for side in (0, 1)
-        )
+        factors = dict[int, int](), dict[int, int]()
+        for index, bucket in enumerate(self.buckets):
+            ranks = [(entry.matrix, entry.factor_rank(record)) for entry in bucket]
+            for side, sizes in enumerate(factors):
+                sizes[index] = sum(matrix[side] * rank for matrix, rank in ranks)
         return dict(enumerate(self.sizes)), *factors
 
     def misfits(self, record: Any) -> list[str]:
@@ -331,5 +333,10 @@ def dense_strides(array: Any) -> tuple[int, ...]:
         strides = tuple(map(int, array.stride()))
     elif isinstance(array, np.ndarray):
         strides = tuple(step // array.itemsize for step in array.strides)
-    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    return strides if last + 1 == math.prod(shape) else contiguous
+    expected = 1
+    for axis in sorted(range(len(shape)), key=lambda a: (strides[a], shape[a])):
+        if shape[axis] > 1:
+            if strides[axis] != expected:
+                return contiguous
+            expected *= shape[axis]
+    return strides

@@ -85,6 +85,9 @@ def pair(
         question, and those patterns of `rules`, `flatten`, `unflatten` and `conv1d` that match
         nothing, or name a shape where it moves nothing.
 
+    Warns:
+      UserWarning: A shape of `flatten` or `unflatten` seems to have the channels last.
+
     Example:
       >>> import numpy as np
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}

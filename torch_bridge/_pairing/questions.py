@@ -239,7 +239,7 @@ class Questions:
         return asked
 
     def _lines(self, option: str, questions: Mapping[Layer, _Question]) -> list[str]:
-        """One line for layers that differ in their numbers only."""
+        """One line for layers that differ in their numbers only; warns of channels at the end."""
         alike: dict[tuple[tuple[str, ...], _Question], list[Layer]] = {}
         for layer, question in questions.items():
             said = self.options.said(option, layer)

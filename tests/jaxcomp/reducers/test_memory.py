@@ -50,7 +50,7 @@ def temporary(program, shapes):
 
 @pytest.mark.parametrize(
     ("rank", "start_step", "most"),
-    [(4, 0, 0.15), (4, 10, 1.15), (16, 10, 1.2), (32, 0, 1.15)],
+    [(4, 0, 0.15), (4, 10, 1.15), (16, 0, 1.15), (16, 10, 1.2), (32, 0, 1.15)],
 )
 def test_a_step_needs_no_more_than_the_gradients_once_more(rank, start_step, most):
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step)
