@@ -85,10 +85,11 @@ def main() -> None:
         (folder / "big_model.py").write_text(_PARAMS.format(width=_WIDTH, layers=layers))
         size = (folder / "big.pt").stat().st_size
         print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {_WIDTH} x {_WIDTH}")
-        params = ("--params", "big_model:params", "--conv1d", "")
+        like, said = ("--like", "big.pt"), ("--conv1d", "", "--out")
+        params = ("--params", "big_model:params")
         for label, arguments in {
-            "to-flax (orbax)": ("to-flax", "big.pt", *params, "--out", "run"),
-            "to-torch": ("to-torch", "run", "--like", "big.pt", *params, "--out", "back.pt"),
+            "to-flax (orbax)": ("to-flax", "big.pt", *params, *said, "run"),
+            "to-torch": ("to-torch", "run", *like, *said, "back.pt"),
         }.items():
             peak, seconds = convert(folder, *arguments)
             ratio = peak / size

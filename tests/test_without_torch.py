@@ -67,7 +67,7 @@ def test_what_torch_itself_lacks_is_named_as_it_is(monkeypatch, tmp_path):
 def test_the_command_line_says_it_in_one_line(capsys, tmp_path):
     files = [str(tmp_path / name) for name in ("jax", "torch.pt", "out.pt")]
     source, like, out = files
-    command = ["to-torch", source, "--like", like, "--params", "cli_model:params", "--out", out]
+    command = ["to-torch", source, "--like", like, "--out", out]
     assert main(command) == USAGE
     assert capsys.readouterr() == ("", f"error: {SENTENCE}\n")
 

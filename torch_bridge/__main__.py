@@ -14,8 +14,13 @@ from torch_bridge._cli import arguments
 from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
-# The options of arguments that are spelled otherwise on the command line.
-_AS_OPTIONS = {"rules": "--rule", "matrix_dims": None}  # the last one has no option
+# The options of arguments that are written otherwise on the command line.
+_AS_OPTIONS = {
+    "rules": "--rule REGEX=PATH",
+    "flatten": "--flatten REGEX=C,H,W",
+    "unflatten": "--unflatten REGEX=C,H,W",
+    "matrix_dims": None,  # has no option
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

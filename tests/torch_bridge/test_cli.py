@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch_files as files
 from cli_model import PARAMS, document
+from flax import nnx
 from flax.training.train_state import TrainState
 from script import python
 
@@ -151,7 +152,7 @@ def test_there_and_back(call, options):
         assert (code, "--ignore" in err) == (UNUSABLE, True)
     assert call("to-flax", *arguments, *options)[::2] == (OK, "")
     old = torch_bridge.load("source.pt")
-    back = ("to-torch", "run", "--like", "source.pt", *PARAMS, "--out", "sub/back.pt")
+    back = ("to-torch", "run", "--like", "source.pt", "--out", "sub/back.pt")
     assert call(*back, *options)[::2] == (OK, "")
     torch.load("sub/back.pt", weights_only=True)
     new = torch_bridge.load("sub/back.pt")
@@ -165,6 +166,26 @@ def test_there_and_back(call, options):
     np.testing.assert_array_equal(*errors)
 
 
+@pytest.mark.parametrize("of_nnx", [False, True])
+def test_back_from_what_a_training_script_saved(call, of_nnx):
+    params = cli_model.params()
+    if of_nnx:
+        params = nnx.State(jax.tree.map(nnx.Param, params))
+    checkpoint = torch_bridge.load("checkpoint.pt")
+    run = torch_bridge.to_flax(checkpoint, params)
+    # With a link that the torch file does not have, under orbax's own name of the item.
+    states = run.reducer_state, optax.EmptyState(), run.optimizer_state
+    state = {"params": run.params, "opt_state": states, "step": 20, "rng": jnp.zeros(2)}
+    with ocp.CheckpointManager(pathlib.Path("run").absolute()) as manager:
+        manager.save(20, args=ocp.args.StandardSave(state))
+    assert call("to-torch", "run", "--like", "checkpoint.pt", "--out", "back.pt")[::2] == (OK, "")
+    torch_bridge.to_torch(run.params, states, checkpoint, path="expected.pt")
+    one, other = (torch_bridge.load(name) for name in ("expected.pt", "back.pt"))
+    equal((one.model, one.optimizer), (other.model, other.optimizer))
+    for name in ("error_dict", "q_memory_dict"):
+        equal(getattr(one.powersgd[0], name), getattr(other.powersgd[0], name))
+
+
 def test_before_compression_began_there_and_back(call):
     value = document()
     del value["layout"]
@@ -172,12 +193,12 @@ def test_before_compression_began_there_and_back(call):
     state.iter, state.error_dict, state.p_memory_dict, state.q_memory_dict = 3, {}, {}, {}
     torch.save(value, "early.pt")
     assert call("to-flax", "early.pt", *PARAMS, "--out", "run")[0] == OK
-    assert call("to-torch", "run", "--like", "early.pt", *PARAMS, "--out", "back.pt")[0] == OK
+    assert call("to-torch", "run", "--like", "early.pt", "--out", "back.pt")[0] == OK
     record = torch_bridge.load("back.pt").powersgd[0]
     assert (record.iter, record.buckets) == (3, ())
     state.iter = 2  # JAX has gone on since: now a layout is needed
     torch.save(value, "earlier.pt")
-    code, _, err = call("to-torch", "run", "--like", "earlier.pt", *PARAMS, "--out", "other.pt")
+    code, _, err = call("to-torch", "run", "--like", "earlier.pt", "--out", "other.pt")
     assert (code, "--layout" in err) == (UNUSABLE, True)
 
 
@@ -185,7 +206,7 @@ def test_before_compression_began_there_and_back(call):
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out", "x")
 OTHER = (*PARAMS, "--out", "x")
-BACK = ("--like", "checkpoint.pt", *PARAMS, "--out", "x")
+BACK = ("--like", "checkpoint.pt", "--out", "x")
 FAILURES = [
     (("inspect", "none.pt"), UNUSABLE, "No such file"),
     (("inspect", "text.pt"), UNUSABLE, "Expected a torch.save file"),
@@ -210,12 +231,14 @@ FAILURES = [
     (("to-flax", "mixed.pt", *OTHER), UNUSABLE, "Only torch.optim.SGD"),
     (("to-flax", "names.pt", *OTHER), UNUSABLE, "layout names parameters"),
     (("to-torch", "none", *BACK), UNUSABLE, "does not exist"),
-    (("to-torch", "cold", *BACK), UNUSABLE, "another structure"),
+    (("to-torch", "empty", *BACK), UNUSABLE, "no orbax checkpoint"),
+    (("to-torch", "other", *BACK), UNUSABLE, "must have the entries params and opt_state"),
+    (("to-torch", "cold", *BACK), UNUSABLE, "fc1/kernel: no q"),
     # Before anything is read:
     (("to-flax", "none.pt", *PARAMS, "--out", "text.pt", "--force"), UNUSABLE, "is a file"),
     (("to-flax", "none.pt", *PARAMS, "--out", "run.msgpack"), UNUSABLE, "be an orbax directory"),
-    (("to-torch", "cold", "--like", "none.pt", *PARAMS, "--out", "link"), UNUSABLE, "--force"),
-    (("to-torch", "cold", "--like", "none.pt", *PARAMS, "--out", "cold"), UNUSABLE, "is a folder"),
+    (("to-torch", "cold", "--like", "none.pt", "--out", "link"), UNUSABLE, "--force"),
+    (("to-torch", "cold", "--like", "none.pt", "--out", "cold"), UNUSABLE, "is a folder"),
 ]
 
 
@@ -243,6 +266,9 @@ def test_failures_are_one_message_and_a_code(call):
         "big.json": "[" + "[]," * (5 << 20) + "[]]",
     }.items():
         pathlib.Path(name).write_text(text)
+    pathlib.Path("empty").mkdir()
+    with ocp.CheckpointManager(pathlib.Path("other").absolute()) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"params": cli_model.params()}))
     pathlib.Path("link").symlink_to("nowhere")
     os.mkfifo("pipe")
     wrong = {}

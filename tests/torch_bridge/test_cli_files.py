@@ -18,7 +18,7 @@ from torch_bridge.__main__ import OK, UNUSABLE, main
 
 pytestmark = pytest.mark.torch
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")
-BACK = ("--like", "checkpoint.pt", *PARAMS, "--out", "back.pt")
+BACK = ("--like", "checkpoint.pt", "--out", "back.pt")
 
 
 @pytest.fixture

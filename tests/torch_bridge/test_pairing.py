@@ -258,7 +258,7 @@ FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
         ({"ignore": "("}, ValueError, "`ignore`: .* is no regular expression"),
         ({"rules": {"fc": r"\2"}}, ValueError, "`rules`: the path .* cannot be used"),
         ({"flatten": {"fc": (8, 4, 5)}}, CheckpointMismatch, r"with flatten=\(8, 4, 5\)"),
-        ({"flaten": {"fc": None}}, TypeError, "unexpected keyword argument 'flaten'"),
+        ({"flaten": {"fc": None}}, TypeError, "no argument 'flaten'"),
     ],
 )
 def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):

@@ -40,8 +40,10 @@ example: python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:vari
     "to-torch": """\
 Names, hyperparameters and whatever else Flax has no use for come from --like.
 
-example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
-    --params my_model:variables --out continued.pt
+CHECKPOINT is an orbax directory, of `to-flax` or of a training script that saves params and
+opt_state, consolidated, with StandardSave.
+
+example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --out continued.pt
 """,
 }
 
@@ -82,15 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     choices = ("error", "zero", "replicate")
     to_flax.add_argument("--missing-ranks", choices=choices, default="error")
+    to_flax.add_argument("--params", required=True, metavar="MODULE:NAME", type=_params)
     to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
     like = {"nargs": "+", "required": True, "metavar": "FILE", "type": pathlib.Path}
     to_torch.add_argument("--like", help="the torch checkpoint that the run came from", **like)
     for command in (to_flax, to_torch):
         add = command.add_argument
-        add("--params", required=True, metavar="MODULE:NAME", type=_params)
         add("--out", required=True, type=pathlib.Path)
         add("--force", action="store_true", help="overwrite --out")
-        add("--param-names", type=pathlib.Path, metavar="JSON", help="as the optimizer got them")
+        add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
         for name, metavar, kind, what in (
             ("--rule", "REGEX=PATH", _rule, "the Flax path of these torch names"),
             ("--flatten", "REGEX=C,H,W", _shape, "what this Linear's input was, or none"),
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
             add(name, metavar="REGEX", help=what)
     for command in (inspect, to_flax, to_torch):
         add = command.add_argument
-        add("--layout", type=pathlib.Path, metavar="JSON", help="of record_layout(...).to_json()")
+        add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
         add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
     return main
 
@@ -177,6 +179,6 @@ def _rule(text: str) -> tuple[str, str]:
 
 def _shape(text: str) -> tuple[str, tuple[int, ...] | None]:
     pattern, _, shape = text.partition("=")
-    if not pattern or not re.fullmatch(r"none|[0-9]{1,9}(,[0-9]{1,9})*", shape):
+    if not pattern or not re.fullmatch(r"(?i:none)|[0-9]{1,9}(,[0-9]{1,9})*", shape):
         raise argparse.ArgumentTypeError(f"must be REGEX=C,H,W or REGEX=none, got {text!r}")
-    return pattern, None if shape == "none" else tuple(map(int, shape.split(",")))
+    return pattern, None if shape.lower() == "none" else tuple(map(int, shape.split(",")))

@@ -11,18 +11,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
-from torch_bridge._cli.files import read_flax, write_flax
+from torch_bridge._cli.files import FlaxFile, write_flax
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
-from torch_bridge._convert.to_flax import FlaxRun, shapes_of_run, to_flax
+from torch_bridge._convert.optimizer_groups import MOMENTS
+from torch_bridge._convert.to_flax import FlaxRun, to_flax
 from torch_bridge._convert.to_torch import to_torch
+from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import flatten, hollow
+from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow
 from torch_bridge._pairing.pair import pairs_for
+
+# A NamedTuple is a dictionary on the disk, which its fields tell.
+_STATES: dict[frozenset[str], Any] = {
+    frozenset(state._fields): state for state in (PowerSGDState, UnusedState, *MOMENTS)
+}
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
@@ -57,14 +65,14 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _check_out(options)
     like = load(options.like, max_bytes=options.max_bytes)
-    pairs = pairs_for(like.model, options.params, None, options.pairing)
-    layout, names = options.layout, options.param_names
-    layout = layout or layout_of(like, None, pairs)  # which needs the errors
-    template = _entries(shapes_of_run(like, options.params, pairs, layout, names))
+    file = FlaxFile(options.checkpoint)
+    pairs = pairs_for(like.model, _parts(file.shapes)[-1], None, options.pairing)
+    layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
     for record in like.powersgd:  # the way back needs their shapes only
         record.error_dict.update(hollow(record.error_dict))
     like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
-    run = _parts(read_flax(options.checkpoint, template))
+    run = _parts(file.read())
+    names = options.param_names
     # What only the call holds is dropped part by part.
     document = to_torch(run.pop(), run.pop(), like, layout=layout, param_names=names, pairs=pairs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,11 +80,28 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 
-def _parts(read: dict[str, Any]) -> list[Any]:
-    """The state of the chain and what it is of; the inverse of `_entries`."""
-    opt_state = read.pop("opt_state")
-    del read["step"]
-    return [opt_state, read if flatten(read).collections else read["params"]]
+def _parts(tree: Any) -> list[Any]:
+    """The state of the chain, and the variables that it is of, as read."""
+    found = _as_made(tree)
+    if not isinstance(found, dict) or not {"params", "opt_state"} <= found.keys():
+        raise CheckpointMismatch(
+            "The Flax checkpoint must have the entries params and opt_state, as a TrainState has. "
+            "Convert another in Python with torch_bridge.to_torch."
+        )
+    return [found["opt_state"], {name: found[name] for name in COLLECTIONS if name in found}]
+
+
+def _as_made(node: Any) -> Any:
+    """A tree as read, with the states that `to_torch` looks for and without nnx's own entries."""
+    if isinstance(node, list | tuple):
+        return [_as_made(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if node.keys() == {"value"} and not isinstance(node["value"], dict):  # an nnx.Variable
+        return node["value"]
+    fields = {name: _as_made(part) for name, part in node.items()}
+    state = _STATES.get(frozenset(fields))
+    return state(**fields) if state else fields
 
 
 def _entries(run: FlaxRun) -> dict[str, Any]:

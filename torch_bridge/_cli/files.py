@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
+from torch_bridge._pairing.leaves import hollow
 
 # As examples/language_model/checkpoints.py names them.
 _STATE, _CONFIG = "state", "config"
@@ -80,34 +81,45 @@ def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(path.absolute(), item_names=(_STATE, _CONFIG))
 
 
-def read_flax(path: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what `write_flax` or a training script with the same state wrote.
+class FlaxFile:
+    """The newest step of what `write_flax` or a training script wrote, in whatever structure.
 
-    Raises:
-      CheckpointMismatch: The checkpoint has another structure than `like`, or files of it are not
-        what was written.
+    Attributes:
+      shapes: Its tree, of arrays that take no memory. Named tuples are dictionaries, as they are on
+        the disk, and what is empty is None.
     """
-    template = jax.tree.map(np.asarray, dict(like))
-    _files(path)
-    try:
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Reads the structure.
+
+        Raises:
+          CheckpointMismatch: There is none, or files of it are not what was written.
+        """
+        _files(path)
         with _orbax(path) as manager:
             step = manager.latest_step()
-            if step is None:
-                raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
-            _refuse_changes(path / str(step))
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-            restored = manager.restore(step, args=args)[_STATE]
-        _check(restored, template)
-        return restored
-    except CheckpointMismatch:
-        raise
-    # What orbax raises on a directory of another kind or structure.
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointMismatch(
-            f"{path} has another structure than {{{', '.join(map(repr, like))}}} with the "
-            f"opt_state of optax.chain(jaxcomp.powersgd(...), the optimizer of --like). Convert it "
-            f"in Python with torch_bridge.to_torch. ({error!s:.200})"
-        ) from error
+        if step is None:
+            raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
+        folder = path.absolute() / str(step)
+        _refuse_changes(folder)
+        items = (folder / name for name in (_STATE, "default"))  # the latter of a script's own
+        self._item: Any = next((item for item in items if item.exists()), folder)
+        self.shapes = self._ask(lambda orbax: hollow(orbax.metadata(self._item).tree))
+
+    def read(self) -> Any:
+        """The tree with its values, as NumPy arrays whatever devices they were on."""
+        args = ocp.args.StandardRestore(self.shapes)
+        return self._ask(lambda orbax: orbax.restore(self._item, args=args))
+
+    def _ask(self, question: Callable[[ocp.StandardCheckpointHandler], Any]) -> Any:
+        try:
+            return question(ocp.StandardCheckpointHandler())
+        # What orbax raises on a directory of another kind, or a damaged one.
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise CheckpointMismatch(
+                f"{self._item} is no tree of arrays as orbax's StandardSave writes it. Convert it "
+                f"in Python with torch_bridge.to_torch. ({error!s:.200})"
+            ) from error
 
 
 def _refuse_changes(folder: pathlib.Path) -> None:
@@ -147,16 +159,3 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
             seen.add(folder)
             waiting += file.iterdir()
     return files
-
-
-def _check(restored: Any, template: Any) -> None:
-    """Every leaf must be an array of the shape wanted; orbax gives None for one that is missing."""
-
-    def odd(path: Any, wanted: Any, leaf: Any) -> str:
-        dtype = getattr(leaf, "dtype", np.dtype(object))
-        fits = dtype.kind not in "OSU" and np.shape(leaf) == np.shape(wanted)
-        return "" if fits else jax.tree_util.keystr(path)
-
-    names = jax.tree.leaves(jax.tree_util.tree_map_with_path(odd, template, restored))
-    if found := list(filter(None, names)):
-        raise ValueError(f"not there, or of another kind or shape: {', '.join(found)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -329,12 +330,13 @@ def record_of_state(
     record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
     matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    _check_shapes(state, _shapes(params, record, matrix_dims))
+    needed = {pair.path for pair, part, _ in matrices if part.q is not None}
+    _check_shapes(state, _shapes(params, record, matrix_dims), needed)
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
             part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
-        if part.q is not None and pair.path in factors:
+        if part.q is not None:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             found.setdefault(part.entry.name, []).append(torch_q)
@@ -358,13 +360,16 @@ def _shapes(params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | Non
     return jax.eval_shape(reducer.init, params)
 
 
-def _check_shapes(state: PowerSGDState, expected: PowerSGDState) -> None:
-    """Refuses a state of other shapes.
+def _check_shapes(
+    state: PowerSGDState, expected: PowerSGDState, needed: Set[tuple[str, ...]]
+) -> None:
+    """Refuses a state of other shapes, or without the Q of a leaf that torch has one of.
 
     Raises:
-      CheckpointMismatch: With everything of another shape.
+      CheckpointMismatch: With all of these.
     """
-    wrong = list[str]()
+    lost = sorted(needed - leaves_by_path(state.q).keys())
+    wrong = [f"{'/'.join(path)}: no q" for path in lost]
     for what in ("residual", "q"):
         wanted = leaves_by_path(getattr(expected, what))
         for path, leaf in leaves_by_path(getattr(state, what)).items():
@@ -375,7 +380,7 @@ def _check_shapes(state: PowerSGDState, expected: PowerSGDState) -> None:
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "
             "consolidated (jaxcomp.consolidate), with the matrix_dims= that it was made with and "
-            "like= of the same rank.",
+            "like= of the same rank and warm_start.",
             mis_shaped=wrong,
             parameters=("matrix_dims", "like"),
         )

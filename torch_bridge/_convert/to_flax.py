@@ -20,7 +20,7 @@ from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
-from torch_bridge._pairing.leaves import flatten, hollow, trained
+from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
 from torch_bridge._pairing.pairs import leaves_from_torch
@@ -194,30 +194,6 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
             f"`{name}` must be a torch_bridge.Checkpoint, got a {type(value).__name__}. Pass what "
             "torch_bridge.load returned."
         )
-
-
-def shapes_of_run(
-    checkpoint: Checkpoint,
-    like: Any,
-    pairs: Pairs,
-    layout: BucketLayout | None,
-    param_names: ParamNames,
-) -> FlaxRun:
-    """What `to_flax` would give, with arrays that have a shape and a dtype and take no memory."""
-    model = checkpoint.model
-    leaves = {p.path: jax.ShapeDtypeStruct(p.shape, model[p.torch_name].dtype) for p in pairs}
-    params = flatten(like).with_leaves(hollow(leaves))
-    chosen = trained(params)
-    pairs = pairs_of(chosen, pairs)
-    record = next(iter(checkpoint.powersgd), None)
-    reducer = _reducer(record, checkpoint.hook or "", "data", matrix_dims_of(pairs))
-    optimizer = None
-    if checkpoint.optimizer is not None:
-        plan = OptimizerPlan.of(checkpoint.optimizer, model, pairs, param_names, layout)
-        optimizer = plan.transformation(chosen, None)
-    state = hollow(jax.eval_shape(reducer.init, chosen))
-    optimizer_state = hollow(jax.eval_shape(optimizer.init, chosen)) if optimizer else None
-    return FlaxRun(params, reducer, state, optimizer, optimizer_state, 0)
 
 
 def _reducer(

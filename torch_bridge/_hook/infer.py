@@ -80,11 +80,14 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if len(fitting) == 1:
         return next(iter(fitting.values()))[1]
     if fitting:
+        orders = {label: layout.names for label, layout in fitting.values()}
+        columns = enumerate(zip(*orders.values(), strict=False))
+        same = next((place for place, names in columns if len({*names}) > 1), 0)
         raise CheckpointMismatch(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
             ambiguous=[
-                f"{label}: {len(layout.names)} parameters, {', '.join(layout.names[:3])} first"
-                for label, layout in fitting.values()
+                f"{label}: after {same} of {len(names)} parameters {', '.join(names[same:][:3])}"
+                for label, names in orders.items()
             ],
         )
     have = sum(model[name].size for name in trainable(model))

@@ -117,15 +117,15 @@ def flatten(tree: Any) -> Tree:
 
 
 def hollow(tree: Any) -> Any:
-    """The tree with large arrays replaced by ones of the same shape and dtype without memory."""
-    return jax.tree.map(
-        lambda leaf: (
-            leaf
-            if np.size(leaf) <= _SMALL and not isinstance(leaf, jax.ShapeDtypeStruct)
-            else np.broadcast_to(np.zeros((), leaf.dtype), np.shape(leaf))
-        ),
-        tree,
-    )
+    """The tree with shapes and large arrays replaced by arrays of the same that take no memory."""
+
+    def emptied(leaf: Any) -> Any:
+        small = hasattr(leaf, "__array__") and np.size(leaf) <= _SMALL
+        if small or not hasattr(leaf, "dtype"):
+            return leaf
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+    return jax.tree.map(emptied, tree)
 
 
 def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:

@@ -116,6 +116,10 @@ def pairs_for(
       CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
         way to JAX, and stale on the way back.
     """
+    known = PairOptions.__optional_keys__
+    if unknown := [name for name in options or {} if name not in known]:
+        there = ", ".join(sorted(known))
+        raise TypeError(f"There is no argument {unknown[0]!r}; those of `pair` are {there}.")
     if pairs is None:
         whole, said = options is not None, Options(**options or {})
         return _pair(named(model), flatten_tree(like), said, whole=whole)

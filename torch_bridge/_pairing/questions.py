@@ -63,7 +63,6 @@ class Options:
     """The options of `pair`, see there, in one form.
 
     Raises:
-      TypeError: `pair` has no such argument.
       ValueError: One of them has another form, or is no regular expression.
     """
 
