@@ -11,121 +11,80 @@ import numpy as np
 import optax
 
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import Array, KeyPath, PyTree
+from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
 from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.consolidate import consolidate
 
 _REDUCERS = (PowerSGDState, ACPSGDState, ErrorFeedbackState)
 
 
-def adapt_state(state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> PyTree:
-    """Fits the state of an earlier run to a transformation with another compression.
+def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
+    """Fits the state of an earlier run to a reducer with another compression.
 
-    What is no reducer's (momenta, step counts) is taken over as it is. Of the reducers' states,
+    Of the reducer's state in it,
 
     * factors are cut to their first columns for a lower rank, which the power iteration has
       ordered by importance, and padded with fresh orthonormal columns for a higher one;
-    * residuals are taken over wherever the leaf still has one, also between `powersgd` and
-      `error_feedback`. Where it no longer has, what was not sent yet is dropped;
-    * a reducer that is new or of another kind starts afresh but for that, with its own
-      ``start_step`` still to come.
+    * residuals are taken over wherever the leaf still has one, also between `powersgd`, `acp_sgd`
+      and `error_feedback`. Where it no longer has, what was not sent yet is dropped;
+    * a reducer of another kind starts afresh but for that, with its own ``start_step`` still to
+      come. So does `batched_powersgd`, whose residual is one matrix made of all leaves, unless both
+      are.
 
-    Reducers are matched in order, each with one of the same kind; those with a residual that are
-    left then with each other. `batched_powersgd`, whose residual is one matrix made of all leaves,
-    goes with its like only. Restore a checkpoint with the transformation that it was written with,
-    then adapt it, then `shard_state` it.
+    All else, such as momenta, stays as it is. Restore a checkpoint with the reducer that it was
+    written with, then adapt it, then `shard_state` it.
 
     Args:
-      state: The state of the earlier transformation: consolidated, or as it stands between two
-        steps, when it is consolidated here.
+      state: The earlier reducer's state, or a tree that holds it, as a chain's: consolidated, or as
+        it stands between two steps, when it is consolidated here.
       params: The parameters, the same for both.
-      tx: The new transformation: the old one but for its reducers.
+      reducer: The new reducer.
 
     Returns:
-      A consolidated state with the structure of ``tx.init(params)``.
+      The same tree, with a consolidated state of `reducer` in it.
 
     Raises:
-      ValueError: Listing every leaf that differs outside of the reducers, or whose residual has
-        another shape.
+      ValueError: The tree holds no state of a reducer with a residual, or several; or listing every
+        leaf whose residual has another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
       >>> params = {"w": jnp.zeros((32, 16))}
-      >>> def optimizer(rank):
-      ...     return optax.chain(jaxcomp.powersgd(rank, axis_name="data"), optax.adam(1e-3))
-      >>> state = optimizer(rank=2).init(params)
-      >>> wider = jaxcomp.adapt_state(state, params, optimizer(rank=4))
+      >>> def reducer(rank):
+      ...     return jaxcomp.powersgd(rank, axis_name="data")
+      >>> state = optax.chain(reducer(rank=2), optax.adam(1e-3)).init(params)
+      >>> wider = jaxcomp.adapt_state(state, params, reducer(rank=4))
       >>> wider[0].q["w"].shape, bool(jnp.all(wider[0].q["w"][:, :2] == state[0].q["w"]))
       ((32, 4), True)
     """
+    if not isinstance(reducer, Reducer):
+        raise ValueError(
+            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Pass the first "
+            "link of the chain."
+        )
     if has_rows(state):
         state = consolidate(state)
-    fresh = tx.init(params)
-    old, new = _nodes(state), _nodes(fresh)
-    _check_others(_others(old), _others(new))
-    kept = iter([value for _, value in _others(old)])
-    reducers = [v for _, v in old if _is_reducer(v)]
-    adapted = iter(_matched(reducers, [v for _, v in new if _is_reducer(v)]))
-    leaves = [next(adapted if _is_reducer(node) else kept) for _, node in new]
-    return jax.tree.structure(fresh, is_leaf=_is_reducer).unflatten(leaves)
-
-
-def _check_others(old: list[tuple[KeyPath, Any]], new: list[tuple[KeyPath, Any]]) -> None:
-    """Refuses states that differ in what is no reducer's, listing everything that does."""
-    have, want = [_key(path) for path, _ in old], [_key(path) for path, _ in new]
-    if have == want:
-        wrong = [
-            f"{leaf_name(path)}: {np.shape(a)} in the state, {np.shape(b)} for `tx`"
-            for (path, a), (_, b) in zip(old, new, strict=True)
-            if np.shape(a) != np.shape(b)
-        ]
-    else:
-        wrong = [f"{name}: only in the state" for name in have if name not in want]
-        wrong += [f"{name}: only for `tx`" for name in want if name not in have]
-        wrong = wrong or ["the same leaves, in another order"]
-    if wrong:
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_has_residual)
+    places = [i for i, node in enumerate(nodes) if _has_residual(node)]
+    if len(places) != 1:
         raise ValueError(
-            "The state does not fit `tx` outside of its reducers:\n  "
-            + "\n  ".join(wrong)
-            + "\nPass a transformation that differs from the old one in its reducers only."
+            f"`state` must hold the state of one reducer with a residual, it holds {len(places)}. "
+            "A run that had none starts with reducer.init(params)."
         )
+    (place,), fresh = places, reducer.init(params)
+    if _has_residual(fresh) and _is_one(nodes[place]) == _is_one(fresh):
+        fresh = _adapted(nodes[place], fresh)
+    nodes[place] = fresh
+    return treedef.unflatten(nodes)
 
 
-def _is_reducer(node: Any) -> bool:
+def _has_residual(node: Any) -> bool:
     return isinstance(node, _REDUCERS)
-
-
-def _nodes(tree: PyTree) -> list[tuple[KeyPath, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_reducer)[0]
-
-
-def _others(nodes: list[tuple[KeyPath, Any]]) -> list[tuple[KeyPath, Any]]:
-    return [(path, node) for path, node in nodes if not _is_reducer(node)]
-
-
-def _key(path: KeyPath) -> str:
-    """A path without positions in tuples: a reducer added to a chain moves those behind it."""
-    return leaf_name(tuple(k for k in path if not isinstance(k, jax.tree_util.SequenceKey)))
-
-
-def _matched(old: list[Any], new: list[Any]) -> list[Any]:
-    """Each new reducer's state, adapted from an old one: of its kind, else any with a residual."""
-    remaining, results = list(old), list(new)
-    for same in (True, False):
-        for i, node in enumerate(new):
-            found = [k for k, other in enumerate(remaining) if _fits(other, node, same=same)]
-            if found and results[i] is node:
-                results[i] = _adapted(remaining.pop(found[0]), node)
-    return results
-
-
-def _fits(old: Any, new: Any, *, same: bool) -> bool:
-    """Whether `old` has a residual of the form of `new`'s, and is, if it shall be, of its kind."""
-    return (type(old) is type(new) or not same) and _is_one(old) == _is_one(new)
 
 
 def _is_one(state: Any) -> bool:
@@ -147,7 +106,7 @@ def _adapted(old: Any, new: Any) -> Any:
     if same:
         fields["count"] = old.count
     if same and isinstance(new, ErrorFeedbackState) and type(old.inner) is type(new.inner):
-        inside = _is_reducer(new.inner)
+        inside = _has_residual(new.inner)
         fields["inner"] = _adapted(old.inner, new.inner) if inside else old.inner
     return new._replace(**fields)
 
