@@ -10,7 +10,6 @@ from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.sync import average
 from jaxcomp._lowrank.stacked import stacked
 from jaxcomp._mesh.collectives import as_local
-from jaxcomp._reducers.acp_sgd import acp_sgd
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.batched import batched_powersgd
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -36,7 +35,6 @@ __all__ = [
     "Reducer",
     "Reduction",
     "accumulate",
-    "acp_sgd",
     "adapt_state",
     "advise",
     "allreduce",

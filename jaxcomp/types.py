@@ -6,14 +6,12 @@ from jaxcomp._adviser.model import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._local.local_sgd import LocalSGDState
 from jaxcomp._local.round import LocalSGDRound
-from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._training.data_parallel import DataParallel
 from jaxcomp._wire.collectives import Collective
 
 __all__ = [
-    "ACPSGDState",
     "Advice",
     "Calibration",
     "Collective",

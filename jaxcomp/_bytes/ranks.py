@@ -114,7 +114,7 @@ def ranks_by_spectrum(
     ]
 
     def cost(plan: LeafPlan) -> int:
-        return plan.wire_size if wire is None else sum(leaf_bytes(plan, wire, 1))
+        return plan.wire_size if wire is None else leaf_bytes(plan, wire, 1)
 
     def next_column(plan: LeafPlan, rank: int) -> tuple[int, bool]:
         """What one more column costs, and True; after the last one the dense leaf, and False."""

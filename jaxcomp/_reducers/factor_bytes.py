@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ def count_bytes(
     params: PyTree,
     replicas: int | None,
     step: int | None,
-    *,
-    of_factors: Callable[[int, int, int | None], int] = lambda p, q, step: p + q,
 ) -> CompressionStats:
     """The answer of `Reducer.bytes`.
 
@@ -32,9 +29,7 @@ def count_bytes(
       options: The reducer's arguments.
       params: Parameters or gradients.
       replicas: How many there are, or None.
-      step: Which update, or None for the mean of compressed ones.
-      of_factors: From the bytes of a left and a right factor, and the compressed step, to what a
-        leaf sends.
+      step: Which update, or None for a compressed one.
     """
     plans = [plan for plan in options.plan(params) if jnp.issubdtype(plan.dtype, jnp.floating)]
     wire = wire_dtype(options.comm_dtype, (plan.dtype for plan in plans))
@@ -42,25 +37,22 @@ def count_bytes(
         return CompressionStats.of(dense_leaves(params, wire))
     if isinstance(options.comm_dtype, Integers):
         wire, replicas = options.comm_dtype, needed_replicas(replicas)
-    at = None if step is None else step - options.start_step
     leaves = []
     for plan, leaf in zip(plans, dense_leaves(params), strict=True):
-        p, q = leaf_bytes(plan, wire, replicas)
-        after = p if plan.view is None else of_factors(p, q, at)
+        after = leaf_bytes(plan, wire, replicas)
         leaves.append(dataclasses.replace(leaf, rank=plan.rank, bytes_after=after))
     return CompressionStats.of(leaves)
 
 
-def leaf_bytes(plan: LeafPlan, wire: Any, replicas: int | None) -> tuple[int, int]:
-    """Of the left and the right factor; of a leaf that is not compressed all, and 0."""
+def leaf_bytes(plan: LeafPlan, wire: Any, replicas: int | None) -> int:
+    """Of both factors, or of a leaf that is not compressed."""
     if plan.view is None:
         if isinstance(wire, Integers):
-            return ExactLayout(plan.size, replicas or 1, plan.dtype).wire_bytes, 0
-        return plan.size * wire.itemsize, 0
-    p, q = (
+            return ExactLayout(plan.size, replicas or 1, plan.dtype).wire_bytes
+        return plan.size * wire.itemsize
+    return sum(
         factor_layout(shape, replicas or 1, wire.bits).wire_bytes
         if isinstance(wire, Integers)
         else math.prod(shape) * wire.itemsize
         for shape in (plan.p_shape, plan.q_shape)
     )
-    return p, q

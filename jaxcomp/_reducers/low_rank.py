@@ -1,10 +1,8 @@
 """A step of PowerSGD, from gradients to updates and state; read it from the bottom.
 
-`low_rank_step` adds the residual, lets the replicas average factors and, with them, the
+`powersgd_step` adds the residual, lets the replicas average factors and, with them, the
 uncompressed leaves, rebuilds, and keeps what was not sent. `power_iteration` is how the factors
-come about, and `acp_sgd` gives `low_rank_step` another way. Both are given the wire: a function
-that averages arrays and says what this replica sent of them. `Leaves` only makes small leaves that
-are alike one array; skip it at first.
+come about. `Leaves` only makes small leaves that are alike one array; skip it at first.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,11 +49,6 @@ _MOST_VALUES = 1 << 22
 # GPU, and temporary memory is twice as much (200 layers, rank 4, jaxlib 0.10.2).
 _MOST_LEAVES = 32
 
-# (arrays, how many of them, at the front, are factors) -> their means, and what was sent
-Wire = Callable[[list[Array], int], Reduced]
-# One array for each group of leaves, by the name of the state's field
-FactorsByName = Mapping[str, list[Array]]
-
 
 class PowerSGDState(NamedTuple):
     """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
@@ -84,7 +77,6 @@ class Averaged(NamedTuple):
 
     means: Factors
     sent: Factors  # what this replica sent of them
-    new: FactorsByName  # factors for the state
     finite: Array  # bool scalar, equal on every replica
 
 
@@ -152,11 +144,6 @@ class Leaves(NamedTuple):
         return reduce_mean(parts, axis_name, sent_dtype, factors=n_factors)
 
 
-# From the leaves, factors of the state by name, the sums of gradient and residual of each group,
-# the uncompressed leaves, and what averages over the replicas
-Average = Callable[[Leaves, FactorsByName, list[Array], list[Array], Wire], Averaged]
-
-
 def _groups(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
     """The compressed leaves; small equal ones together, the small until `_MOST_VALUES`."""
     kinds: dict[Any, list[int]] = {}
@@ -184,21 +171,7 @@ def _together(plan: LeafPlan, number: int) -> LeafPlan:
     return dataclasses.replace(plan, shape=shape, view=view)
 
 
-def _fields(
-    options: LowRank, leaves: Leaves, updates: PyTree, state: Any, kind: Any, factors: Sequence[str]
-) -> dict[str, list[Any]]:
-    """The leaves of the residual and of these factors, by fields that hold any; checked."""
-    held = {*factors, *(["residual"] if options.error_feedback else [])}
-    shapes = {
-        name: [getattr(x, shape) if name in held and x.view else None for x in leaves.leaf_plans]
-        for name, shape in (("residual", "shape"), ("p", "p_shape"), ("q", "q_shape"))
-        if name in kind._fields
-    }
-    found = fitted(kind, state, updates, shapes)
-    return {name: xs for name, xs in found.items() if name in held}
-
-
-def nan_if_too_large(
+def _nan_if_too_large(
     views: Sequence[MatrixView], factors: Sequence[Array], axis_name: AxisName
 ) -> list[Array]:
     """The factors, NaN where the matrix behind them is so large that later steps could overflow.
@@ -216,76 +189,72 @@ def nan_if_too_large(
 def power_iteration(
     options: LowRank,
     leaves: Leaves,
-    starts: FactorsByName,
+    starts: Sequence[Array],
     totals: list[Array],
     uncompressed: list[Array],
-    wire: Wire,
 ) -> Averaged:
     """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
     Args:
-      options: `eps`, and the axis of the replicas.
+      options: `eps`, and what goes on the wire along which axis.
       leaves: How each of the arrays is a batch of matrices.
-      starts: Right factors to begin with, ``"q"``.
+      starts: Right factors to begin with.
       totals: Gradients plus residuals.
       uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
-      wire: Averages arrays, of which the first are factors.
     """
     n, eps, axis_name, views = len(totals), options.eps, options.axis_name, leaves.views
     # They only have to span the space: the output depends on it, and not on its basis.
-    bases = orthonormal_bases(starts["q"], eps, ROUNDS_TO_SPAN)
-    left = nan_if_too_large(views, jax.tree.map(product, views, totals, bases), axis_name)
-    first = wire([*left, *uncompressed], n)
+    bases = orthonormal_bases(starts, eps, ROUNDS_TO_SPAN)
+    left = _nan_if_too_large(views, jax.tree.map(product, views, totals, bases), axis_name)
+    first = leaves.all_reduce(options, [*left, *uncompressed], n)
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:n]]
     p = orthonormal_bases(left, eps / axis_size(axis_name))
     right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
-    second = wire(right, n)
+    second = leaves.all_reduce(options, right, n)
     means, sent = Factors(p, second.means, first.means[n:]), Factors(p, second.sent, first.sent[n:])
-    return Averaged(means, sent, {"q": second.means}, first.finite & second.finite)
+    return Averaged(means, sent, first.finite & second.finite)
 
 
-def _from_fresh_factors(
-    options: LowRank, state: PowerSGDState, leaves: Leaves, starts: FactorsByName, *arrays: Any
-) -> Averaged:
-    """A `power_iteration` from right factors that are drawn for every leaf and count."""
-    del starts  # the state holds no factors
+def _fresh_factors(options: LowRank, leaves: Leaves, count: Array) -> list[Array]:
+    """Right factors to begin with that are drawn for every leaf and count."""
     fresh = []
     for group in leaves.groups:
         plan = leaves.leaf_plans[group[0]]
         draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
-        at = lambda index, draw=draw: draw(index, state.count)  # noqa: E731
+        at = lambda index, draw=draw: draw(index, count)  # noqa: E731
         fresh.append(at(group[0]) if len(group) == 1 else jax.vmap(at)(jnp.array(group)))
-    return power_iteration(options, leaves, {"q": fresh}, *arrays)._replace(new={})
+    return fresh
 
 
-def low_rank_step(
-    options: LowRank, average: Average, updates: PyTree, state: Any, kind: Any, held: Sequence[str]
+def powersgd_step(
+    options: LowRank,
+    updates: PyTree,
+    state: PowerSGDState,
+    params: PyTree | None = None,
+    **extra_args: Any,
 ) -> Reduction:
-    """One update: an all-reduce before `start_step`, averages of factors from then on.
+    """One update of `powersgd`, whose docstring has the equations, from its checked arguments.
 
-    Whatever comes out of a conditional is copied. So only factors and outputs do; the sums of
-    gradient and residual go into it, and the residual stays outside and is updated in place.
-
-    Args:
-      options: Arguments of the reducer.
-      average: `power_iteration` or another way to average the sums of gradient and residual, from
-        the factors of the state in the dtype of the sums.
-      updates: This replica's gradients.
-      state: With a count, a residual, its owner, and factors.
-      kind: The class that `state` must be of.
-      held: Its fields that hold factors, of ``"p"`` and ``"q"``.
+    An all-reduce before `start_step`, averages of factors from then on. Whatever comes out of a
+    conditional is copied. So only factors and outputs do; the sums of gradient and residual go into
+    it, and the residual stays outside and is updated in place.
     """
     leaves = Leaves.of(options, updates)
-    fields = _fields(options, leaves, updates, state, kind, held)
+    plans, feedback, warm = leaves.leaf_plans, options.error_feedback, options.warm_start
+    shapes = {
+        "residual": [x.shape if feedback and x.view else None for x in plans],
+        "q": [x.q_shape if warm and x.view else None for x in plans],
+    }
+    fields = fitted(PowerSGDState, state, updates, shapes)
     start, count, started = options.start_step, state.count, state.count >= options.start_step
     gradients = leaves.stack(leaves.values)
     uncompressed = [leaves.values[i] for i in leaves.uncompressed_at]
     wide = [compute_dtype(x.dtype) for x in gradients]
-    before = {name: leaves.stack(xs) for name, xs in fields.items()}
-    residual = before.pop("residual", [])
-    starts = {name: jax.tree.map(jnp.astype, xs, wide) for name, xs in before.items()}
+    residual = leaves.stack(fields["residual"]) if feedback else []
+    q_before = leaves.stack(fields["q"]) if warm else []
+    starts = jax.tree.map(jnp.astype, q_before, wide[: len(q_before)])
 
     totals = jax.tree.map(jnp.astype, gradients, wide)
     for i, x in enumerate(residual):
@@ -306,8 +275,8 @@ def low_rank_step(
         return p, q, starts, nan_unless(finite, means), sent, finite
 
     def compressed() -> tuple[Any, ...]:
-        wire = functools.partial(leaves.all_reduce, options)
-        means, own, new, finite = average(leaves, starts, totals, uncompressed, wire)
+        begin = starts if warm else _fresh_factors(options, leaves, count)
+        means, own, finite = power_iteration(options, leaves, begin, totals, uncompressed)
         # One NaN in a row of a factor is NaN in the whole row of the product: no second look at
         # what is as large as the gradients, but for float16, which may overflow where factors did
         # not.
@@ -319,36 +288,20 @@ def low_rank_step(
         outputs += nan_unless(finite, means.uncompressed)
         # For a reducer around this one; XLA drops it where nobody asks.
         sent = [*as_gradients(jax.tree.map(outer, leaves.views, own.p, own.q)), *own.uncompressed]
-        return own.p, own.q, new, outputs, sent, finite
+        return own.p, own.q, means.q[: len(starts)], outputs, sent, finite
 
-    own_p, own_q, new, outputs, sent, finite = from_step(count, start, all_reduced, compressed)
+    own_p, own_q, q_after, outputs, sent, finite = from_step(count, start, all_reduced, compressed)
     commit = finite & started if start else finite
-    for name, xs in before.items():
-        pairs = zip(new[name], xs, strict=True)
-        new[name] = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
+    pairs = zip(q_after, q_before, strict=True)
+    q = [jnp.where(commit, x.astype(old.dtype), old) for x, old in pairs]
     if residual:
         keep = functools.partial(unsent, commit=commit)
-        new["residual"] = jax.tree.map(keep, leaves.views, own_p, own_q, totals, residual)
+        residual = jax.tree.map(keep, leaves.views, own_p, own_q, totals, residual)
     state = state._replace(
         count=jnp.where(finite, optax.safe_increment(count), count),
+        residual=leaves.unstack(fields["residual"], residual),
+        q=leaves.unstack(fields["q"], q),
         owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
-        **{name: leaves.unstack(fields[name], xs) for name, xs in new.items()},
     )
     means, contribution = (leaves.unstack(leaves.values, xs) for xs in (outputs, sent))
     return Reduction(means, state, contribution, finite)
-
-
-def powersgd_step(
-    options: LowRank,
-    warm_start: bool,
-    updates: PyTree,
-    state: PowerSGDState,
-    params: PyTree | None = None,
-    **extra_args: Any,
-) -> Reduction:
-    """One update of `powersgd`, whose docstring has the equations, from its checked arguments."""
-    average = functools.partial(power_iteration, options)
-    if not warm_start:
-        average = functools.partial(_from_fresh_factors, options, state)
-    held = ["q"] if warm_start else []
-    return low_rank_step(options, average, updates, state, PowerSGDState, held)

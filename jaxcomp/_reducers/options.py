@@ -1,4 +1,4 @@
-"""Arguments of `powersgd` and `acp_sgd`, checked, and what their first states are made of."""
+"""Arguments of `powersgd`, checked, and what its first state is made of."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxcomp._mesh.collectives import local_if_bound
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """Arguments of `powersgd`, which documents them; `acp_sgd` has the same.
+    """Arguments of `powersgd`, which documents them.
 
     Raises:
       ValueError: Naming the first that is unusable.
@@ -40,6 +40,7 @@ class LowRank:
     start_step: int = 1_000
     min_compression_rate: float = 2.0
     error_feedback: bool = True
+    warm_start: bool = True
     eps: Any = 0.0
     seed: Any = 0
     comm_dtype: Any = None
@@ -55,6 +56,7 @@ class LowRank:
             "start_step": check_int("start_step", self.start_step, 0),
             "min_compression_rate": check_static_number("min_compression_rate", rate, 0),
             "error_feedback": check_flag("error_feedback", self.error_feedback),
+            "warm_start": check_flag("warm_start", self.warm_start),
             "eps": check_number("eps", self.eps, 0),
             "seed": seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
             "comm_dtype": checked_factor_dtype("comm_dtype", self.comm_dtype),
@@ -89,12 +91,12 @@ class LowRank:
             key = jax.random.fold_in(key, number)
         return jax.random.normal(key, shape, compute_dtype(dtype))
 
-    def random_factors(self, params: PyTree, side: str, *path: int) -> PyTree:
-        """A `random_factor` for every leaf that is compressed: `side` is ``"p"`` or ``"q"``."""
+    def first_factors(self, params: PyTree) -> PyTree:
+        """A right factor for every leaf that is compressed, to warm-start from."""
         factors = [
-            optax.MaskedNode()
-            if plan.view is None
-            else self.random_factor(getattr(plan, f"{side}_shape"), plan.dtype, i, *path)
+            self.random_factor(plan.q_shape, plan.dtype, i, 0)
+            if plan.view and self.warm_start
+            else optax.MaskedNode()
             for i, plan in enumerate(self.plan(params))
         ]
         return jax.tree.structure(params).unflatten(factors)

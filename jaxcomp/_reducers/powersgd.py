@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import optax
 
-from jaxcomp._base.checks import check_flag, names_checked
+from jaxcomp._base.checks import names_checked
 from jaxcomp._base.typing import AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_bytes import count_bytes
@@ -107,27 +105,14 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019.
     """
-    made_by = call_text("powersgd", locals())
-    warm_start = check_flag("warm_start", warm_start)
-    options = LowRank(
-        rank=rank,
-        axis_name=axis_name,
-        start_step=start_step,
-        min_compression_rate=min_compression_rate,
-        error_feedback=error_feedback,
-        eps=eps,
-        seed=seed,
-        comm_dtype=comm_dtype,
-        residual_dtype=residual_dtype,
-        matrix_dims=matrix_dims,
-    )
+    given = locals()
+    options = LowRank(**given)
 
     def init(params: PyTree) -> PowerSGDState:
-        blank = jax.tree.map(lambda _: optax.MaskedNode(), params)
-        q = options.random_factors(params, "q", 0) if warm_start else blank
-        residual, owner = options.zero_residual(params), no_owner(axis_name)
-        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, owner)
+        residual, q = options.zero_residual(params), options.first_factors(params)
+        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, no_owner(axis_name))
 
-    reduce = functools.partial(powersgd_step, options, warm_start)
-    counted = functools.partial(count_bytes, options)
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=counted)
+    reduce = functools.partial(powersgd_step, options)
+    sent = functools.partial(count_bytes, options)
+    made_by = call_text("powersgd", given)
+    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=sent)

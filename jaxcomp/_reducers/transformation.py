@@ -50,9 +50,9 @@ class Transformation(optax.GradientTransformationExtraArgs):
           params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
           replicas: Number of replicas. Needed where arrays are cut into as many shares: with
             integers on the wire.
-          step: Which update, counted from 0: before ``start_step`` gradients go as they are,
-            ACP-SGD's factors take turns, local steps send nothing. None for the mean over the steps
-            after all exact ones, rounded to a byte.
+          step: Which update, counted from 0: before ``start_step`` gradients go as they are, local
+            steps send nothing. None for the mean over the steps after all exact ones, rounded to a
+            byte.
 
         Returns:
           The payload per replica in bytes, per leaf and in total, of the collectives over

@@ -14,13 +14,12 @@ from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
-from jaxcomp._reducers.acp_sgd import ACPSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.consolidate import consolidate
 
-_REDUCERS = (PowerSGDState, ACPSGDState, ErrorFeedbackState)
+_REDUCERS = (PowerSGDState, ErrorFeedbackState)
 
 
 def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
@@ -30,8 +29,8 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
 
     * factors are cut to their first columns for a lower rank, which the power iteration has
       ordered by importance, and padded with fresh orthonormal columns for a higher one;
-    * residuals are taken over wherever the leaf still has one, also between `powersgd`, `acp_sgd`
-      and `error_feedback`. Where it no longer has, what was not sent yet is dropped;
+    * residuals are taken over wherever the leaf still has one, also between `powersgd` and
+      `error_feedback`. Where it no longer has, what was not sent yet is dropped;
     * a reducer of another kind starts afresh but for that, with its own ``start_step`` still to
       come. So does `batched_powersgd`, whose residual is one matrix made of all leaves, unless both
       are.
@@ -95,20 +94,16 @@ def _is_one(state: Any) -> bool:
 
 def _adapted(old: Any, new: Any) -> Any:
     """`old` in the form of `new`, a fresh state; of another kind only its residual."""
-    same = type(old) is type(new)
-    fields = {
-        "residual": _carried(_same_shape, old.residual, new.residual, "residual"),
-        "owner": old.owner,
-    }
-    for name in ("p", "q"):
-        if hasattr(old, name) and hasattr(new, name):
-            fields[name] = _carried(_resized, getattr(old, name), getattr(new, name), name)
-    if same:
-        fields["count"] = old.count
-    if same and isinstance(new, ErrorFeedbackState) and type(old.inner) is type(new.inner):
-        inside = _has_residual(new.inner)
-        fields["inner"] = _adapted(old.inner, new.inner) if inside else old.inner
-    return new._replace(**fields)
+    residual = _carried(_same_shape, old.residual, new.residual, "residual")
+    state = new._replace(residual=residual, owner=old.owner)
+    if type(old) is not type(new):
+        return state
+    if isinstance(new, PowerSGDState):
+        return state._replace(count=old.count, q=_carried(_resized, old.q, new.q, "q"))
+    inner = new.inner
+    if type(old.inner) is type(inner):
+        inner = _adapted(old.inner, inner) if _has_residual(inner) else old.inner
+    return state._replace(count=old.count, inner=inner)
 
 
 def _carried(

@@ -16,7 +16,6 @@ from jaxcomp import extend
 # Always the same one for the same arguments, so that tests of the same shapes share what is
 # compiled for it.
 shared_powersgd = functools.cache(jaxcomp.powersgd)
-shared_acp_sgd = functools.cache(jaxcomp.acp_sgd)
 
 
 def powersgd(rank: int = 2, **options: object) -> Callable[[int], jaxcomp.Reducer]:
@@ -61,9 +60,6 @@ REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
     "allreduce-bf16": allreduce(comm_dtype=jnp.bfloat16),
     "powersgd": powersgd(),
     "powersgd-late": lambda start: powersgd()(max(start, 2)),
-    "acp-sgd": lambda start: jaxcomp.acp_sgd(
-        2, axis_name=AXIS, start_step=start, min_compression_rate=1.0
-    ),
     "powersgd-no-feedback": powersgd(error_feedback=False),
     "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16)(0),
     "powersgd-int8": powersgd(comm_dtype=jnp.int8),

@@ -28,28 +28,3 @@ class Reference:
         self.q = own.mean(0)
         self.residual = m - p @ own.transpose(0, 2, 1)
         return p @ self.q.T
-
-
-class Alternating:
-    """One factor a step, left and right in turn (Zhang et al. 2023, ACP-SGD)."""
-
-    def __init__(self, replicas: int, rows: int, cols: int, q: np.ndarray):
-        self.residual = np.zeros((replicas, rows, cols))
-        self.p, self.q, self.left = None, np.asarray(q, np.float64), True
-        self.condition = self.largest = 0.0  # of what was orthogonalised, of what was multiplied
-
-    def step(self, gradients: np.ndarray) -> np.ndarray:
-        """Local gradients ``(replicas, rows, cols)`` to the output ``(rows, cols)``."""
-        m = gradients + self.residual
-        self.condition = max(self.condition, np.linalg.cond(self.q if self.left else self.p))
-        self.largest = max(self.largest, np.abs(m).max())
-        if self.left:
-            basis = orthogonalize(self.q)
-            own = m @ basis
-            sent, self.p = own @ basis.T, own.mean(0)
-        else:
-            basis = orthogonalize(self.p)
-            own = m.transpose(0, 2, 1) @ basis
-            sent, self.q = basis @ own.transpose(0, 2, 1), own.mean(0)
-        self.residual, self.left = m - sent, not self.left
-        return sent.mean(0)

@@ -254,7 +254,6 @@ def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
     "make",
     [
         jaxcomp.powersgd,
-        jaxcomp.acp_sgd,
         jaxcomp.batched_powersgd,
         functools.partial(jaxcomp.powersgd, comm_dtype="int8"),
         functools.partial(jaxcomp.powersgd, warm_start=False),

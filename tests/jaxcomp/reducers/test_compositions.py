@@ -30,7 +30,7 @@ def optimizer():
     return optax.chain(reducer, optax.adam(3e-2))
 
 
-@pytest.mark.parametrize("name", ["powersgd", "acp_sgd", "batched_powersgd"])
+@pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
 def test_inject_hyperparams_around_a_reducer_itself(name):
     function = getattr(jaxcomp, name)
     static = {"rank", "axis_name", "start_step", "min_compression_rate", "error_feedback"}

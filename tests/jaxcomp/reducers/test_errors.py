@@ -99,7 +99,7 @@ def test_a_leaf_that_is_no_array_is_named_by_init_too():
         POWERSGD().init({"name": "resnet"})
 
 
-@pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.acp_sgd, jaxcomp.batched_powersgd])
+@pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.batched_powersgd])
 def test_torchs_names_are_answered_with_ours(make):
     with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
         make(axis_name=AXIS, matrix_approximation_rank=2)

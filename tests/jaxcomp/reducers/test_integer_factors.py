@@ -189,7 +189,7 @@ def test_float64_gradients_keep_their_digits():
 
 def test_a_state_of_narrower_parameters_than_gradients():
     with jax.enable_x64(True):
-        tx = jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0)
+        tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
         state = tx.init({"w": jnp.zeros((32, 24), jnp.float32)})
         grads = {"w": np.random.default_rng(0).normal(size=(2, 3, 32, 24))}
         outputs, _ = simulate("vmap", tx, grads, state)

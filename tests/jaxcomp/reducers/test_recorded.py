@@ -22,8 +22,10 @@ SHAPES = {
 }
 
 
-def power(rank=4, make=jaxcomp.powersgd, **options):
-    return make(rank, axis_name=AXIS, **{"start_step": 0, "min_compression_rate": 1.0, **options})
+def power(rank=4, **options):
+    return jaxcomp.powersgd(
+        rank, axis_name=AXIS, **{"start_step": 0, "min_compression_rate": 1.0, **options}
+    )
 
 
 def batched(rank, start_step):
@@ -81,8 +83,6 @@ CASES = {
     "batched start 2": batched(4, start_step=2),
     "decay": feedback(power(error_feedback=False), decay=0.9),
     "every 2": feedback(power(error_feedback=False), every=2),
-    "acp": power(make=jaxcomp.acp_sgd),
-    "acp start 2 int8": power(make=jaxcomp.acp_sgd, start_step=2, comm_dtype=jnp.int8),
 }
 
 

@@ -20,7 +20,7 @@ import jaxcomp
 WEIGHTS = np.array([(1, 1, 0, 2), (4, 2, 1, 1), (0, 0, 0, 8)], np.float32)
 UNEVEN = np.array([3, 1, 0, 2], np.float32)  # of which two over the mean need all bits
 # All have one door, which multiplies their gradients: of each kind one, and one of a user's own.
-KINDS = ["allreduce", "allreduce-fp16", "powersgd", "powersgd-int8", "acp-sgd", "batched", "int8"]
+KINDS = ["allreduce", "allreduce-fp16", "powersgd", "powersgd-int8", "batched", "int8"]
 KINDS += ["feedback-int8", "feedback-late", "own"]
 FULL = {"rank": 24, "axis_name": AXIS, "start_step": 0, "min_compression_rate": 0.0}
 

@@ -59,7 +59,6 @@ REDUCERS = {
     "rank 3": powersgd(3),
     "rank 2, bfloat16": powersgd(2, residual_dtype=jnp.bfloat16),
     "some leaves": powersgd(lambda path, leaf: 3 if leaf.ndim == 2 else None),
-    "acp-sgd": jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0, matrix_dims=stacked),
     "int8": FEEDBACK(jaxcomp.quantized_allreduce(axis_name=AXIS)),
     "around rank 1": FEEDBACK(powersgd(1, error_feedback=False)),
     "around rank 2": FEEDBACK(powersgd(2, error_feedback=False), residual_dtype=jnp.bfloat16),
@@ -111,11 +110,6 @@ def test_parameters_that_are_one_array():
     state = jaxcomp.consolidate(state)
     adapted = jaxcomp.adapt_state(state, leaf, REDUCERS["int8"])
     np.testing.assert_array_equal(adapted.residual, state.residual)
-
-    one_sided = jaxcomp.acp_sgd(2, axis_name=AXIS, start_step=0).init(leaf)
-    narrow = jaxcomp.acp_sgd(1, axis_name=AXIS, start_step=0)
-    narrow = jaxcomp.adapt_state(one_sided, leaf, narrow)
-    np.testing.assert_array_equal(narrow.p, one_sided.p[:, :1])
 
 
 def test_what_does_not_fit_is_named():

@@ -136,7 +136,6 @@ POWERSGD = functools.partial(jaxcomp.powersgd, axis_name="data")
 REDUCERS = {
     "now": POWERSGD(1, start_step=0),
     "later": POWERSGD(1, start_step=5),
-    "acp_sgd": jaxcomp.acp_sgd(1, axis_name="data", start_step=0),
     "int8": POWERSGD(4, start_step=0, comm_dtype=jnp.int8),
     "int6 later": POWERSGD(4, start_step=5, comm_dtype="int6"),
     "quantized": jaxcomp.quantized_allreduce(axis_name="data"),
