@@ -80,4 +80,4 @@ class JaxTrainer:
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""
         params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._state[0])
-        return float(np.mean(self._evaluate(params, self._task.held_out)))
+        return float(np.mean(self._evaluate(params, self._task.share(self._index))))

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.cluster.job import Job
@@ -107,8 +108,8 @@ def _trained(job: Job, config: Config, strategy: Strategy) -> dict[str, Any]:
         seconds += sum(_slowest(answers))
         sent += answers[0]["sent"]
         first += every
-        loss = job.ask(_EVALUATE_SECONDS, do="evaluate")[0]["loss"]
-        curve.append((first, seconds, loss))
+        shares = job.ask(_EVALUATE_SECONDS, do="evaluate")
+        curve.append((first, seconds, mean(share["loss"] for share in shares)))
     return {"curve": curve, "sent_per_step": sent / first}
 
 

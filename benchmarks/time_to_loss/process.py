@@ -8,7 +8,7 @@ The folder holds `config.json` and a file of `task.write_task` for every seed. T
   optimizer and a reducer without a past.
 - ``{"do": "train", "first": 0, "count": 24}``: that many steps. The answer has the seconds of each
   call (a step, or a round of local SGD) and the bytes that the interface sent.
-- ``{"do": "evaluate"}``: the answer has the held-out loss.
+- ``{"do": "evaluate"}``: the answer has the loss of its share of the held-out text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trainer(Joined, Protocol):
         ...
 
     def held_out_loss(self) -> float:
-        """In nats per byte; of local SGD, at the end of a round."""
+        """Of its share, in nats per byte; of local SGD, at the end of a round."""
         ...
 
 

@@ -129,8 +129,9 @@ class TorchTrainer:
 
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""
+        own = torch.from_numpy(self._task.share(self._index)).long()
         with torch.no_grad():
-            loss = loss_of(self._model, torch.from_numpy(self._task.held_out).long()).item()
+            loss = loss_of(self._model, own).item()
         if not math.isfinite(loss):
             raise FloatingPointError("the held-out loss is not finite")
         return loss

@@ -105,7 +105,7 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019.
     """
-    given = locals()
+    given = dict(locals())  # which a debugger would go on filling
     options = LowRank(**given)
 
     def init(params: PyTree) -> PowerSGDState:

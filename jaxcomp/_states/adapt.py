@@ -1,4 +1,4 @@
-"""A training state for another compression: another rank, compression newly on, or newly off."""
+"""A training state for another compression: another rank, kind of reducer, or none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
     if len(places) != 1:
         raise ValueError(
             f"`state` must hold the state of one reducer with a residual, it holds {len(places)}. "
-            "A run that had none starts with reducer.init(params)."
+            "Pass that of one; a run that had none starts with reducer.init(params)."
         )
     (place,), fresh = places, reducer.init(params)
     if _has_residual(fresh) and _is_one(nodes[place]) == _is_one(fresh):
@@ -125,7 +125,7 @@ def _carried(
         both = not _is_masked(fresh) and not _is_masked(value)
         result = function(jnp.asarray(value), fresh) if both else fresh
         if result is None:
-            shapes = f"{np.shape(value)} in the state, {np.shape(fresh)} for `tx`"
+            shapes = f"{np.shape(value)} in the state, {np.shape(fresh)} for `reducer`"
             wrong.append(f"{field}{leaf_name(path)}: {shapes}")
         results.append(result)
     if wrong:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow
+from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow, leaves_by_path
 from torch_bridge._pairing.pair import pairs_for
 
 # A NamedTuple is a dictionary on the disk, which its fields tell.
@@ -82,25 +83,30 @@ def convert_to_torch(options: argparse.Namespace) -> None:
 
 def _parts(tree: Any) -> list[Any]:
     """The state of the chain, and the variables that it is of, as read."""
-    found = _as_made(tree)
-    if not isinstance(found, dict) or not {"params", "opt_state"} <= found.keys():
+    if not isinstance(tree, dict) or not {"params", "opt_state"} <= tree.keys():
         raise CheckpointMismatch(
             "The Flax checkpoint must have the entries params and opt_state, as a TrainState has. "
             "Convert another in Python with torch_bridge.to_torch."
         )
-    return [found["opt_state"], {name: found[name] for name in COLLECTIONS if name in found}]
+    variables = {name: tree[name] for name in COLLECTIONS if name in tree}
+    if isinstance(tree["params"], dict) and isinstance(tree["params"].get("params"), dict):
+        variables = tree["params"]  # all that init returned
+    # An nnx.Variable is a dictionary on the disk, too.
+    leaves = leaves_by_path(variables)
+    of_nnx = bool(leaves) and all(path[-1] == "value" for path in leaves)
+    return [_as_made(tree["opt_state"], of_nnx), _as_made(variables, of_nnx, {})]
 
 
-def _as_made(node: Any) -> Any:
-    """A tree as read, with the states that `to_torch` looks for and without nnx's own entries."""
+def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> Any:
+    """A tree as read, with these states and without nnx's own entries."""
     if isinstance(node, list | tuple):
-        return [_as_made(part) for part in node]
+        return [_as_made(part, of_nnx, states) for part in node]
     if not isinstance(node, dict):
         return node
-    if node.keys() == {"value"} and not isinstance(node["value"], dict):  # an nnx.Variable
+    if of_nnx and node.keys() == {"value"}:
         return node["value"]
-    fields = {name: _as_made(part) for name, part in node.items()}
-    state = _STATES.get(frozenset(fields))
+    fields = {name: _as_made(part, of_nnx, states) for name, part in node.items()}
+    state = states.get(frozenset(fields))
     return state(**fields) if state else fields
 
 

@@ -115,7 +115,10 @@ class FlaxFile:
         try:
             return question(ocp.StandardCheckpointHandler())
         # What orbax raises on a directory of another kind, or a damaged one.
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except (
+            *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+            FileNotFoundError,
+        ) as error:
             raise CheckpointMismatch(
                 f"{self._item} is no tree of arrays as orbax's StandardSave writes it. Convert it "
                 f"in Python with torch_bridge.to_torch. ({error!s:.200})"

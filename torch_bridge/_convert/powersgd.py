@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Set
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -330,13 +330,16 @@ def record_of_state(
     record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
     matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    needed = {pair.path for pair, part, _ in matrices if part.q is not None}
+    needed = {
+        "residual": any(part.error is not None for _, part, _ in matrices),
+        "q": any(part.q is not None for _, part, _ in matrices),
+    }
     _check_shapes(state, _shapes(params, record, matrix_dims), needed)
     found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
             part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
-        if part.q is not None:
+        if part.q is not None and pair.path in factors:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             found.setdefault(part.entry.name, []).append(torch_q)
@@ -361,15 +364,18 @@ def _shapes(params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | Non
 
 
 def _check_shapes(
-    state: PowerSGDState, expected: PowerSGDState, needed: Set[tuple[str, ...]]
+    state: PowerSGDState, expected: PowerSGDState, needed: Mapping[str, bool]
 ) -> None:
-    """Refuses a state of other shapes, or without the Q of a leaf that torch has one of.
+    """Refuses a state of other shapes, or without any residual or Q where torch has some.
 
     Raises:
       CheckpointMismatch: With all of these.
     """
-    lost = sorted(needed - leaves_by_path(state.q).keys())
-    wrong = [f"{'/'.join(path)}: no q" for path in lost]
+    wrong = [
+        f"no {what}"
+        for what in needed
+        if needed[what] and not jax.tree.leaves(getattr(state, what))
+    ]
     for what in ("residual", "q"):
         wanted = leaves_by_path(getattr(expected, what))
         for path, leaf in leaves_by_path(getattr(state, what)).items():
@@ -380,7 +386,7 @@ def _check_shapes(
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "
             "consolidated (jaxcomp.consolidate), with the matrix_dims= that it was made with and "
-            "like= of the same rank and warm_start.",
+            "like= of the same rank, warm_start and error_feedback.",
             mis_shaped=wrong,
             parameters=("matrix_dims", "like"),
         )

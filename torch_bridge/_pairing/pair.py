@@ -113,6 +113,7 @@ def pairs_for(
 
     Raises:
       ValueError: Both `pairs` and `options` are given.
+      TypeError: There is no such option.
       CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
         way to JAX, and stale on the way back.
     """

@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_named():
     saved, other = trained_with_adam("rank 3"), {**PARAMS, "dense": jnp.zeros((50, 30))}
     for state, reducer, message in (
         (saved, optax.chain(powersgd(2), optax.adam(1e-3)), "must be a jaxcomp reducer, got Grad"),
-        (saved[1:], powersgd(2), "it holds 0. A run that had none"),
+        (saved[1:], powersgd(2), "it holds 0. Pass that of one"),
         ((saved, saved), powersgd(2), "it holds 2"),
         (saved, powersgd(2), r"residual\['dense'\]: \(40, 30\) in the state, \(50, 30\)"),
     ):
