@@ -234,6 +234,7 @@ FAILURES = [
     (("to-torch", "empty", *BACK), UNUSABLE, "no orbax checkpoint"),
     (("to-torch", "other", *BACK), UNUSABLE, "must have the entries params and opt_state"),
     (("to-torch", "cold", *BACK), UNUSABLE, "no q"),
+    (("to-torch", "lossy", *BACK), UNUSABLE, "no residual"),
     # Before anything is read:
     (("to-flax", "none.pt", *PARAMS, "--out", "text.pt", "--force"), UNUSABLE, "is a file"),
     (("to-flax", "none.pt", *PARAMS, "--out", "run.msgpack"), UNUSABLE, "be an orbax directory"),
@@ -246,17 +247,21 @@ def test_failures_are_one_message_and_a_code(call):
     cold = document()
     cold["comm_hook_state"].warm_start = False
     cold["comm_hook_state"].p_memory_dict = cold["comm_hook_state"].q_memory_dict = {}
+    lossy = document()
+    lossy["comm_hook_state"].use_error_feedback, lossy["comm_hook_state"].error_dict = False, {}
     group = {"params": [0, 1, 2, 3], "lr": 0.1, "betas": (0.9, 0.9), 3: 4}
     mixed = {"state": {0: {"exp_avg": 1, 2: 3}, "x": {}}, "param_groups": [group]}
     documents = {
         "cold.pt": cold,
+        "lossy.pt": lossy,
         "rank0.pt": {k: v for k, v in document().items() if k != "world_size"},
         "mixed.pt": document() | {"optimizer": mixed},
         "names.pt": document() | {"layout": document()["layout"].replace("fc2", "fc9")},
     }
     for name, value in documents.items():
         torch.save(value, name)
-    assert call("to-flax", "cold.pt", *PARAMS, "--out", "cold")[0] == OK
+    for name in ("cold", "lossy"):
+        assert call("to-flax", f"{name}.pt", *PARAMS, "--out", name)[0] == OK
     raw = files.archive(files.whole(files.call(files.glob("os", "system"), files.text("x"))))
     pathlib.Path("hostile.pt").write_bytes(raw)
     for name, text in {
