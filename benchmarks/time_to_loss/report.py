@@ -198,14 +198,10 @@ def _at(rate: str, result: Result, found: Mapping[str, Result]) -> str:
     hooks = [other for name, other in found.items() if name.startswith(_HOOK)]
     than_exact = result.sooner_than(found[EXACT], rate)
     # Of torch's hook the rank that is best for it.
-    than_hook = min((result.sooner_than(hook, rate) for hook in hooks), key=_mean, default=[])
+    each_hook = (result.sooner_than(hook, rate) for hook in hooks)
+    than_hook = min(filter(None, each_hook), key=mean, default=[])
     shown = [with_interval(each, ".1f", "x") or "-" for each in (than_exact, than_hook)]
     return ", ".join([f"{1e3 * median(result.seconds[rate]):,.0f} ms", *shown])
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    """Infinite without any, which is never the least."""
-    return mean(ratios) if ratios else float("inf")
 
 
 def _steps(result: Result) -> str:
