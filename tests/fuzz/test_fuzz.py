@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import fuzz_reader
-import pytest
-
-pytestmark = pytest.mark.torch
 
 
 def test_a_short_run_of_the_fuzzer():

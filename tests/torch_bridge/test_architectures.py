@@ -11,8 +11,6 @@ import pytest
 import torch_bridge
 from torch_bridge import CheckpointMismatch
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.parametrize("name", architectures.CASES)
 def test_the_outputs_are_equal_and_the_way_back_is_exact(name):

@@ -24,8 +24,6 @@ from torch_bridge import (
     torch_matrix_dims,
 )
 
-pytestmark = pytest.mark.torch
-
 TORCH = {
     "matrix_approximation_rank": 4,
     "start_powerSGD_iter": 10,

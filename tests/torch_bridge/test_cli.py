@@ -26,7 +26,6 @@ import jaxcomp
 import torch_bridge
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
 
-pytestmark = pytest.mark.torch
 FC1, FC2 = "fc1.weight", "fc2.weight"
 
 

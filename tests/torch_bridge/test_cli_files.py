@@ -16,7 +16,6 @@ from script import python
 import torch_bridge
 from torch_bridge.__main__ import OK, UNUSABLE, main
 
-pytestmark = pytest.mark.torch
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")
 BACK = ("--like", "checkpoint.pt", "--out", "back.pt")
 

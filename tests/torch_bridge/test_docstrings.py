@@ -13,8 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import torch_bridge
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def job(alone):

@@ -19,8 +19,6 @@ from torch import nn as tnn
 
 from torch_bridge import CheckpointMismatch
 
-pytestmark = pytest.mark.torch
-
 
 class Layer(NamedTuple):
     """One layer in torch, linen and nnx, if that has it, and the shapes of its inputs in torch."""

@@ -25,8 +25,6 @@ from torch_bridge import (
     state_from_record,
 )
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_names_go_without_the_prefixes_of_wrappers(prefix):

@@ -16,8 +16,6 @@ from script import python
 from torch_bridge import Checkpoint, CheckpointMismatch, PowerSGDRecord, load
 from torch_bridge._base.tensors import tied
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def put(tmp_path):

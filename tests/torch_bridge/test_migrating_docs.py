@@ -8,15 +8,12 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from bridge import linears, steps_in_jax, steps_in_torch
 from paths import DOCS
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 import torch_bridge
-
-pytestmark = pytest.mark.torch
 
 PAGE = DOCS / "migrating.md"
 BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)

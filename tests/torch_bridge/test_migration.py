@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 from paths import EXAMPLES
 from script import python
-
-pytestmark = pytest.mark.torch
 
 SCRIPT = EXAMPLES / "migrate" / "from_torch.py"
 

@@ -24,8 +24,6 @@ from torch_bridge import (
     params_to_torch,
 )
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():

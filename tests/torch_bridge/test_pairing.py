@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 import torch_bridge
 from torch_bridge import Checkpoint, CheckpointMismatch, pair
 
-pytestmark = pytest.mark.torch
-
 
 def model_of(**shapes):
     """Weights by module name, with __ for dots."""

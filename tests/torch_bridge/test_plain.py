@@ -9,7 +9,6 @@ import torch
 
 from torch_bridge import Checkpoint, to_torch
 
-pytestmark = pytest.mark.torch
 WEIGHT = {"fc.weight": np.ones((3, 2), np.float32)}
 
 

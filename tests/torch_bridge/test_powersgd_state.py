@@ -28,8 +28,6 @@ from torch_bridge import (
     powersgd_to_torch,
 )
 
-pytestmark = pytest.mark.torch
-
 STEPS = range(ddp_worker.SAVE_AT, ddp_worker.STEPS)
 FROZEN = ("frozen.weight", "frozen.bias")
 

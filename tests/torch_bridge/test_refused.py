@@ -19,8 +19,6 @@ from watch import watched
 import torch_bridge
 from torch_bridge import BucketLayout, CheckpointMismatch, UnsafeCheckpoint, load
 
-pytestmark = pytest.mark.torch
-
 
 def why(path, raw, error, **options):
     """What the refusal says; or a line on what was wrong with it."""

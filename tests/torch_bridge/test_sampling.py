@@ -8,8 +8,6 @@ from torch.utils.data import DistributedSampler
 
 import torch_bridge
 
-pytestmark = pytest.mark.torch
-
 
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_the_samples_are_those_of_torchs_sampler(n, replicas, shuffle, drop_last, epoch):

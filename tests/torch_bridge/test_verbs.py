@@ -19,9 +19,6 @@ import jaxcomp
 import torch_bridge
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
 
-pytestmark = pytest.mark.torch
-
-
 LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}
 
 

@@ -19,8 +19,6 @@ import whole_run as job
 import jaxcomp
 import torch_bridge
 
-pytestmark = pytest.mark.torch
-
 # Largest difference of the losses, in JAX and after the way back. Half: torch computes P, Q and the
 # error in float16 there, of which JAX narrows what goes on the wire alone.
 TOLERANCE = {"own": 1e-5, "rebuilt": 1e-5, "half": 1e-4}
