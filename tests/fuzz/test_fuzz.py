@@ -1,7 +1,5 @@
 """A short run of the fuzzer; tests/torch_bridge/test_refused.py has bad files, each by name."""
 
-from __future__ import annotations
-
 import fuzz_reader
 
 

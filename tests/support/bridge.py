@@ -31,14 +31,9 @@ def norm(width):
     return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
 
 
-def params_from_torch(model, like, rules=(), **said):
-    """The parameters in Flax, by rules and answers."""
-    return torch_bridge.params_from_torch(model, like, rules=rules, **said)
-
-
-def params_to_torch(params, like, rules=(), **said):
-    """The parameters in torch, by the same."""
-    found = torch_bridge.pair(like, params, rules, **said)
+def params_to_torch(params, like, **said):
+    """The parameters in torch, by rules and answers."""
+    found = torch_bridge.pair(like, params, **said)
     return torch_bridge.params_to_torch(params, like, pairs=found)
 
 

@@ -1,7 +1,5 @@
 """States of the PowerSGD hook made by hand, with their buffers packed as torch's hook has them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models of many kinds move exactly, or ask in a sentence that can be answered from it."""
 
-from __future__ import annotations
-
 import re
 
 import architectures

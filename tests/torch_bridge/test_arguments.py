@@ -1,7 +1,5 @@
 """torch's hook arguments in jaxcomp's words, state dicts, and torch's matrices."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

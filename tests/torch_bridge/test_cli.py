@@ -1,7 +1,5 @@
 """``python -m torch_bridge``: what it prints, what it converts, how it fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The files that the command line writes: whole or not there, checked, in little memory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The examples in torch_bridge's docstrings run, and every public name has one."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import pkgutil

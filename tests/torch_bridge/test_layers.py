@@ -1,7 +1,5 @@
 """Layers: the same input gives the same output in torch and in Flax, there and back."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from bridge import params_from_torch, params_to_torch
+from bridge import params_to_torch, values
 from flax import nnx
 from torch import nn as tnn
 
-from torch_bridge import CheckpointMismatch
+from torch_bridge import CheckpointMismatch, params_from_torch
 
 
 class Layer(NamedTuple):
@@ -114,10 +112,6 @@ def randomize(module):
     return module
 
 
-def normal(*shape):
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
 def close(ours, theirs) -> None:
     ours, theirs = (np.asarray(x) for x in (ours, theirs))
     scale = max(1.0, float(np.abs(theirs).max()))
@@ -134,7 +128,7 @@ def test_layer_gives_the_same_output_in_linen_and_nnx(case):
     torch.manual_seed(0)
     module, linen, build, shapes = LAYERS[case]
     state = randomize(module).state_dict()
-    inputs = [np.array([0, 3, 6]) if shape == "ids" else normal(*shape) for shape in shapes]
+    inputs = [np.array([0, 3, 6]) if shape == "ids" else values(*shape) for shape in shapes]
     moved = (lambda x: np.moveaxis(x, 1, -1)) if re.search("conv|map", case) else np.asarray
     theirs, ours = moved(output(module, *inputs)), [jnp.asarray(moved(x)) for x in inputs]
     said = {"conv_transpose": ""} if "transpose" in case else {}
@@ -161,7 +155,7 @@ def test_layer_gives_the_same_output_in_linen_and_nnx(case):
 def test_square_conv_transpose_and_its_two_flax_forms():
     torch.manual_seed(0)
     module = tnn.ConvTranspose2d(4, 4, 3, stride=2)
-    x = normal(2, 4, 5, 5)
+    x = values(2, 4, 5, 5)
     theirs, inputs = np.moveaxis(output(module, x), 1, -1), jnp.asarray(np.moveaxis(x, 1, -1))
     for transpose_kernel, hint in ((False, ".*"), (True, "never")):
         layer = nn.ConvTranspose(
@@ -183,7 +177,7 @@ def test_a_gru_of_nnx_has_no_place_for_a_bias():
         params_from_torch(module.state_dict(), nnx.state(cell))
     with torch.no_grad():
         module.bias_hh_l0[10:] = 0
-    x = normal(2, 6, 4)
+    x = values(2, 6, 4)
     nnx.update(cell, params_from_torch(module.state_dict(), nnx.state(cell)))
     close(cell(jnp.asarray(x)), output(module, x))
 
@@ -205,7 +199,7 @@ class Stack(nn.Module):
 def test_cells_layers_and_directions():
     torch.manual_seed(2)
     module = randomize(tnn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True))
-    x = normal(2, 6, 4)
+    x = values(2, 6, 4)
     like = jax.eval_shape(Stack(False).init, jax.random.key(0), jnp.asarray(x))
     with pytest.raises(CheckpointMismatch, match="could be") as caught:
         params_from_torch(module.state_dict(), like)  # which of two is the backward one?

@@ -1,7 +1,5 @@
 """Bucket layouts: what is where in torch's flat buffers, recorded, written down and inferred."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Reading torch files: everything that torch writes, and what lies beside it."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import pathlib

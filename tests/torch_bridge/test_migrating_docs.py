@@ -1,7 +1,5 @@
 """The programs in docs/migrating.md: a DDP job saves, JAX goes on, and DDP goes on after that."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import re

@@ -1,7 +1,5 @@
 """The example that moves a run to JAX and back, with real processes, as a user runs it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

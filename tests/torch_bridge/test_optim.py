@@ -1,7 +1,5 @@
 """Optimizers: after conversion the next updates are those that torch would have made."""
 
-from __future__ import annotations
-
 import copy
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """PowerSGD state: real DDP runs over gloo go on in JAX, and back in torch, as if never stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import ddp_worker

@@ -1,7 +1,5 @@
 """Files that are refused, each by name, soon, in little memory, and without running anything."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import pathlib

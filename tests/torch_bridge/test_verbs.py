@@ -1,7 +1,5 @@
 """`to_flax` and `to_torch`: a whole run in one call each way, paired once."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

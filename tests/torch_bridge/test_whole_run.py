@@ -1,7 +1,5 @@
 """A CNN with everything that files have, through DDP, JAX and a real process group again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
