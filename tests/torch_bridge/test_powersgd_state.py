@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from bridge import kernels, linears, norm
 from hook_states import random_run
 from script import python
 
@@ -39,19 +40,10 @@ def run(request, tmp_path_factory):
 
 
 def flax_params():
-    def z(*shape):
-        return jnp.zeros(shape)
-
-    return {
-        "conv": {"kernel": z(3, 3, 6, 20), "bias": z(20)},
-        "fc1": {"kernel": z(32, 24), "bias": z(24)},
-        "norm": {"scale": z(24), "bias": z(24)},
-        "fc2": {"kernel": z(24, 48), "bias": z(48)},
-        "fc3": {"kernel": z(32, 24), "bias": z(24)},
-        "emb": {"embedding": z(40, 16)},
-        "frozen": {"kernel": z(32, 24), "bias": z(24)},
-        "head": {"kernel": z(24, 32)},
-    }
+    found = linears(fc1=(32, 24), fc2=(24, 48), fc3=(32, 24), frozen=(32, 24))
+    found |= kernels(conv=(3, 3, 6, 20), head=(24, 32)) | {"norm": norm(24)}
+    found["conv"]["bias"] = np.zeros(20, np.float32)
+    return found | {"emb": {"embedding": np.zeros((40, 16), np.float32)}}
 
 
 def as_flax(named):
@@ -201,30 +193,25 @@ def test_tied_parameters_have_one_state():
     np.testing.assert_allclose(found, errors["embed.weight"], rtol=1e-6)
 
 
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.MultiHeadDotProductAttention(num_heads=4, name="attn")(x, x)
-
-
 def test_packed_attention_shares_q_and_says_so():
-    module = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(32, 4, batch_first=True)})
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     model = {name: value.numpy() for name, value in module.state_dict().items()}
     checkpoint, errors, factors = random_run(model, [list(model)[::-1]])
-    params = Attention().init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
-    with pytest.warns(UserWarning, match=r"attn\.in_proj_weight.*equivalent in kind"):
+    attention, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.zeros((1, 3, 32))
+    params = attention.init(jax.random.key(0), x)["params"]
+    with pytest.warns(UserWarning, match=r"in_proj_weight.*equivalent in kind"):
         state = powersgd_from_torch(checkpoint, params)
     before = PowerSGDRecord(2, 5, {}, {}, {})  # without a Q there is nothing to say
     powersgd_from_torch(dataclasses.replace(checkpoint, powersgd=(before,)), params)
-    q = np.asarray(factors["attn.in_proj_weight"][1], np.float32)
+    q = np.asarray(factors["in_proj_weight"][1], np.float32)
     for part in ("query", "key", "value"):
-        np.testing.assert_array_equal(state.q["attn"][part]["kernel"], q)
-    packed = errors["attn.in_proj_weight"]
-    key = np.asarray(state.residual["attn"]["key"]["kernel"])
+        np.testing.assert_array_equal(state.q[part]["kernel"], q)
+    packed = errors["in_proj_weight"]
+    key = np.asarray(state.residual["key"]["kernel"])
     np.testing.assert_allclose(key, packed[32:64].T.reshape(32, 4, 8), rtol=1e-6)
     same_q(back_of(state, params, checkpoint), checkpoint.powersgd[0])
     moved = jax.tree.map(lambda x: x, state)
-    moved.q["attn"]["key"]["kernel"] = moved.q["attn"]["key"]["kernel"] + 1
+    moved.q["key"]["kernel"] = moved.q["key"]["kernel"] + 1
     with pytest.warns(UserWarning, match="different Q factors"):
         back_of(moved, params, checkpoint)
 
@@ -308,22 +295,13 @@ def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():
         powersgd_from_torch(checkpoint, params)
     assert len(error.value.mis_shaped) == 2
 
-    def torch_cut(path, leaf):
-        return jaxcomp.MatrixDims(rows=(2,), cols=(0, 1))
-
-    state = powersgd_from_torch(checkpoint, params, matrix_dims=torch_cut)
-    back = back_of(state, params, checkpoint, matrix_dims=torch_cut)
-    same_q(back, checkpoint.powersgd[0])
+    cut = {"matrix_dims": torch_bridge.torch_matrix_dims}
+    state = powersgd_from_torch(checkpoint, params, **cut)
+    same_q(back_of(state, params, checkpoint, **cut), checkpoint.powersgd[0])
 
 
-def no_matrices(path, leaf):
-    return None
-
-
-def of_each_head(path, leaf):
-    return jaxcomp.MatrixDims(batch=(1,), rows=(2,), cols=(0,))
-
-
+EACH_HEAD = jaxcomp.MatrixDims(batch=(1,), rows=(2,), cols=(0,))
+OF_EACH_HEAD = {"matrix_dims": lambda *_: EACH_HEAD, "rate": 0.5}
 HEADS = {"a": {"kernel": jnp.zeros((32, 2, 12))}}
 FEW_OUTPUTS = {"a": {"kernel": jnp.zeros((30, 40, 2))}}
 LSTM = {name: value.numpy() for name, value in torch.nn.LSTM(32, 2).state_dict().items()}
@@ -333,8 +311,8 @@ GATES = jax.eval_shape(nn.RNN(nn.LSTMCell(2)).init, jax.random.key(0), jnp.ones(
 @pytest.mark.parametrize(
     ("model", "params", "options", "said"),
     [
-        (MODEL, PARAMS, {"matrix_dims": no_matrices}, r"by torch only \(24 x 32\)"),
-        (MODEL, HEADS, {"matrix_dims": of_each_head, "rate": 0.5}, "several matrices in one leaf"),
+        (MODEL, PARAMS, {"matrix_dims": lambda *_: None}, r"by torch only \(24 x 32\)"),
+        (MODEL, HEADS, OF_EACH_HEAD, "several matrices in one leaf"),
         ({"a.weight": np.zeros((2, 40, 30))}, FEW_OUTPUTS, {}, "by jaxcomp only"),
         ({"a.weight": np.zeros((32, 24)).T}, PARAMS, {}, r"strides \(1, 24\) mix"),
         (LSTM, GATES["params"], {"rate": 0.5, "rank": 4}, "rank 2, torch has 4"),

@@ -189,42 +189,38 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     assert checkpoint.world_size is None  # which no run has
 
 
-def entries(make, **changes):
-    """Of an optimizer of one parameter, with other entries in its group or `kept` for it."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    optimizer = make([parameter], lr=0.1)
-    parameter.grad = torch.ones(2, 3)
-    optimizer.step()
-    found = optimizer.state_dict()
-    found["state"].setdefault(0, {}).update(changes.pop("kept", {}))
+def entries(make=torch.optim.SGD, kept=(), **changes):
+    """Of an optimizer of one parameter, with what it `kept` for it, and a group with `changes`."""
+    found = make([torch.zeros(2, 3)], lr=0.1).state_dict()
+    found["state"][0] = dict(kept)
     found["param_groups"][0].update(changes)
     return found
 
 
-def sgd(**changes):
-    return entries(lambda p, lr: torch.optim.SGD(p, lr, 0.9), **changes)
-
-
 def adam(step):
-    return entries(torch.optim.Adam, kept={"step": step})
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), np.zeros((2, 3), np.float32))
+    return entries(torch.optim.Adam, {**moments, "step": step})
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    ("optimizer", "message"),
     [
-        (sgd(lr="fast"), "`lr` must be a number, got a str"),
-        (sgd(momentum=[0.9]), "`momentum` must be a number, got a list"),
-        (sgd(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
-        (sgd(kept={"momentum_buffer": np.zeros(7)}), "does not belong to this model"),
+        (entries(lr="fast"), "`lr` must be a number, got a str"),
+        (entries(momentum=[0.9]), "`momentum` must be a number, got a list"),
+        (entries(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
+        (
+            entries(kept={"momentum_buffer": np.zeros(7)}, momentum=0.9),
+            "does not belong to this model",
+        ),
         (adam(float("inf")), "`step` must be a count"),
         (adam("many"), "`step` must be a number"),
         *(
             (found, "no optimizer state")
             for found in (
-                sgd(params=[[0]]),
-                sgd(params=0),
-                sgd(param_names=[b"w"]),
-                sgd(param_names="w"),
+                entries(params=[[0]]),
+                entries(params=0),
+                entries(param_names=[b"w"]),
+                entries(param_names="w"),
                 {},
                 {"state": {}},
                 {"state": [], "param_groups": []},
@@ -236,7 +232,7 @@ def adam(step):
         ),
     ],
 )
-def test_entries_of_an_optimizer_of_wrong_types(entries, message):
-    source = torch_bridge.Checkpoint({"w.weight": np.zeros((2, 3), np.float32)}, (), entries)
+def test_entries_of_an_optimizer_of_wrong_types(optimizer, message):
+    source = torch_bridge.Checkpoint({"w.weight": np.zeros((2, 3), np.float32)}, (), optimizer)
     with pytest.raises(CheckpointMismatch, match=message):
         torch_bridge.to_flax(source, {"w": {"kernel": np.zeros((3, 2), np.float32)}})
