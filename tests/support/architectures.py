@@ -23,17 +23,11 @@ import torch_bridge
 
 
 class Case(NamedTuple):
-    """One architecture.
+    """One architecture."""
 
-    Attributes:
-      body: Its forward pass, as a function of layers and inputs.
-      inputs: Their shapes, or numbers of positions of integers below 11.
-      answers: What `pair` has to be told.
-    """
-
-    body: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    answers: dict[str, Any]
+    body: Callable[..., Any]  # its forward pass, as a function of layers and inputs
+    inputs: tuple[Any, ...]  # their shapes, or numbers of positions of integers below 11
+    answers: dict[str, Any]  # what `pair` has to be told
 
 
 SMALL = {"growth": 8, "config": (2, 2, 2), "first": 16, "bn_size": 2}

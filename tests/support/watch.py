@@ -18,19 +18,12 @@ _SEEN: list[list[str]] = []  # a list while something is watched
 
 
 class Cost(NamedTuple):
-    """What a call did.
+    """What a call did."""
 
-    Attributes:
-      error: What it raised.
-      executed: Events that no file may cause.
-      seconds: Of a processor.
-      peak: Bytes of memory; 0 where it was not traced.
-    """
-
-    error: Exception | None
-    executed: list[str]
-    seconds: float
-    peak: int
+    error: Exception | None  # what it raised
+    executed: list[str]  # events that no file may cause
+    seconds: float  # of a processor
+    peak: int  # bytes of memory; 0 where it was not traced
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
