@@ -30,6 +30,7 @@ class TorchModel(tnn.Module):
 
 class FlaxModel(nn.Module):
     body: Callable[..., Any]
+    train: bool = False
 
     @nn.compact
     def __call__(self, *inputs):
@@ -154,7 +155,8 @@ class FlaxLayers:
         return nn.ConvTranspose(out, (k, k), (k, k), **self._name(name))(x)
 
     def bn(self, x, name):
-        return nn.BatchNorm(True, epsilon=1e-5, **self._name(name))(x)
+        more = {"momentum": 0.9, "epsilon": 1e-5, **self._name(name)}
+        return nn.BatchNorm(not self.module.train, **more)(x)
 
     def dense(self, x, name, out, bias=True):
         return nn.Dense(out, bias, **self._name(name))(x)

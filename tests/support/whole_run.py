@@ -18,42 +18,28 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from two_frameworks import TorchModel
 
 import torch_bridge
 
 WORLD, START, MOVES, STEPS, RANK, CLASSES = 2, 3, (6, 11), 16, 2, 5
 
 
-class Network(nn.Module):
+def network(n, x):
     """BatchNorm, a flatten, a frozen layer and one that is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3)
-        self.norm = nn.BatchNorm2d(16)
-        self.conv2 = nn.Conv2d(16, 32, 3, stride=2)
-        self.frozen = nn.Linear(32 * 2 * 2, 48).requires_grad_(False)
-        self.unused = nn.Linear(40, 24)
-        self.fc = nn.Linear(48, 32)
-        self.head = nn.Linear(32, CLASSES)
-
-    def forward(self, x):
-        x = gelu(self.norm(self.conv1(x)))
-        x = gelu(self.conv2(x)).flatten(1)
-        return self.head(gelu(self.fc(self.frozen(x))))
-
-
-def gelu(x):
-    return nn.functional.gelu(x, approximate="tanh")
+    x = n.gelu(n.bn(n.conv(x, "conv1", 16, 3), "norm"))
+    x = n.dense(n.flatten(n.gelu(n.conv(x, "conv2", 32, 3, 2))), "frozen", 48)
+    n.dense(n.zeros((1, 40)), "unused", 24)
+    return n.dense(n.gelu(n.dense(x, "fc", 32)), "head", CLASSES)
 
 
 def batch(step, rank):
-    """Noisy patterns in torch's NCHW, and which it is."""
+    """Noisy patterns, and which it is."""
     patterns = np.random.default_rng(0).standard_normal((CLASSES, 3, 7, 7))
     random = np.random.default_rng([step, rank])
     y = random.integers(CLASSES, size=16)
     x = patterns[y] + 0.3 * random.standard_normal((16, 3, 7, 7))
-    return x.astype(np.float32), y
+    return x.transpose(0, 2, 3, 1).astype(np.float32), y
 
 
 def own_hook(state, bucket):
@@ -71,7 +57,10 @@ HOOKS = {
 def fresh(case):
     """The model in several buckets, which DDP cuts anew if it need not look for unused layers."""
     torch.manual_seed(1)
-    module, looks = Network(), case != "rebuilt"
+    module, looks = TorchModel(network), case != "rebuilt"
+    module(torch.from_numpy(batch(0, 0)[0]))  # which makes the layers
+    module.norm.reset_running_stats()
+    module.frozen.requires_grad_(False)
     module.unused.requires_grad_(looks)
     model = nn.parallel.DistributedDataParallel(
         module, bucket_cap_mb=0.01, find_unused_parameters=looks

@@ -6,13 +6,13 @@ import sys
 import time
 import warnings
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import whole_run as job
+from two_frameworks import FlaxModel
 
 import jaxcomp
 import torch_bridge
@@ -24,21 +24,10 @@ TOLERANCE = {"own": 1e-5, "rebuilt": 1e-5, "half": 1e-4}
 FLATTEN = {"frozen": (32, 2, 2), "unused": None}
 
 
-class FlaxNetwork(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(16, (3, 3), padding="VALID", name="conv1")(x)
-        x = nn.gelu(nn.BatchNorm(False, momentum=0.9, epsilon=1e-5, name="norm")(x))
-        x = nn.gelu(nn.Conv(32, (3, 3), strides=2, padding="VALID", name="conv2")(x))
-        x = nn.Dense(48, name="frozen")(x.reshape(x.shape[0], -1))
-        nn.Dense(24, name="unused")(jnp.zeros((1, 40)))
-        return nn.Dense(job.CLASSES, name="head")(nn.gelu(nn.Dense(32, name="fc")(x)))
-
-
 def steps_in_jax(path, out):
     """From the one file to the other, with what `load` and `to_flax` say and nothing else."""
-    checkpoint = torch_bridge.load(path)
-    like = jax.eval_shape(FlaxNetwork().init, jax.random.key(0), jnp.zeros((1, 7, 7, 3)))
+    checkpoint, network = torch_bridge.load(path), FlaxModel(job.network, train=True)
+    like = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 7, 7, 3)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run = torch_bridge.to_flax(checkpoint, like, flatten=FLATTEN)
@@ -53,7 +42,7 @@ def steps_in_jax(path, out):
     def step(params, statistics, opt_state, x, y):
         def loss_fn(params):
             variables = {"params": params, "batch_stats": statistics}
-            logits, changed = FlaxNetwork().apply(variables, x, mutable=["batch_stats"])
+            logits, changed = network.apply(variables, x, mutable=["batch_stats"])
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
             return loss, changed["batch_stats"]
 
@@ -76,7 +65,6 @@ def steps_in_jax(path, out):
     for k in range(*job.MOVES):
         batches = [job.batch(k, rank) for rank in range(job.WORLD)]
         x, y = (np.stack(part) for part in zip(*batches, strict=True))
-        x = x.transpose(0, 1, 3, 4, 2)
         params, changed, opt_state, loss = update(params, statistics, opt_state, x, y)
         statistics = jax.tree.map(lambda leaf: leaf[0], changed)  # those of rank 0, as DDP has it
         losses.append(np.asarray(loss))
