@@ -47,7 +47,7 @@ test: $(VENV)/.test
 
 # The battery over all reducers, the NumPy reference, and torch's hook beside them.
 QUICK := tests/jaxcomp/reducers/test_battery.py tests/jaxcomp/reducers/test_powersgd.py \
-	tests/torch_bridge/test_powersgd_state.py
+	tests/torch_bridge/test_whole_run.py
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)

@@ -2,8 +2,9 @@
 
     python whole_run.py FOLDER CASE [CASE ...]
 
-Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` saved at MOVES[0]; then, as soon as
-``CASE.to_torch.pt`` is there, the steps from MOVES[1] on. Losses go to ``CASE.RANK.json``.
+Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` and, as torch documents it,
+``CASE.RANK.pt`` saved at MOVES[0]; then, as soon as ``CASE.to_torch.pt`` is there, the steps from
+MOVES[1] on. Losses go to ``CASE.RANK.json``.
 """
 
 import json
@@ -12,25 +13,26 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import torch
 from bridge import steps_in_torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from two_frameworks import TorchModel
 
 import torch_bridge
 
-WORLD, START, MOVES, STEPS, RANK, CLASSES = 2, 3, (6, 11), 16, 2, 5
+WORLD, START, MOVES, STEPS, CLASSES = 2, 3, (6, 11), 16, 5
 
 
 def network(n, x):
-    """BatchNorm, a flatten, a frozen layer and one that is never used."""
+    """BatchNorm, a flatten, a frozen layer, one that is never used, and two of one shape."""
     x = n.gelu(n.bn(n.conv(x, "conv1", 16, 3), "norm"))
     x = n.dense(n.flatten(n.gelu(n.conv(x, "conv2", 32, 3, 2))), "frozen", 48)
     n.dense(n.zeros((1, 40)), "unused", 24)
-    return n.dense(n.gelu(n.dense(x, "fc", 32)), "head", CLASSES)
+    return n.dense(n.gelu(n.dense(x, "fc", 32) + n.dense(x, "twin", 32)), "head", CLASSES)
 
 
 def batch(step, rank):
@@ -51,19 +53,25 @@ HOOKS = {
     "own": own_hook,
     "rebuilt": own_hook,
     "half": fp16_compress_wrapper(torch_bridge.waiting_hook),
+    "static": powerSGD_hook,  # in one bucket, where torch's own does not hang over gloo
 }
+RANKS = dict.fromkeys(HOOKS, 2) | {"static": 4}
 
 
 def fresh(case):
-    """The model in several buckets, which DDP cuts anew if it need not look for unused layers."""
+    """The model in buckets, which DDP cuts anew if it need not look for unused layers."""
     torch.manual_seed(1)
-    module, looks = TorchModel(network), case != "rebuilt"
+    module, looks, static = TorchModel(network), case in ("own", "half"), case == "static"
     module(torch.from_numpy(batch(0, 0)[0]))  # which makes the layers
     module.norm.reset_running_stats()
+    module.conv2.to(memory_format=torch.channels_last)
     module.frozen.requires_grad_(False)
     module.unused.requires_grad_(looks)
     model = nn.parallel.DistributedDataParallel(
-        module, bucket_cap_mb=0.01, find_unused_parameters=looks
+        module,
+        bucket_cap_mb=1000 if static else 0.01,
+        find_unused_parameters=looks,
+        static_graph=static,
     )
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
     named = case != "own"  # else what is trained alone, by the layout's names
@@ -83,11 +91,17 @@ def train(model, optimizer, rank, first, last):
 
 def stayed(case, rank, folder):
     model, optimizer = fresh(case)
-    state = PowerSGDState(None, RANK, start_powerSGD_iter=START)
+    state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
     model.register_comm_hook(state, HOOKS[case])
     losses = train(model, optimizer, rank, 0, MOVES[0])
+    document = {"state_dict": model.state_dict(), "comm_hook": powerSGD_hook, "epoch": 3}
+    document |= {"comm_hook_state": state, "optimizer": optimizer.state_dict()}
+    torch.save(document, folder / f"{case}.{rank}.pt")
+    # What rank 0 cannot write is said on both, and neither waits for the other.
+    with pytest.raises(RuntimeError, match="hooks of `extra`"):
+        torch_bridge.save_checkpoint(folder / "never.pt", model, state, extra={"hooks": [len]})
     path = folder / f"{case}.to_jax.pt"
-    torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
+    torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer, extra={"epoch": 3})
     losses += train(model, optimizer, rank, MOVES[0], STEPS)
     return losses, model.module.norm.running_mean.tolist()
 

@@ -1,8 +1,7 @@
-"""PowerSGD state: real DDP runs over gloo go on in JAX, and back in torch, as if never stopped."""
+"""PowerSGD states made by hand, there and back; those of real jobs are in test_whole_run.py."""
 
 import dataclasses
 
-import ddp_worker
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from bridge import kernels, linears, norm
 from hook_states import random_run
-from script import python
 
 import jaxcomp
 import torch_bridge
@@ -21,154 +18,9 @@ from torch_bridge import (
     Checkpoint,
     CheckpointMismatch,
     PowerSGDRecord,
-    load,
-    params_from_torch,
     powersgd_from_torch,
     powersgd_to_torch,
 )
-
-STEPS = range(ddp_worker.SAVE_AT, ddp_worker.STEPS)
-FROZEN = ("frozen.weight", "frozen.bias")
-
-
-@pytest.fixture(scope="module", params=[1, 4], ids=["rank 1", "rank 4, static graph"])
-def run(request, tmp_path_factory):
-    """Files of an uninterrupted DDP run, saved in the middle."""
-    out = tmp_path_factory.mktemp(f"rank{request.param}")
-    python(ddp_worker.__file__, "train", out, request.param, timeout=100)
-    return out
-
-
-def flax_params():
-    found = linears(fc1=(32, 24), fc2=(24, 48), fc3=(32, 24), frozen=(32, 24))
-    found |= kernels(conv=(3, 3, 6, 20), head=(24, 32)) | {"norm": norm(24)}
-    found["conv"]["bias"] = np.zeros(20, np.float32)
-    return found | {"emb": {"embedding": np.zeros((40, 16), np.float32)}}
-
-
-def as_flax(named):
-    """Gradients by torch name as a Flax tree; frozen parameters have none."""
-    model = ddp_worker.Feed()
-    zeros = {name: np.zeros(dict(model.named_parameters())[name].shape, "f4") for name in FROZEN}
-    arrays = {name: value.numpy() for name, value in named.items()}
-    return params_from_torch({**zeros, **arrays}, flax_params())
-
-
-def continue_in_jax(state, rank, replicas=2):
-    """Outputs of the remaining steps, each replica starting from the same consolidated state."""
-    tx = jaxcomp.powersgd(rank, axis_name="data", start_step=ddp_worker.START)
-    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    state = jax.tree.map(lambda x: jnp.stack([x] * replicas), state)
-    model = ddp_worker.Feed()
-    for step in STEPS:
-        grads = [as_flax(ddp_worker.gradients(model, step, r)) for r in range(2)] * (replicas // 2)
-        outputs, state = update(jax.tree.map(lambda *g: jnp.stack(g), *grads), state)
-        yield step, jax.tree.map(lambda x: x[0], outputs)
-
-
-def furthest(one, other):
-    """The largest difference of two trees, relative to the largest value of each leaf."""
-    distance = jax.tree.map(
-        lambda a, b: float(np.abs(np.asarray(a) - b).max() / (np.abs(b).max() + 1e-9)), one, other
-    )
-    return max(jax.tree.leaves(distance))
-
-
-def rank_of(run):
-    return load(run / "complete.pt").powersgd[0].matrix_approximation_rank
-
-
-def test_jax_goes_on_with_the_outputs_of_the_uninterrupted_run(run):
-    checkpoint, layout, replicas = load(run / "complete.pt"), None, 2
-    if rank_of(run) > 1:  # from torch's own files, and on more replicas
-        checkpoint, replicas = load([run / "rank0.pt", run / "rank1.pt"]), 6
-        layout = torch_bridge.infer_layout(checkpoint, frozen=FROZEN)
-    state = powersgd_from_torch(checkpoint, flax_params(), layout=layout)
-    fresh = jaxcomp.powersgd(rank_of(run), axis_name="data").init(flax_params())
-    assert jax.tree.structure(state) == jax.tree.structure(fresh)
-    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    for step, outputs in continue_in_jax(state, rank_of(run), replicas):
-        expected = torch.load(run / f"grads_{step}.pt")
-        assert furthest(outputs, as_flax(expected)) < 2e-5, step
-
-
-def test_torch_goes_on_from_the_exported_state(run):
-    checkpoint = load(run / "complete.pt")
-    state = powersgd_from_torch(checkpoint, flax_params())
-    # Another order than DDP's: resume_powersgd has to notice, or the state is scrambled.
-    definition = [n for n, p in ddp_worker.Feed().named_parameters() if p.requires_grad]
-    layout = BucketLayout.from_order([definition], checkpoint.model)
-    moved = powersgd_to_torch(state, flax_params(), layout=layout, like=checkpoint)
-    torch.save(moved, run / "exported.pt")
-    (run / "exported.json").write_text(layout.to_json())
-    python(ddp_worker.__file__, "resume", run, rank_of(run), timeout=100)
-    for step in STEPS:
-        expected, got = (torch.load(d / f"grads_{step}.pt") for d in (run, run / "resumed"))
-        assert furthest(as_flax(got), as_flax(expected)) < 2e-5, step
-
-
-def test_there_and_back_is_the_identity(run):
-    checkpoint = load(run / "complete.pt")
-    old = checkpoint.powersgd[0]
-    state = powersgd_from_torch(checkpoint, flax_params())
-    new = powersgd_to_torch(state, flax_params(), layout=checkpoint.layout, like=checkpoint)
-    assert new.q_memory_dict[0].numpy().tobytes() == old.q_memory_dict[0].tobytes()
-    assert new.p_memory_dict[0].numpy().tobytes() == old.p_memory_dict[0].tobytes()
-    mean = np.mean([r.error_dict[0].astype("f8") for r in checkpoint.powersgd], axis=0)
-    scale = np.abs(mean).max()
-    # Uncompressed segments are zero, which they are up to rounding in the mean as well.
-    np.testing.assert_allclose(new.error_dict[0].numpy(), mean, atol=3e-6 * scale)
-    for part in checkpoint.layout.parts(new).values():
-        assert bool(part.rank) == bool(part.error.any())
-    kept = {**old.hyperparameters, "start_powerSGD_iter": old.iter + 2}
-    assert {name: getattr(new, name) for name in kept} == kept
-    for name in ("iter", "total_numel_before_compression", "next_stats_report"):
-        assert getattr(new, name) == getattr(old, name)
-    assert new.rng.randint(10**9) == old.rng.randint(10**9)
-    torch.save(new, run / "new.pt")
-    again = dataclasses.replace(checkpoint, powersgd=load(run / "new.pt").powersgd, world_size=1)
-    back = powersgd_from_torch(again, flax_params())
-    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_the_complete_file_is_readable_with_weights_only(run):
-    document = torch.load(run / "complete.pt", weights_only=True)
-    assert document["world_size"] == 2
-    assert len(document["errors"]) == 2
-    complete, single = load(run / "complete.pt"), load([run / "rank0.pt", run / "rank1.pt"])
-    for one, other in zip(complete.powersgd, single.powersgd, strict=True):
-        np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
-        np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
-    assert complete.layout == BucketLayout.from_json((run / "layout.json").read_text())
-    assert complete.extra == {"epoch": 3}
-    (group,) = complete.optimizer["param_groups"]
-    assert group["momentum"] == 0.9
-    assert group["param_names"] == [n for n, _ in ddp_worker.Feed().named_parameters()]
-    assert list(complete.model) == list(ddp_worker.Feed().state_dict())
-
-
-def test_one_rank_alone_needs_a_choice(run):
-    checkpoint = load(run / "rank0.pt")
-    layout = load(run / "complete.pt").layout
-    with pytest.raises(CheckpointMismatch) as error:
-        powersgd_from_torch(checkpoint, flax_params(), layout=layout)
-    for part in ("1 rank(s)", 'missing_ranks="zero"', 'missing_ranks="replicate"', "spurious"):
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match="missing_ranks"):
-        powersgd_from_torch(checkpoint, flax_params(), layout=layout, missing_ranks="guess")
-    zero, replicated = (
-        powersgd_from_torch(checkpoint, flax_params(), layout=layout, missing_ranks=choice)
-        for choice in ("zero", "replicate")
-    )
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
-    own = layout.parts(checkpoint.powersgd[0])["fc1.weight"].error
-    np.testing.assert_array_equal(replicated.residual["fc1"]["kernel"], own.T)
-    np.testing.assert_array_equal(zero.q["fc1"]["kernel"], replicated.q["fc1"]["kernel"])
-
-
-# --- states made by hand ----------------------------------------------------------------------
 
 MODEL = {"a.weight": np.zeros((24, 32), np.float32)}
 PARAMS = {"a": {"kernel": jnp.zeros((32, 24))}}
@@ -185,12 +37,14 @@ def same_q(one, other):
 
 def test_tied_parameters_have_one_state():
     weight = np.zeros((48, 24), np.float32)
-    checkpoint, errors, _ = random_run({"embed.weight": weight}, [["embed.weight"]])
+    checkpoint, errors, factors = random_run({"embed.weight": weight}, [["embed.weight"]])
     both = {"embed.weight": weight, "head.weight": weight}
     params = {"embed": {"embedding": jnp.zeros((48, 24))}}
     state = powersgd_from_torch(dataclasses.replace(checkpoint, model=both), params)
     found = state.residual["embed"]["embedding"]
     np.testing.assert_allclose(found, errors["embed.weight"], rtol=1e-6)
+    q = factors["embed.weight"][1].astype(np.float32)
+    np.testing.assert_array_equal(state.q["embed"]["embedding"], q)
 
 
 def test_packed_attention_shares_q_and_says_so():
