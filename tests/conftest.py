@@ -76,3 +76,14 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [x for x in items if not x.get_closest_marker("torch")]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A torch process group of one."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

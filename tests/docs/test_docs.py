@@ -39,30 +39,46 @@ def run(page, names, section=""):
 
 
 def modules():
-    """Every module, with its source."""
-    for package in (jaxcomp,):
+    """Every module with an example, and its source; those of the bridge need torch."""
+    for package in (jaxcomp, torch_bridge):
+        marks = pytest.mark.torch if package is torch_bridge else ()
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not (found.ispkg or found.name.endswith("__main__")):
-                path = pathlib.Path(importlib.util.find_spec(found.name).origin)
-                yield found.name, path.read_text()
+            source = pathlib.Path(importlib.util.find_spec(found.name).origin).read_text()
+            if ">>> " in source:
+                yield pytest.param(found.name, source, marks=marks, id=found.name)
 
 
-@pytest.mark.parametrize("name", [name for name, source in modules() if ">>> " in source])
-def test_docstring_examples(name):
+@pytest.fixture
+def job(alone):
+    """What the bridge's examples about a torch job have around them."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+    state = hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"ddp_model": model, "state": state, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(("name", "source"), [*modules()])
+def test_docstring_examples(name, source, request):
     module = importlib.import_module(name)
+    given = request.getfixturevalue("job") if "ddp_model" in source else {}
     with jax.numpy_dtype_promotion("standard"):  # what a user has
-        result = doctest.testmod(module, raise_on_error=False)
+        result = doctest.testmod(module, extraglobs=given)
     assert result.failed == 0
     # None is passed over: all that stand in the file have run.
-    assert result.attempted == len(re.findall(r"^ *>>> ", inspect.getsource(module), re.MULTILINE))
+    assert result.attempted == len(re.findall(r"^ *>>> ", source, re.MULTILINE))
 
 
-@pytest.mark.parametrize("module", [jaxcomp, jaxcomp.extend])
+@pytest.mark.parametrize("module", [jaxcomp, jaxcomp.extend, torch_bridge])
 def test_every_public_function_has_an_example(module):
     for name in module.__all__:
         member = getattr(module, name)
         assert member.__doc__, name
-        assert ">>>" in member.__doc__ or not inspect.isfunction(member), name
+        optional = module is not torch_bridge and not inspect.isfunction(member)
+        assert ">>>" in member.__doc__ or optional, name
 
 
 def test_every_public_name_has_its_place_in_the_reference():

@@ -25,6 +25,7 @@ import lm
 import numpy as np
 import pytest
 import train
+from many_faults import MODEL, curve, saved
 from paths import EXAMPLES
 
 import jaxcomp
@@ -36,9 +37,7 @@ RESUME = SimpleNamespace(
 )
 # What the interrupted run was made with, and what it was not.
 SAVED = {"--width": (32, 64), "--rank": (2, 3), "--strategy": ("powersgd", "allreduce")}
-MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
-TINY = [*MODEL, "--batch-size", "8", "--steps", str(STEPS), "--start-step", "2", "--rank", "2"]
-TINY += ["--eval-every", "3", "--eval-sequences", "16", "--checkpoint-every", "2"]
+TINY = [*MODEL, "--steps", STEPS, "--eval-every", 3, "--checkpoint-every", 2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,22 +74,16 @@ def here(module, *arguments):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trains with `train.py` and returns (steps, losses, held-out losses, bytes sent)."""
+    """Trains with `train.py` and returns the curve and what it prints."""
     directory = tmp_path_factory.mktemp("logs")
 
     def run(log, *arguments):
         printed = here(train, *TINY, "--log", directory / log, *arguments)
+        with (directory / log).open() as file:
+            assert json.loads(file.readline())["config"]["steps"] == STEPS
         return curve(directory / log), printed
 
     return run
-
-
-def curve(path):
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert records[0]["config"]["steps"] == STEPS
-    return {
-        r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records[1:]
-    }
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +118,7 @@ def copied(directory, to):
 
 def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupted, tmp_path):
     directory = copied(interrupted, tmp_path)
-    assert sorted(int(p.name) for p in directory.glob("[!.]*")) == [STOP - 2, STOP]  # --keep 2
+    assert saved(directory) == [STOP - 2, STOP]  # --keep 2
     resumed, output = trained("resumed", "--devices", 4, "--checkpoint-dir", directory, "--resume")
     assert f"from step {STOP}" in output
     assert resumed.keys() == uninterrupted.keys()

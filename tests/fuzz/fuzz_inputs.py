@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 import torch
 import torch_files as files
@@ -21,7 +22,6 @@ Change: TypeAlias = Callable[[Dice, list[bytes]], list[bytes]]
 
 
 def documents() -> list[dict[Any, Any]]:
-    """What good files hold."""
     adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
     state = files.hook_state()
     slots = {name: value for name, value in state.__getstate__().items() if name != "rng"}
@@ -96,26 +96,18 @@ ODD = [
 ]  # fmt: skip
 
 
-def _spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Of every entry the container and the key."""
     items = tree.items() if isinstance(tree, dict) else ()
     for key, value in enumerate(tree) if isinstance(tree, list) else items:
-        yield (*path, key)
-        yield from _spots(value, (*path, key))
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    return list(map(_copied, tree)) if isinstance(tree, list) else tree
+        yield tree, key
+        yield from _spots(value)
 
 
 def _odd_entry(dice: Dice, document: Any) -> bytes:
     """A document of which one entry is of another kind, or gone, or has another name."""
-    changed = _copied(document)
-    *path, last = dice.choice(list(_spots(changed)))
-    parent = changed
-    for key in path:
-        parent = parent[key]
+    changed = jax.tree.map(lambda leaf: leaf, document)  # a hook state cannot be copied deeply
+    parent, last = dice.choice(list(_spots(changed)))
     if isinstance(parent, dict) and dice.random() < 0.3:
         parent[dice.choice([1, "1", None, (1, 2), "format", "w"])] = parent.pop(last)
     elif dice.random() < 0.1:

@@ -35,8 +35,6 @@ SECONDS, OVERHEAD = 5.0, 100 << 20
 
 
 class Result(NamedTuple):
-    """What a run found."""
-
     inputs: dict[str, int]  # files of each class
     read: int  # files without an error
     executed: list[str]  # audit events that no file may cause
@@ -90,7 +88,6 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
 
 
 def run() -> int:
-    """Fuzz and print."""
     parser = argparse.ArgumentParser(description="Fuzz torch_bridge.load and inspect.")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -23,8 +23,6 @@ import torch_bridge
 
 
 class Case(NamedTuple):
-    """One architecture."""
-
     body: Callable[..., Any]  # its forward pass, as a function of layers and inputs
     inputs: tuple[Any, ...]  # their shapes, or numbers of positions of integers below 11
     answers: dict[str, Any]  # what `pair` has to be told
@@ -75,13 +73,11 @@ class Built(NamedTuple):
     like: Any
 
     def outputs(self, variables):
-        """Of both."""
         theirs = self.module(*map(torch.from_numpy, self.inputs)).detach().numpy()
         return theirs, np.asarray(jax.jit(self.twin.apply)(variables, *self.inputs))
 
 
 def build(name):
-    """Both modules of a case."""
     body, shapes, _ = CASES[name]
     random = np.random.default_rng(0)
     inputs = [
@@ -166,7 +162,6 @@ def row(name):
 
 
 def main(names):
-    """Print the table."""
     print(
         "| architecture | answers | outputs | 10 steps in JAX | 4 back in torch |\n"
         "|---|---|---|---|---|"

@@ -53,6 +53,7 @@ def foreign() -> Table:
         file.writestr("readme.txt", "hello")
     hook = files.slots()
     old = files.saved(files.documented(), _use_new_zipfile_serialization=False)
+    empty = archive(whole(b"}"))
     big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **STORAGES})
     own = files.own_format
     rng = {"key": torch.zeros(624, dtype=torch.int64), "pos": "x", "has_gauss": 0}
@@ -117,15 +118,10 @@ def foreign() -> Table:
         "protocol 99": (archive(b"\x80\x63."), "protocol"),
         "no storages": (archive(files.pickle_of_tensor()), "data/0"),
         "big-endian": (big, "big-endian"),
-        "encrypted": (_with(archive(whole(b"}")), b"PK\x01\x02", 8, b"\x01\x00"), "data.pkl"),
+        "encrypted": (flipped(empty, empty.index(b"PK\x01\x02") + 8, 0), "data.pkl"),
         "another name in the local header": (
-            archive(whole(b"}")).replace(b"data.pkl", b"data.txt", 1), "data.pkl",
+            empty.replace(b"data.pkl", b"data.txt", 1), "data.pkl",
         ),
         "BZIP2": (archive(files.pickle_of_tensor(), STORAGES, zipfile.ZIP_BZIP2), "compression"),
     }  # fmt: skip
     return found | kinds
-
-
-def _with(raw: bytes, mark: bytes, at: int, new: bytes) -> bytes:
-    start = raw.index(mark) + at
-    return raw[:start] + new + raw[start + len(new) :]

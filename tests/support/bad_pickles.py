@@ -147,11 +147,6 @@ def tricks() -> Table:
 # --- what would take hours or gigabytes -------------------------------------------------------
 
 
-def _long(value: int) -> bytes:
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
 def _kept(*values: bytes) -> bytes:
     """Values in the memo, from 0 on, and none on the stack."""
     return b"".join(value + put(index) + POP for index, value in enumerate(values))
@@ -179,7 +174,7 @@ def _endless() -> dict[str, bytes]:
 
 def _keys() -> dict[str, bytes]:
     """Keys that have one hash, are huge, or are nested, in every container."""
-    ones = [_long(1 + k * (2**61 - 1)) for k in range(8)]
+    ones = [integer(1 + k * (2**61 - 1)) for k in range(8)]
     tuples = (b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN"
               for i in range(5_000))  # fmt: skip
     numbers = [integer(2 * k + 1) for k in range(1 << 14)] + [integer(-5)]

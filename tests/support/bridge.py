@@ -14,12 +14,10 @@ def values(*shape, dtype=np.float32):
 
 
 def kernels(**shapes):
-    """Layers in Flax by name."""
     return {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
 
 
 def linears(**shapes):
-    """The same with biases."""
     found = kernels(**shapes)
     for name, shape in shapes.items():
         found[name]["bias"] = np.zeros(shape[1:], np.float32)
@@ -27,12 +25,10 @@ def linears(**shapes):
 
 
 def norm(width):
-    """A normalisation in Flax."""
     return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
 
 
 def params_to_torch(params, like, **said):
-    """The parameters in torch, by rules and answers."""
     found = torch_bridge.pair(like, params, **said)
     return torch_bridge.params_to_torch(params, like, pairs=found)
 

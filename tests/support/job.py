@@ -40,15 +40,10 @@ class Job:
         scheduler: Callable[[int], dict[str, str]] | None = None,
         each: Sequence[Sequence[str]] = (),
     ):
-        """Starts them.
+        """`each` are further arguments of each process.
 
-        Args:
-          processes: How many.
-          directory: For what each says.
-          *arguments: The same for all.
-          scheduler: The variables by which a scheduler tells a process who the others are; None to
-            tell it by flags.
-          each: Further arguments of each process.
+        `scheduler` gives the variables by which a scheduler tells a process who the others are;
+        without it flags do. What they say goes to files in `directory`.
         """
         self._said = [directory / f"said{index}.txt" for index in range(processes)]
         self.processes = []
@@ -76,11 +71,9 @@ class Job:
             process.join()
 
     def said(self, index: int = 0) -> str:
-        """What a process has written so far."""
         return self._said[index].read_text()
 
     def signal(self, number: int, index: int = 0) -> None:
-        """Sends a signal to a process."""
         os.kill(self.processes[index].pid, number)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:

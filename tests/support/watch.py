@@ -18,8 +18,6 @@ _SEEN: list[list[str]] = []  # a list while something is watched
 
 
 class Cost(NamedTuple):
-    """What a call did."""
-
     error: Exception | None  # what it raised
     executed: list[str]  # events that no file may cause
     seconds: float  # of a processor

@@ -1,20 +1,10 @@
-"""What several files of tests have around them: a process group, and a folder for commands."""
+"""What the tests of the command line have around them: a folder with a file."""
 
 import cli_model
 import pytest
 import torch
-import torch.distributed as dist
 
 from torch_bridge.__main__ import main
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from cli_model import PARAMS, document
 from script import python
 
 import torch_bridge
+from benchmarks import bridge_memory
 from torch_bridge.__main__ import OK, UNUSABLE, main
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")
@@ -160,21 +161,10 @@ print("used", peak() - before)
 
 
 def test_a_conversion_stays_below_three_times_the_size(tmp_path):
-    # 64 MB; benchmarks.bridge_memory does the same with 1 GB.
-    layers, width = 8, 1024
-    model = {f"fc{i}.weight": torch.randn(width, width) for i in range(layers)}
-    layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)
-    factors = {0: torch.randn(layers * width * 4)}
-    slots = {"matrix_approximation_rank": 4, "iter": 20, "start_powerSGD_iter": 5}
-    slots |= {"p_memory_dict": factors, "q_memory_dict": factors}
-    slots["error_dict"] = {0: torch.randn(layout.sizes[0])}
-    whole = {"state_dict": model, "comm_hook_state": slots}
-    torch.save(whole | {"layout": layout.to_json(), "world_size": 1}, tmp_path / "big.pt")
-    (tmp_path / "big_model.py").write_text(
-        "import jax, jax.numpy as jnp\n"
-        f"leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)\n"
-        f"params = {{f'fc{{i}}': {{'kernel': leaf}} for i in range({layers})}}\n"
-    )
+    layers = 2  # 96 MB; `python -m benchmarks.bridge_memory` does the same with 1 GB
+    bridge_memory.write_checkpoint(tmp_path / "big.pt", layers)
+    params = bridge_memory._PARAMS.format(width=bridge_memory._WIDTH, layers=layers)
+    (tmp_path / "big_model.py").write_text(params)
     said = python("-c", MEMORY, "big.pt", "run", cwd=tmp_path)
     size = (tmp_path / "big.pt").stat().st_size
     assert int(said.split("used")[1]) < 3 * size
