@@ -236,16 +236,58 @@ REFUSED = [  # which torch's SGD and Adam would not do, or what no file of their
 ]
 
 
-@pytest.mark.parametrize(("make", "keywords", "group", "kept", "said"), REFUSED)
-def test_what_has_no_equal_is_refused(make, keywords, group, kept, said):
+def changed(make, group, kept, **keywords):
+    """A job after a step, and its state with other entries of the group and for one parameter."""
     job = Job(make, steps=1, **keywords)
     saved = job.optimizer.state_dict()
     saved["param_groups"][0].update(group)
     saved["state"].setdefault(1, {}).update(kept)
+    return job, saved
+
+
+@pytest.mark.parametrize(("make", "keywords", "group", "kept", "said"), REFUSED)
+def test_what_has_no_equal_is_refused(make, keywords, group, kept, said):
+    job, saved = changed(make, group, kept, **keywords)
     with pytest.raises(ValueError, match=said):
         optimizer_from_torch(saved, job.model, job.params)
     with pytest.raises(ValueError, match=said):
         optimizer_to_torch((), job.params, saved, job.model)
+
+
+BROKEN = [
+    (SGD, {"lr": "fast"}, {}, "`lr` must be a number, got a str"),
+    (SGD, {"momentum": [0.9]}, {}, "`momentum` must be a number, got a list"),
+    (SGD, {"weight_decay": np.zeros(3)}, {}, "`weight_decay` must be a number"),
+    (SGD, {"momentum": 0.9}, {"momentum_buffer": np.zeros(7)}, "does not belong to this model"),
+    (Adam, {}, {"step": float("inf")}, "`step` must be a count"),
+    (Adam, {}, {"step": "many"}, "`step` must be a number"),
+    (SGD, {"params": [[0]]}, {}, "no optimizer state"),
+    (SGD, {"params": 0}, {}, "no optimizer state"),
+    (SGD, {"param_names": [b"w"]}, {}, "no optimizer state"),
+    (SGD, {"param_names": "w"}, {}, "no optimizer state"),
+]
+NO_STATES = [
+    {},
+    {"state": {}},
+    {"state": [], "param_groups": []},
+    {"state": {}, "param_groups": 5},
+    {"state": {}, "param_groups": [5]},
+    {"state": {}, "param_groups": {"lr": 0.1}},
+    {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+]
+
+
+@pytest.mark.parametrize(("make", "group", "kept", "said"), BROKEN)
+def test_entries_of_wrong_types_are_refused(make, group, kept, said):
+    job, saved = changed(make, group, kept)
+    with pytest.raises(CheckpointMismatch, match=said):
+        optimizer_from_torch(saved, job.model, job.params)
+
+
+@pytest.mark.parametrize("saved", NO_STATES)
+def test_what_is_no_state_of_an_optimizer_is_refused(saved):
+    with pytest.raises(CheckpointMismatch, match="no optimizer state"):
+        optimizer_from_torch(saved, network().state_dict(), LIKE)
 
 
 def test_states_of_other_parameters_or_another_optimizer_are_refused():

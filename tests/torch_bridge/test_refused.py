@@ -49,7 +49,7 @@ def test_bad_files(tmp_path, monkeypatch, table):
     wrong, cases = {}, TABLES[table]()
     for name, (raw, part) in cases.items():
         # Less than this their pickles take as they are.
-        options = {"max_bytes": 4 << 20} if len(raw) < 50_000 and table == "packed" else {}
+        options = {"max_bytes": 2 << 20} if len(raw) < 50_000 and table == "packed" else {}
         error = UnsafeCheckpoint if table == "unsafe" else CheckpointMismatch
         said = why(path, raw, error, **options)
         # What is large has to be read, or it would not show that it costs little.
@@ -140,7 +140,7 @@ def test_the_limit_can_be_raised(tmp_path):
     assert load(path, max_bytes=1 << 30).model["w"].shape == (2, 3)
 
 
-# --- layouts, hook states and optimizers ------------------------------------------------------
+# --- layouts and hook states ------------------------------------------------------------------
 
 LAYOUTS = ["", "[]", "{}", "[" * 2_000_000, "[]," * 1_000_000]
 BUCKETS = (
@@ -187,52 +187,3 @@ def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
     assert time.process_time() - start < 2
     assert len(checkpoint.powersgd) == 6_000
     assert checkpoint.world_size is None  # which no run has
-
-
-def entries(make=torch.optim.SGD, kept=(), **changes):
-    """Of an optimizer of one parameter, with what it `kept` for it, and a group with `changes`."""
-    found = make([torch.zeros(2, 3)], lr=0.1).state_dict()
-    found["state"][0] = dict(kept)
-    found["param_groups"][0].update(changes)
-    return found
-
-
-def adam(step):
-    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), np.zeros((2, 3), np.float32))
-    return entries(torch.optim.Adam, {**moments, "step": step})
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (entries(lr="fast"), "`lr` must be a number, got a str"),
-        (entries(momentum=[0.9]), "`momentum` must be a number, got a list"),
-        (entries(weight_decay=np.zeros(3)), "`weight_decay` must be a number"),
-        (
-            entries(kept={"momentum_buffer": np.zeros(7)}, momentum=0.9),
-            "does not belong to this model",
-        ),
-        (adam(float("inf")), "`step` must be a count"),
-        (adam("many"), "`step` must be a number"),
-        *(
-            (found, "no optimizer state")
-            for found in (
-                entries(params=[[0]]),
-                entries(params=0),
-                entries(param_names=[b"w"]),
-                entries(param_names="w"),
-                {},
-                {"state": {}},
-                {"state": [], "param_groups": []},
-                {"state": {}, "param_groups": 5},
-                {"state": {}, "param_groups": [5]},
-                {"state": {}, "param_groups": {"lr": 0.1}},
-                {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-            )
-        ),
-    ],
-)
-def test_entries_of_an_optimizer_of_wrong_types(optimizer, message):
-    source = torch_bridge.Checkpoint({"w.weight": np.zeros((2, 3), np.float32)}, (), optimizer)
-    with pytest.raises(CheckpointMismatch, match=message):
-        torch_bridge.to_flax(source, {"w": {"kernel": np.zeros((3, 2), np.float32)}})
