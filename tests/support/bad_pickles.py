@@ -12,25 +12,12 @@ import struct
 import zipfile
 
 import torch_files as files
-from torch_files import (
-    HOOK,
-    STORAGES,
-    archive,
-    call,
-    dictionary,
-    get,
-    glob,
-    integer,
-    put,
-    text,
-    tup,
-    whole,
-)
+from torch_files import archive, call, dictionary, get, glob, integer, put, text, tup, whole
 
 CANARY = "a-hostile-file-was-here"
 PACKED = zipfile.ZIP_DEFLATED
 POP = b"0"
-DEEP = b"]" * 100_000 + b"a" * 99_999
+DEEP = b"]" * 30_000 + b"a" * 29_999
 SYSTEM = call(glob("os", "system"), text(f"touch {CANARY}"))
 REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
 GENERATOR = glob("numpy.random._pickle", "__randomstate_ctor")
@@ -72,11 +59,17 @@ def unsafe() -> Table:
         "broken behind the call": SYSTEM + b"0\xff\xff",
     }  # fmt: skip
     found |= {f"os.system {where}": (body, "os.system") for where, body in hidden.items()}
-    found["a hook that is called"] = glob(HOOK, "powerSGD_hook") + b")R", f"{HOOK}.powerSGD_hook"
+    found["a hook that is called"] = (
+        glob(files.HOOK, "powerSGD_hook") + b")R",
+        f"{files.HOOK}.powerSGD_hook",
+    )
     found |= {f"EXT {b[0]}": (b + b")R", "extension") for b in (b"\x82\x01", b"\x84\x01\0\0\0")}
     full = call(glob("torch._utils", "_rebuild_wrapper_subclass"))
     found["a DTensor"] = full, "full_tensor()"
-    return {name: (archive(whole(body, 4), STORAGES), said) for name, (body, said) in found.items()}
+    return {
+        name: (archive(whole(body, 4), files.STORAGES), said)
+        for name, (body, said) in found.items()
+    }
 
 
 def tricks() -> Table:
@@ -219,7 +212,7 @@ def _copied() -> dict[str, bytes]:
         "dictionaries copied": _kept(glob("collections", "OrderedDict"), table)
         + b"](" + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
         "an array of terabytes": array + huge + b"b",
-        "tuples in each other": b"]" + b"\x85" * 200_000,
+        "tuples in each other": b"]" + b"\x85" * 60_000,
         "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
         "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
     }  # fmt: skip
@@ -254,7 +247,7 @@ def packed() -> Table:
         "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 6_000 + b"e",
         "a layout": dictionary(state_dict=b"}", layout=text(layout)),
     }  # fmt: skip
-    found = {name: archive(whole(body), STORAGES, PACKED) for name, body in bodies.items()}
+    found = {name: archive(whole(body), files.STORAGES, PACKED) for name, body in bodies.items()}
     zeros = {"data/0": bytes(100 << 20)}
     source = files.storage(numel=25 << 20)
     found["zeros"] = archive(files.pickle_of_tensor(source=source), zeros, PACKED)
