@@ -1,9 +1,7 @@
 """Every wing imports only from itself and from those above it."""
 
-import ast
-
 import pytest
-from paths import ROOT
+from paths import ROOT, imports
 
 # In reading order. A module beside the wings (`__main__`) may import from all of them.
 WINGS = {
@@ -15,15 +13,6 @@ WINGS = {
 }
 
 
-def imports(file):
-    """Modules that a file imports, also inside of functions."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 @pytest.mark.parametrize("package", WINGS)
 def test_every_wing_imports_only_downwards(package):
     wings = WINGS[package]
@@ -32,7 +21,7 @@ def test_every_wing_imports_only_downwards(package):
         f"{file.relative_to(ROOT)} imports {module}"
         for place, wing in enumerate(wings)
         for file in (ROOT / package / wing).glob("*.py")
-        for module in imports(file)
+        for module in imports(file.read_text())
         if module.split(".")[0] == package
         and module.split(".")[1:2] not in [[w] for w in wings[: place + 1]]
     ]
@@ -45,7 +34,10 @@ def test_no_module_imports_itself_in_a_circle():
             ".".join(f.relative_to(ROOT).with_suffix("").parts): f
             for f in (ROOT / package).glob("*/*.py")
         }
-        beneath = {name: [m for m in imports(file) if m in files] for name, file in files.items()}
+        beneath = {
+            name: [module for module in imports(file.read_text()) if module in files]
+            for name, file in files.items()
+        }
         while free := [name for name, needs in beneath.items() if not set(needs) & set(beneath)]:
             for name in free:
                 del beneath[name]

@@ -1,11 +1,10 @@
 """The programs to copy, run as a user runs them, and what they say."""
 
-import ast
 import re
 
 import include
 import pytest
-from paths import EXAMPLES
+from paths import EXAMPLES, imports
 from script import python
 
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
@@ -25,12 +24,7 @@ def test_a_program_is_one_file_that_needs_nothing_of_ours_but_jaxcomp(program):
     source = program.read_text()
     assert len(source.splitlines()) < 80
     ours = {path.stem for path in EXAMPLES.rglob("*.py")}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = (
-                [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            )
-            assert ours.isdisjoint(name.split(".")[0] for name in names)
+    assert ours.isdisjoint(name.split(".")[0] for name in imports(source))
 
 
 @pytest.mark.parametrize("page", include.pages(), ids=lambda path: path.name)

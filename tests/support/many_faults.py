@@ -46,9 +46,7 @@ RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
 def curve(log: Path) -> dict[int, tuple[float, float, int]]:
     """By step the loss, the held-out loss where there is one, and the bytes sent so far."""
     _, *records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {
-        r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records
-    }
+    return {r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records}
 
 
 def saved(directory: Path) -> list[int]:

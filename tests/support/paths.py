@@ -1,8 +1,18 @@
-"""Where the parts of the repository lie."""
+"""Where the parts of the repository lie, and what they import."""
 
+import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 LANGUAGE_MODEL = EXAMPLES / "language_model"
 SUPPORT = ROOT / "tests" / "support"
+
+
+def imports(source):
+    """Modules that a program imports, also inside of functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
