@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runners import simulate
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
     debugging_hooks,
@@ -22,24 +23,17 @@ from torch_bridge import (
     torch_matrix_dims,
 )
 
-TORCH = {
-    "matrix_approximation_rank": 4,
-    "start_powerSGD_iter": 10,
-    "min_compression_rate": 3,
-    "use_error_feedback": True,
-    "warm_start": False,
-    "orthogonalization_epsilon": 1e-8,
-    "random_seed": 5,
+ARGUMENTS = {  # of torch: jaxcomp's, and a value
+    "matrix_approximation_rank": ("rank", 4),
+    "start_powerSGD_iter": ("start_step", 10),
+    "min_compression_rate": ("min_compression_rate", 3),
+    "use_error_feedback": ("error_feedback", True),
+    "warm_start": ("warm_start", False),
+    "orthogonalization_epsilon": ("eps", 1e-8),
+    "random_seed": ("seed", 5),
 }
-OURS = {
-    "rank": 4,
-    "start_step": 10,
-    "min_compression_rate": 3.0,
-    "error_feedback": True,
-    "warm_start": False,
-    "eps": 1e-8,
-    "seed": 5,
-}
+TORCH = {name: value for name, (_, value) in ARGUMENTS.items()}
+OURS = dict(ARGUMENTS.values())
 
 
 def test_every_argument_of_torch():
@@ -163,9 +157,7 @@ def test_the_per_channel_hook_has_blocks_of_512_values():
     gradient = np.zeros((2, 1024), np.float32)
     gradient[:, 0], gradient[:, 300], gradient[:, 600] = 1000.0, 1.0, 1.0
     tx = reducer_from_torch("QUANTIZE_PER_CHANNEL", axis_name="data")
-    state = tx.init({"w": jnp.zeros(1024)})
-    update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
-    output = jax.jit(update)({"w": gradient}, state)[0]["w"]
+    output = simulate("vmap", tx, {"w": gradient[:, None]})[0]["w"]
     # In the block of the large value a step of int8 is 8; in the next block it is not.
     assert abs(float(output[0, 300]) - 1) > 0.5
     assert float(output[0, 600]) == pytest.approx(1, rel=0.01)

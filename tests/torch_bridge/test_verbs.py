@@ -12,6 +12,7 @@ import torch
 from bridge import kernels, linears, norm, values
 from flax import nnx
 from hook_states import compressed_step, random_run
+from runners import simulate
 
 import jaxcomp
 import torch_bridge
@@ -275,10 +276,9 @@ def test_an_nnx_model_with_statistics():
 def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     source = dataclasses.replace(checkpoint(), powersgd=(), hook="fp16_compress_hook")
     run = torch_bridge.to_flax(source, variables())
-    grads = jax.tree.map(lambda p: jnp.stack([p, -p]), run.params["params"])
-    update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
-    state = run.transformation.init(run.params["params"])
-    updates, _ = jax.jit(update)(grads, state, run.params["params"])
+    params = run.params["params"]
+    grads = jax.tree.map(lambda p: jnp.stack([p, -p])[:, None], params)
+    updates, _ = simulate("vmap", run.transformation, grads, params=params)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     lost = dataclasses.replace(source, hook="powerSGD_hook")
     with pytest.warns(UserWarning, match="so that run.reducer is an exact average; save"):
