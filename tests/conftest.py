@@ -60,7 +60,7 @@ def pytest_unconfigure():
 # A worker that begins one of these as the last would keep the others waiting.
 LONGEST = (
     *("test_collectives.py", "test_battery.py", "test_examples.py", "test_adopt.py"),
-    *("test_recorded.py", "test_docs.py"),
+    *("test_recorded.py", "test_docs.py", "test_whole_run.py", "test_refused.py"),
     *("test_faults.py", "test_time_to_loss.py", "test_migration.py", "test_value_and_grad.py"),
     *("test_powersgd.py", "test_meshes.py", "test_reducer_bytes.py", "test_integer_factors.py"),
     *("test_data_parallel.py", "test_in_loops.py", "test_non_finite.py", "test_gpu_form.py"),

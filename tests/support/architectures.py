@@ -16,7 +16,7 @@ import architecture_models as models
 import jax
 import numpy as np
 import torch
-from bridge import steps_in_jax, steps_in_torch
+from bridge import randomize, steps_in_jax, steps_in_torch
 from two_frameworks import FlaxModel, TorchModel
 
 import torch_bridge
@@ -89,13 +89,8 @@ def build(name):
     torch.manual_seed(0)
     module, twin = TorchModel(body), FlaxModel(body)
     module(*map(torch.from_numpy, inputs))
-    for key, parameter in module.eval().named_parameters():
+    for key, parameter in randomize(module.eval()).named_parameters():
         parameter.requires_grad_("frozen" not in key)
-    with torch.no_grad():
-        for key, value in module.state_dict().items():
-            if value.is_floating_point():
-                drawn = torch.rand(value.shape) + 0.5 if "var" in key else torch.randn(value.shape)
-                value.copy_(drawn if value.ndim < 2 else drawn * value[0].numel() ** -0.5)
     like = jax.eval_shape(twin.init, jax.random.key(0), *inputs)
     return Built(module, twin, inputs, like)
 

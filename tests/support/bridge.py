@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import torch
 
 import torch_bridge
 
@@ -26,6 +27,16 @@ def linears(**shapes):
 
 def norm(width):
     return {"scale": np.zeros(width, np.float32), "bias": np.zeros(width, np.float32)}
+
+
+def randomize(module):
+    """Outputs of about the size of inputs, and positive variances."""
+    with torch.no_grad():
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                drawn = torch.rand(value.shape) + 0.5 if "var" in name else torch.randn(value.shape)
+                value.copy_(drawn if value.ndim < 2 else drawn * value[0].numel() ** -0.5)
+    return module
 
 
 def params_to_torch(params, like, **said):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from bridge import params_to_torch, values
+from bridge import params_to_torch, randomize, values
 from flax import nnx
 from torch import nn as tnn
 
@@ -101,15 +101,6 @@ LAYERS = {
     "gru": recurrent(tnn.GRU, nn.GRUCell),
     "rnn": recurrent(tnn.RNN, nn.SimpleCell, nnx.SimpleCell),
 }
-
-
-def randomize(module):
-    with torch.no_grad():
-        for name, value in module.state_dict().items():
-            if value.is_floating_point():
-                positive = torch.rand(value.shape) + 0.1
-                value.copy_(positive if "var" in name else torch.randn(value.shape))
-    return module
 
 
 def close(ours, theirs) -> None:

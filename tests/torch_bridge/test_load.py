@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import functools
 import pathlib
 
 import ml_dtypes
@@ -25,10 +26,7 @@ def put(tmp_path):
     return write
 
 
-def same(one, other):
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    np.testing.assert_array_equal(one, other)
+same = functools.partial(np.testing.assert_array_equal, strict=True)  # shapes and dtypes, too
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -71,13 +71,14 @@ def test_packed_attention_shares_q_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("off", "option", "empty"),
+    ("off", "option", "empty", "said"),
     [
-        ("warm_start", "warm_start", ("p_memory_dict", "q_memory_dict")),
-        ("use_error_feedback", "error_feedback", ("error_dict",)),
+        ("warm_start", "warm_start", ("p_memory_dict", "q_memory_dict"), "no q"),
+        ("use_error_feedback", "error_feedback", ("error_dict",), "no residual"),
     ],
 )
-def test_states_without_factors_or_errors(off, option, empty):
+def test_states_without_factors_or_errors(off, option, empty, said):
+    whole, _, _ = random_run(MODEL, [["a.weight"]])
     checkpoint, _, _ = random_run(MODEL, [["a.weight"]], **{off: False})
     record = dataclasses.replace(checkpoint.powersgd[0], **{name: {} for name in empty})
     checkpoint = dataclasses.replace(checkpoint, powersgd=(record,))
@@ -88,6 +89,8 @@ def test_states_without_factors_or_errors(off, option, empty):
     assert [getattr(back, name) for name in empty] == [{}] * len(empty)
     for flag in ("use_error_feedback", "warm_start"):
         assert getattr(back, flag) == (flag != off)
+    with pytest.raises(CheckpointMismatch, match=said):
+        back_of(state, PARAMS, whole)
 
 
 def test_saved_before_compression_began():

@@ -160,12 +160,10 @@ def complete(runs):
     return checkpoint, params["params"], {"pairs": pairs}
 
 
-def test_there_and_back_is_the_identity(complete, tmp_path):
+def test_there_and_back_is_the_identity(complete):
     checkpoint, params, paired = complete
     old, layout = checkpoint.powersgd[0], checkpoint.layout
     state = torch_bridge.powersgd_from_torch(checkpoint, params, **paired)
-    fresh = jaxcomp.powersgd(job.RANKS["static"], axis_name="data").init(params)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, fresh)
     new = torch_bridge.powersgd_to_torch(state, params, layout=layout, like=checkpoint, **paired)
     for name in ("p_memory_dict", "q_memory_dict"):
         np.testing.assert_array_equal(getattr(new, name)[0], getattr(old, name)[0])
@@ -179,11 +177,6 @@ def test_there_and_back_is_the_identity(complete, tmp_path):
         kept[name] = getattr(old, name)
     assert {name: getattr(new, name) for name in kept} == kept
     assert new.rng.randint(10**9) == old.rng.randint(10**9)
-    torch.save(new, tmp_path / "new.pt")
-    records = torch_bridge.load(tmp_path / "new.pt").powersgd
-    again = dataclasses.replace(checkpoint, powersgd=records, world_size=1)
-    back = torch_bridge.powersgd_from_torch(again, params, **paired)
-    jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
 def test_the_complete_file_holds_what_all_ranks_have_and_torch_reads_it(runs, complete):
