@@ -1,14 +1,12 @@
 """What is published: the sdist runs its own tests, the wheel holds both packages and commands."""
 
-import email
+import functools
+import importlib.metadata
 import importlib.util
 import itertools
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import tomllib
 import venv
@@ -16,10 +14,11 @@ import zipfile
 
 import pytest
 from packaging.version import Version
+from paths import ROOT
+from script import python
 
 import jaxcomp
 
-ROOT = pathlib.Path(__file__).parents[1]
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (
     "tests/jaxcomp/bytes/test_ranks.py::test_zero_gradients_get_one_column",
@@ -37,16 +36,14 @@ REPOSITORY = "https://forge.example.invalid/someone/jaxcomp"
 
 
 def build(root, place, *arguments, variables=BRANCH):
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(place), *arguments]
-    environment = os.environ | ADDRESS | variables
-    subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+    python("-m", "hatchling", "build", "-d", place, *arguments, cwd=root, **ADDRESS, **variables)
 
 
-def metadata(place):
+def wheel_in(place):
     (archive,) = place.glob("*.whl")
-    with zipfile.ZipFile(archive) as wheel:
-        (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
-        return email.message_from_bytes(wheel.read(name))
+    folders = zipfile.Path(archive).iterdir()
+    (about,) = (folder for folder in folders if folder.name.endswith(".dist-info"))
+    return importlib.metadata.PathDistribution(about)
 
 
 @pytest.fixture(scope="module")
@@ -73,59 +70,42 @@ def test_the_sdist_installs_into_an_empty_environment_and_its_tests_run_there(
     }
     assert not [str(file) for file in here if not (unpacked / file).exists()]
     venv.create(tmp_path / "env")
-    python = tmp_path / "env" / "bin" / "python"
-    outside = os.environ | {"PYTHONPATH": str(pathlib.Path(pytest.__file__).parents[1])}
-
-    def run(*command):
-        done = subprocess.run(
-            [str(python), *command], cwd=tmp_path, env=outside, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+    outside = str(pathlib.Path(pytest.__file__).parents[1])
+    where = {"executable": tmp_path / "env/bin/python", "cwd": tmp_path, "PYTHONPATH": outside}
+    run = functools.partial(python, **where)
     run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", archive)
     for package in ("jaxcomp", "torch_bridge"):
         shutil.rmtree(unpacked / package)
-    where = "import jaxcomp, torch_bridge; print(jaxcomp.__file__, torch_bridge.__file__)"
-    assert run("-c", where).count(str(tmp_path / "env")) == 2
+    shown = "import jaxcomp, torch_bridge; print(jaxcomp.__file__, torch_bridge.__file__)"
+    assert run("-c", shown).count(str(tmp_path / "env")) == 2
     sample = [unpacked / file for file in SAMPLE]
     assert "passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", *sample)
 
 
 def test_the_wheel_holds_both_packages_and_both_commands(distribution):
-    (archive,) = distribution.glob("*.whl")
-    with zipfile.ZipFile(archive) as wheel:
-        names = wheel.namelist()
-        (commands,) = (name for name in names if name.endswith("entry_points.txt"))
-        scripts = wheel.read(commands).decode()
-    assert {name.split("/")[0] for name in names if "dist-info" not in name} == {
-        "jaxcomp",
-        "torch_bridge",
-    }
-    assert "jaxcomp/py.typed" in names
-    assert "jaxcomp = jaxcomp.__main__:main" in scripts
-    assert "torch-bridge = torch_bridge.__main__:main" in scripts
-
-
-def page_of(shown):
-    """The description, which has no charset of its own: UTF-8, as the index reads it."""
-    return shown.get_payload(decode=True).decode()
+    wheel = wheel_in(distribution)
+    folders = {file.parts[0] for file in wheel.files}
+    assert {name for name in folders if "dist-info" not in name} == {"jaxcomp", "torch_bridge"}
+    assert pathlib.PurePosixPath("jaxcomp/py.typed") in wheel.files
+    commands = {(command.name, command.value) for command in wheel.entry_points}
+    assert ("jaxcomp", "jaxcomp.__main__:main") in commands
+    assert ("torch-bridge", "torch_bridge.__main__:main") in commands
 
 
 def test_without_a_tag_the_readme_is_shown_as_it_is(distribution):
-    shown = metadata(distribution)
-    assert page_of(shown) == (ROOT / "README.md").read_text()
+    shown = wheel_in(distribution).metadata
+    assert shown["Description"] == (ROOT / "README.md").read_text()
     assert not shown.get_all("Project-URL")
 
 
 def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist(tmp_path):
     release, again = tmp_path / "release", tmp_path / "again"
     build(ROOT, release, variables=TAG)
-    shown = metadata(release)
+    shown = wheel_in(release).metadata
     urls = dict(url.split(", ") for url in shown.get_all("Project-URL"))
     assert urls["Homepage"] == REPOSITORY
     assert urls["Documentation"] == f"{REPOSITORY}/blob/v7.0.0/docs/index.md"
-    text = page_of(shown)
+    text = shown["Description"]
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert targets
     assert not [target for target in targets if not target.startswith("https://")]
@@ -139,8 +119,7 @@ def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
     build(tmp_path / f"jaxcomp-{jaxcomp.__version__}", again, "-t", "wheel")
-    assert metadata(again).items() == shown.items()
-    assert page_of(metadata(again)) == text
+    assert wheel_in(again).metadata.items() == shown.items()  # with the description
 
 
 def test_code_is_no_link_and_a_link_to_nothing_is_refused(tmp_path):

@@ -1,25 +1,19 @@
 """A Flax model for the command line's `--params`, and a torch run of the same."""
 
-import jax.numpy as jnp
+import functools
 
+import torch
+from bridge import linears
+from hook_states import random_run
 
-def params():
-    return {
-        "fc1": {"kernel": jnp.zeros((32, 24)), "bias": jnp.zeros(24)},
-        "fc2": {"kernel": jnp.zeros((24, 48)), "bias": jnp.zeros(48)},
-    }
+import torch_bridge
 
-
+params = functools.partial(linears, fc1=(32, 24), fc2=(24, 48))
 PARAMS = ("--params", "cli_model:params")
 
 
 def document():
     """What a run of one rank with momentum leaves behind; random factors and errors."""
-    import torch
-    from hook_states import random_run
-
-    import torch_bridge
-
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.add_module("fc1", torch.nn.Linear(32, 24))

@@ -17,6 +17,7 @@ from runners import forget_programs
 
 _GROWTH = 500 << 20
 _left = 0
+_contexts = threading.local()
 # Tracing makes a million objects a second that its own reference counts free.
 _OBJECTS_BEFORE_COLLECTION = 200_000
 
@@ -31,31 +32,16 @@ def save_time() -> None:
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, 20, 50)
     mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
     make = getattr(mlir, "make_ir_context", None)
-    if make and not inspect.signature(make).parameters:
-        _contexts.make = make
-        mlir.make_ir_context = _contexts.of_this_thread
+    if not make or inspect.signature(make).parameters:
+        return
 
-
-class _Contexts:
-    """The MLIR context of each thread."""
-
-    make: Any
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def of_this_thread(self) -> Any:
-        local = self._local  # another thread may forget meanwhile
+    def of_this_thread() -> Any:
+        local = _contexts  # another thread may forget meanwhile
         if not hasattr(local, "context"):
-            local.context = self.make()
+            local.context = make()
         return local.context
 
-    def forget(self) -> None:
-        """What is lowered from now on has new ones: types and locations stay in a context."""
-        self._local = threading.local()
-
-
-_contexts = _Contexts()
+    mlir.make_ir_context = of_this_thread
 
 
 def has_grown() -> bool:
@@ -72,9 +58,9 @@ def resident() -> int:
 
 def forget() -> None:
     """Drops all programs. What is needed again comes from the compilation cache."""
-    global _left
+    global _left, _contexts
     forget_programs()
-    _contexts.forget()
+    _contexts = threading.local()  # types and locations stay in a context
     jax.clear_caches()
     gc.collect()
     # glibc keeps what was freed between what was not: half of it all.

@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 
-def python(*arguments: object, cwd=None, timeout: float = 300, **environment: str) -> str:
+def python(*arguments: object, executable=sys.executable, cwd=None, **environment: str) -> str:
     """Runs it with such arguments, and returns what it prints."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [executable, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr

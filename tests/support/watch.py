@@ -21,7 +21,7 @@ class Cost(NamedTuple):
     error: Exception | None  # what it raised
     executed: list[str]  # events that no file may cause
     seconds: float  # of a processor
-    peak: int  # bytes of memory; 0 where it was not traced
+    peak: int  # bytes of memory, where it was traced
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -45,7 +45,6 @@ def watched(call: Callable[[], object], *, memory: bool = True) -> Cost:
     except Exception as raised:
         error = raised
     took, executed = time.process_time() - start, _SEEN.pop()
-    peak = tracemalloc.get_traced_memory()[1] if memory else 0
-    if memory:
-        tracemalloc.stop()
+    peak = tracemalloc.get_traced_memory()[1]  # 0 where nothing is traced
+    tracemalloc.stop()
     return Cost(error, executed, took, peak)

@@ -434,17 +434,13 @@ def test_round_trip_and_column_order(shape, transposed, data):
     np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[:, columns])
 
 
-KINDS = {  # torch's tensors and Flax's leaves, of sizes a and b
-    "linear": (lambda a, b: {"weight": (a, b), "bias": (a,)}, "Dense"),
-    "conv": (lambda a, b: {"weight": (a, b, 3, 2), "bias": (a,)}, "Conv"),
-    "norm": (lambda a, b: {"weight": (a,), "bias": (a,)}, "LayerNorm"),
-    "batch": (
-        lambda a, b: dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (a,)),
-        "BatchNorm",
-    ),
-    "embedding": (lambda a, b: {"weight": (a, b)}, "Embed"),
+KINDS = {  # torch's tensors and Flax's leaves, and the sizes in torch
+    "Dense": "weight:kernel:ab bias:bias:a",
+    "Conv": "weight:kernel:abhw bias:bias:a",
+    "LayerNorm": "weight:scale:a bias:bias:a",
+    "BatchNorm": "weight:scale:a bias:bias:a running_mean:mean:a running_var:var:a",
+    "Embed": "weight:embedding:ab",
 }
-LEAVES = {"running_mean": "mean", "running_var": "var", "bias": "bias"}
 
 
 @settings(max_examples=25, deadline=None)
@@ -453,16 +449,16 @@ def test_random_stacks_there_and_back(kinds, data):
     """Torch numbers all layers of a Sequential together, linen each kind by itself."""
     model, like = {}, {"params": {}, "batch_stats": {}}
     for k, kind in enumerate(kinds):
-        tensors, name = KINDS[kind]
-        for tensor, shape in tensors(*(data.draw(st.integers(1, 4)) for _ in "ab")).items():
-            # An embedding has a name that no Linear has, as in every model with both.
-            prefix = f"embed.{k}" if kind == "embedding" else str(k)
+        # An embedding has a name that no Linear has, as in every model with both.
+        prefix = f"embed.{k}" if kind == "Embed" else str(k)
+        sizes = {"h": 3, "w": 2} | {axis: data.draw(st.integers(1, 4)) for axis in "ab"}
+        for entry in KINDS[kind].split():
+            tensor, leaf, axes = entry.split(":")
+            shape = [sizes[axis] for axis in axes]
             model[f"{prefix}.{tensor}"] = values(*shape)
-            own = {1: "scale", 2: "embedding" if kind == "embedding" else "kernel", 4: "kernel"}
-            leaf = LEAVES.get(tensor) or own[len(shape)]
             turned = shape if leaf == "embedding" else (*shape[2:], *shape[1::-1])
-            part = like["batch_stats" if "running" in tensor else "params"]
-            part.setdefault(f"{name}_{kinds[:k].count(kind)}", {})[leaf] = np.zeros(turned)
+            part = like["batch_stats" if leaf in ("mean", "var") else "params"]
+            part.setdefault(f"{kind}_{kinds[:k].count(kind)}", {})[leaf] = np.zeros(turned)
     there_and_back(model, like, flatten={".*": None}, conv1d="")
 
 

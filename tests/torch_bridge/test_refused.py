@@ -68,8 +68,7 @@ OTHER_TENSORS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:.*quant:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*quant:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quant")
 @pytest.mark.parametrize("advice", OTHER_TENSORS)
 def test_other_kinds_of_tensors_are_named_with_the_way_out(tmp_path, advice):
     path = tmp_path / "f.pt"
