@@ -17,7 +17,7 @@ from torch_files import archive, call, dictionary, get, glob, integer, put, text
 CANARY = "a-hostile-file-was-here"
 PACKED = zipfile.ZIP_DEFLATED
 POP = b"0"
-DEEP = b"]" * 30_000 + b"a" * 29_999
+DEEP = b"]" * 100_000 + b"a" * 99_999
 SYSTEM = call(glob("os", "system"), text(f"touch {CANARY}"))
 REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
 GENERATOR = glob("numpy.random._pickle", "__randomstate_ctor")
@@ -212,7 +212,7 @@ def _copied() -> dict[str, bytes]:
         "dictionaries copied": _kept(glob("collections", "OrderedDict"), table)
         + b"](" + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
         "an array of terabytes": array + huge + b"b",
-        "tuples in each other": b"]" + b"\x85" * 60_000,
+        "tuples in each other": b"]" + b"\x85" * 200_000,
         "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
         "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
     }  # fmt: skip
