@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import networks
 import numpy as np
 import pytest
 from paths import ROOT
+from script import wait_for
 
 import benchmarks.cluster.__main__ as cluster
 from benchmarks.cluster.jax_trainer import payload
@@ -115,17 +115,10 @@ def test_a_run_that_ends_early_leaves_nothing_behind(tmp_path, end, code, messag
     with log.open("w") as file:
         run = subprocess.Popen(command(*TINY, "--out", tmp_path / "out"), cwd=ROOT, stderr=file)
     if networks.work_here():
-        wait_for(lambda: processes_of(run))
+        wait_for(lambda: processes_of(run), seconds=60)
         end(run)
         assert run.wait(60) == code, log.read_text()
         assert message in log.read_text()
     else:
         assert run.wait(60) == cluster.EXIT_UNAVAILABLE
     assert namespaces_of(run) == []
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -1,10 +1,11 @@
-"""Another Python, which is expected to end well."""
+"""Another Python, which is expected to end well, and what is waited for meanwhile."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 
 
 def python(*arguments: object, executable=sys.executable, cwd=None, **environment: str) -> str:
@@ -19,3 +20,12 @@ def python(*arguments: object, executable=sys.executable, cwd=None, **environmen
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def wait_for(condition, running=lambda: True, seconds=200):
+    """Returns when the condition holds; fails when nothing runs any more, or too late."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert running()
+        assert time.monotonic() < end
+        time.sleep(0.02)

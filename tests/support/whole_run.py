@@ -10,13 +10,13 @@ MOVES[1] on. Losses go to ``CASE.RANK.json``.
 import json
 import pathlib
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 from bridge import steps_in_torch
 from ranks import run_ranks
+from script import wait_for
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -107,10 +107,8 @@ def stayed(case, rank, folder):
 
 
 def returned(case, rank, folder):
-    path, end = folder / f"{case}.to_torch.pt", time.monotonic() + 200
-    while not path.exists():
-        assert time.monotonic() < end, "JAX left nothing"
-        time.sleep(0.05)
+    path = folder / f"{case}.to_torch.pt"
+    wait_for(path.exists)
     model, optimizer = fresh(case)
     document = torch.load(path, weights_only=True)
     model.module.load_state_dict(document["state_dict"])

@@ -5,7 +5,6 @@ import functools
 import json
 import subprocess
 import sys
-import time
 import warnings
 
 import jax
@@ -15,6 +14,7 @@ import optax
 import pytest
 import torch
 import whole_run as job
+from script import wait_for
 from two_frameworks import FlaxModel
 
 import jaxcomp
@@ -112,11 +112,7 @@ def runs(tmp_path_factory):
     try:
         in_jax = {}
         for case in job.HOOKS:
-            end = time.monotonic() + 200
-            while not (folder / f"{case}.to_jax.pt").exists():
-                assert time.monotonic() < end
-                assert ranks.poll() is None
-                time.sleep(0.05)
+            wait_for((folder / f"{case}.to_jax.pt").exists, lambda: ranks.poll() is None)
             in_jax[case] = steps_in_jax(case, folder)
         assert ranks.wait(timeout=200) == 0
     finally:
