@@ -127,8 +127,7 @@ def test_a_checkpoint_of_four_devices_goes_on_on_two(tmp_path, monkeypatch, caps
     assert found[4][0] < first[0]
     for losses in found.values():  # later on training amplifies what is rounded
         np.testing.assert_allclose(losses[:10], found[4][:10], rtol=1e-5, atol=1e-6)  # 6 digits
-    with jax.numpy_dtype_promotion("standard"):
-        run("docs/checkpoints.md", names)
+    run("docs/checkpoints.md", names)
     assert names["reducer_state"].q["hidden"].shape == (32, 12)
 
 

@@ -112,12 +112,8 @@ def test_the_curve_goes_down_and_counts_bytes(uninterrupted):
     assert (first[2] - per_step) / 2 > 4 * per_step
 
 
-def copied(directory, to):
-    return shutil.copytree(directory, to / "checkpoints")
-
-
 def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupted, tmp_path):
-    directory = copied(interrupted, tmp_path)
+    directory = shutil.copytree(interrupted, tmp_path / "checkpoints")
     assert saved(directory) == [STOP - 2, STOP]  # --keep 2
     resumed, output = trained("resumed", "--devices", 4, "--checkpoint-dir", directory, "--resume")
     assert f"from step {STOP}" in output
@@ -128,7 +124,7 @@ def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupte
 
 
 def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
-    directory = copied(interrupted, tmp_path)
+    directory = shutil.copytree(interrupted, tmp_path / "checkpoints")
     resumed, _ = trained("two", "--devices", 2, "--checkpoint-dir", directory, "--resume")
     # The new log begins where the run was resumed.
     assert min(resumed) > STOP

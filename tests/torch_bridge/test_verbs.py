@@ -12,7 +12,7 @@ import torch
 from bridge import kernels, linears, norm, values
 from flax import nnx
 from hook_states import compressed_step, random_run
-from runners import simulate
+from runners import first, simulate
 
 import jaxcomp
 import torch_bridge
@@ -161,17 +161,14 @@ def frozen_beside(make, steps=2, **fields):
     arrays = arrays_of(module)
     layout = BucketLayout.from_order([["head.bias", "head.weight"]], arrays)
     fields = {"optimizer": optimizer.state_dict(), "layout": layout, **fields}
-    source = Checkpoint(arrays, **fields)
-    return source, linears(stem=(4, 3), head=(4, 3))
+    return Checkpoint(arrays, **fields), linears(stem=(4, 3), head=(4, 3))
 
 
 def one_update(run):
-    grads = jax.tree.map(lambda p: np.ones((2, *p.shape), p.dtype), run.params)
-    update = jax.vmap(run.transformation.update, in_axes=(0, None, None), axis_name="data")
+    grads = jax.tree.map(lambda p: np.ones((2, 1, *p.shape), p.dtype), run.params)
     with jax.numpy_dtype_promotion("standard"):
-        updates, state = update(grads, run.opt_state, run.params)
-    first = jax.tree.map(lambda leaf: leaf[0], updates)
-    return first, jax.tree.map(lambda leaf: leaf[0], state)
+        updates, state = simulate("vmap", run.transformation, grads, run.opt_state, run.params)
+    return first(updates), state
 
 
 @pytest.mark.parametrize(
