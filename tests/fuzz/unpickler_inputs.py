@@ -78,11 +78,8 @@ def build(dice: Dice) -> bytes:
 
 def calls(dice: Dice) -> bytes:
     """REDUCE, NEWOBJ, NEWOBJ_EX, OBJ and INST of functions, instances and values."""
-    args, function, value = (
-        files.tup(any_value(dice), any_value(dice)),
-        named(dice),
-        any_value(dice),
-    )
+    args = files.tup(any_value(dice), any_value(dice))
+    function, value = named(dice), any_value(dice)
     return dice.choice(
         [value + args + b"R", value + args + b"\x81", value + args + b"}\x92", value + b"Q",
          b"(" + function + value + b"o", b"(" + value + b"i" + function[1:],
@@ -142,10 +139,8 @@ def odd(dice: Dice) -> bytes:
         b"F1e999\n", b"S'a'\n", b"Vabc\\ud800\n", b"g0\n", b"p4000000000\n", b"(d", b"(l",
         b"}p0\ng0\n", b"\x80\x05\x95" + number, b"\x80\x09", b"\x91", b"(N\x91", b"1", b"0", b"2",
     ]  # fmt: skip
-    parts = (
-        dice.choice([dice.choice(found), any_value(dice)]) for _ in range(dice.randrange(1, 5))
-    )
-    return b"".join(parts)
+    count = dice.randrange(1, 5)
+    return b"".join(dice.choice([dice.choice(found), any_value(dice)]) for _ in range(count))
 
 
 # Keys of one hash, equal ones, and text that is equal once it is escaped, unescaped or unwrapped.
