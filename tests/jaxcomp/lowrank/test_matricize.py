@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import random_grads
+from reducers import powersgd
 from reference import Reference
 from rounding import rounding
-from runners import AXIS, simulate
+from runners import simulate
 
-import jaxcomp
 from jaxcomp import MatrixDims
 from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
 
@@ -66,13 +66,8 @@ def test_unmatricize_undoes_matricize(view):
 def test_a_step_does_not_depend_on_the_memory_order(views, rank):
     """Both products and the outer one, of every order of axes: equal to those of matrices."""
     grads = random_grads({f"leaf{i}": view.shape for i, view in enumerate(views)}, 2, 2)
-    tx = jaxcomp.powersgd(
-        rank,
-        axis_name=AXIS,
-        start_step=0,
-        min_compression_rate=0.0,
-        matrix_dims=lambda path, _: views[int(path[0].key[4:])].dims,
-    )
+    dims = lambda path, _: views[int(path[0].key[4:])].dims  # noqa: E731
+    tx = powersgd(rank, min_compression_rate=0.0, matrix_dims=dims)
     state = tx.init({name: x[0, 0] for name, x in grads.items()})
     outputs, after = simulate("vmap", tx, grads, state)
     for view, (name, x) in zip(views, grads.items(), strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
-from reducers import shared_powersgd
+from reducers import feedback, powersgd, quantized
 from reference import Reference
 from rounding import rounding
 from runners import AXIS, MAPPINGS, simulate, types_of
@@ -22,7 +22,7 @@ import jaxcomp
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
     grads = random_grads(SHAPES, n, steps)
-    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    tx = powersgd(rank)
     state = tx.init(zeros())
     outputs, final = simulate(mapping, tx, grads, state)
 
@@ -53,9 +53,8 @@ def test_equals_the_numpy_reference(mapping, rank):
 def test_decay_scales_the_residual_and_may_be_a_schedule():
     grads = random_grads({"dense": (24, 16)}, 2, 4)
     schedule = optax.linear_schedule(1.0, 0.25, 3)
-    sent = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_feedback=False)
-    tx = jaxcomp.error_feedback(sent, decay=schedule)
-    state = tx.init({"dense": jnp.zeros((24, 16))})
+    tx = feedback(powersgd(1, error_feedback=False), decay=schedule)
+    state = tx.init(zeros_of_one(grads))
     outputs, _ = simulate("vmap", tx, grads, state)
     matrices = as_matrix("dense", np.asarray(grads["dense"], np.float64))
     reference = Reference(2, 16, 24, state.inner.q["dense"])
@@ -87,13 +86,7 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
     dtypes = dict(zip(shapes, (dtype for _, dtype in kinds), strict=True))
     grads = random_grads(shapes, n, 1, seed)
     grads = {name: grads[name].astype(dtypes[name]) for name in shapes}
-    tx = shared_powersgd(
-        rank,
-        axis_name=AXIS,
-        start_step=0,
-        min_compression_rate=0.0,
-        comm_dtype=wire,
-    )
+    tx = powersgd(rank, min_compression_rate=0.0, comm_dtype=wire)
     state = tx.init(zeros_of_one(grads))
     rng = np.random.default_rng(seed)
     old = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -145,9 +138,7 @@ def test_all_options_work_beside_each_other(options, extra):
 
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():
     """Of more than 64 columns the sums are widened once, and known to be replicated."""
-    tx = jaxcomp.powersgd(
-        70, axis_name=AXIS, start_step=0, min_compression_rate=0.0, comm_dtype=jnp.bfloat16
-    )
+    tx = powersgd(70, min_compression_rate=0.0, comm_dtype=jnp.bfloat16)
     grads = random_grads({"a": (72, 80)}, 2, 2)
     outputs, state = simulate("shard_map", tx, grads)
     total = outputs["a"].sum(0) + state.residual["a"].mean(0)
@@ -157,10 +148,10 @@ def test_many_columns_on_a_bfloat16_wire_lose_nothing():
 @pytest.mark.parametrize(
     "tx",
     [
-        shared_powersgd(2, axis_name=AXIS, start_step=0),
-        shared_powersgd(4, axis_name=AXIS, start_step=0),
-        shared_powersgd(4, axis_name=AXIS, start_step=0, comm_dtype=jnp.int8),
-        jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
+        powersgd(2),
+        powersgd(4),
+        powersgd(4, comm_dtype=jnp.int8),
+        feedback(quantized()),
     ],
     ids=["rank 2", "rank 4", "factors of int8", "int8"],
 )

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from leaves import random_grads
+from reducers import powersgd
 from runners import AXIS, first, mesh_of, sharded, simulate
 
 import jaxcomp
@@ -19,7 +20,7 @@ PARAMS = {"kernel": jnp.zeros((24, 16)), "bias": jnp.zeros(16)}
 def chain():
     return optax.chain(
         optax.clip_by_global_norm(1e9),
-        jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
+        powersgd(2),
         optax.sgd(0.1, momentum=0.9),
     )
 
@@ -33,7 +34,7 @@ class Own(NamedTuple):
 
 
 def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
-    inner = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
+    inner = powersgd(2).init(PARAMS)
     state = {"mine": Own(inner, {"m": jnp.ones((3, 2))}), "step": jnp.array(0)}
     specs = jaxcomp.state_specs(state, AXIS)
     assert specs["mine"].memory["m"] == jax.P(AXIS)
@@ -48,7 +49,7 @@ def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
 
 
 def test_accumulated_gradients_of_multisteps_are_per_replica():
-    tx = optax.MultiSteps(jaxcomp.powersgd(2, axis_name=AXIS), 4)
+    tx = optax.MultiSteps(powersgd(2), 4)
     axes = jaxcomp.state_axes(tx.init(PARAMS))
     assert axes.acc_grads["bias"] == axes.inner_opt_state.residual["kernel"] == 0
     assert axes.mini_step is None
@@ -100,7 +101,7 @@ def test_errors_name_the_leaf_or_the_axis():
 
 
 def test_a_state_made_inside_the_mapped_function_can_be_scanned():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = powersgd(2)
     grads = random_grads({"kernel": (24, 16)}, 2, 3)
 
     def run(g):
@@ -111,7 +112,7 @@ def test_a_state_made_inside_the_mapped_function_can_be_scanned():
         return jax.lax.scan(one, tx.init({"kernel": jnp.zeros((24, 16))}), g)[1]
 
     mapped = sharded(2, lambda g: run(first(g)), (jax.P(AXIS),), jax.P())
-    expected, _ = simulate("vmap", tx, grads, tx.init({"kernel": jnp.zeros((24, 16))}))
+    expected, _ = simulate("vmap", tx, grads)
     np.testing.assert_allclose(mapped(grads)["kernel"], expected["kernel"], atol=1e-5)
 
 
