@@ -15,7 +15,7 @@ import jax
 import jaxcomp
 from jaxcomp.types import Collective
 
-BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1}
+BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
 Sent = tuple[str, str, int]
 _LINE = re.compile(
     r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(.*channel_id"
@@ -33,7 +33,7 @@ def collectives(compiled: str) -> list[Sent]:
     return [
         (found[2], dtype, math.prod(int(n) for n in dims.split(",") if n))
         for found in _LINE.finditer(compiled)
-        for dtype, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", found[1])
+        for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found[1])
     ]
 
 

@@ -9,6 +9,7 @@ from classifier import close
 from hlo import unconditional
 from leaves import random_grads, with_value
 from local_runs import NESTEROV, compile_step, run
+from reducers import allreduce, feedback, powersgd
 from runners import AXIS
 
 import jaxcomp
@@ -17,18 +18,11 @@ SHAPES = {"w": (12, 10), "b": (5,), "scale": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
 
 
-def powersgd():
-    return jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
-
-
-def chain(reducer):
-    return optax.chain(reducer, optax.sgd(0.1, momentum=0.9))
-
-
+SGD = optax.sgd(0.1, momentum=0.9)
 TXS = {
-    "allreduce": chain(jaxcomp.allreduce(axis_name=AXIS)),
-    "powersgd": chain(powersgd()),
-    "feedback": chain(jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))),
+    "allreduce": optax.chain(allreduce(), SGD),
+    "powersgd": optax.chain(powersgd(1), SGD),
+    "feedback": optax.chain(feedback(allreduce()), SGD),
     "local_sgd": jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS, outer=NESTEROV),
 }
 
@@ -77,7 +71,7 @@ def test_equals_optax(mapping, name):
 def test_a_micro_batch_that_is_not_finite_costs_one_step(mapping):
     targets = random_grads(SHAPES, 2, 6)
     bad = jax.tree.map(lambda x: with_value(x, (1, 2), np.nan), targets)
-    reducer = powersgd() if mapping == "shard_map" else jaxcomp.allreduce(axis_name=AXIS)
+    reducer = powersgd(1) if mapping == "shard_map" else allreduce()
     tx = optax.chain(reducer, optax.apply_if_finite(optax.sgd(0.1), 5))
     got, state = run(mapping, jaxcomp.accumulate(tx, 2), PARAMS, bad)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((got, state)))

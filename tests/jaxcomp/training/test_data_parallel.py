@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,8 @@ from classifier import (
     placed,
     stepped,
 )
-from reducers import reducer
+from leaves import by_layer
+from reducers import powersgd, reducer
 from runners import sharded
 
 import jaxcomp
@@ -260,9 +262,13 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     assert len(found) == 1
     # One layer's leaves, and a stack that is compressed layer by layer, are nothing to notice.
     run.init({"dense": {"kernel": jnp.zeros((32, 32)), "bias": jnp.zeros(32)}})
-    dims = lambda path, leaf: jaxcomp.MatrixDims((0,), (2,), (1,)) if leaf.ndim == 3 else None  # noqa: E731
-    by_layer = jaxcomp.powersgd(2, axis_name="data", start_step=0, matrix_dims=dims)
-    jaxcomp.data_parallel(accumulated, by_layer, mesh=mesh).init({"blocks": layers})
+    layer_by_layer = powersgd(2, matrix_dims=by_layer)
+    jaxcomp.data_parallel(accumulated, layer_by_layer, mesh=mesh).init({"blocks": layers})
+    # Without norms or biases the shapes alone do not tell, but flax's metadata may.
+    boxed = lambda *names: {"blocks": [nn.Partitioned(layers["kernel"], names)]}  # noqa: E731
+    with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
+        run.init(boxed("layers", "embed", "mlp"))
+    run.init(boxed("experts", "embed", "mlp"))
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():

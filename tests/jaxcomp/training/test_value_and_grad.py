@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autoencoder import loss, parameters
 from classifier import KINDS, close, grid, placed, stepped
 from reducers import reducer
 from runners import sharded
@@ -16,32 +17,11 @@ from xla import users_program
 import jaxcomp
 
 P = jax.P
-LAYOUTS = {
-    "tensor": {"up": P(None, "model"), "down": P("model"), "bias": P("model")},
-    "fsdp": {"up": P("model"), "down": P("model"), "bias": P("model")},
-    "replicated": {},
-}
-
-
-def parameters(mesh, layout="replicated", width=32):
-    rng = np.random.default_rng(0)
-    values = {
-        "up": rng.normal(size=(width, 2 * width)) / 6,
-        "down": rng.normal(size=(2 * width, width)) / 8,
-        "bias": np.zeros(2 * width),
-    }
-    spec = LAYOUTS[layout]
-    return {name: placed(mesh, np.float32(x), spec.get(name, P())) for name, x in values.items()}
 
 
 def batches(mesh, steps=6, size=16):
     x = np.random.default_rng(1).normal(size=(steps, size, 32)).astype(np.float32)
     return [placed(mesh, row, P("data")) for row in x]
-
-
-def loss(params, x):
-    hidden = jnp.tanh(x @ params["up"] + params["bias"])
-    return jnp.mean((hidden @ params["down"] - x) ** 2)
 
 
 def typed_loss(params, x):

@@ -2,13 +2,16 @@
 
 import functools
 
+import autoencoder
 import hlo
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from classifier import grid
-from jax.sharding import AxisType, NamedSharding
+from autoencoder import LAYOUTS, loss
+from classifier import grid, placed
+from jax.sharding import AxisType
 from runners import mesh_of
 
 import jaxcomp
@@ -16,21 +19,8 @@ import jaxcomp
 P = jax.P
 
 
-def parameters(mesh, specs=None):
-    keys = jax.random.split(jax.random.key(0))
-    values = {
-        "in": jax.random.normal(keys[0], (256, 384)),
-        "out": jax.random.normal(keys[1], (384, 256)),
-    }
-    specs = specs or {"in": P(), "out": P()}
-    return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in values.items()}
-
-
-def loss(params, x):
-    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
-
-
-X = jnp.ones((8, 256))
+parameters = functools.partial(autoencoder.parameters, width=256)
+X = np.ones((8, 256), np.float32)
 
 
 def compiled(step, *arguments):
@@ -116,7 +106,7 @@ def test_every_collective_with_its_axes():
 
     spec = P(("slow", "fast"))
     run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.device_put(jnp.ones((8, 50)), NamedSharding(mesh, spec))
+    x = placed(mesh, np.ones((8, 50), np.float32), spec)
     program = compiled(run, x)
     found = jaxcomp.collectives(program)
     listed = [y for x in found for y in hlo.results(x)]
@@ -168,13 +158,6 @@ def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
         jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
 
 
-LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit loop's own hands
-    "fsdp": {"in": P("model"), "out": P(None, "model")},
-    "tensor": {"in": P(None, "model"), "out": P("model")},
-    "replicated": None,
-}
-
-
 # Factors of integers take longest to compile: once in every step and once in a branch.
 BESIDE = [(name, layout) for name in ("later", "quantized", "bfloat16") for layout in LAYOUTS]
 BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
@@ -183,7 +166,7 @@ BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
 @pytest.mark.parametrize(("name", "layout"), BESIDE)
 def test_a_right_step_passes_beside_another_axis(name, layout):
     mesh = grid(2, model=2)
-    checked(REDUCERS[name], mesh, parameters(mesh, LAYOUTS[layout]), X)
+    checked(REDUCERS[name], mesh, parameters(mesh, layout), X)
 
 
 def narrow(tree):
@@ -197,7 +180,7 @@ def narrow(tree):
 )
 def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
     mesh, reducer = grid(2, model=2), REDUCERS[name]
-    params, x = cast((parameters(mesh, LAYOUTS[layout]), X))
+    params, x = cast((parameters(mesh, layout), X))
     run = checked(reducer, mesh, params, x)
 
     @functools.partial(
@@ -245,7 +228,7 @@ def behind(reducer):
 @pytest.mark.parametrize(("name", "wrong"), [("now", left_in), ("later", left_in), ("now", behind)])
 def test_what_is_averaged_before_the_reducer_is_refused(name, wrong):
     mesh, reducer = mesh_of(4), REDUCERS[name]
-    params, x = parameters(mesh), jax.device_put(X, NamedSharding(mesh, P("data")))
+    params, x = parameters(mesh), placed(mesh, X, P("data"))
     state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
     specs = jaxcomp.state_specs(state, "data")
     step, in_specs = wrong(reducer)(specs)
@@ -256,7 +239,7 @@ def test_what_is_averaged_before_the_reducer_is_refused(name, wrong):
         program = compiled(mapped, params, state, x)
     with pytest.raises(ValueError, match=TOO_MUCH) as error:
         jaxcomp.check(program, reducer, params)
-    assert "\n  all-reduce of 786,432 bytes of f32 over ('data',), for jit(" in str(error.value)
+    assert "\n  all-reduce of 1,050,624 bytes of f32 over ('data',), for jit(" in str(error.value)
 
 
 def test_the_body_of_a_loop_counts_as_often_as_it_runs():
@@ -275,8 +258,8 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
 
 def test_a_step_without_its_reducer_is_refused():
     mesh = mesh_of(4)
-    params, x = parameters(mesh), jax.device_put(X, NamedSharding(mesh, P("data")))
-    local = compiled(lambda params, x: jnp.tanh(x @ params["in"]), params, x)
+    params, x = parameters(mesh), placed(mesh, X, P("data"))
+    local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), params, x)
     with pytest.raises(ValueError, match=r"sends 0 bytes over data, where powersgd\(.*\) sends "):
         jaxcomp.check(local, REDUCERS["now"], params)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
