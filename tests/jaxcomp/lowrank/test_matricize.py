@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import random_grads
+from leaves import random_grads, zeros_of_one
 from reducers import powersgd
-from reference import Reference
-from rounding import rounding
+from reference import assert_steps
 from runners import simulate
 
 from jaxcomp import MatrixDims
@@ -68,9 +67,9 @@ def test_a_step_does_not_depend_on_the_memory_order(views, rank):
     grads = random_grads({f"leaf{i}": view.shape for i, view in enumerate(views)}, 2, 2)
     dims = lambda path, _: views[int(path[0].key[4:])].dims  # noqa: E731
     tx = powersgd(rank, min_compression_rate=0.0, matrix_dims=dims)
-    state = tx.init({name: x[0, 0] for name, x in grads.items()})
+    state = tx.init(zeros_of_one(grads))
     outputs, after = simulate("vmap", tx, grads, state)
-    for view, (name, x) in zip(views, grads.items(), strict=True):
+    for view, name in zip(views, grads, strict=True):
         order = sum(view.dims, ())
 
         def matrices(x, order=order, view=view):
@@ -79,16 +78,10 @@ def test_a_step_does_not_depend_on_the_memory_order(views, rank):
             return x.transpose(axes).reshape(*x.shape[: len(lead)], -1, view.n_rows, view.n_cols)
 
         factors = state.q[name].reshape(-1, *state.q[name].shape[-2:])
+        trees = (grads, outputs, after.residual)
+        given, found, residual = (matrices(np.float64(tree[name])) for tree in trees)
         for i, q in enumerate(factors):
-            reference = Reference(2, view.n_rows, view.n_cols, q)
-            for t in range(2):
-                expected = reference.step(np.float64(matrices(x)[:, t, i]))
-                sizes = [2, view.n_rows, view.n_cols, rank] * (t + 1)
-                how = {"largest": reference.largest, "condition": min(reference.condition, 1e4)}
-                allowed = rounding(*sizes, **how)
-                np.testing.assert_allclose(matrices(outputs[name])[t, i], expected, atol=allowed)
-            found = matrices(after.residual[name])[:, i]
-            np.testing.assert_allclose(found, reference.residual, atol=allowed)
+            assert_steps(given[:, :, i], found[:, i], residual[:, i], q, worst=1e4)
 
 
 def test_compressed_iff_it_saves_by_the_asked_factor():

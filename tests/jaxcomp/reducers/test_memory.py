@@ -11,8 +11,7 @@ import pytest
 from classifier import grid
 from leaves import by_layer, random_grads, with_value, zeros
 from reducers import allreduce, feedback, powersgd
-from reference import Reference
-from rounding import rounding
+from reference import assert_steps
 from runners import AXIS, MAPPINGS, mesh_of, placed, simulate
 from xla import users_program
 
@@ -144,21 +143,13 @@ def test_residuals_in_blocks_are_those_of_the_reference(mapping, dtype):
     outputs, after = simulate(mapping, tx, broken, state)
     assert int(after.count) == 3
     as_matrices = {
-        "kernel": lambda x: np.asarray(x, np.float32).swapaxes(-1, -2),
-        "stack": lambda x: np.asarray(x[..., 2, :, :], np.float32).swapaxes(-1, -2),
-        "mixed": lambda x: np.moveaxis(np.asarray(x, np.float32), -2, -1).reshape(
-            *x.shape[:-3], 30, 30
-        ),
+        "kernel": lambda x: x.swapaxes(-1, -2),
+        "stack": lambda x: x[..., 2, :, :].swapaxes(-1, -2),
+        "mixed": lambda x: np.moveaxis(x, -2, -1).reshape(*x.shape[:-3], 30, 30),
     }
     for name, matrix in as_matrices.items():
-        given = np.float64(matrix(grads[name]))
+        trees = (grads, outputs, after.residual)
+        given, found, residual = (matrix(np.float64(tree[name])) for tree in trees)
         q = state.q[name][2] if name == "stack" else state.q[name]
-        reference = Reference(n, *given.shape[2:], q)
-        for t in (1, 3):  # an exact step comes first, and that of the NaN leaves no trace
-            expected = reference.step(given[:, t])
-            how = {"largest": reference.largest, "condition": reference.condition}
-            allowed = rounding(*[n, *given.shape[2:], rank] * 2, **how)
-            allowed += rounding(n, largest=reference.largest, dtype=dtype) if dtype else 0
-            np.testing.assert_allclose(matrix(outputs[name][t]), expected, atol=allowed)
-        residual = matrix(after.residual[name])
-        np.testing.assert_allclose(residual, reference.residual, atol=allowed)
+        at = [1, 3]  # an exact step comes first, and that of the NaN leaves no trace
+        assert_steps(given[:, at], found[at], residual, q, dtype=dtype)
