@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hlo import text
-from runners import AXIS, WHOLE, over_replicas, placed, spread, stack, start, steps_of, types_of
-
-import jaxcomp
+from runners import AXIS, WHOLE, over_replicas, spread, stack, start, steps_of, types_of
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
@@ -41,7 +38,13 @@ def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = toward
     """
     n = jax.tree.leaves(targets)[0].shape[0]
     state, specs = start(mapping, tx.init(params), n)
-    mapped = _mapped(mapping, tx, n, specs, gradient)
+
+    def step(own: Any, state: Any) -> Any:
+        params, target = own
+        updates, state = tx.update(gradient(params, target), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = over_replicas(mapping, step, n, specs, out=jax.P(AXIS))
     params, trajectory = stack(params, n), []
     if mapping != "vmap":
         params = spread(params, n)
@@ -51,17 +54,6 @@ def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = toward
         assert types_of((params, state)) == before
         trajectory.append(jax.device_get(params))
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *trajectory), jax.device_get(state)
-
-
-def _mapped(mapping: str, tx: Any, n: int, specs: Any, gradient: Any = towards) -> Any:
-    """((params, target), state) -> params, state; parameters with a leading axis of replicas."""
-
-    def step(own: Any, state: Any) -> Any:
-        params, target = own
-        updates, state = tx.update(gradient(params, target), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return over_replicas(mapping, step, n, specs, out=jax.P(AXIS))
 
 
 def rounds(
@@ -139,11 +131,3 @@ def in_numpy(
         trajectory.append(local)
         anchors.append(anchor)
     return np.stack(trajectory, axis=1), np.stack(anchors)
-
-
-def compile_step(tx: Any, params: Any, n: int) -> str:
-    """The HLO of one update under shard_map, for parameters with a leading axis of replicas."""
-    state = jax.eval_shape(tx.init, params)
-    specs = jaxcomp.state_specs(state, AXIS)
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
-    return text(_mapped("shard_map", tx, n, specs), (stacked, stacked), placed(state, n))

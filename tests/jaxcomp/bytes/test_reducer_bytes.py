@@ -57,6 +57,11 @@ CASES |= {
         PARAMS,
         [3, 5],  # the last shared step averages the parameters, too; then pseudo-gradients
     ),
+    "local micro-batches": (
+        local_sgd(optax.MultiSteps(SGD, 2), sync_every=4),  # which counts micro-batches
+        PARAMS,
+        [2, 3],
+    ),
     "accumulate": (jaxcomp.accumulate(local_sgd(SGD, sync_every=2), 2), PARAMS, [0, 1, 2, 3]),
     "accumulate low rank": (jaxcomp.accumulate(POWERSGD, 2), PARAMS, [0, 1]),
 }
@@ -67,7 +72,8 @@ def program(name):
     tx, params, _ = CASES[name]
     update = lambda *arguments: tx.update(*arguments)[0]  # noqa: E731
     mapped = sharded(REPLICAS, update, (P(), P(), P()), P(), check_vma=False)
-    return text(mapped, params, tx.init(params), params)
+    with jax.numpy_dtype_promotion("standard"):  # for MultiSteps
+        return text(mapped, params, tx.init(params), params)
 
 
 def on_the_wire(name):

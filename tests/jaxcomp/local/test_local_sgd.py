@@ -9,7 +9,7 @@ import optax
 import pytest
 from classifier import close
 from flax.training.train_state import TrainState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from leaves import random_grads
 from local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, run, towards
@@ -51,7 +51,6 @@ def test_of_levels_that_are_due_together_the_widest_is_averaged():
         assert levels.bytes(params, step=step) == flat.bytes(params, step=step)
 
 
-@settings(max_examples=25, deadline=None)
 @given(period=st.integers(1, 6), start=st.integers(0, 5), offset=st.integers(0, 9))
 def test_averages_fall_where_the_docstring_says(period, start, offset):
     tx = local_sgd(optax.sgd(0.1), sync_every=period, start_step=start, offset=offset)

@@ -1,6 +1,5 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
-import functools
 from collections import Counter
 
 import hlo
@@ -12,6 +11,7 @@ import pytest
 from classifier import grid, placed
 from jax.sharding import AxisType
 from leaves import random_grads
+from reducers import batched, powersgd
 from runners import sharded
 
 import jaxcomp
@@ -251,17 +251,17 @@ def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
 @pytest.mark.parametrize("start_step", [0, 1])
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "options"),
     [
-        jaxcomp.powersgd,
-        jaxcomp.batched_powersgd,
-        functools.partial(jaxcomp.powersgd, comm_dtype="int8"),
-        functools.partial(jaxcomp.powersgd, warm_start=False),
+        (powersgd, {}),
+        (batched, {}),
+        (powersgd, {"comm_dtype": "int8"}),
+        (powersgd, {"warm_start": False}),
     ],
 )
-def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
+def test_a_state_may_vary_over_every_mapped_axis(make, options, axes, start_step):
     """Also its count and factors, which are equal; also along an axis beside the replicas'."""
-    tx, n = make(1, axis_name="data", start_step=start_step), 2 * (1 if axes == "data" else 2)
+    tx, n = make(1, start_step=start_step, **options), 2 if axes == "data" else 4
     grads = {"w": jnp.ones((n, 8, 8))}
     state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init({"w": jnp.ones((8, 8))}))
 

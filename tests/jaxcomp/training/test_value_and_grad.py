@@ -91,10 +91,11 @@ def trained(kind):
     return params, state, grads
 
 
-@pytest.mark.parametrize("kind", KINDS)
+NAMES = ("powersgd", "powersgd-late", "feedback-int8", "allreduce", "batched")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["powersgd", "powersgd-late", "feedback-int8", "allreduce", "batched"],
+    ("name", "kind"), [*((name, "auto") for name in NAMES), ("powersgd-late", "explicit")]
 )
 def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
@@ -232,10 +233,11 @@ def test_a_function_may_map_over_other_axes_itself():
     assert float(jnp.abs(grads["up"]).max()) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("consolidated", [False, True])
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind):
+@pytest.mark.parametrize(
+    ("kind", "replicas", "consolidated"),
+    [("auto", 2, False), ("auto", 2, True), ("auto", 4, False), ("explicit", 2, False)],
+)
+def test_a_state_restores_on_any_number_of_replicas(kind, replicas, consolidated):
     """The residuals of four replicas; what matters of them is their mean."""
     there = grid(replicas, kind)
     params, state, expected = trained(kind)
