@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from leaves import random_grads, zeros_of_one
 from reducers import feedback, powersgd, quantized
-from runners import AXIS, first, mesh_of, sharded, simulate
+from runners import AXIS, first, mesh_of, over_replicas, sharded, simulate
 
 import jaxcomp
 
@@ -149,9 +149,7 @@ def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
     placed = [jaxcomp.shard_state(s, mesh, AXIS) for s in (state, one)]
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jax.device_get, (a, b))), *placed)
     assert placed[0].residual["w"].shape == (after, 16, 12)
-    specs = jaxcomp.state_specs(one, AXIS)
-    update = lambda g, s: tx.update(first(g), s)  # noqa: E731
-    step = sharded(mesh, update, (P(AXIS), specs), (P(), specs))
+    step = over_replicas("shard_map", tx.update, after, jaxcomp.state_specs(one, AXIS))
     output, new = step(mean, placed[0])
     assert new.owner.tolist() == [i - after for i in range(after)]
     accounted = output["w"] + new.residual["w"].mean(0)
