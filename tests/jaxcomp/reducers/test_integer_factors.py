@@ -8,19 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from classifier import grid
-from leaves import (
-    COMPRESSED,
-    SHAPES,
-    SMALL,
-    as_matrix,
-    random_grads,
-    with_value,
-    zeros,
-    zeros_of_one,
-)
+from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
 from reducers import powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, first, sharded, simulate
+from runners import AXIS, MAPPINGS, first, sharded, simulate, steps_of
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
@@ -56,28 +47,21 @@ def reference(m, q, levels=127):
     return p @ q.T, m - p @ own.transpose(0, 2, 1), q
 
 
-def step_by_step(mapping, tx, grads):
-    """(gradients, outputs, state before, state after) of each step; each from the mean residual."""
-    state = tx.init(zeros_of_one(grads))
-    for t in range(jax.tree.leaves(grads)[0].shape[1]):
-        now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
-        outputs, new = simulate(mapping, tx, now, state)
-        yield now, jax.tree.map(lambda x: x[0], outputs), state, new
-        state = jaxcomp.consolidate(new)
-
-
 @pytest.mark.parametrize(("mapping", "bits"), [*((m, 8) for m in MAPPINGS), ("vmap", 6)])
 def test_equals_the_numpy_reference(mapping, bits):
     n, rank, levels = 3, 2, 2 ** (bits - 1) - 1
     grads = random_grads(SHAPES, n, 3)
     level, close, seen = 10 / levels, 0, 0  # on a few factors' entries
     tx = powersgd(rank, comm_dtype=f"int{bits}")
-    for now, outputs, old, new in step_by_step(mapping, tx, grads):
+    state = tx.init(zeros())
+    for now in steps_of(grads):  # each from the mean residual of the last
+        one = jax.tree.map(lambda g: g[:, None], now)
+        outputs, new = simulate(mapping, tx, one, state)
         for name in COMPRESSED:
-            m = as_matrix(name, now[name][:, 0]) + as_matrix(name, old.residual[name])
-            output, residual, factor = reference(m, np.asarray(old.q[name], np.float64), levels)
+            m = as_matrix(name, now[name]) + as_matrix(name, state.residual[name])
+            output, residual, factor = reference(m, np.asarray(state.q[name], np.float64), levels)
             errors = [
-                as_matrix(name, outputs[name]) - output,
+                as_matrix(name, outputs[name][0]) - output,
                 as_matrix(name, new.residual[name]) - residual,
                 np.abs(new.q[name]) - np.abs(factor),
             ]
@@ -86,7 +70,8 @@ def test_equals_the_numpy_reference(mapping, bits):
             assert largest < 2 * level
             close += largest < 1e-4
             seen += 1
-        np.testing.assert_allclose(outputs["bias"], now["bias"][:, 0].mean(0), rtol=1e-6)
+        np.testing.assert_allclose(outputs["bias"][0], now["bias"].mean(0), rtol=1e-6)
+        state = jaxcomp.consolidate(new)
     assert close >= 2 / 3 * seen
 
 

@@ -18,10 +18,7 @@ SHAPES = {"bias": (16,), "dense": (40, 30), "stack": (3, 20, 24)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def powersgd(rank, **arguments):
-    return reducers.powersgd(rank, matrix_dims=by_layer, **arguments)
-
-
+powersgd = functools.partial(reducers.powersgd, matrix_dims=by_layer)
 REDUCERS = {
     "rank 3": powersgd(3),
     "rank 1, bfloat16": powersgd(1, residual_dtype=jnp.bfloat16),

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import loss, parameters
+from autoencoder import loss, new_params, parameters
 from classifier import KINDS, close, grid, placed, stepped
 from reducers import reducer
-from runners import sharded
+from runners import over_replicas, start
 from xla import users_program
 
 import jaxcomp
@@ -55,22 +55,18 @@ def jit_loop(value_and_grad, params, data):
 @functools.cache
 def shard_map_losses(name):
     """The same training as one shard_map around the whole step, on an Auto mesh."""
-    mesh = grid(4)
-    params, data = parameters(mesh), batches(mesh)
     tx = optax.chain(reducer(name), optax.sgd(0.3, momentum=0.9))
-    state = tx.init(params)
-    specs = jaxcomp.state_specs(state, "data")
-    state = jaxcomp.shard_state(state, mesh, "data")
+    params, losses = new_params(), []
+    state, specs = start("shard_map", tx.init(params), 4)
 
-    def step(params, state, x):
+    def step(x, state, params):
         value, grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+        return (optax.apply_updates(params, updates), jax.lax.pmean(value, "data")), state
 
-    mapped = sharded(mesh, step, (P(), specs, P("data")), (P(), specs, P()))
-    losses = []
-    for x in data:
-        params, state, value = mapped(params, state, x)
+    mapped = over_replicas("shard_map", step, 4, specs, shared=1)
+    for x in batches(grid(4)):
+        (params, value), state = mapped(x.reshape(4, -1, 32), state, params)
         losses.append(float(value))
     return losses
 

@@ -12,7 +12,7 @@ import pytest
 from autoencoder import LAYOUTS, loss
 from classifier import grid, placed
 from jax.sharding import AxisType
-from runners import mesh_of
+from runners import mesh_of, sharded
 
 import jaxcomp
 
@@ -207,38 +207,27 @@ def test_shapes_alone_do_beside_explicit_axes_too():
     jaxcomp.check(program, reducer, shapes)
 
 
-def left_in(reducer):
-    """A pmean before the reducer, in a shard_map around the step."""
-
-    def step(params, state, x):
-        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
-        return reducer.update(jaxcomp.as_local(jax.lax.pmean(grads, "data"), "data"), state)
-
-    return lambda specs: (step, (P(), specs, P("data")))
-
-
-def behind(reducer):
-    """A jit loop as it was, with the reducer behind the compiler's own all-reduce."""
-    return lambda specs: (
-        lambda g, s: reducer.update(jaxcomp.as_local(g, "data"), s),
-        (P(), specs),
-    )
-
-
-@pytest.mark.parametrize(("name", "wrong"), [("now", left_in), ("later", left_in), ("now", behind)])
-def test_what_is_averaged_before_the_reducer_is_refused(name, wrong):
+@pytest.mark.parametrize(("name", "behind"), [("now", False), ("later", False), ("now", True)])
+def test_what_is_averaged_before_the_reducer_is_refused(name, behind):
+    """By a pmean within the step, or by the compiler, in a jit loop as it was."""
     mesh, reducer = mesh_of(4), REDUCERS[name]
     params, x = parameters(mesh), placed(mesh, X, P("data"))
     state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
     specs = jaxcomp.state_specs(state, "data")
-    step, in_specs = wrong(reducer)(specs)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), specs))
-    if wrong is behind:
-        program = compiled(lambda p, s, x: mapped(jax.grad(loss)(p, x), s), params, state, x)
-    else:
-        program = compiled(mapped, params, state, x)
+
+    def update(grads, state):
+        return reducer.update(jaxcomp.as_local(grads, "data"), state)
+
+    def left_in(params, state, x):
+        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
+        return update(jax.lax.pmean(grads, "data"), state)
+
+    step = sharded(mesh, left_in, (P(), specs, P("data")), (P(), specs))
+    if behind:
+        mapped = sharded(mesh, update, (P(), specs), (P(), specs))
+        step = lambda params, state, x: mapped(jax.grad(loss)(params, x), state)  # noqa: E731
     with pytest.raises(ValueError, match=TOO_MUCH) as error:
-        jaxcomp.check(program, reducer, params)
+        jaxcomp.check(compiled(step, params, state, x), reducer, params)
     assert "\n  all-reduce of 1,050,624 bytes of f32 over ('data',), for jit(" in str(error.value)
 
 
