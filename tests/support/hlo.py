@@ -47,15 +47,5 @@ def results(found: Collective) -> list[Sent]:
     return [(found.kind, dtype, values) for dtype, values in found.arrays]
 
 
-def unconditional(compiled: str) -> list[Sent]:
-    """Of the collectives that run in every step: those that no conditional chooses."""
-    return [x for found in read(compiled) if not found.in_branch for x in results(found)]
-
-
-def once(compiled: str) -> list[Sent]:
-    """Of the collectives that stand in no loop."""
-    return [x for found in read(compiled) if not found.in_loop for x in results(found)]
-
-
 def sent_bytes(found: list[Sent]) -> int:
     return sum(BYTES[dtype] * values for _, dtype, values in found)
