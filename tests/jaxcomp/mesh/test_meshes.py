@@ -227,27 +227,6 @@ def test_an_allreduce_in_front_averages_exactly_over_the_fast_axis(reducer):
     assert jax.tree.structure(state[1:]) == jax.tree.structure(start)
 
 
-@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
-def test_bfloat16_gradients_beside_automatic_axes(wire):
-    """A bfloat16 all-reduce there aborts the process on CPU; so none is made."""
-    grid = mesh()
-    tx = jaxcomp.allreduce(axis_name="dcn", comm_dtype=wire)
-    grads = placed(grid, jnp.ones((8, 8), jnp.bfloat16), P("dcn", "ici"))
-    mapped = sharded(grid, lambda g: tx.update(g, tx.init(g))[0], P("dcn"), P(), axis_names={"dcn"})
-    output = mapped(grads)
-    assert output.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(output.astype(jnp.float32), 1)
-
-
-def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
-    compressed = jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
-    tx = optax.chain(jaxcomp.allreduce(axis_name="ici"), compressed)
-    both = ("dcn", "ici")
-    step, params, state, batch = training(tx, {}, manual=both, axes="dcn")
-    with pytest.raises(ValueError, match="the same on every replica along 'ici'"):
-        step(params, state, batch)
-
-
 @pytest.mark.parametrize("start_step", [0, 1])
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
 def test_gradients_that_are_summed_already_are_refused_with_a_remedy_for_all_axes():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     tx = jaxcomp.allreduce(axis_name=("a", "b"))
-    run = sharded(mesh, lambda g: tx.update(g, optax.EmptyState())[0], jax.P(), jax.P())
-    with pytest.raises(ValueError, match=r"local_value_and_grad\(loss, \('a', 'b'\)\)"):
-        run(jnp.ones(3))
+    for varies, along in ((jax.P(), "a"), (jax.P("a"), "b")):
+        run = sharded(mesh, lambda g: tx.update(g, optax.EmptyState())[0], varies, jax.P())
+        remedy = rf"along '{along}'.*local_value_and_grad\(loss, \('a', 'b'\)\)"
+        with pytest.raises(ValueError, match=remedy):
+            run(jnp.ones(4))

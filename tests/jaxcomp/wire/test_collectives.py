@@ -176,7 +176,10 @@ def narrow(tree):
 # Of how much each reducer may send, twice as much shows it, above; of the layouts a pmean.
 @pytest.mark.parametrize(
     ("name", "layout", "cast"),
-    [*(("now", layout, lambda tree: tree) for layout in LAYOUTS), ("bfloat16", "fsdp", narrow)],
+    [
+        *(("now", layout, lambda tree: tree) for layout in LAYOUTS),
+        *((name, "fsdp", narrow) for name in ("allreduce", "bfloat16")),
+    ],
 )
 def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
     mesh, reducer = grid(2, model=2), REDUCERS[name]
