@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from leaves import random_grads, zeros_of_one
 from reducers import feedback, powersgd, quantized
-from runners import AXIS, first, mesh_of, over_replicas, sharded, simulate
+from runners import AXIS, first, mesh_of, over_replicas, sharded, simulate, steps_of
 
 import jaxcomp
 
@@ -22,10 +22,6 @@ REDUCERS = {
     "error_feedback": feedback(quantized(block_size=None)),
 }
 ONE = "residual of one replica only"
-
-
-def at(step):
-    return jax.tree.map(lambda g: g[:, step], GRADS)
 
 
 def as_in_flax_imagenet(tx):
@@ -49,8 +45,8 @@ def without_checks(tx):
 def test_a_residual_replicated_in_name_only_is_refused(name, mapping):
     tx = REDUCERS[name]
     step, state = mapping(tx), tx.init(zeros_of_one(GRADS))
-    for i in range(STEPS):
-        state = step(at(i), state)
+    for grads in steps_of(GRADS):
+        state = step(grads, state)
     residuals = [np.asarray(x.data) for x in state.residual["w"].addressable_shards]
     assert state.residual["w"].is_fully_replicated
     assert np.abs(residuals[0] - residuals[1]).max() > 1e-3
@@ -70,8 +66,8 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
     devices = jax.devices()[:N]
     state = flax.jax_utils.replicate(tx.init(zeros_of_one(GRADS)), devices)
     update = jax.pmap(tx.update, axis_name=AXIS, devices=devices)
-    for i in range(STEPS):
-        _, state = update(at(i), state)
+    for grads in steps_of(GRADS):
+        _, state = update(grads, state)
     inside = jax.pmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS, devices=devices)
     expected = flax.jax_utils.unreplicate(inside(state))
     found = jaxcomp.consolidate(state)
