@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import LAYOUTS, loss
+from autoencoder import LAYOUTS, loss, new_params
 from classifier import grid, placed
 from jax.sharding import AxisType
 from runners import mesh_of, sharded
@@ -137,11 +137,11 @@ REDUCERS = {
 TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
 
 
-def checked(reducer, mesh, params, x):
+def checked(reducer, mesh, params, x, like=None):
     """A right step, which passes."""
     run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
     program = compiled(run, run.init(params), params, x)
-    listed = [y for x in jaxcomp.check(program, reducer, params) for y in hlo.results(x)]
+    listed = [y for x in jaxcomp.check(program, reducer, like or params) for y in hlo.results(x)]
     assert sorted(listed) == sorted(hlo.collectives(program.as_text()))
     return run
 
@@ -202,12 +202,10 @@ def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
 
 
 def test_shapes_alone_do_beside_explicit_axes_too():
-    mesh, reducer = grid(2, "explicit", model=2), REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    program = compiled(run, run.init(params), params, X)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    jaxcomp.check(program, reducer, shapes)
+    mesh = grid(2, "explicit", model=2)
+    checked(
+        REDUCERS["now"], mesh, parameters(mesh), X, like=jax.eval_shape(lambda: new_params(256))
+    )
 
 
 @pytest.mark.parametrize(("name", "behind"), [("now", False), ("later", False), ("now", True)])
