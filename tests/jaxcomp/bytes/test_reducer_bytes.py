@@ -128,7 +128,7 @@ def test_a_24_layer_model_takes_two_all_reduces_and_the_promised_bytes():
 
 def test_compiling_quickly_changes_no_collective_and_no_memory():
     """So that other tests may read the wire of programs that took a quarter of the time."""
-    lowered = lower_update(reducer("powersgd-late"), transformer(2), 8)
+    lowered = lower_update(reducer("powersgd-late"), transformer(1), 8)
     quick, users = lowered.compile(), users_program(lowered)
     assert collectives(quick.as_text()) == collectives(users.as_text())
     memory = [x.memory_analysis().temp_size_in_bytes for x in (quick, users)]
