@@ -12,7 +12,7 @@ from classifier import grid, placed
 from jax.sharding import AxisType
 from leaves import random_grads
 from reducers import batched, powersgd
-from runners import sharded
+from runners import first, sharded, stack
 
 import jaxcomp
 
@@ -242,13 +242,8 @@ def test_a_state_may_vary_over_every_mapped_axis(make, options, axes, start_step
     """Also its count and factors, which are equal; also along an axis beside the replicas'."""
     tx, n = make(1, start_step=start_step, **options), 2 if axes == "data" else 4
     grads = {"w": jnp.ones((n, 8, 8))}
-    state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init({"w": jnp.ones((8, 8))}))
-
-    def update(grads, state):
-        own = jax.tree.map(lambda x: x[0], (grads, state))
-        return jax.tree.map(lambda x: x[None], tx.update(*own))
-
-    spec = jax.P(axes)
-    step = sharded(grid(2, model=2), update, spec, spec)
+    state = stack(tx.init({"w": jnp.ones((8, 8))}), n)
+    update = lambda *own: jax.tree.map(lambda x: x[None], tx.update(*first(own)))  # noqa: E731
+    step = sharded(grid(2, model=2), update, jax.P(axes), jax.P(axes))
     found = jax.eval_shape(step, grads, state)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, (grads, state))

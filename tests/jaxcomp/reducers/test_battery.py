@@ -130,17 +130,6 @@ def test_what_is_not_sent_is_kept(name):
         np.testing.assert_allclose(total, x.mean(0).sum(0), atol=atol)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "powersgd-int8", "batched"])
-def test_before_its_start_step_a_reducer_averages_exactly(name):
-    outputs, state = simulate("shard_map", reducer(name, 2), GRADS)
-    expected, _ = simulate("shard_map", reducer(name), jax.tree.map(lambda g: g[:, 2:], GRADS))
-    for leaf, x in GRADS.items():
-        np.testing.assert_allclose(outputs[leaf][:2], x.mean(0)[:2], rtol=1e-5, atol=1e-6)
-        atol = LEVEL if sends_int8(name) else 1e-5
-        np.testing.assert_allclose(outputs[leaf][2:], expected[leaf], atol=atol)
-    assert int(state.count) == 4
-
-
 @pytest.mark.parametrize("name", [*KINDS, "powersgd-int8", "feedback-fp16", "own"])
 def test_bfloat16_training(name):
     """Parameters and gradients in bfloat16: dtypes stay, residual and factors are not rounded."""
