@@ -15,7 +15,7 @@ import jax
 import jaxcomp
 from jaxcomp.types import Collective
 
-BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1}
+BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
 Sent = tuple[str, str, int]
 _LINE = re.compile(
     r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(.*channel_id"
@@ -33,7 +33,7 @@ def collectives(compiled: str) -> list[Sent]:
     return [
         (found[2], dtype, math.prod(int(n) for n in dims.split(",") if n))
         for found in _LINE.finditer(compiled)
-        for dtype, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", found[1])
+        for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found[1])
     ]
 
 
@@ -45,16 +45,6 @@ def read(compiled: str, mesh: Any = None) -> tuple[Collective, ...]:
 
 def results(found: Collective) -> list[Sent]:
     return [(found.kind, dtype, values) for dtype, values in found.arrays]
-
-
-def unconditional(compiled: str) -> list[Sent]:
-    """Of the collectives that run in every step: those that no conditional chooses."""
-    return [x for found in read(compiled) if not found.in_branch for x in results(found)]
-
-
-def once(compiled: str) -> list[Sent]:
-    """Of the collectives that stand in no loop."""
-    return [x for found in read(compiled) if not found.in_loop for x in results(found)]
 
 
 def sent_bytes(found: list[Sent]) -> int:

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp import MatrixDims
+from jaxcomp.extend import default_matrix_dims
+
 SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
 COMPRESSED = ("conv", "dense", "embedding")
 SMALL = {"dense": (24, 16), "bias": (16,)}
@@ -37,6 +40,13 @@ def with_value(x: Any, index: Any, value: float) -> np.ndarray:
     x = np.array(x)
     x[index] = value
     return x
+
+
+def by_layer(path: Any, leaf: Any) -> MatrixDims | None:
+    """Each matrix of a stack by itself, and everything else by the default rule."""
+    if leaf.ndim == 3:
+        return MatrixDims(batch=(0,), rows=(2,), cols=(1,))
+    return default_matrix_dims(path, leaf)
 
 
 def as_matrix(name: str, x: Any) -> np.ndarray:

@@ -15,24 +15,13 @@ from jaxcomp import extend
 
 # Always the same one for the same arguments, so that tests of the same shapes share what is
 # compiled for it.
-shared_powersgd = functools.cache(jaxcomp.powersgd)
-
-
-def powersgd(rank: int = 2, **options: object) -> Callable[[int], jaxcomp.Reducer]:
-    arguments = {"axis_name": AXIS, "min_compression_rate": 1.0, **options}
-    return lambda start: jaxcomp.powersgd(rank, start_step=start, **arguments)
-
-
-def allreduce(**options: object) -> Callable[[int], jaxcomp.Reducer]:
-    return lambda start: jaxcomp.allreduce(axis_name=AXIS, **options)
-
-
-def quantized(**options: object) -> Callable[[int], jaxcomp.Reducer]:
-    return lambda start: jaxcomp.quantized_allreduce(axis_name=AXIS, **options)
-
-
-def batched(**options: object) -> Callable[[int], jaxcomp.Reducer]:
-    return lambda start: jaxcomp.batched_powersgd(2, axis_name=AXIS, start_step=start, **options)
+allreduce = functools.cache(functools.partial(jaxcomp.allreduce, axis_name=AXIS))
+batched = functools.cache(functools.partial(jaxcomp.batched_powersgd, axis_name=AXIS, start_step=0))
+powersgd = functools.cache(
+    functools.partial(jaxcomp.powersgd, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+)
+quantized = functools.cache(functools.partial(jaxcomp.quantized_allreduce, axis_name=AXIS))
+feedback = jaxcomp.error_feedback
 
 
 def users_own(check: bool = True) -> jaxcomp.Reducer:
@@ -55,30 +44,30 @@ def users_own(check: bool = True) -> jaxcomp.Reducer:
 
 # From the step at which those that begin with exact averages change over.
 REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
-    "allreduce": allreduce(),
-    "allreduce-fp16": allreduce(comm_dtype="float16"),
-    "allreduce-bf16": allreduce(comm_dtype=jnp.bfloat16),
-    "powersgd": powersgd(),
-    "powersgd-late": lambda start: powersgd()(max(start, 2)),
-    "powersgd-no-feedback": powersgd(error_feedback=False),
-    "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16)(0),
-    "powersgd-int8": powersgd(comm_dtype=jnp.int8),
-    "powersgd-int6": powersgd(comm_dtype="int6"),
-    "batched": batched(),
-    "int8": quantized(),
-    "int8-one-scale": quantized(block_size=None),
-    "feedback-fp16": lambda start: jaxcomp.error_feedback(allreduce(comm_dtype="float16")(start)),
-    "feedback-int8": lambda start: jaxcomp.error_feedback(quantized()(start)),
-    "feedback-late": lambda start: jaxcomp.error_feedback(
-        powersgd(error_feedback=False)(start), every=2, decay=0.5
+    "allreduce": lambda _: allreduce(),
+    "allreduce-fp16": lambda _: allreduce(comm_dtype="float16"),
+    "allreduce-bf16": lambda _: allreduce(comm_dtype=jnp.bfloat16),
+    "powersgd": lambda start: powersgd(2, start_step=start),
+    "powersgd-late": lambda start: powersgd(2, start_step=max(start, 2)),
+    "powersgd-no-feedback": lambda start: powersgd(2, start_step=start, error_feedback=False),
+    "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16),
+    "powersgd-int8": lambda start: powersgd(2, start_step=start, comm_dtype=jnp.int8),
+    "powersgd-int6": lambda start: powersgd(2, start_step=start, comm_dtype="int6"),
+    "batched": lambda start: batched(2, start_step=start),
+    "int8": lambda _: quantized(),
+    "int8-one-scale": lambda _: quantized(block_size=None),
+    "feedback-fp16": lambda _: feedback(allreduce(comm_dtype="float16")),
+    "feedback-int8": lambda _: feedback(quantized()),
+    "feedback-late": lambda start: feedback(
+        powersgd(2, start_step=start, error_feedback=False), every=2, decay=0.5
     ),
     "own": lambda _: users_own(),
-    "feedback-own": lambda _: jaxcomp.error_feedback(users_own()),
+    "feedback-own": lambda _: feedback(users_own()),
 }
 # One that checks nothing itself: what all refuse is refused at the door.
 BARE = {
     "bare": lambda _: users_own(check=False),
-    "feedback-bare": lambda _: jaxcomp.error_feedback(users_own(check=False)),
+    "feedback-bare": lambda _: feedback(users_own(check=False)),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from rounding import rounding
 
 
 def orthogonalize(matrix: np.ndarray) -> np.ndarray:
@@ -28,3 +31,29 @@ class Reference:
         self.q = own.mean(0)
         self.residual = m - p @ own.transpose(0, 2, 1)
         return p @ self.q.T
+
+
+def assert_steps(
+    gradients: np.ndarray,
+    outputs: np.ndarray,
+    residual: np.ndarray,
+    q: Any,
+    worst: float = np.inf,
+    dtype: Any = None,
+) -> tuple[np.ndarray, float]:
+    """Asserts that ``(replicas, steps, rows, cols)`` gave such outputs and left such residuals.
+
+    Up to rounding, for conditions of at most `worst` and residuals in `dtype`; returns the last
+    factor and what is allowed of a value.
+    """
+    n, steps, rows, cols = gradients.shape
+    reference = Reference(n, rows, cols, q)
+    for t in range(steps):
+        expected = reference.step(gradients[:, t])
+        how = {"largest": reference.largest, "condition": min(reference.condition, worst)}
+        # Of each step so far: the mean, the products with both factors, and theirs.
+        allowed = rounding(*[n, rows, cols, np.shape(q)[-1]] * (t + 1), **how)
+        allowed += rounding(n, largest=reference.largest, dtype=dtype) if dtype else 0
+        np.testing.assert_allclose(outputs[t], expected, rtol=0, atol=allowed)
+    np.testing.assert_allclose(residual, reference.residual, rtol=0, atol=allowed)
+    return reference.q, allowed

@@ -18,7 +18,7 @@ from xla import optimised as as_users_get_it
 import jaxcomp
 
 MAPPINGS = ("vmap", "pmap", "shard_map")
-AXIS = "data"
+AXIS, WHOLE = "data", jax.P()
 
 
 def mesh_of(n: int, axis: str = AXIS) -> Mesh:
@@ -64,31 +64,17 @@ def simulate(
     optimised: bool = False,
     **extra: Any,
 ) -> Any:
-    """Feeds recorded local gradients to `tx`, step by step, in one compiled program.
+    """Feeds gradients ``(n, steps, *shape)`` to `tx` over AXIS, in one program compiled for a step.
 
-    Args:
-      mapping: One of MAPPINGS. shard_map runs with check_vma=True, outputs leave through P().
-      tx: The transformation, mapped over AXIS.
-      grads: Tree of ``(n, steps, *shape)``.
-      state: A consolidated state; None for the initial one.
-      params: Replicated parameters, if the transformation wants them.
-      optimised: Whether to compile as for a user, not as for a test.
-      **extra: Extra arguments of every update.
-
-    Returns:
-      Outputs ``(steps, *shape)``, asserted to be equal on all replicas, and the final state with
-      per-replica leaves as ``(n, *shape)``; both in NumPy.
+    It begins with a consolidated state, by default the initial one, and may be compiled as for a
+    user. Outputs ``(steps, *shape)`` are asserted to be equal on all replicas, under shard_map by
+    check_vma=True; they come in NumPy, with the state, of whose leaves those that are per-replica
+    are ``(n, *shape)``.
     """
     n = jax.tree.leaves(grads)[0].shape[0]
     state = tx.init(zeros_of_one(grads)) if state is None else state
-    specs = jaxcomp.state_specs(state, AXIS) if mapping == "shard_map" else None
     axes = jaxcomp.state_axes(state)
-    if mapping == "shard_map":
-        state = jaxcomp.shard_state(state, mesh_of(n), AXIS)
-    elif mapping == "pmap":
-        state, params, extra = spread(stack((state, params, extra), n), n)
-    else:
-        state = stack(state, n)
+    state, specs = start(mapping, state, n)
     run, outputs = None, []
     for g in steps_of(grads):
         arguments = (g, state, params, extra)
@@ -105,6 +91,14 @@ def simulate(
     leaves, treedef = jax.tree.flatten(state)
     shared = [x if own == 0 else _replicated(x) for x, own in zip(leaves, flags, strict=True)]
     return _stacked(outputs), treedef.unflatten(shared)
+
+
+def start(mapping: str, state: Any, n: int) -> Any:
+    """A consolidated state as the first step takes it, placed as by a step; and its specs."""
+    if mapping == "shard_map":
+        return jaxcomp.shard_state(state, mesh_of(n), AXIS), jaxcomp.state_specs(state, AXIS)
+    state = stack(state, n)
+    return spread(state, n) if mapping == "pmap" else state, None
 
 
 def _stacked(outputs: list[Any]) -> Any:
@@ -149,30 +143,42 @@ def _mapped(mapping: str, tx: Any, n: int, specs: Any) -> Any:
     def step(grads: Any, state: Any, params: Any, extra: Any) -> Any:
         return tx.update(grads, state, params, **extra)
 
-    if mapping == "shard_map":
-        local = lambda grads, *rest: step(first(grads), *rest)  # noqa: E731
-        return sharded(n, local, (jax.P(AXIS), specs, jax.P(), jax.P()), (jax.P(), specs))
-    if mapping == "pmap":
-        return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:n])
-    return jax.jit(jax.vmap(step, axis_name=AXIS, in_axes=(0, 0, None, None)))
+    return over_replicas(mapping, step, n, specs, shared=2)
 
 
-def lower_update(
-    tx: Any, params: Any, n: int, mapping: str = "shard_map", platforms: Any = None, **extra: Any
+def over_replicas(
+    mapping: str, step: Any, n: int, specs: Any, shared: int = 0, out: Any = WHOLE
 ) -> Any:
+    """A step of one replica, from `own` and a state to outputs and a state, as one of all.
+
+    What is a replica's own has a leading axis of them, and so have outputs, but for those that are
+    `WHOLE` under shard_map, where check_vma has proved that they are the same everywhere. Behind
+    `own` and the state come so many `shared` arguments.
+    """
+    over = {"axis_name": AXIS, "in_axes": (0, 0, *[None] * shared)}
+    if mapping == "vmap":
+        return jax.jit(jax.vmap(step, **over))
+    if mapping == "pmap":
+        return jax.pmap(step, devices=jax.devices()[:n], **over)
+
+    def local(own: Any, state: Any, *rest: Any) -> Any:
+        found, state = step(first(own), state, *rest)
+        lead = lambda x: jax.tree.map(lambda y: y[None], x)  # noqa: E731
+        return jax.tree.map(lambda s, x: x if s == WHOLE else lead(x), out, found), state
+
+    return sharded(n, local, (jax.P(AXIS), specs, *[WHOLE] * shared), (out, specs))
+
+
+def lower_update(tx: Any, params: Any, n: int, platforms: Any = None, **extra: Any) -> Any:
     """One update of `n` replicas, lowered for gradients ``(n, *shape)`` that nobody has to make."""
-    abstract = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
     params = jax.eval_shape(lambda: params)
-    grads, state = jax.tree.map(abstract, params), jax.eval_shape(tx.init, params)
-    specs = jaxcomp.state_specs(state, AXIS) if mapping == "shard_map" else None
-    state = placed(state, specs, n) if specs else jax.tree.map(abstract, state)
-    mapped = _mapped(mapping, tx, n, specs)
-    if platforms:
-        return mapped.trace(grads, state, None, extra).lower(lowering_platforms=platforms)
-    return mapped.lower(grads, state, None, extra)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
+    state = jax.eval_shape(tx.init, params)
+    mapped = _mapped("shard_map", tx, n, jaxcomp.state_specs(state, AXIS))
+    traced = mapped.trace(grads, placed(state, n), None, extra)
+    return traced.lower(lowering_platforms=platforms)
 
 
-def placed(state: Any, specs: Any, n: int) -> Any:
-    """The shapes of a state after shard_state: a per-replica array has an axis of replicas."""
-    tiled = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
-    return jax.tree.map(lambda x, s: tiled(x) if s == jax.P(AXIS) else x, state, specs)
+def placed(state: Any, n: int) -> Any:
+    """The shapes of a state after shard_state."""
+    return jax.eval_shape(lambda state: jaxcomp.stack_replicas(state, n), state)

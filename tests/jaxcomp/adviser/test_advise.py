@@ -9,7 +9,7 @@ import shlex
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paths import DOCS
 
@@ -105,7 +105,6 @@ def test_times_by_hand(overlap):
     assert int8.step_time == pytest.approx(20e-3 + 5e-9 * (values + 50) + pair)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     workers=st.integers(2, 64),
     latency=st.floats(0, 1e-2),

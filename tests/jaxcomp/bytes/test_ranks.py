@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from leaves import by_layer
 
 import jaxcomp
 from jaxcomp import ranks_by_spectrum
@@ -82,10 +83,9 @@ def test_a_leaf_that_wants_everything_is_left_alone():
 
 
 def test_stacked_layers_are_batches_and_cost_as_many():
-    dims = lambda path, leaf: jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))  # noqa: E731
     layers = jnp.stack([matrix((24, 16), 0.5 ** np.arange(16), seed) for seed in range(3)])
-    rank = ranks_by_spectrum({"w": layers}, ratio=3.0, matrix_dims=dims)
-    chosen, ratio = ranks({"w": layers}, rank, matrix_dims=dims)
+    rank = ranks_by_spectrum({"w": layers}, ratio=3.0, matrix_dims=by_layer)
+    chosen, ratio = ranks({"w": layers}, rank, matrix_dims=by_layer)
     assert chosen == {"w": 3}
     assert ratio == pytest.approx(24 * 16 / (3 * 40))
 

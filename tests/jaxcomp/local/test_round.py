@@ -35,16 +35,6 @@ def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping, opt
     assert int(np.ravel(state.count)[0]) == 8
 
 
-def test_a_round_sets_the_exact_mean():
-    targets = random_grads(SHAPES, 4, 2)
-    round_ = jaxcomp.local_sgd_round(step_of(optax.sgd(0.1)), sync_every=2, axis_name=AXIS)
-    state = round_.init(PARAMS, optax.sgd(0.1).init(PARAMS))
-    got, _, _ = rounds(round_, PARAMS, targets, state, "vmap")
-    local, _ = run("vmap", optax.sgd(0.1), PARAMS, targets)
-    for name in SHAPES:
-        np.testing.assert_array_equal(got[name][0], local[name][:, -1].sum(0) / 4)
-
-
 def test_rounds_of_several_lengths_share_a_state():
     targets = random_grads(SHAPES, 4, 6)
     make = functools.partial(jaxcomp.local_sgd_round, step_of(MOMENTUM), axis_name=AXIS)

@@ -17,17 +17,13 @@ import torch_bridge
 pytestmark = pytest.mark.torch
 
 STEPS, BATCH = 40, 4
-NAMES = ("w1", "b1", "w2", "b2")
-SHAPES = ((6, 8), (8,), (8, 3), (3,))
+SHAPES = {"w1": (6, 8), "b1": (8,), "w2": (8, 3), "b2": (3,)}
 AXES = ("node", "device")
 
 
 def data_of(world):
     rng = np.random.default_rng(world)
-    params = {
-        name: rng.normal(0, 0.5, shape).astype(np.float32)
-        for name, shape in zip(NAMES, SHAPES, strict=True)
-    }
+    params = {name: np.float32(rng.normal(0, 0.5, shape)) for name, shape in SHAPES.items()}
     x = rng.normal(size=(world, STEPS, BATCH, 6)).astype(np.float32)
     y = rng.normal(size=(world, STEPS, BATCH, 3)).astype(np.float32)
     return params, x, y
@@ -75,19 +71,11 @@ def jax_run(world, tx):
     nested = jax.vmap(jax.vmap(train, axis_name="device"), axis_name="node")
     fold = lambda a: jnp.asarray(a).reshape(world // 2, 2, *a.shape[1:])  # noqa: E731
     final = jax.jit(nested)(fold(x), fold(y))
-    return [
-        np.asarray(final[name]).reshape(world, *shape)
-        for name, shape in zip(NAMES, SHAPES, strict=True)
-    ]
+    return [np.asarray(final[name]).reshape(world, *shape) for name, shape in SHAPES.items()]
 
 
 INNER = optax.sgd(0.05, momentum=0.9)
-
-
-def local_sgd(**kwargs):
-    return jaxcomp.local_sgd(INNER, axis_name=AXES, **kwargs)
-
-
+local_sgd = functools.partial(jaxcomp.local_sgd, INNER, axis_name=AXES)
 # What each case is here. torch averages on the first step after its warm-up, hence the offsets.
 SAME = {
     "periodic": local_sgd(sync_every=4, start_step=10, offset=11),

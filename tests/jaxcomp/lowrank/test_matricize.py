@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import random_grads
-from reference import Reference
-from rounding import rounding
-from runners import AXIS, simulate
+from leaves import random_grads, zeros_of_one
+from reducers import powersgd
+from reference import assert_steps
+from runners import simulate
 
-import jaxcomp
 from jaxcomp import MatrixDims
 from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
 
@@ -66,16 +65,11 @@ def test_unmatricize_undoes_matricize(view):
 def test_a_step_does_not_depend_on_the_memory_order(views, rank):
     """Both products and the outer one, of every order of axes: equal to those of matrices."""
     grads = random_grads({f"leaf{i}": view.shape for i, view in enumerate(views)}, 2, 2)
-    tx = jaxcomp.powersgd(
-        rank,
-        axis_name=AXIS,
-        start_step=0,
-        min_compression_rate=0.0,
-        matrix_dims=lambda path, _: views[int(path[0].key[4:])].dims,
-    )
-    state = tx.init({name: x[0, 0] for name, x in grads.items()})
+    dims = lambda path, _: views[int(path[0].key[4:])].dims  # noqa: E731
+    tx = powersgd(rank, min_compression_rate=0.0, matrix_dims=dims)
+    state = tx.init(zeros_of_one(grads))
     outputs, after = simulate("vmap", tx, grads, state)
-    for view, (name, x) in zip(views, grads.items(), strict=True):
+    for view, name in zip(views, grads, strict=True):
         order = sum(view.dims, ())
 
         def matrices(x, order=order, view=view):
@@ -84,16 +78,10 @@ def test_a_step_does_not_depend_on_the_memory_order(views, rank):
             return x.transpose(axes).reshape(*x.shape[: len(lead)], -1, view.n_rows, view.n_cols)
 
         factors = state.q[name].reshape(-1, *state.q[name].shape[-2:])
+        trees = (grads, outputs, after.residual)
+        given, found, residual = (matrices(np.float64(tree[name])) for tree in trees)
         for i, q in enumerate(factors):
-            reference = Reference(2, view.n_rows, view.n_cols, q)
-            for t in range(2):
-                expected = reference.step(np.float64(matrices(x)[:, t, i]))
-                sizes = [2, view.n_rows, view.n_cols, rank] * (t + 1)
-                how = {"largest": reference.largest, "condition": min(reference.condition, 1e4)}
-                allowed = rounding(*sizes, **how)
-                np.testing.assert_allclose(matrices(outputs[name])[t, i], expected, atol=allowed)
-            found = matrices(after.residual[name])[:, i]
-            np.testing.assert_allclose(found, reference.residual, atol=allowed)
+            assert_steps(given[:, :, i], found[:, i], residual[:, i], q, worst=1e4)
 
 
 def test_compressed_iff_it_saves_by_the_asked_factor():

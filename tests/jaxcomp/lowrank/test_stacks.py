@@ -1,48 +1,28 @@
 """Small leaves of one shape as one leaf: the same values, bytes and starts as leaf by leaf."""
 
-import jax.numpy as jnp
-import numpy as np
-from leaves import random_grads
-from runners import AXIS, simulate
+import functools
 
-import jaxcomp
-from jaxcomp.extend import default_matrix_dims
+import numpy as np
+import reducers
+from leaves import by_layer, random_grads, zeros
+from runners import simulate
 
 # Each shape three times, one of them already a stack of matrices; the order mixes them.
-SHAPES = {
-    f"{name}{i}": shape
-    for i in range(3)
-    for name, shape in {
-        "a": (20, 24),
-        "bias": (7,),
-        "layers": (2, 16, 18),
-    }.items()
-} | {"embedding": (50, 12)}
+KINDS = {"a": (20, 24), "bias": (7,), "layers": (2, 16, 18)}
+SHAPES = {f"{name}{i}": shape for i in range(3) for name, shape in KINDS.items()}
+SHAPES["embedding"] = (50, 12)
 
 
-def dims(path, leaf):
-    """Each of several matrices by itself."""
-    if path[0].key.startswith("layers"):
-        return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
-    return default_matrix_dims(path, leaf)
-
-
-def powersgd(**options):
-    defaults = {"start_step": 0, "matrix_dims": dims, "min_compression_rate": 0.5}
-    return jaxcomp.powersgd(3, axis_name=AXIS, **(defaults | options))
-
-
-def start(tx, shapes=SHAPES, dtype=np.float32):
-    return tx.init({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()})
+powersgd = functools.partial(reducers.powersgd, 3, matrix_dims=by_layer, min_compression_rate=0.5)
 
 
 def test_an_update_of_many_leaves_is_that_of_each_alone():
     grads, tx = random_grads(SHAPES, 2, 3), powersgd(start_step=1)
-    together = start(tx)
+    together = tx.init(zeros(SHAPES))
     outputs, after = simulate("shard_map", tx, grads, together)
     for name in ("a0", "a2", "layers2"):
         alone = name[:-1]  # the same for leaves of one shape, which share a program
-        first = start(tx, {alone: SHAPES[name]})._replace(q={alone: together.q[name]})
+        first = tx.init(zeros({alone: SHAPES[name]}))._replace(q={alone: together.q[name]})
         expected, state = simulate("vmap", tx, {alone: grads[name]}, first)
         np.testing.assert_allclose(outputs[name], expected[alone], atol=2e-5)
         np.testing.assert_allclose(after.residual[name], state.residual[alone], atol=2e-2)
@@ -53,8 +33,7 @@ def test_leaves_of_half_the_width_are_stacks_of_their_own():
     grads, tx = random_grads(SHAPES, 2, 2), powersgd()
     grads["a0"] = grads["a0"].astype(np.float16)
     grads["a2"] = grads["a2"].astype(np.float16)
-    state = tx.init({name: jnp.zeros(x.shape[2:], x.dtype) for name, x in grads.items()})
-    outputs, _ = simulate("shard_map", tx, grads, state)
+    outputs, _ = simulate("shard_map", tx, grads)
     assert {name: x.dtype for name, x in outputs.items()} == {k: x.dtype for k, x in grads.items()}
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in outputs.values())
 
@@ -65,7 +44,7 @@ def test_cold_starts_differ_from_leaf_to_leaf_and_step_to_step():
     one = random_grads({"a": (20, 24)}, 2, 1)["a"]
     grads = {name: np.repeat(one, 2, axis=1) for name in shapes}
     tx = powersgd(warm_start=False, error_feedback=False)
-    outputs, _ = simulate("vmap", tx, grads, start(tx, shapes))
+    outputs, _ = simulate("vmap", tx, grads)
     found = [x for name in shapes for x in outputs[name]]
     gaps = [np.abs(a - b).max() for i, a in enumerate(found) for b in found[:i]]
     assert min(gaps) > 1e-2

@@ -1,6 +1,5 @@
 """Compression over one axis of several: what is sharded stays so, what crosses hosts is thin."""
 
-import functools
 from collections import Counter
 
 import hlo
@@ -12,7 +11,8 @@ import pytest
 from classifier import grid, placed
 from jax.sharding import AxisType
 from leaves import random_grads
-from runners import sharded
+from reducers import batched, powersgd
+from runners import first, sharded, stack
 
 import jaxcomp
 
@@ -227,49 +227,23 @@ def test_an_allreduce_in_front_averages_exactly_over_the_fast_axis(reducer):
     assert jax.tree.structure(state[1:]) == jax.tree.structure(start)
 
 
-@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
-def test_bfloat16_gradients_beside_automatic_axes(wire):
-    """A bfloat16 all-reduce there aborts the process on CPU; so none is made."""
-    grid = mesh()
-    tx = jaxcomp.allreduce(axis_name="dcn", comm_dtype=wire)
-    grads = placed(grid, jnp.ones((8, 8), jnp.bfloat16), P("dcn", "ici"))
-    mapped = sharded(grid, lambda g: tx.update(g, tx.init(g))[0], P("dcn"), P(), axis_names={"dcn"})
-    output = mapped(grads)
-    assert output.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(output.astype(jnp.float32), 1)
-
-
-def test_a_gradient_that_was_already_averaged_over_the_fast_axis_is_refused():
-    compressed = jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
-    tx = optax.chain(jaxcomp.allreduce(axis_name="ici"), compressed)
-    both = ("dcn", "ici")
-    step, params, state, batch = training(tx, {}, manual=both, axes="dcn")
-    with pytest.raises(ValueError, match="the same on every replica along 'ici'"):
-        step(params, state, batch)
-
-
 @pytest.mark.parametrize("start_step", [0, 1])
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "options"),
     [
-        jaxcomp.powersgd,
-        jaxcomp.batched_powersgd,
-        functools.partial(jaxcomp.powersgd, comm_dtype="int8"),
-        functools.partial(jaxcomp.powersgd, warm_start=False),
+        (powersgd, {}),
+        (batched, {}),
+        (powersgd, {"comm_dtype": "int8"}),
+        (powersgd, {"warm_start": False}),
     ],
 )
-def test_a_state_may_vary_over_every_mapped_axis(make, axes, start_step):
+def test_a_state_may_vary_over_every_mapped_axis(make, options, axes, start_step):
     """Also its count and factors, which are equal; also along an axis beside the replicas'."""
-    tx, n = make(1, axis_name="data", start_step=start_step), 2 * (1 if axes == "data" else 2)
+    tx, n = make(1, start_step=start_step, **options), 2 if axes == "data" else 4
     grads = {"w": jnp.ones((n, 8, 8))}
-    state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init({"w": jnp.ones((8, 8))}))
-
-    def update(grads, state):
-        own = jax.tree.map(lambda x: x[0], (grads, state))
-        return jax.tree.map(lambda x: x[None], tx.update(*own))
-
-    spec = jax.P(axes)
-    step = sharded(grid(2, model=2), update, spec, spec)
+    state = stack(tx.init({"w": jnp.ones((8, 8))}), n)
+    update = lambda *own: jax.tree.map(lambda x: x[None], tx.update(*first(own)))  # noqa: E731
+    step = sharded(grid(2, model=2), update, jax.P(axes), jax.P(axes))
     found = jax.eval_shape(step, grads, state)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, (grads, state))

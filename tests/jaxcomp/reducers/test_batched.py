@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import random_grads
+from leaves import random_grads, zeros_of_one
+from reducers import batched
 from reference import Reference
-from runners import AXIS, MAPPINGS, simulate
-
-import jaxcomp
+from runners import MAPPINGS, simulate
 
 SHAPES = {"bias": (7,), "dense": (9, 5), "kernel": (2, 3, 4, 3)}
 
@@ -23,8 +22,8 @@ def test_equals_the_nine_steps(mapping, rank):
     """
     n, steps = 3, 4
     grads = random_grads(SHAPES, n, steps)
-    tx = jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=0)
-    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
+    tx = batched(rank)
+    state = tx.init(zeros_of_one(grads))
 
     def flat(tree, keep):
         parts = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
@@ -44,7 +43,7 @@ def test_equals_the_nine_steps(mapping, rank):
 
 def test_leaves_of_other_dtypes():
     grads = {"a": jnp.ones((2, 1, 3), jnp.bfloat16), "b": jnp.ones((2, 1, 4, 4), jnp.float32)}
-    tx = jaxcomp.batched_powersgd(5, axis_name=AXIS, start_step=0)
-    outputs, _ = simulate("vmap", tx, grads, tx.init({"a": jnp.zeros(3), "b": jnp.zeros((4, 4))}))
+    tx = batched(5)
+    outputs, _ = simulate("vmap", tx, grads)
     assert outputs["a"].dtype == jnp.bfloat16
     np.testing.assert_allclose(outputs["b"], 1, atol=1e-5)

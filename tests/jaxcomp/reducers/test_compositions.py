@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from leaves import SMALL, random_grads, zeros
+from reducers import powersgd
 from runners import AXIS, mesh_of, sharded, simulate
 
 import jaxcomp
@@ -26,8 +27,7 @@ def standard_promotion():
 
 
 def optimizer():
-    reducer = jaxcomp.powersgd(2, axis_name=AXIS, start_step=1, min_compression_rate=1.0)
-    return optax.chain(reducer, optax.adam(3e-2))
+    return optax.chain(powersgd(2, start_step=1), optax.adam(3e-2))
 
 
 @pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
@@ -38,25 +38,17 @@ def test_inject_hyperparams_around_a_reducer_itself(name):
     make = optax.inject_hyperparams(function, static_args=static)
     grads = random_grads(SMALL, 2, 3)
     tx = make(rank=2, axis_name=AXIS, start_step=0, eps=0.5)
-    outputs, state = simulate("vmap", tx, grads, tx.init(zeros(SMALL)))
+    outputs, state = simulate("vmap", tx, grads)
     assert float(state.hyperparams["eps"]) == 0.5
     plain = function(2, axis_name=AXIS, start_step=0, eps=0.5)
-    expected, _ = simulate("vmap", plain, grads, plain.init(zeros(SMALL)))
+    expected, _ = simulate("vmap", plain, grads)
     np.testing.assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
 
 
-class NnxModel(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(20, 16, rngs=rngs)
-        self.hidden = nnx.Linear(16, 32, rngs=rngs)
-        self.head = nnx.Linear(32, 20, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(nnx.relu(self.hidden(self.embed(x))))
-
-
 def nnx_training():
-    model = NnxModel(nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 20, rngs=rngs)
+    model = nnx.Sequential(nnx.Embed(20, 16, rngs=rngs), *layers)
     return model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
 
 
@@ -64,7 +56,7 @@ def test_nnx_optimizer_under_shard_map_as_a_module():
     """Modules are pytrees that keep the classes of their states, which nnx.split does not."""
     model, optimizer = nnx_training()
     # The embedding is found by its name although nnx wraps it: rows are the vocabulary.
-    assert optimizer.opt_state[0].q["embed"]["embedding"][...].shape == (16, 2)
+    assert optimizer.opt_state[0].q["layers"][0]["embedding"][...].shape == (16, 2)
     specs = jaxcomp.state_specs(optimizer, AXIS)
 
     def step(model, optimizer, tokens):
@@ -83,7 +75,7 @@ def test_nnx_optimizer_under_shard_map_as_a_module():
         model, optimizer, value = compiled(model, optimizer, TOKENS)
         losses.append(float(value))
     assert losses[-1] < 0.7 * losses[0]
-    assert optimizer.opt_state[0].residual["hidden"]["kernel"][...].shape == (4, 16, 32)
+    assert optimizer.opt_state[0].residual["layers"][1]["kernel"][...].shape == (4, 16, 32)
 
 
 @pytest.mark.parametrize("function", [jaxcomp.state_specs, jaxcomp.consolidate])

@@ -1,6 +1,5 @@
 """Unusable arguments and gradients: one clear sentence, when built or traced."""
 
-import functools
 import re
 
 import jax
@@ -9,6 +8,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from leaves import zeros
+from reducers import allreduce, batched, feedback, powersgd, quantized
 from runners import AXIS, sharded
 
 import jaxcomp
@@ -46,41 +46,37 @@ OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduc
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS), decay=1.5), "`decay`"),
-        (lambda: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS), every=0), "`every`"),
-        (lambda: jaxcomp.error_feedback(jaxcomp.allreduce), "got allreduce. Call one first"),
-        (lambda: jaxcomp.error_feedback(optax.identity()), "wrap an average of yours in jaxcomp."),
+        (lambda: feedback(allreduce(), decay=1.5), "`decay`"),
+        (lambda: feedback(allreduce(), every=0), "`every`"),
+        (lambda: feedback(jaxcomp.allreduce), "got allreduce. Call one first"),
+        (lambda: feedback(optax.identity()), "wrap an average of yours in jaxcomp."),
         (lambda: jaxcomp.stacked(), "`stacked` takes names"),
-        (lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype="int4"), "`comm_dtype`"),
-        (lambda: jaxcomp.allreduce(axis_name=None), "`axis_name`"),
-        (lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=jnp.int8), OVERFLOWS),
-        (lambda: jaxcomp.batched_powersgd(axis_name=AXIS, comm_dtype="int8"), OVERFLOWS),
-        (
-            lambda: jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=0),
-            "`block_size` must be a positive integer",
-        ),
+        (lambda: allreduce(comm_dtype="int4"), "`comm_dtype`"),
+        (lambda: allreduce(axis_name=None), "`axis_name`"),
+        (lambda: allreduce(comm_dtype=jnp.int8), OVERFLOWS),
+        (lambda: batched(comm_dtype="int8"), OVERFLOWS),
+        (lambda: quantized(block_size=0), "`block_size` must be a positive integer"),
+        (lambda: powersgd(2).init({"name": "resnet"}), "['name'] is a str and no array"),
     ],
 )
-def test_the_others_refuse_when_built(build, words):
+def test_the_others_refuse(build, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         build()
 
 
-POWERSGD = functools.partial(jaxcomp.powersgd, 2, axis_name=AXIS)
-FEEDBACK, INT8 = jaxcomp.error_feedback, jaxcomp.quantized_allreduce(axis_name=AXIS)
 SECOND = r"keeps a residual of its own.*error_feedback=False"
 
 
 @pytest.mark.parametrize(
     ("tx", "words"),
     [
-        (FEEDBACK(POWERSGD()), SECOND),
-        (FEEDBACK(jaxcomp.batched_powersgd(2, axis_name=AXIS)), SECOND),
-        (FEEDBACK(FEEDBACK(INT8)), SECOND),
-        (POWERSGD(matrix_dims=jaxcomp.stacked("block")), "'block'.*names no part of .*blocks"),
+        (feedback(powersgd(2)), SECOND),
+        (feedback(batched(2)), SECOND),
+        (feedback(feedback(quantized())), SECOND),
+        (powersgd(2, matrix_dims=jaxcomp.stacked("block")), "'block'.*names no part of .*blocks"),
         # The rank is looked at before it is asked how the leaf is a matrix.
         (
-            jaxcomp.powersgd(lambda *_: 0, axis_name=AXIS, matrix_dims=lambda *_: None),
+            powersgd(lambda *_: 0, matrix_dims=lambda *_: None),
             r"positive integer or None, got 0 for the leaf \['blocks'\]",
         ),
         (
@@ -94,11 +90,6 @@ def test_init_refuses(tx, words):
         tx.init({"blocks": {"kernel": jnp.zeros((3, 16, 16))}})
 
 
-def test_a_leaf_that_is_no_array_is_named_by_init_too():
-    with pytest.raises(ValueError, match=r"\['name'\] is a str and no array"):
-        POWERSGD().init({"name": "resnet"})
-
-
 @pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.batched_powersgd])
 def test_torchs_names_are_answered_with_ours(make):
     with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
@@ -109,10 +100,10 @@ def test_torchs_names_are_answered_with_ours(make):
         make(2, axis_name=AXIS, colour="blue")
 
 
-TX = POWERSGD(start_step=0)
+TX = powersgd(2)
 TWO = {"a": (16, 16), "b": (20, 20)}
 STATE, OTHER = TX.init(zeros(TWO)), TX.init(zeros({"c": (16, 16)}))
-FED_BACK = FEEDBACK(jaxcomp.allreduce(axis_name=AXIS))
+FED_BACK = feedback(allreduce())
 RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
 
 
@@ -120,7 +111,7 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
     ("tx", "state", "shapes", "words"),
     [
         (
-            jaxcomp.powersgd(1, axis_name=AXIS), STATE, TWO,
+            powersgd(1), STATE, TWO,
             # No word of an axis of replicas, and every leaf.
             r"(?s)does not fit(?!.*axis of replicas).*q\['a'\]: expected \(16, 1\), got \(16, 2\)"
             r".*q\['b'\]",
@@ -164,6 +155,8 @@ def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
 def test_gradients_that_are_summed_already_are_refused_with_a_remedy_for_all_axes():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     tx = jaxcomp.allreduce(axis_name=("a", "b"))
-    run = sharded(mesh, lambda g: tx.update(g, optax.EmptyState())[0], jax.P(), jax.P())
-    with pytest.raises(ValueError, match=r"local_value_and_grad\(loss, \('a', 'b'\)\)"):
-        run(jnp.ones(3))
+    for varies, along in ((jax.P(), "a"), (jax.P("a"), "b")):
+        run = sharded(mesh, lambda g: tx.update(g, optax.EmptyState())[0], varies, jax.P())
+        remedy = rf"along '{along}'.*local_value_and_grad\(loss, \('a', 'b'\)\)"
+        with pytest.raises(ValueError, match=remedy):
+            run(jnp.ones(4))

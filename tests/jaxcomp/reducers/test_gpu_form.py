@@ -5,18 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from leaves import random_grads
+from leaves import by_layer, random_grads
 from runners import AXIS, simulate
 
 import jaxcomp
 
 SHAPES = {"wide": (136, 200), "tall": (200, 136), "twin": (136, 200), "stack": (2, 150, 132)}
-
-
-def dims(path, leaf):
-    if leaf.ndim == 3:
-        return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
-    return jaxcomp.extend.default_matrix_dims(path, leaf)
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def on_gpus(monkeypatch):
 def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
     """Outputs and residuals over two steps; bases of one space may differ, and do not show."""
     grads = {name: x.astype(dtype) for name, x in random_grads(SHAPES, 2, 2).items()}
-    options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": dims}
+    options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": by_layer}
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
     expected, after = simulate("shard_map", tx, grads)
     on_gpus()

@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 from classifier import grid
 from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
-from reducers import shared_powersgd
+from reducers import powersgd
 from reference import orthogonalize
-from runners import AXIS, MAPPINGS, first, sharded, simulate
+from runners import AXIS, MAPPINGS, first, sharded, simulate, steps_of
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
-
-
-def reducer(rank=2, **options):
-    usual = {"start_step": 0, "min_compression_rate": 1.0, "comm_dtype": jnp.int8}
-    return shared_powersgd(rank, axis_name=AXIS, **usual | options)
 
 
 def rounded(blocks, levels):
@@ -52,28 +47,21 @@ def reference(m, q, levels=127):
     return p @ q.T, m - p @ own.transpose(0, 2, 1), q
 
 
-def step_by_step(mapping, tx, grads):
-    """(gradients, outputs, state before, state after) of each step; each from the mean residual."""
-    state = tx.init(jax.tree.map(lambda x: x[0, 0], grads))
-    for t in range(jax.tree.leaves(grads)[0].shape[1]):
-        now = jax.tree.map(lambda g, t=t: g[:, t : t + 1], grads)
-        outputs, new = simulate(mapping, tx, now, state)
-        yield now, jax.tree.map(lambda x: x[0], outputs), state, new
-        state = jaxcomp.consolidate(new)
-
-
 @pytest.mark.parametrize(("mapping", "bits"), [*((m, 8) for m in MAPPINGS), ("vmap", 6)])
 def test_equals_the_numpy_reference(mapping, bits):
     n, rank, levels = 3, 2, 2 ** (bits - 1) - 1
     grads = random_grads(SHAPES, n, 3)
     level, close, seen = 10 / levels, 0, 0  # on a few factors' entries
-    tx = reducer(rank, comm_dtype=f"int{bits}")
-    for now, outputs, old, new in step_by_step(mapping, tx, grads):
+    tx = powersgd(rank, comm_dtype=f"int{bits}")
+    state = tx.init(zeros())
+    for now in steps_of(grads):  # each from the mean residual of the last
+        one = jax.tree.map(lambda g: g[:, None], now)
+        outputs, new = simulate(mapping, tx, one, state)
         for name in COMPRESSED:
-            m = as_matrix(name, now[name][:, 0]) + as_matrix(name, old.residual[name])
-            output, residual, factor = reference(m, np.asarray(old.q[name], np.float64), levels)
+            m = as_matrix(name, now[name]) + as_matrix(name, state.residual[name])
+            output, residual, factor = reference(m, np.asarray(state.q[name], np.float64), levels)
             errors = [
-                as_matrix(name, outputs[name]) - output,
+                as_matrix(name, outputs[name][0]) - output,
                 as_matrix(name, new.residual[name]) - residual,
                 np.abs(new.q[name]) - np.abs(factor),
             ]
@@ -82,7 +70,8 @@ def test_equals_the_numpy_reference(mapping, bits):
             assert largest < 2 * level
             close += largest < 1e-4
             seen += 1
-        np.testing.assert_allclose(outputs["bias"], now["bias"][:, 0].mean(0), rtol=1e-6)
+        np.testing.assert_allclose(outputs["bias"][0], now["bias"].mean(0), rtol=1e-6)
+        state = jaxcomp.consolidate(new)
     assert close >= 2 / 3 * seen
 
 
@@ -122,8 +111,8 @@ def test_either_end_of_the_float_range(values):
     """One large value on every replica, of which the sum would overflow; or hardly any at all."""
     none = np.zeros((4, 3, 24, 16), np.float32)
     grads = [with_value(none, np.s_[:, :, 5, 7], x) for x in values]
-    tx = reducer(1)
-    outputs, state = simulate("vmap", tx, grads, tx.init([jnp.zeros((24, 16)) for _ in values]))
+    tx = powersgd(1, comm_dtype=jnp.int8)
+    outputs, state = simulate("vmap", tx, grads)
     for x, gradient, output, residual, q in zip(
         values, grads, outputs, state.residual, state.q, strict=True
     ):
@@ -141,8 +130,8 @@ def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
     grads = random_grads({"w": (24, 16)}, 2, 3)
     grads["w"][..., 8:] = 0
     grads["w"][..., 4:8] *= np.float32(1e-40)
-    tx = reducer(8)
-    outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros((24, 16))}))
+    tx = powersgd(8, comm_dtype=jnp.int8)
+    outputs, state = simulate("vmap", tx, grads)
     assert not np.any(outputs["w"][..., 8:])
     assert np.abs(outputs["w"][..., 4:8]).max() < 1e-38
     assert np.isfinite(state.residual["w"]).all()
@@ -178,7 +167,7 @@ def test_float64_gradients_keep_their_digits():
     with jax.enable_x64(True):
         grads = {"w": np.random.default_rng(0).normal(size=(3, 24, 16)) / 3}
         grads["bias"] = np.random.default_rng(1).normal(size=(3, 16))
-        tx = reducer()
+        tx = powersgd(2, comm_dtype=jnp.int8)
         step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name=AXIS)
         outputs, state = jax.jit(step)(jax.tree.map(jnp.asarray, grads))
         assert outputs["w"].dtype == state.residual["w"].dtype == jnp.float64
@@ -189,7 +178,7 @@ def test_float64_gradients_keep_their_digits():
 
 def test_a_state_of_narrower_parameters_than_gradients():
     with jax.enable_x64(True):
-        tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+        tx = powersgd(2)
         state = tx.init({"w": jnp.zeros((32, 24), jnp.float32)})
         grads = {"w": np.random.default_rng(0).normal(size=(2, 3, 32, 24))}
         outputs, _ = simulate("vmap", tx, grads, state)

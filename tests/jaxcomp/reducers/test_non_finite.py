@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import SHAPES, random_grads, with_value, zeros
-from reducers import reducer, shared_powersgd
-from runners import AXIS, simulate
-
-import jaxcomp
+from leaves import SHAPES, random_grads, with_value
+from reducers import allreduce, powersgd, quantized, reducer
+from runners import simulate
 
 SPOILED = {"bias": (8,), "dense": (12, 8)}
 NOT_FINITE = ("nan", "inf", "-inf", "overflow", "all")
@@ -83,8 +81,7 @@ def test_a_batch_whose_sums_overflow_leaves_no_trace_either():
 def test_zero_gradients_give_zeros_and_the_leaf_recovers():
     grads = random_grads(SHAPES, 3, 6)
     grads["dense"][:, :3] = 0
-    tx = shared_powersgd(4, axis_name=AXIS, start_step=0)
-    outputs, state = simulate("vmap", tx, grads, tx.init(zeros()))
+    outputs, state = simulate("vmap", powersgd(4), grads)
     assert not np.any(outputs["dense"][:3])
     # Directions were not lost for ever: what goes in comes out or is kept, at full rank.
     assert np.linalg.matrix_rank(outputs["dense"][5]) == 4
@@ -94,11 +91,11 @@ def test_zero_gradients_give_zeros_and_the_leaf_recovers():
 
 def test_gradients_whose_sum_overflows_have_a_mean():
     for tx, dtype, value in (
-        (jaxcomp.allreduce(axis_name=AXIS), jnp.float16, 3e4),
-        (jaxcomp.allreduce(axis_name=AXIS, comm_dtype="float16"), jnp.float16, 3e4),
+        (allreduce(), jnp.float16, 3e4),
+        (allreduce(comm_dtype="float16"), jnp.float16, 3e4),
         # A low-rank factor of so large a matrix does not fit float16; its mean does.
-        (shared_powersgd(2, axis_name=AXIS, start_step=1, comm_dtype="float16"), jnp.float16, 3e4),
-        (jaxcomp.quantized_allreduce(axis_name=AXIS), jnp.float32, 3e38),
+        (powersgd(2, start_step=1, comm_dtype="float16"), jnp.float16, 3e4),
+        (quantized(), jnp.float32, 3e38),
     ):
         grads = {"dense": np.full((4, 1, 24, 16), value, dtype)}
         outputs, _ = simulate("vmap", tx, grads)
@@ -109,8 +106,7 @@ def test_gradients_whose_sum_overflows_have_a_mean():
 def test_one_step_near_the_end_of_the_range_does_not_spoil_the_next(wire):
     """A finite gradient of 1.7e38 whose norm is not: refused, or it goes out in the end."""
     n, shape, large = 2, (24, 16), np.float32(1.7e38)
-    options = {"axis_name": AXIS, "start_step": 0, "min_compression_rate": 1.0}
-    tx = jaxcomp.powersgd(2, comm_dtype=wire, **options)
+    tx = powersgd(2, comm_dtype=wire)
     usual = random_grads({"w": shape}, n, 8)["w"]
     everywhere = large * np.sign(usual[:, 3])
     # Of opposite values the mean is zero, and only the residuals are large.
@@ -120,7 +116,7 @@ def test_one_step_near_the_end_of_the_range_does_not_spoil_the_next(wire):
     one_value = with_value(none, np.s_[:, 7, 5], large)
     for bad in (everywhere, opposite, one_column, one_value):
         grads = {"w": with_value(usual, np.s_[:, 3], bad)}
-        outputs, state = simulate("vmap", tx, grads, tx.init({"w": jnp.zeros(shape)}))
+        outputs, state = simulate("vmap", tx, grads)
         assert np.isfinite(outputs["w"][:3]).all()
         assert np.isfinite(outputs["w"][4:]).all()
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(state))

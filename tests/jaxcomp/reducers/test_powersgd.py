@@ -7,10 +7,9 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import SHAPES, as_matrix, random_grads, zeros, zeros_of_one
-from reducers import shared_powersgd
-from reference import Reference
-from rounding import rounding
+from leaves import COMPRESSED, SHAPES, as_matrix, random_grads, zeros, zeros_of_one
+from reducers import feedback, powersgd, quantized
+from reference import Reference, assert_steps
 from runners import AXIS, MAPPINGS, simulate, types_of
 
 import jaxcomp
@@ -22,29 +21,16 @@ import jaxcomp
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
     grads = random_grads(SHAPES, n, steps)
-    tx = shared_powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    tx = powersgd(rank)
     state = tx.init(zeros())
     outputs, final = simulate(mapping, tx, grads, state)
 
-    for name in ("conv", "dense", "embedding"):
-        matrices = as_matrix(name, np.asarray(grads[name], np.float64))
-        rows, cols = matrices.shape[2:]
-        reference = Reference(n, rows, cols, state.q[name])
-        for t in range(steps):
-            expected = reference.step(matrices[:, t])
-            # Of each step so far: the mean, the products with both factors, and theirs.
-            allowed = rounding(
-                *[n, rows, cols, rank] * (t + 1),
-                largest=reference.largest,
-                condition=reference.condition,
-            )
-            found = as_matrix(name, outputs[name][t])
-            np.testing.assert_allclose(found, expected, rtol=0, atol=allowed)
-        found = as_matrix(name, final.residual[name])
-        np.testing.assert_allclose(found, reference.residual, rtol=0, atol=allowed)
+    for name in COMPRESSED:
+        matrices = [as_matrix(name, x[name]) for x in (grads, outputs, final.residual)]
+        q, allowed = assert_steps(*matrices, state.q[name])
         # A column of a factor is a product of so many rows: its length, not a value's.
-        found, expected = np.abs(final.q[name]), np.abs(reference.q)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=allowed * np.sqrt(rows))
+        atol = allowed * np.sqrt(matrices[0].shape[2])
+        np.testing.assert_allclose(np.abs(final.q[name]), np.abs(q), rtol=0, atol=atol)
     np.testing.assert_allclose(outputs["bias"], grads["bias"].mean(0), rtol=1e-6)
     assert isinstance(final.q["bias"], optax.MaskedNode)
     assert int(final.count) == steps
@@ -53,9 +39,8 @@ def test_equals_the_numpy_reference(mapping, rank):
 def test_decay_scales_the_residual_and_may_be_a_schedule():
     grads = random_grads({"dense": (24, 16)}, 2, 4)
     schedule = optax.linear_schedule(1.0, 0.25, 3)
-    sent = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_feedback=False)
-    tx = jaxcomp.error_feedback(sent, decay=schedule)
-    state = tx.init({"dense": jnp.zeros((24, 16))})
+    tx = feedback(powersgd(1, error_feedback=False), decay=schedule)
+    state = tx.init(zeros_of_one(grads))
     outputs, _ = simulate("vmap", tx, grads, state)
     matrices = as_matrix("dense", np.asarray(grads["dense"], np.float64))
     reference = Reference(2, 16, 24, state.inner.q["dense"])
@@ -87,13 +72,7 @@ def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, w
     dtypes = dict(zip(shapes, (dtype for _, dtype in kinds), strict=True))
     grads = random_grads(shapes, n, 1, seed)
     grads = {name: grads[name].astype(dtypes[name]) for name in shapes}
-    tx = shared_powersgd(
-        rank,
-        axis_name=AXIS,
-        start_step=0,
-        min_compression_rate=0.0,
-        comm_dtype=wire,
-    )
+    tx = powersgd(rank, min_compression_rate=0.0, comm_dtype=wire)
     state = tx.init(zeros_of_one(grads))
     rng = np.random.default_rng(seed)
     old = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -128,26 +107,24 @@ def test_all_options_work_beside_each_other(options, extra):
     """Traced, which costs no compilation."""
     leaves = {"half": jnp.zeros((12, 8), jnp.float16), "blocks": jnp.zeros((2, 12, 8))}
     leaves["b"] = jnp.zeros(5)
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, **options)
-    state = tx.init(leaves)
-    usual = jaxcomp.powersgd(2, axis_name=AXIS, **options | {"comm_dtype": None, "start_step": 9})
-    assert types_of(state) == types_of(usual.init(leaves))  # so a run can change these
+    tx = powersgd(2, **options)
+    usual = powersgd(2, **options | {"comm_dtype": None, "start_step": 9})
+    state, other = (jax.eval_shape(x.init, leaves) for x in (tx, usual))
+    assert types_of(state) == types_of(other)  # so a run can change these
 
-    def step(grads):
+    def step(grads, state):
         found = tx.reduce(grads, state, **extra)
         return found.updates, found.state, found.sent
 
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), leaves)
-    found = jax.eval_shape(jax.vmap(step, axis_name=AXIS), stacked)
+    found = jax.eval_shape(jax.vmap(step, (0, None), axis_name=AXIS), stacked, state)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
     assert list(map(types_of, one)) == [types_of(x) for x in (leaves, state, leaves)]
 
 
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():
     """Of more than 64 columns the sums are widened once, and known to be replicated."""
-    tx = jaxcomp.powersgd(
-        70, axis_name=AXIS, start_step=0, min_compression_rate=0.0, comm_dtype=jnp.bfloat16
-    )
+    tx = powersgd(70, min_compression_rate=0.0, comm_dtype=jnp.bfloat16)
     grads = random_grads({"a": (72, 80)}, 2, 2)
     outputs, state = simulate("shard_map", tx, grads)
     total = outputs["a"].sum(0) + state.residual["a"].mean(0)
@@ -157,10 +134,10 @@ def test_many_columns_on_a_bfloat16_wire_lose_nothing():
 @pytest.mark.parametrize(
     "tx",
     [
-        shared_powersgd(2, axis_name=AXIS, start_step=0),
-        shared_powersgd(4, axis_name=AXIS, start_step=0),
-        shared_powersgd(4, axis_name=AXIS, start_step=0, comm_dtype=jnp.int8),
-        jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS)),
+        powersgd(2),
+        powersgd(4),
+        powersgd(4, comm_dtype=jnp.int8),
+        feedback(quantized()),
     ],
     ids=["rank 2", "rank 4", "factors of int8", "int8"],
 )

@@ -19,10 +19,6 @@ def vmapped(tx, grads, state):
     return jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS))(grads, state)
 
 
-def blocks_of(x, n, block_size):
-    return np.asarray(BlockLayout.of(x.size, n, block_size).cut(jnp.asarray(x)))
-
-
 @settings(max_examples=8)
 @given(
     size=st.integers(0, 70),
@@ -43,9 +39,9 @@ def test_no_value_is_off_by_more_than_a_127th_of_its_block(
     if not size:
         return
     layout = BlockLayout.of(size, n, block_size)
-    cut = lambda x: blocks_of(np.asarray(x, np.float32), n, block_size)  # noqa: E731
+    cut = lambda x: np.asarray(layout.cut(jnp.asarray(x, jnp.float32)))  # noqa: E731
     largest = np.mean([np.abs(cut(x)).max(-1) for x in exact], axis=0)[..., None]
-    error = np.abs(cut(np.asarray(outputs[0], np.float32)) - cut(exact.mean(0)))
+    error = np.abs(cut(outputs[0]) - cut(exact.mean(0)))
     rounded = 1 / 256 if dtype == jnp.bfloat16 else 1e-5
     assert (error <= largest * (1 / 127 + rounded) + 1e-36).all(), layout
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from leaves import by_layer
 from paths import ROOT
-from runners import AXIS, simulate
-
-import jaxcomp
+from reducers import allreduce, batched, feedback, powersgd, quantized
+from runners import simulate
 
 RECORDED = np.load(ROOT / "tests/jaxcomp/reducers/data/recorded.npz")
 REPLICAS, STEPS = 4, 10
@@ -20,69 +20,39 @@ SHAPES = {
     "same": (24, 16),
     "stack": (3, 12, 10),
 }
-
-
-def power(rank=4, **options):
-    return jaxcomp.powersgd(
-        rank, axis_name=AXIS, **{"start_step": 0, "min_compression_rate": 1.0, **options}
-    )
-
-
-def batched(rank, start_step):
-    return jaxcomp.batched_powersgd(rank, axis_name=AXIS, start_step=start_step)
-
-
-def exact(**options):
-    return jaxcomp.allreduce(axis_name=AXIS, **options)
-
-
-def int8(**options):
-    return jaxcomp.quantized_allreduce(axis_name=AXIS, **options)
-
-
-def feedback(reducer, **options):
-    return jaxcomp.error_feedback(reducer, **options)
-
-
-def by_layer(path, leaf):
-    if len(leaf.shape) == 3:
-        return jaxcomp.MatrixDims(batch=(0,), rows=(2,), cols=(1,))
-    return jaxcomp.extend.default_matrix_dims(path, leaf)
-
-
 CASES = {
-    "default": power(),
-    "rank 1": power(1),
-    "rank 2 eps": power(2, eps=1e-3),
-    "rank 1 eps": power(1, eps=0.1),
-    "start 3": power(start_step=3),
-    "cold": power(warm_start=False),
-    "cold start 3": power(2, warm_start=False, start_step=3),
-    "no feedback": power(error_feedback=False),
-    "bfloat16": power(comm_dtype=jnp.bfloat16),
-    "float16": power(comm_dtype=jnp.float16),
-    "float32": power(comm_dtype=jnp.float32, start_step=2),
-    "int8": power(comm_dtype=jnp.int8),
-    "int6": power(comm_dtype="int6"),
-    "int8 start 3": power(comm_dtype=jnp.int8, start_step=3),
-    "int6 cold": power(comm_dtype="int6", warm_start=False, error_feedback=False),
-    "residual bfloat16": power(residual_dtype=jnp.bfloat16),
-    "rank by leaf": power(lambda path, leaf: 2 if len(leaf.shape) == 2 else None),
-    "by layer": power(3, matrix_dims=by_layer),
-    "rate 4": power(1, min_compression_rate=4.0),
-    "seed 7": power(3, seed=7),
-    "full rank": power(64, min_compression_rate=0.1),
-    "allreduce": exact(),
-    "allreduce bfloat16": exact(comm_dtype=jnp.bfloat16),
-    "allreduce float16": exact(comm_dtype=jnp.float16),
-    "quantized": int8(),
-    "quantized one scale": int8(block_size=None),
-    "feedback quantized": feedback(int8()),
-    "feedback float16": feedback(exact(comm_dtype=jnp.float16)),
-    "batched": batched(2, start_step=0),
+    "default": powersgd(4),
+    "rank 1": powersgd(1),
+    "rank 2 eps": powersgd(2, eps=1e-3),
+    "rank 1 eps": powersgd(1, eps=0.1),
+    "start 3": powersgd(4, start_step=3),
+    "cold": powersgd(4, warm_start=False),
+    "cold start 3": powersgd(2, warm_start=False, start_step=3),
+    "no feedback": powersgd(4, error_feedback=False),
+    "bfloat16": powersgd(4, comm_dtype=jnp.bfloat16),
+    "float16": powersgd(4, comm_dtype=jnp.float16),
+    "float32": powersgd(4, comm_dtype=jnp.float32, start_step=2),
+    "int8": powersgd(4, comm_dtype=jnp.int8),
+    "int6": powersgd(4, comm_dtype="int6"),
+    "int8 start 3": powersgd(4, comm_dtype=jnp.int8, start_step=3),
+    "int6 cold": powersgd(4, comm_dtype="int6", warm_start=False, error_feedback=False),
+    "residual bfloat16": powersgd(4, residual_dtype=jnp.bfloat16),
+    "rank by leaf": powersgd(lambda path, leaf: 2 if len(leaf.shape) == 2 else None),
+    "by layer": powersgd(3, matrix_dims=by_layer),
+    "rate 4": powersgd(1, min_compression_rate=4.0),
+    "seed 7": powersgd(3, seed=7),
+    "full rank": powersgd(64, min_compression_rate=0.1),
+    "allreduce": allreduce(),
+    "allreduce bfloat16": allreduce(comm_dtype=jnp.bfloat16),
+    "allreduce float16": allreduce(comm_dtype=jnp.float16),
+    "quantized": quantized(),
+    "quantized one scale": quantized(block_size=None),
+    "feedback quantized": feedback(quantized()),
+    "feedback float16": feedback(allreduce(comm_dtype=jnp.float16)),
+    "batched": batched(2),
     "batched start 2": batched(4, start_step=2),
-    "decay": feedback(power(error_feedback=False), decay=0.9),
-    "every 2": feedback(power(error_feedback=False), every=2),
+    "decay": feedback(powersgd(4, error_feedback=False), decay=0.9),
+    "every 2": feedback(powersgd(4, error_feedback=False), every=2),
 }
 
 

@@ -21,14 +21,12 @@ TORCH_SHAPES = {
     "embedding": (50, 18),
     "norm": (24,),
 }
-# From torch's axes to Flax's, without the leading (replicas, steps).
-TO_FLAX = {"conv": (2, 3, 1, 0), "dense": (1, 0), "dense_twin": (1, 0)}
+# From torch's axes to Flax's, behind (replicas, steps).
+TO_FLAX = {"conv": "...oihw->...hwio", "dense": "...oi->...io", "dense_twin": "...oi->...io"}
 
 
 def to_flax(name, x):
-    lead = x.ndim - len(TORCH_SHAPES[name])
-    axes = TO_FLAX.get(name, tuple(range(len(TORCH_SHAPES[name]))))
-    return jnp.asarray(x.transpose(*range(lead), *(lead + a for a in axes)))
+    return jnp.asarray(np.einsum(TO_FLAX.get(name, "...->..."), x))
 
 
 def q_to_flax(name, q):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import random_grads
-from runners import AXIS, first, mesh_of, sharded, simulate
+from leaves import random_grads, zeros_of_one
+from reducers import feedback, powersgd, quantized
+from runners import AXIS, first, mesh_of, over_replicas, sharded, simulate, steps_of
 
 import jaxcomp
 
@@ -16,18 +17,11 @@ P = jax.P
 N, STEPS = 4, 5
 GRADS = random_grads({"w": (16, 12)}, N, STEPS + 1)
 REDUCERS = {
-    "powersgd": lambda: jaxcomp.powersgd(1, axis_name=AXIS, start_step=1),
-    "now and then": lambda: jaxcomp.error_feedback(
-        jaxcomp.powersgd(1, axis_name=AXIS, start_step=0, error_feedback=False), every=2
-    ),
-    "error_feedback": lambda: jaxcomp.error_feedback(
-        jaxcomp.quantized_allreduce(axis_name=AXIS, block_size=None)
-    ),
+    "powersgd": powersgd(1, start_step=1),
+    "now and then": feedback(powersgd(1, error_feedback=False), every=2),
+    "error_feedback": feedback(quantized(block_size=None)),
 }
-
-
-def at(step):
-    return jax.tree.map(lambda g: g[:, step], GRADS)
+ONE = "residual of one replica only"
 
 
 def as_in_flax_imagenet(tx):
@@ -44,34 +38,36 @@ def without_checks(tx):
     return sharded(N, update, (P(AXIS), P()), P(), check_vma=False)
 
 
-@pytest.mark.parametrize("mapping", [as_in_flax_imagenet, without_checks])
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize(
+    ("name", "mapping"),
+    [*((name, as_in_flax_imagenet) for name in REDUCERS), ("powersgd", without_checks)],
+)
 def test_a_residual_replicated_in_name_only_is_refused(name, mapping):
-    tx = REDUCERS[name]()
-    step, state = mapping(tx), tx.init(jax.tree.map(lambda g: g[0, 0], GRADS))
-    for i in range(STEPS):
-        state = step(at(i), state)
+    tx = REDUCERS[name]
+    step, state = mapping(tx), tx.init(zeros_of_one(GRADS))
+    for grads in steps_of(GRADS):
+        state = step(grads, state)
     residuals = [np.asarray(x.data) for x in state.residual["w"].addressable_shards]
     assert state.residual["w"].is_fully_replicated
     assert np.abs(residuals[0] - residuals[1]).max() > 1e-3
-    with pytest.raises(ValueError, match="residual of one replica only"):
-        jaxcomp.consolidate(state)
-
     saved = jax.device_get(state)  # the first device's
-    with pytest.raises(ValueError, match="residual of one replica only"):
-        jaxcomp.shard_state(saved, mesh_of(N), AXIS)
-    with pytest.raises(ValueError, match="residual of one replica only"):
-        jaxcomp.stack_replicas(saved, N)
+    for attempt in (
+        lambda: jaxcomp.consolidate(state),
+        lambda: jaxcomp.shard_state(saved, mesh_of(N), AXIS),
+        lambda: jaxcomp.stack_replicas(saved, N),
+    ):
+        with pytest.raises(ValueError, match=ONE):
+            attempt()
 
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
-    tx = REDUCERS[name]()
+    tx = REDUCERS[name]
     devices = jax.devices()[:N]
-    state = flax.jax_utils.replicate(tx.init(jax.tree.map(lambda g: g[0, 0], GRADS)), devices)
+    state = flax.jax_utils.replicate(tx.init(zeros_of_one(GRADS)), devices)
     update = jax.pmap(tx.update, axis_name=AXIS, devices=devices)
-    for i in range(STEPS):
-        _, state = update(at(i), state)
+    for grads in steps_of(GRADS):
+        _, state = update(grads, state)
     inside = jax.pmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS, devices=devices)
     expected = flax.jax_utils.unreplicate(inside(state))
     found = jaxcomp.consolidate(state)
@@ -81,14 +77,14 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
     first = flax.jax_utils.unreplicate(state)
     again = flax.jax_utils.replicate(first, devices)
     for wrong in (first, again):
-        with pytest.raises(ValueError, match="residual of one replica only"):
+        with pytest.raises(ValueError, match=ONE):
             jaxcomp.consolidate(wrong)
-        with pytest.raises(ValueError, match="residual of one replica only"):
+        with pytest.raises(ValueError, match=ONE):
             jaxcomp.shard_state(wrong, mesh_of(N), AXIS)
     # Inside, where the owners are traced, the result says so, and is refused where it is placed.
     poisoned = flax.jax_utils.unreplicate(inside(again))
     assert np.isnan(poisoned.owner)
-    with pytest.raises(ValueError, match="residual of one replica only"):
+    with pytest.raises(ValueError, match=ONE):
         jaxcomp.shard_state(poisoned, mesh_of(N), AXIS)
     assert np.isnan(jax.jit(jaxcomp.consolidate)(again).owner)
 
@@ -96,19 +92,18 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_one_replicas_row_is_never_taken_for_everybodys(replicas):
     """Nor that of the middle one of an odd number."""
-    tx = REDUCERS["powersgd"]()
+    tx = REDUCERS["powersgd"]
     _, state = simulate("vmap", tx, {"w": np.ones((replicas, STEPS, 16, 12), np.float32)})
     axes = jaxcomp.state_axes(state)
     for i in range(replicas):
         row = jax.tree.map(lambda x, axis: x if axis is None else x[i], state, axes)  # noqa: B023
-        with pytest.raises(ValueError, match="residual of one replica only"):
+        with pytest.raises(ValueError, match=ONE):
             jaxcomp.stack_replicas(row, 2)
     assert float(jaxcomp.consolidate(state).owner) == 0
 
 
 def test_what_cannot_be_consolidated_outside_is_refused():
-    tx = jaxcomp.error_feedback(jaxcomp.allreduce(axis_name=AXIS))
-    fresh = tx.init({"w": jnp.zeros((3, 2)), "v": jnp.zeros((3, 2))})
+    fresh = feedback(quantized()).init({"w": jnp.zeros((3, 2)), "v": jnp.zeros((3, 2))})
     state = jaxcomp.stack_replicas(fresh, N)
     odd = state._replace(residual={**state.residual, "v": jnp.zeros((3, 2))})
     with pytest.raises(ValueError, match="one leading axis of replicas"):
@@ -127,7 +122,7 @@ def test_what_cannot_be_consolidated_outside_is_refused():
 
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
 def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
-    fresh = REDUCERS["powersgd"]().init({"w": jnp.zeros((16, 12))})
+    fresh = REDUCERS["powersgd"].init({"w": jnp.zeros((16, 12))})
     state, axes = jaxcomp.stack_replicas(fresh, N), jaxcomp.state_axes(fresh)
     specs = jaxcomp.state_specs(fresh, AXIS)
     mapped = {
@@ -143,16 +138,14 @@ def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
 @pytest.mark.parametrize("after", [1, 2, 8])
 def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
     """Consolidated before or taken as it stood, nothing is lost: the next step accounts for all."""
-    tx = REDUCERS[name]()
+    tx = REDUCERS[name]
     _, state = simulate("vmap", tx, jax.tree.map(lambda g: g[:, :STEPS], GRADS))
     one, mesh = jaxcomp.consolidate(state), mesh_of(after)
     mean = jax.tree.map(lambda g: jnp.stack([g[:, -1].mean(0)] * after), GRADS)
     placed = [jaxcomp.shard_state(s, mesh, AXIS) for s in (state, one)]
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jax.device_get, (a, b))), *placed)
     assert placed[0].residual["w"].shape == (after, 16, 12)
-    specs = jaxcomp.state_specs(one, AXIS)
-    update = lambda g, s: tx.update(first(g), s)  # noqa: E731
-    step = sharded(mesh, update, (P(AXIS), specs), (P(), specs))
+    step = over_replicas("shard_map", tx.update, after, jaxcomp.state_specs(one, AXIS))
     output, new = step(mean, placed[0])
     assert new.owner.tolist() == [i - after for i in range(after)]
     accounted = output["w"] + new.residual["w"].mean(0)
@@ -160,7 +153,7 @@ def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
 
 
 def test_as_many_replicas_keep_each_its_own():
-    tx = REDUCERS["powersgd"]()
+    tx = REDUCERS["powersgd"]
     _, state = simulate("vmap", tx, GRADS)
     fresh = tx.init({"w": jnp.zeros((16, 12))})
     for placed in (
@@ -174,7 +167,7 @@ def test_as_many_replicas_keep_each_its_own():
 
 
 def test_accumulated_gradients_have_no_owner_and_are_placed_beside_one_that_has():
-    tx = jaxcomp.accumulate(REDUCERS["powersgd"](), 2)
+    tx = jaxcomp.accumulate(REDUCERS["powersgd"], 2)
     _, state = simulate("shard_map", tx, jax.tree.map(lambda g: g[:, :3], GRADS))
     assert state.acc_grads["w"].shape == (N, 16, 12)
     assert int(state.mini_step) == 1

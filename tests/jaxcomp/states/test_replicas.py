@@ -9,19 +9,12 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from leaves import random_grads
+from reducers import powersgd
 from runners import AXIS, first, mesh_of, sharded, simulate
 
 import jaxcomp
 
 PARAMS = {"kernel": jnp.zeros((24, 16)), "bias": jnp.zeros(16)}
-
-
-def chain():
-    return optax.chain(
-        optax.clip_by_global_norm(1e9),
-        jaxcomp.powersgd(2, axis_name=AXIS, start_step=0),
-        optax.sgd(0.1, momentum=0.9),
-    )
 
 
 class Own(NamedTuple):
@@ -33,7 +26,7 @@ class Own(NamedTuple):
 
 
 def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
-    inner = jaxcomp.powersgd(2, axis_name=AXIS).init(PARAMS)
+    inner = powersgd(2).init(PARAMS)
     state = {"mine": Own(inner, {"m": jnp.ones((3, 2))}), "step": jnp.array(0)}
     specs = jaxcomp.state_specs(state, AXIS)
     assert specs["mine"].memory["m"] == jax.P(AXIS)
@@ -48,7 +41,7 @@ def test_a_users_own_state_takes_part_and_jaxcomp_states_inside_it_too():
 
 
 def test_accumulated_gradients_of_multisteps_are_per_replica():
-    tx = optax.MultiSteps(jaxcomp.powersgd(2, axis_name=AXIS), 4)
+    tx = optax.MultiSteps(powersgd(2), 4)
     axes = jaxcomp.state_axes(tx.init(PARAMS))
     assert axes.acc_grads["bias"] == axes.inner_opt_state.residual["kernel"] == 0
     assert axes.mini_step is None
@@ -91,16 +84,17 @@ def test_random_keys_and_python_numbers_are_placed_too():
 
 
 def test_errors_name_the_leaf_or_the_axis():
+    state = powersgd(2).init(PARAMS)
     with pytest.raises(ValueError, match=r"`mesh` must be a mesh, .* got a str"):
-        jaxcomp.shard_state(chain().init(PARAMS), AXIS, mesh_of(2))
+        jaxcomp.shard_state(state, AXIS, mesh_of(2))
     with pytest.raises(ValueError, match="no axis 'model'"):
-        jaxcomp.shard_state(chain().init(PARAMS), mesh_of(2), "model")
+        jaxcomp.shard_state(state, mesh_of(2), "model")
     with pytest.raises(ValueError, match="not bound"):
-        jaxcomp.consolidate(chain().init(PARAMS), AXIS)
+        jaxcomp.consolidate(state, AXIS)
 
 
 def test_a_state_made_inside_the_mapped_function_can_be_scanned():
-    tx = jaxcomp.powersgd(2, axis_name=AXIS, start_step=0)
+    tx = powersgd(2)
     grads = random_grads({"kernel": (24, 16)}, 2, 3)
 
     def run(g):
@@ -111,7 +105,7 @@ def test_a_state_made_inside_the_mapped_function_can_be_scanned():
         return jax.lax.scan(one, tx.init({"kernel": jnp.zeros((24, 16))}), g)[1]
 
     mapped = sharded(2, lambda g: run(first(g)), (jax.P(AXIS),), jax.P())
-    expected, _ = simulate("vmap", tx, grads, tx.init({"kernel": jnp.zeros((24, 16))}))
+    expected, _ = simulate("vmap", tx, grads)
     np.testing.assert_allclose(mapped(grads)["kernel"], expected["kernel"], atol=1e-5)
 
 

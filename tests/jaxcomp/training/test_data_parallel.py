@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +22,9 @@ from classifier import (
     placed,
     stepped,
 )
-from reducers import reducer
-from runners import sharded
+from leaves import by_layer
+from reducers import powersgd, reducer
+from runners import MAPPINGS, over_replicas, start
 
 import jaxcomp
 
@@ -100,8 +102,10 @@ def test_what_is_no_mean_is_asked_about(kind):
             aux_of(choice)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighted", ["mask", "counts", "replicas"])
+@pytest.mark.parametrize(
+    ("weighted", "kind"),
+    [("mask", "auto"), ("counts", "auto"), ("replicas", "auto"), ("mask", "explicit")],
+)
 def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
     """Equal to one process with the examples that there are, as in the last batch of an epoch."""
     mesh, (x, y) = grid(4, kind), batch()
@@ -132,7 +136,7 @@ def test_a_batch_is_split_as_its_sharding_says(known):
     x, y = (placed(mesh, jnp.swapaxes(a, 0, 1), P(None, "data")) for a in (x, y))
     specs = P(None, "data") if known == "batch_specs" else None
     run = jaxcomp.value_and_grad(
-        loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True, batch_specs=specs
+        jax.jit(loss_fn), reducer("allreduce"), mesh=mesh, has_aux=True, batch_specs=specs
     )
     step = run if known == "outside of jit" else jax.jit(run)
     mask = np.ones((LENGTH, 16))
@@ -191,36 +195,26 @@ def test_any_gradient_function(grad_fn, kind):
     close(found, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "vmap"])
+@pytest.mark.parametrize("mapping", MAPPINGS)
 def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
-    mesh, params, data = grid(4), new_params(), batch()
-    run = jaxcomp.value_and_grad(loss_fn, reducer("powersgd"), has_aux=True)
-    outside = jaxcomp.value_and_grad(loss_fn, reducer("powersgd"), has_aux=True, mesh=mesh)
+    params, data, tx = new_params(), batch(), reducer("powersgd")
+    run = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True)
+    outside = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, mesh=grid(4))
     expected, after = jax.jit(outside)(outside.init(params), params, *data)
-    fresh = reducer("powersgd").init(params)
+
+    def step(rows, state):
+        ((value, aux), grads), state = run(state, params, *rows)
+        return ((value, grads), aux["logits"]), state
+
     rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), data)
-    axes = jaxcomp.state_axes(fresh)
-    stacked = jaxcomp.stack_replicas(fresh, 4)
-
-    def step(state, x, y):
-        ((value, aux), grads), state = run(state, params, x, y)
-        return (value, grads), aux["logits"], state
-
-    if mapping == "shard_map":
-        specs = jaxcomp.state_specs(fresh, "data")
-        mapped = sharded(mesh, step, (specs, P("data"), P("data")), (P(), P("data"), specs))
-        found, logits, state = mapped(jaxcomp.shard_state(fresh, mesh, "data"), *data)
-    else:
-        over = {"axis_name": "data", "in_axes": (axes, 0, 0), "out_axes": (None, 0, axes)}
-        mapped = {
-            "pmap": lambda: jax.pmap(step, devices=jax.devices()[:4], **over),
-            "vmap": lambda: jax.jit(jax.vmap(step, **over)),
-        }[mapping]()
-        found, logits, state = mapped(stacked, *rows)
-        logits = logits.reshape(16, LENGTH, CLASSES)
-    close(found, (expected[0][0], expected[1]))
-    close(logits, expected[0][1]["logits"])
-    close(state, after)
+    state, specs = start(mapping, tx.init(params), 4)
+    mapped = over_replicas(mapping, step, 4, specs, out=(P(), P("data")))
+    (found, logits), state = mapped(rows, state)
+    close(np.reshape(logits, (16, LENGTH, CLASSES)), expected[0][1]["logits"])
+    # What is whole vmap and pmap leave for each replica, the same for all.
+    wanted = (expected[0][0], expected[1]), after
+    each = jax.tree.map(lambda x, y: np.broadcast_to(y, np.shape(x)), (found, state), wanted)
+    close((found, state), each if mapping != "shard_map" else wanted)
 
 
 def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
@@ -260,21 +254,27 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     assert len(found) == 1
     # One layer's leaves, and a stack that is compressed layer by layer, are nothing to notice.
     run.init({"dense": {"kernel": jnp.zeros((32, 32)), "bias": jnp.zeros(32)}})
-    dims = lambda path, leaf: jaxcomp.MatrixDims((0,), (2,), (1,)) if leaf.ndim == 3 else None  # noqa: E731
-    by_layer = jaxcomp.powersgd(2, axis_name="data", start_step=0, matrix_dims=dims)
-    jaxcomp.data_parallel(accumulated, by_layer, mesh=mesh).init({"blocks": layers})
+    layer_by_layer = powersgd(2, matrix_dims=by_layer)
+    jaxcomp.data_parallel(accumulated, layer_by_layer, mesh=mesh).init({"blocks": layers})
+    # Without norms or biases the shapes alone do not tell, but flax's metadata may.
+    boxed = lambda *names: {"blocks": [nn.Partitioned(layers["kernel"], names)]}  # noqa: E731
+    with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
+        run.init(boxed("layers", "embed", "mlp"))
+    run.init(boxed("experts", "embed", "mlp"))
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
+    @jax.jit  # or each operation is compiled by itself
     def total(params, x, y):
         return bare_loss(params, x, y) * len(x) / 16  # as if divided by a constant
 
+    @jax.jit
     def dropped(params, x, y, key):
         key = jax.random.fold_in(key, jax.lax.axis_index("data"))
         return bare_loss(params, x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype), y)
 
     params, data, tx = new_params(), batch(), reducer("allreduce")
-    jaxcomp.value_and_grad(loss_fn, tx, has_aux=True).check_mean(params, *data)
+    jaxcomp.value_and_grad(jax.jit(loss_fn), tx, has_aux=True).check_mean(params, *data)
     jaxcomp.value_and_grad(dropped, tx).check_mean(params, *data, jax.random.key(0))
     with pytest.raises(ValueError, match="divides by a constant"):
         jaxcomp.value_and_grad(total, tx).check_mean(params, *data)

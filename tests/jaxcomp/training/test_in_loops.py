@@ -8,16 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import (
-    LENGTH,
-    WIDTH,
-    bare_loss,
-    batch,
-    close,
-    grid,
-    new_params,
-    placed,
-)
+from classifier import LENGTH, WIDTH, bare_loss, batch, close, grid, new_params, placed
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from reducers import reducer
@@ -25,18 +16,6 @@ from reducers import reducer
 import jaxcomp
 
 P = jax.P
-
-
-def test_flax_metadata_that_names_an_axis_of_layers_is_read():
-    """Without norms or biases the shapes alone would not tell."""
-
-    def boxed(*names):
-        return {"blocks": {"kernel": nn.Partitioned(jnp.zeros((6, 32, 32)), names)}}
-
-    run = jaxcomp.value_and_grad(lambda p, x: 0.0, reducer("powersgd"), mesh=grid(2))
-    with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
-        run.init(boxed("layers", "embed", "mlp"))
-    run.init(boxed("experts", "embed", "mlp"))
 
 
 @pytest.mark.parametrize(

@@ -7,37 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autoencoder import loss, new_params
 from classifier import close, grid, placed, stepped
 from jax.sharding import NamedSharding
-from reducers import reducer
+from reducers import powersgd, reducer
 
 import jaxcomp
 
 P = jax.P
-REDUCER = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-PARAMS = {
-    "up": np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32) / 6,
-    "down": np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) / 8,
-}
+MESH, REDUCER = grid(4), powersgd(2)
+PARAMS = new_params()
 X = np.random.default_rng(2).normal(size=(16, 32)).astype(np.float32)
 
 
-def loss(params, x):
-    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
-
-
 @functools.cache
-def mesh_and_state():
-    mesh = grid(4)
-    return mesh, jaxcomp.shard_state(REDUCER.init(PARAMS), mesh, "data")
-
-
-def make(fun=loss, tx=REDUCER, mesh=None, **options):
-    return jaxcomp.value_and_grad(fun, tx, mesh=mesh or mesh_and_state()[0], **options)
-
-
 def state():
-    return mesh_and_state()[1]
+    return jaxcomp.shard_state(REDUCER.init(PARAMS), MESH, "data")
+
+
+def make(fun=loss, tx=REDUCER, mesh=MESH, **options):
+    return jaxcomp.value_and_grad(fun, tx, mesh=mesh, **options)
 
 
 CASES = {
@@ -51,7 +40,7 @@ CASES = {
     "no function": (lambda: make(None, loss), "must be a function, and the second the reducer"),
     "swapped": (lambda: make(REDUCER, loss), "must be a function, and the second the reducer"),
     "no gradients": (
-        lambda: jaxcomp.data_parallel(loss, REDUCER, mesh=mesh_and_state()[0])(state(), PARAMS, X),
+        lambda: jaxcomp.data_parallel(loss, REDUCER, mesh=MESH)(state(), PARAMS, X),
         r"must return \(value, gradients\)",
     ),
     "argnums": (lambda: make(argnums="w"), "`argnums` must be an integer or a tuple of them"),
@@ -86,7 +75,7 @@ CASES = {
         "4 replicas need a leading axis",
     ),
     "spread": (
-        lambda: make().init(placed(mesh_and_state()[0], PARAMS, P("data"))),
+        lambda: make().init(placed(MESH, PARAMS, P("data"))),
         r"sharded over .*'data'.*, the axis of the replicas",
     ),
     "an integer": (
@@ -141,8 +130,7 @@ def test_one_sentence(case):
 
 def test_restore_casts_to_what_the_reducer_keeps():
     params = {"w": jnp.zeros((16, 12))}
-    narrow = jaxcomp.powersgd(1, axis_name="data", residual_dtype=jnp.bfloat16)
-    wide = jaxcomp.powersgd(1, axis_name="data").init(params)
+    narrow, wide = powersgd(1, residual_dtype=jnp.bfloat16), powersgd(1).init(params)
     assert make(tx=narrow).restore(wide, params).residual["w"].dtype == jnp.bfloat16
 
 

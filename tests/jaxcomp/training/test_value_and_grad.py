@@ -8,40 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autoencoder import loss, new_params, parameters
 from classifier import KINDS, close, grid, placed, stepped
 from reducers import reducer
-from runners import sharded
+from runners import over_replicas, start
 from xla import users_program
 
 import jaxcomp
 
 P = jax.P
-LAYOUTS = {
-    "tensor": {"up": P(None, "model"), "down": P("model"), "bias": P("model")},
-    "fsdp": {"up": P("model"), "down": P("model"), "bias": P("model")},
-    "replicated": {},
-}
-
-
-def parameters(mesh, layout="replicated", width=32):
-    rng = np.random.default_rng(0)
-    values = {
-        "up": rng.normal(size=(width, 2 * width)) / 6,
-        "down": rng.normal(size=(2 * width, width)) / 8,
-        "bias": np.zeros(2 * width),
-    }
-    spec = LAYOUTS[layout]
-    return {name: placed(mesh, np.float32(x), spec.get(name, P())) for name, x in values.items()}
 
 
 def batches(mesh, steps=6, size=16):
     x = np.random.default_rng(1).normal(size=(steps, size, 32)).astype(np.float32)
     return [placed(mesh, row, P("data")) for row in x]
-
-
-def loss(params, x):
-    hidden = jnp.tanh(x @ params["up"] + params["bias"])
-    return jnp.mean((hidden @ params["down"] - x) ** 2)
 
 
 def typed_loss(params, x):
@@ -75,22 +55,18 @@ def jit_loop(value_and_grad, params, data):
 @functools.cache
 def shard_map_losses(name):
     """The same training as one shard_map around the whole step, on an Auto mesh."""
-    mesh = grid(4)
-    params, data = parameters(mesh), batches(mesh)
     tx = optax.chain(reducer(name), optax.sgd(0.3, momentum=0.9))
-    state = tx.init(params)
-    specs = jaxcomp.state_specs(state, "data")
-    state = jaxcomp.shard_state(state, mesh, "data")
+    params, losses = new_params(), []
+    state, specs = start("shard_map", tx.init(params), 4)
 
-    def step(params, state, x):
+    def step(x, state, params):
         value, grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+        return (optax.apply_updates(params, updates), jax.lax.pmean(value, "data")), state
 
-    mapped = sharded(mesh, step, (P(), specs, P("data")), (P(), specs, P()))
-    losses = []
-    for x in data:
-        params, state, value = mapped(params, state, x)
+    mapped = over_replicas("shard_map", step, 4, specs, shared=1)
+    for x in batches(grid(4)):
+        (params, value), state = mapped(x.reshape(4, -1, 32), state, params)
         losses.append(float(value))
     return losses
 
@@ -111,10 +87,11 @@ def trained(kind):
     return params, state, grads
 
 
-@pytest.mark.parametrize("kind", KINDS)
+NAMES = ("powersgd", "powersgd-late", "feedback-int8", "allreduce", "batched")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["powersgd", "powersgd-late", "feedback-int8", "allreduce", "batched"],
+    ("name", "kind"), [*((name, "auto") for name in NAMES), ("powersgd-late", "explicit")]
 )
 def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
@@ -252,10 +229,11 @@ def test_a_function_may_map_over_other_axes_itself():
     assert float(jnp.abs(grads["up"]).max()) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("consolidated", [False, True])
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_a_state_restores_on_any_number_of_replicas(replicas, consolidated, kind):
+@pytest.mark.parametrize(
+    ("kind", "replicas", "consolidated"),
+    [("auto", 2, False), ("auto", 2, True), ("auto", 4, False), ("explicit", 2, False)],
+)
+def test_a_state_restores_on_any_number_of_replicas(kind, replicas, consolidated):
     """The residuals of four replicas; what matters of them is their mean."""
     there = grid(replicas, kind)
     params, state, expected = trained(kind)

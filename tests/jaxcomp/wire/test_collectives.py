@@ -2,35 +2,25 @@
 
 import functools
 
+import autoencoder
 import hlo
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from classifier import grid
-from jax.sharding import AxisType, NamedSharding
-from runners import mesh_of
+from autoencoder import LAYOUTS, loss, new_params
+from classifier import grid, placed
+from jax.sharding import AxisType
+from runners import mesh_of, sharded
 
 import jaxcomp
 
 P = jax.P
 
 
-def parameters(mesh, specs=None):
-    keys = jax.random.split(jax.random.key(0))
-    values = {
-        "in": jax.random.normal(keys[0], (256, 384)),
-        "out": jax.random.normal(keys[1], (384, 256)),
-    }
-    specs = specs or {"in": P(), "out": P()}
-    return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in values.items()}
-
-
-def loss(params, x):
-    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
-
-
-X = jnp.ones((8, 256))
+parameters = functools.partial(autoencoder.parameters, width=256)
+X = np.ones((8, 256), np.float32)
 
 
 def compiled(step, *arguments):
@@ -116,7 +106,7 @@ def test_every_collective_with_its_axes():
 
     spec = P(("slow", "fast"))
     run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.device_put(jnp.ones((8, 50)), NamedSharding(mesh, spec))
+    x = placed(mesh, np.ones((8, 50), np.float32), spec)
     program = compiled(run, x)
     found = jaxcomp.collectives(program)
     listed = [y for x in found for y in hlo.results(x)]
@@ -147,11 +137,11 @@ REDUCERS = {
 TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
 
 
-def checked(reducer, mesh, params, x):
+def checked(reducer, mesh, params, x, like=None):
     """A right step, which passes."""
     run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
     program = compiled(run, run.init(params), params, x)
-    listed = [y for x in jaxcomp.check(program, reducer, params) for y in hlo.results(x)]
+    listed = [y for x in jaxcomp.check(program, reducer, like or params) for y in hlo.results(x)]
     assert sorted(listed) == sorted(hlo.collectives(program.as_text()))
     return run
 
@@ -168,13 +158,6 @@ def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
         jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
 
 
-LAYOUTS = {  # of "in" and "out": over a second axis of two devices, in the jit loop's own hands
-    "fsdp": {"in": P("model"), "out": P(None, "model")},
-    "tensor": {"in": P(None, "model"), "out": P("model")},
-    "replicated": None,
-}
-
-
 # Factors of integers take longest to compile: once in every step and once in a branch.
 BESIDE = [(name, layout) for name in ("later", "quantized", "bfloat16") for layout in LAYOUTS]
 BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
@@ -183,7 +166,7 @@ BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
 @pytest.mark.parametrize(("name", "layout"), BESIDE)
 def test_a_right_step_passes_beside_another_axis(name, layout):
     mesh = grid(2, model=2)
-    checked(REDUCERS[name], mesh, parameters(mesh, LAYOUTS[layout]), X)
+    checked(REDUCERS[name], mesh, parameters(mesh, layout), X)
 
 
 def narrow(tree):
@@ -193,11 +176,14 @@ def narrow(tree):
 # Of how much each reducer may send, twice as much shows it, above; of the layouts a pmean.
 @pytest.mark.parametrize(
     ("name", "layout", "cast"),
-    [*(("now", layout, lambda tree: tree) for layout in LAYOUTS), ("bfloat16", "fsdp", narrow)],
+    [
+        *(("now", layout, lambda tree: tree) for layout in LAYOUTS),
+        *((name, "fsdp", narrow) for name in ("allreduce", "bfloat16")),
+    ],
 )
 def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
     mesh, reducer = grid(2, model=2), REDUCERS[name]
-    params, x = cast((parameters(mesh, LAYOUTS[layout]), X))
+    params, x = cast((parameters(mesh, layout), X))
     run = checked(reducer, mesh, params, x)
 
     @functools.partial(
@@ -216,47 +202,34 @@ def test_a_pmean_beside_another_axis_is_refused(name, layout, cast):
 
 
 def test_shapes_alone_do_beside_explicit_axes_too():
-    mesh, reducer = grid(2, "explicit", model=2), REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    program = compiled(run, run.init(params), params, X)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    jaxcomp.check(program, reducer, shapes)
-
-
-def left_in(reducer):
-    """A pmean before the reducer, in a shard_map around the step."""
-
-    def step(params, state, x):
-        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
-        return reducer.update(jaxcomp.as_local(jax.lax.pmean(grads, "data"), "data"), state)
-
-    return lambda specs: (step, (P(), specs, P("data")))
-
-
-def behind(reducer):
-    """A jit loop as it was, with the reducer behind the compiler's own all-reduce."""
-    return lambda specs: (
-        lambda g, s: reducer.update(jaxcomp.as_local(g, "data"), s),
-        (P(), specs),
+    mesh = grid(2, "explicit", model=2)
+    checked(
+        REDUCERS["now"], mesh, parameters(mesh), X, like=jax.eval_shape(lambda: new_params(256))
     )
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("now", left_in), ("later", left_in), ("now", behind)])
-def test_what_is_averaged_before_the_reducer_is_refused(name, wrong):
+@pytest.mark.parametrize(("name", "behind"), [("now", False), ("later", False), ("now", True)])
+def test_what_is_averaged_before_the_reducer_is_refused(name, behind):
+    """By a pmean within the step, or by the compiler, in a jit loop as it was."""
     mesh, reducer = mesh_of(4), REDUCERS[name]
-    params, x = parameters(mesh), jax.device_put(X, NamedSharding(mesh, P("data")))
+    params, x = parameters(mesh), placed(mesh, X, P("data"))
     state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
     specs = jaxcomp.state_specs(state, "data")
-    step, in_specs = wrong(reducer)(specs)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), specs))
-    if wrong is behind:
-        program = compiled(lambda p, s, x: mapped(jax.grad(loss)(p, x), s), params, state, x)
-    else:
-        program = compiled(mapped, params, state, x)
+
+    def update(grads, state):
+        return reducer.update(jaxcomp.as_local(grads, "data"), state)
+
+    def left_in(params, state, x):
+        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
+        return update(jax.lax.pmean(grads, "data"), state)
+
+    step = sharded(mesh, left_in, (P(), specs, P("data")), (P(), specs))
+    if behind:
+        mapped = sharded(mesh, update, (P(), specs), (P(), specs))
+        step = lambda params, state, x: mapped(jax.grad(loss)(params, x), state)  # noqa: E731
     with pytest.raises(ValueError, match=TOO_MUCH) as error:
-        jaxcomp.check(program, reducer, params)
-    assert "\n  all-reduce of 786,432 bytes of f32 over ('data',), for jit(" in str(error.value)
+        jaxcomp.check(compiled(step, params, state, x), reducer, params)
+    assert "\n  all-reduce of 1,050,624 bytes of f32 over ('data',), for jit(" in str(error.value)
 
 
 def test_the_body_of_a_loop_counts_as_often_as_it_runs():
@@ -275,8 +248,8 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
 
 def test_a_step_without_its_reducer_is_refused():
     mesh = mesh_of(4)
-    params, x = parameters(mesh), jax.device_put(X, NamedSharding(mesh, P("data")))
-    local = compiled(lambda params, x: jnp.tanh(x @ params["in"]), params, x)
+    params, x = parameters(mesh), placed(mesh, X, P("data"))
+    local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), params, x)
     with pytest.raises(ValueError, match=r"sends 0 bytes over data, where powersgd\(.*\) sends "):
         jaxcomp.check(local, REDUCERS["now"], params)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
