@@ -1,14 +1,12 @@
 """Files that torch could nearly have written, by classes of damage, for the fuzzer."""
 
-from __future__ import annotations
-
 import collections
 import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +19,7 @@ import torch_bridge
 Change: TypeAlias = Callable[[Dice, list[bytes]], list[bytes]]
 
 
-def documents() -> list[dict[Any, Any]]:
+def documents():
     adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
     state = files.hook_state()
     slots = {name: value for name, value in state.__getstate__().items() if name != "rng"}
@@ -41,7 +39,7 @@ class Good(NamedTuple):
     data: dict[str, bytes]
 
     @classmethod
-    def of(cls, document: Any, protocol: int) -> Good:
+    def of(cls, document, protocol):
         raw = files.saved(document, pickle_protocol=protocol)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
@@ -50,27 +48,25 @@ class Good(NamedTuple):
         ops = [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
         return cls(ops, {name: raw for name, raw in entries.items() if name.startswith("data/")})
 
-    def changed(self, dice: Dice, change: Change) -> bytes:
+    def changed(self, dice, change):
         """The same around another pickle, so that reading goes on behind it."""
         pickled = b"".join(change(dice, self.opcodes))
         return files.archive(pickled, self.data, dice.choice(files.METHODS))
 
 
-def _bytes(dice: Dice, given: bytes) -> bytes:
+def _bytes(dice, given):
     raw = bytearray(given)
     for _ in range(dice.randrange(1, 6)):
         raw[dice.randrange(len(raw))] = dice.randrange(256)
     return bytes(raw)
 
 
-def _swapped(dice: Dice, ops: list[bytes]) -> list[bytes]:
+def _swapped(dice, ops):
     one, other = (dice.randrange(1, len(ops) - 1) for _ in range(2))
     return [ops[{one: other, other: one}.get(k, k)] for k in range(len(ops))]
 
 
-def _spliced(
-    dice: Dice, ops: list[bytes], cut: int, times: Sequence[int], new: bool
-) -> list[bytes]:
+def _spliced(dice, ops, cut, times, new):
     """Other opcodes, or the same again, in the place of `cut` opcodes."""
     where = dice.randrange(1, len(ops) - 1)
     again = ops[where : where + cut] * dice.choice(times)
@@ -96,7 +92,7 @@ ODD = [
 ]  # fmt: skip
 
 
-def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
+def _spots(tree):
     """Of every entry the container and the key."""
     items = tree.items() if isinstance(tree, dict) else ()
     for key, value in enumerate(tree) if isinstance(tree, list) else items:
@@ -104,7 +100,7 @@ def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from _spots(value)
 
 
-def _odd_entry(dice: Dice, document: Any) -> bytes:
+def _odd_entry(dice, document):
     """A document of which one entry is of another kind, or gone, or has another name."""
     changed = jax.tree.map(lambda leaf: leaf, document)  # a hook state cannot be copied deeply
     parent, last = dice.choice(list(_spots(changed)))
@@ -117,7 +113,7 @@ def _odd_entry(dice: Dice, document: Any) -> bytes:
     return files.saved(changed)
 
 
-def _odd_layout(dice: Dice) -> bytes:
+def _odd_layout(dice):
     layout = torch_bridge.BucketLayout.from_order(
         [["w", "v"]], {"w": np.zeros(3), "v": np.zeros((2, 4))}
     ).to_json()
@@ -132,7 +128,7 @@ def _odd_layout(dice: Dice) -> bytes:
     return files.beside(files.text("".join(text)), "layout")
 
 
-def _odd_directory(dice: Dice, good: bytes) -> bytes:
+def _odd_directory(dice, good):
     """Other numbers in the headers of a zip file, and entries twice."""
     raw, start = bytearray(good), good.index(b"PK\x01\x02")
     for _ in range(dice.randrange(1, 4)):
@@ -142,7 +138,7 @@ def _odd_directory(dice: Dice, good: bytes) -> bytes:
     return bytes(raw)
 
 
-def inputs(seed: int) -> Iterator[tuple[str, bytes]]:
+def inputs(seed):
     """Files without end, each with its class."""
     dice, known = Dice(seed), documents()
     zips = [Good.of(document, protocol) for document in known for protocol in (2, 4, 5)]

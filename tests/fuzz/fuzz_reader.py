@@ -7,8 +7,6 @@ archives keep their checksums. Counts what was executed (Python's audit hooks se
 are not the reader's own, the slowest input and the largest.
 """
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import collections
@@ -44,7 +42,7 @@ class Result(NamedTuple):
     grown: int  # bytes of resident memory above those at the start, at most
 
 
-def read(path: pathlib.Path) -> None:
+def read(path):
     """What `load` and `inspect` do with a file; what was read is shown as a table and as JSON."""
     torch_bridge.load(path)
     for options in ([], ["--json"]):
@@ -55,11 +53,11 @@ def read(path: pathlib.Path) -> None:
             raise AssertionError(f"inspect {options} gave {code}: {shown.getvalue()}")
 
 
-def _peak() -> int:
+def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
+def fuzz(count, *, seed=0, memory=True):
     """Read `count` inputs; tracing their memory takes twice as long."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # its note about process groups
     executed, unnamed, done = list[str](), list[str](), collections.Counter[str]()
@@ -87,7 +85,7 @@ def fuzz(count: int, *, seed: int = 0, memory: bool = True) -> Result:
     return Result(dict(done), good, executed, unnamed, slowest, largest, _peak() - before)
 
 
-def run() -> int:
+def run():
     parser = argparse.ArgumentParser(description="Fuzz torch_bridge.load and inspect.")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,5 @@
 """Pickles that use what the unpickler of the standard library can do by itself, for the fuzzer."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 import random
@@ -26,12 +24,12 @@ TEXTS = [*NAMES, "storage", "0", "", "w", "module.w", "a" * 300, "\ud800", "cpu"
 COUNTS = [0, 1, 7, 255, 300, 65_536, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 
 
-def named(dice: Dice) -> bytes:
+def named(dice):
     """A global, most often one that is allowed."""
     return files.glob(*dice.choice(GLOBALS[:-2] if dice.random() < 0.95 else GLOBALS))
 
 
-def any_value(dice: Dice, depth: int = 0) -> bytes:
+def any_value(dice, depth=0):
     """A function, an instance, a tensor, a storage or something plain, made of few opcodes."""
     numbers = [0, -1, 1, 3, 2**31, 2**40, 2**62, -(2**62)]
     makers: list[Callable[[], bytes]] = [
@@ -56,7 +54,7 @@ def any_value(dice: Dice, depth: int = 0) -> bytes:
     return dice.choice(makers)()
 
 
-def _state(dice: Dice) -> bytes:
+def _state(dice):
     attributes = b"}(" + b"".join(
         files.text(dice.choice(NAMES)) + any_value(dice, 3) for _ in range(dice.randrange(4))
     )
@@ -64,7 +62,7 @@ def _state(dice: Dice) -> bytes:
     return dice.choice([mapping, b"N" + mapping + b"\x86", mapping + mapping + b"\x86", b"N"])
 
 
-def build(dice: Dice) -> bytes:
+def build(dice):
     """BUILD, SETITEM, APPEND and ADDITEMS on whatever there is, functions included."""
     target = any_value(dice)
     for _ in range(dice.randrange(1, 5)):
@@ -76,7 +74,7 @@ def build(dice: Dice) -> bytes:
     return target
 
 
-def calls(dice: Dice) -> bytes:
+def calls(dice):
     """REDUCE, NEWOBJ, NEWOBJ_EX, OBJ and INST of functions, instances and values."""
     args = files.tup(any_value(dice), any_value(dice))
     function, value = named(dice), any_value(dice)
@@ -88,7 +86,7 @@ def calls(dice: Dice) -> bytes:
     )  # fmt: skip
 
 
-def memo(dice: Dice) -> bytes:
+def memo(dice):
     """Entries of the memo that are far away, missing, overwritten, or hold each other."""
     body = b"]"
     for _ in range(dice.randrange(1, 60)):
@@ -104,7 +102,7 @@ def memo(dice: Dice) -> bytes:
     return body
 
 
-def deep(dice: Dice) -> bytes:
+def deep(dice):
     """Containers, arguments, states and keys in each other."""
     depth = 100_000 if dice.random() < 0.03 else dice.choice([5, 40, 90, 100, 101, 2_000])
     start, end = dice.choice(
@@ -115,7 +113,7 @@ def deep(dice: Dice) -> bytes:
     return start * depth + b"N" + end * depth
 
 
-def huge(dice: Dice) -> bytes:
+def huge(dice):
     """Integers, text and bytes that are large, or say that they are."""
     size = dice.choice([0, 1, 255, 256, 5_000, 400_000])
     raw = dice.choice([b"\x7f", b"a", b"\xff", "\u00e9".encode(), "\U0001f600".encode()]) * size
@@ -128,7 +126,7 @@ def huge(dice: Dice) -> bytes:
     return dice.choice([made, b"}" + made + b"Ns", made + b"q\x00" + b"h\x00\x86" * 50])
 
 
-def odd(dice: Dice) -> bytes:
+def odd(dice):
     """Extension codes, frames, buffers, persistent ids, and opcodes of protocol 0."""
     number = struct.pack("<Q", dice.choice(COUNTS) % 2**64)
     found = [
@@ -155,14 +153,14 @@ HASHES: list[Callable[[int], Any]] = [
 ]
 
 
-def _key(value: Any) -> bytes:
+def _key(value):
     """Without the memo, which would make equal keys one."""
     if isinstance(value, tuple):
         return b"(" + b"".join(map(_key, value)) + b"t"
     return files.text(value) if isinstance(value, str) else pickle.dumps(value, 4)[2:-1]
 
 
-def colliding_keys(dice: Dice) -> bytes:
+def colliding_keys(dice):
     """Dictionaries and sets whose keys meet each other, in place of one entry."""
     count = dice.choice([2, 2, 7, 7, 40, 300, 300, 5_000, 5_000, 17_000])
     makers = dice.sample(HASHES, dice.choice([1, 1, 2]))
@@ -186,7 +184,7 @@ def colliding_keys(dice: Dice) -> bytes:
 OPCODES = [opcode for opcode in pickletools.opcodes if opcode.code not in "."]
 
 
-def any_opcodes(dice: Dice) -> bytes:
+def any_opcodes(dice):
     """Any opcode behind any other, with arguments that can be read."""
     body = b""
     for _ in range(dice.randrange(1, 40)):
@@ -213,7 +211,7 @@ BODIES: dict[str, Callable[[Dice], bytes]] = {
 }
 
 
-def unpickler_input(dice: Dice, kind: str) -> bytes:
+def unpickler_input(dice, kind):
     """One file whose pickle has such a body in one entry, or as a whole."""
     body = BODIES[kind](dice)
     name = dice.choice(["state_dict", "extra", "optimizer", "comm_hook_state", "comm_hook", ""])

@@ -3,8 +3,6 @@
 Each table maps what is wrong to the bytes and to a part of what the error must say.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle
@@ -15,19 +13,19 @@ import zipfile
 import numpy as np
 import torch
 import torch_files as files
-from bad_pickles import SYSTEM, Table
+from bad_pickles import SYSTEM
 from torch_files import STORAGES, archive, whole
 
 MODEL = {"w": torch.zeros(3)}
 
 
-def flipped(raw: bytes, position: int, bit: int) -> bytes:
+def flipped(raw, position, bit):
     changed = bytearray(raw)
     changed[position] ^= 1 << bit
     return bytes(changed)
 
 
-def damaged() -> Table:
+def damaged():
     """70 files that are cut short, and 100 with one bit flipped where it is read."""
     random, good = np.random.RandomState(0), files.saved(files.documented())
     found = {f"cut at {k}": good[:k] for k in random.randint(1, len(good) - 1, 70)}
@@ -43,7 +41,7 @@ def damaged() -> Table:
     return {name: (raw, "xpected") for name, raw in found.items()}
 
 
-def foreign() -> Table:
+def foreign():
     """Files of other kinds, and documents of torch's that are no checkpoint."""
     npz, tar, other = io.BytesIO(), io.BytesIO(), io.BytesIO()
     np.savez(npz, a=np.zeros(3))

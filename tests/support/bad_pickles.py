@@ -5,8 +5,6 @@ run creates the canary file. Each table maps what a file does to its bytes and t
 must say: of `UnsafeCheckpoint` the global, else a part of the sentence.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile
@@ -37,7 +35,7 @@ torch:serialization.os.system builtins:__import__.__call__ collections:OrderedDi
 """
 
 
-def unsafe() -> Table:
+def unsafe():
     """Calls of what is not on the allow-list, wherever a checkpoint has room for a value."""
     found = {}
     for name in CALLED.split():
@@ -72,7 +70,7 @@ def unsafe() -> Table:
     }
 
 
-def tricks() -> Table:
+def tricks():
     """What the unpickler of the standard library could be made to do with harmless objects."""
     tensor, plain = files.tensor_call(), glob("collections", "OrderedDict")
     bodies = {
@@ -140,17 +138,17 @@ def tricks() -> Table:
 # --- what would take hours or gigabytes -------------------------------------------------------
 
 
-def _kept(*values: bytes) -> bytes:
+def _kept(*values):
     """Values in the memo, from 0 on, and none on the stack."""
     return b"".join(value + put(index) + POP for index, value in enumerate(values))
 
 
-def _doubling(start: bytes, times: int = 60) -> bytes:
+def _doubling(start, times=60):
     """A pair of a pair of ... of one value."""
     return _kept(start, *(get(k) * 2 + b"\x86" for k in range(times))) + get(times)
 
 
-def _endless() -> dict[str, bytes]:
+def _endless():
     """A value of endless ``repr`` where a message could show it."""
     found = {}
     for kind, value in (("deep", DEEP), ("doubling", _doubling(b")"))):
@@ -165,7 +163,7 @@ def _endless() -> dict[str, bytes]:
     return found
 
 
-def _keys() -> dict[str, bytes]:
+def _keys():
     """Keys that have one hash, are huge, or are nested, in every container."""
     ones = [integer(1 + k * (2**61 - 1)) for k in range(8)]
     tuples = (b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN"
@@ -186,7 +184,7 @@ def _keys() -> dict[str, bytes]:
     }
 
 
-def _copied() -> dict[str, bytes]:
+def _copied():
     """Small calls that copy one large value again and again, or each make something large."""
     expanded = files.tensor_call(
         size=(25 << 20,), stride=(0,), source=files.storage("1", 24, ("torch", "ByteStorage"))
@@ -218,13 +216,13 @@ def _copied() -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def amplified() -> Table:
+def amplified():
     """Files that a naive reader would take hours or gigabytes for, within one entry."""
     bodies = _endless() | _keys() | _copied()
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
 
 
-def packed() -> Table:
+def packed():
     """Small archives whose contents would unpack to far more: refused by `max_bytes`."""
     words = b"B" + struct.pack("<I", 2496) + bytes(2496)
     dtype = call(glob("numpy", "dtype"), text("u4"))
@@ -255,7 +253,7 @@ def packed() -> Table:
     return {name: (raw, "max_bytes") for name, raw in found.items()}
 
 
-def _directory(count=200_000) -> bytes:
+def _directory(count=200_000):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", whole(b"}"))

@@ -3,17 +3,13 @@
 What stands in loops and branches, which takes a reader of whole programs, is the library's.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import types
-from typing import Any
 
 import jax
 
 import jaxcomp
-from jaxcomp.types import Collective
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
 Sent = tuple[str, str, int]
@@ -22,13 +18,13 @@ _LINE = re.compile(
 )
 
 
-def text(function: Any, *arguments: Any) -> str:
+def text(function, *arguments):
     """The program of a function, which may be jitted; see test_reducer_bytes.py for a user's."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return jitted.lower(*arguments).compile().as_text()
 
 
-def collectives(compiled: str) -> list[Sent]:
+def collectives(compiled):
     """(operation, element type, number of values) of every result of every collective."""
     return [
         (found[2], dtype, math.prod(int(n) for n in dims.split(",") if n))
@@ -37,15 +33,15 @@ def collectives(compiled: str) -> list[Sent]:
     ]
 
 
-def read(compiled: str, mesh: Any = None) -> tuple[Collective, ...]:
+def read(compiled, mesh=None):
     """What `jaxcomp.collectives` finds in the text of a program."""
     mesh = mesh or jax.sharding.AbstractMesh((8,), ("devices",))
     return jaxcomp.collectives(types.SimpleNamespace(as_text=lambda: compiled), mesh=mesh)
 
 
-def results(found: Collective) -> list[Sent]:
+def results(found):
     return [(found.kind, dtype, values) for dtype, values in found.arrays]
 
 
-def sent_bytes(found: list[Sent]) -> int:
+def sent_bytes(found):
     return sum(BYTES[dtype] * values for _, dtype, values in found)

@@ -1,14 +1,10 @@
 """The processes of a training job, with the arguments of a user, and what they say."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from paths import LANGUAGE_MODEL
 
@@ -17,7 +13,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["orbax.checkpoint", "flax.linen", "optax"])
 
 
-def _run(said: str, arguments: list[str], environment: dict[str, str]) -> None:
+def _run(said, arguments, environment):
     file = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -32,14 +28,7 @@ def _run(said: str, arguments: list[str], environment: dict[str, str]) -> None:
 class Job:
     """So many processes of examples/language_model/train.py; a context that leaves none behind."""
 
-    def __init__(
-        self,
-        processes: int,
-        directory: Path,
-        *arguments: object,
-        scheduler: Callable[[int], dict[str, str]] | None = None,
-        each: Sequence[Sequence[str]] = (),
-    ):
+    def __init__(self, processes, directory, *arguments, scheduler=None, each=()):
         """`each` are further arguments of each process.
 
         `scheduler` gives the variables by which a scheduler tells a process who the others are;
@@ -62,21 +51,21 @@ class Job:
             process.start()
             self.processes.append(process)
 
-    def __enter__(self) -> Job:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for process in self.processes:
             process.kill()
             process.join()
 
-    def said(self, index: int = 0) -> str:
+    def said(self, index=0):
         return self._said[index].read_text()
 
-    def signal(self, number: int, index: int = 0) -> None:
+    def signal(self, number, index=0):
         os.kill(self.processes[index].pid, number)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
+    def wait_until(self, condition, seconds=300):
         """Returns when the condition holds; fails when no process runs any more, or too late."""
         end = time.monotonic() + seconds
         while not condition():
@@ -86,7 +75,7 @@ class Job:
             assert time.monotonic() < end, said
             time.sleep(0.02)
 
-    def codes(self, seconds: float = 300) -> list[int | None]:
+    def codes(self, seconds=300):
         """The exit codes, once all have ended; None of one that has not by then."""
         end = time.monotonic() + seconds
         for process in self.processes:

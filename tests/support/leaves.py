@@ -1,9 +1,5 @@
 """Trees of the tests: few shapes, so that what is compiled for one test serves the others."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -15,16 +11,16 @@ COMPRESSED = ("conv", "dense", "embedding")
 SMALL = {"dense": (24, 16), "bias": (16,)}
 
 
-def zeros(shapes: Any = SHAPES, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def zeros(shapes=SHAPES, dtype=np.float32):
     return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
 
 
-def zeros_of_one(grads: Any) -> Any:
+def zeros_of_one(grads):
     """Parameters for gradients ``(n, steps, *shape)``."""
     return jax.tree.map(lambda g: np.zeros(g.shape[2:], g.dtype), grads)
 
 
-def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: int = 0) -> Any:
+def random_grads(shapes, n, steps, seed=0):
     """Normal gradients ``(n, steps, *shape)`` with a part in common to all."""
     rng = np.random.default_rng(seed)
     return {
@@ -35,21 +31,21 @@ def random_grads(shapes: dict[str, tuple[int, ...]], n: int, steps: int, seed: i
     }
 
 
-def with_value(x: Any, index: Any, value: float) -> np.ndarray:
+def with_value(x, index, value):
     """A copy of `x` with another value at `index`."""
     x = np.array(x)
     x[index] = value
     return x
 
 
-def by_layer(path: Any, leaf: Any) -> MatrixDims | None:
+def by_layer(path, leaf):
     """Each matrix of a stack by itself, and everything else by the default rule."""
     if leaf.ndim == 3:
         return MatrixDims(batch=(0,), rows=(2,), cols=(1,))
     return default_matrix_dims(path, leaf)
 
 
-def as_matrix(name: str, x: Any) -> np.ndarray:
+def as_matrix(name, x):
     """(rows, cols) of a leaf of SHAPES by the documented rule, written without the library."""
     x = np.asarray(x, np.float64)
     if name == "embedding":

@@ -1,9 +1,5 @@
 """Training loops of several replicas whose parameters differ, under each of JAX's mappings."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +10,15 @@ SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
 
 
-def towards(params: Any, target: Any) -> Any:
+def towards(params, target):
     """The gradient of ``|params - target|^2 / 2``."""
     return jax.tree.map(lambda p, t: p - t, params, target)
 
 
-def step_of(optimizer: optax.GradientTransformation) -> Any:
+def step_of(optimizer):
     """A step `towards` a target, for a round; it returns its parameters besides."""
 
-    def step(params: Any, state: Any, target: Any) -> Any:
+    def step(params, state, target):
         updates, state = optimizer.update(towards(params, target), state, params)
         params = optax.apply_updates(params, updates)
         return params, state, params
@@ -30,7 +26,7 @@ def step_of(optimizer: optax.GradientTransformation) -> Any:
     return step
 
 
-def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = towards) -> Any:
+def run(mapping, tx, params, targets, gradient=towards):
     """Trains every replica towards its own targets ``(n, steps, *shape)``, an update for each.
 
     In NumPy: the parameters after every step, ``(n, steps, *shape)``, and the final state as the
@@ -39,7 +35,7 @@ def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = toward
     n = jax.tree.leaves(targets)[0].shape[0]
     state, specs = start(mapping, tx.init(params), n)
 
-    def step(own: Any, state: Any) -> Any:
+    def step(own, state):
         params, target = own
         updates, state = tx.update(gradient(params, target), state, params)
         return optax.apply_updates(params, updates), state
@@ -56,14 +52,7 @@ def run(mapping: str, tx: Any, params: Any, targets: Any, gradient: Any = toward
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *trajectory), jax.device_get(state)
 
 
-def rounds(
-    round_: Any,
-    params: Any,
-    targets: Any,
-    state: Any = None,
-    mapping: str = "shard_map",
-    weights: Any = None,
-) -> Any:
+def rounds(round_, params, targets, state=None, mapping="shard_map", weights=None):
     """Rounds of `local_sgd_round` over ``(n, steps, *shape)`` targets, in one compiled program.
 
     From a consolidated state, by default ``round_.init(params)``: the parameters as each device has
@@ -72,10 +61,10 @@ def rounds(
     n, steps = jax.tree.leaves(targets)[0].shape[:2]
     state, specs = start(mapping, round_.init(params) if state is None else state, n)
 
-    def train(own: Any, state: Any, params: Any) -> Any:
+    def train(own, state, params):
         targets, weight = own
 
-        def one(carry: Any, batches: Any) -> Any:
+        def one(carry, batches):
             params, state, ends = round_(*carry, batches, weight=weight)
             return (params, state), ends
 
@@ -94,17 +83,7 @@ def rounds(
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def in_numpy(
-    start: Any,
-    targets: Any,
-    period: int,
-    turn: int = 0,
-    delay: int = 0,
-    alpha: float = 0.0,
-    *,
-    inner: float = 0.0,
-    outer: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:
+def in_numpy(start, targets, period, turn=0, delay=0, alpha=0.0, *, inner=0.0, outer=True):
     """One fragment under Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
 
     An average is used `period` steps after the last, first after the step `turn` (counted from 1, 0

@@ -7,8 +7,6 @@ must still be there, and the losses be those of a run that nothing happened to, 
 The disk that fills up is a small tmpfs, which takes root to mount.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -18,10 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,25 +39,25 @@ MODEL += ["--batch-size", 8, "--start-step", 2, "--eval-sequences", 16]
 RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
 
 
-def curve(log: Path) -> dict[int, tuple[float, float, int]]:
+def curve(log):
     """By step the loss, the held-out loss where there is one, and the bytes sent so far."""
     _, *records = [json.loads(line) for line in log.read_text().splitlines()]
     return {r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records}
 
 
-def saved(directory: Path) -> list[int]:
+def saved(directory):
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def start(here: Path, processes: int) -> Job:
+def start(here, processes):
     """Processes of two devices in all that begin a run in `here`, or continue it."""
     (here / "run").mkdir(exist_ok=True)
     files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
     return Job(processes, here, *RUN, *files, "--devices", 2 // processes)
 
 
-def finish(here: Path, expected: dict, at_least: int, processes: int) -> None:
+def finish(here, expected, at_least, processes):
     """Starts again, and compares with the run that nothing happened to."""
     newest = (saved(here / "run") or [0])[-1]
     assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
@@ -72,7 +68,7 @@ def finish(here: Path, expected: dict, at_least: int, processes: int) -> None:
     assert curve(here / "log") == expected
 
 
-def signalled(here: Path, number: int, after: float, expected: dict, processes: int) -> str:
+def signalled(here, number, after, expected, processes):
     """Sends a signal to the last process; says the exit codes, and how long all lived then."""
     with start(here, processes) as job:
         time.sleep(after)
@@ -86,7 +82,7 @@ def signalled(here: Path, number: int, after: float, expected: dict, processes: 
     return f"{codes} after {took:.1f} s, step {before} was saved before"
 
 
-def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
+def full_disk(here, size, expected, processes):
     """Saves on a disk of so many kilobytes, and again when it is larger; how the first ended."""
     disk = here / "run"
     disk.mkdir()
@@ -107,13 +103,13 @@ def full_disk(here: Path, size: int, expected: dict, processes: int) -> str:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def fresh() -> Any:
+def fresh():
     given = vars(train.parser().parse_args([*map(str, RUN)]))
     config = RunConfig(**{field.name: given[field.name] for field in fields(RunConfig)})
     return Run(config, Mesh(jax.devices()[:1], (AXIS,))).consolidated()
 
 
-def restored(directory: Path, like: Any, must_equal: dict[str, Any]) -> Any:
+def restored(directory, like, must_equal):
     """The newest checkpoint, and what was stored beside it."""
     checkpoints = Checkpoints(directory, keep=2, resume=True)
     try:
@@ -122,13 +118,13 @@ def restored(directory: Path, like: Any, must_equal: dict[str, Any]) -> Any:
         checkpoints.close()
 
 
-def files_of(checkpoint: Path) -> list[tuple[Path, int]]:
+def files_of(checkpoint):
     """Of a saved step those that have bytes, and how many."""
     sizes = {path: path.stat().st_size for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     return [(path, size) for path, size in sizes.items() if size]
 
 
-def flipped(spots: list[tuple[Path, int, int]], read: Callable[[], Any]) -> list[str]:
+def flipped(spots, read):
     """Flips one bit (file, byte, bit) after another; the errors of `read`, else nothing changes."""
     errors, whole = list[str](), jax.tree.leaves(read())
     for file, byte, bit in spots:
@@ -144,7 +140,7 @@ def flipped(spots: list[tuple[Path, int, int]], read: Callable[[], Any]) -> list
     return errors
 
 
-def random_bits(directory: Path, count: int) -> str:
+def random_bits(directory, count):
     """Flips bits of the newest checkpoint: how many were refused, all by its name."""
     rng, newest, like = np.random.default_rng(0), directory / str(saved(directory)[-1]), fresh()
     files = files_of(newest)
@@ -155,7 +151,7 @@ def random_bits(directory: Path, count: int) -> str:
     return f"{len(refused)} of {count} flipped bits were refused, the others changed nothing"
 
 
-def main() -> None:
+def main():
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--each", type=int, default=2, help="SIGKILLs, and SIGTERMs")
     p.add_argument("--disks", type=int, default=0, help="full disks; takes root")
@@ -166,7 +162,7 @@ def main() -> None:
         root = Path(name)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
 
-        def place(what: str) -> Path:
+        def place(what):
             (root / what).mkdir()
             return root / what
 

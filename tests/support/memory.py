@@ -1,7 +1,5 @@
 """What tracing and compiling cost a process that does it all day, and how to pay less."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -22,7 +20,7 @@ _contexts = threading.local()
 _OBJECTS_BEFORE_COLLECTION = 200_000
 
 
-def save_time() -> None:
+def save_time():
     """Collects garbage less often, and lowers programs in one MLIR context a thread.
 
     JAX makes a context with all dialects for every program, and drops it: 5 ms of the 14 that an
@@ -35,7 +33,7 @@ def save_time() -> None:
     if not make or inspect.signature(make).parameters:
         return
 
-    def of_this_thread() -> Any:
+    def of_this_thread():
         local = _contexts  # another thread may forget meanwhile
         if not hasattr(local, "context"):
             local.context = make()
@@ -44,19 +42,19 @@ def save_time() -> None:
     mlir.make_ir_context = of_this_thread
 
 
-def has_grown() -> bool:
+def has_grown():
     """Whether much was compiled since programs were dropped last."""
     return resident() > _left + _GROWTH
 
 
-def resident() -> int:
+def resident():
     """Bytes of this process in memory; 0 where the system does not say."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     return 0
 
 
-def forget() -> None:
+def forget():
     """Drops all programs. What is needed again comes from the compilation cache."""
     global _left, _contexts
     forget_programs()

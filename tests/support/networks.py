@@ -4,7 +4,7 @@ from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import parse_rate
 
 
-def work_here() -> bool:
+def work_here():
     """Whether there are shaped networks: root alone does not say so."""
     try:
         check_available()

@@ -1,19 +1,15 @@
 """The ranks of a torch job over gloo, which share what importing torch costs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(worker: Callable[..., None], world: int, *arguments: Any) -> None:
+def run_ranks(worker, world, *arguments):
     """Calls ``worker(rank, *arguments)`` in as many processes; for the main program of a script.
 
     They are a process group, with a thread each. Gloo meets through a file, so that no port need
@@ -31,7 +27,7 @@ def run_ranks(worker: Callable[..., None], world: int, *arguments: Any) -> None:
         mp.start_processes(_rank, args=given, nprocs=world, start_method="fork")
 
 
-def _rank(rank: int, worker: Callable[..., None], world: int, store: str, arguments: Any) -> None:
+def _rank(rank, worker, world, store, arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     worker(rank, *arguments)

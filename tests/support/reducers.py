@@ -1,10 +1,7 @@
 """Every reducer of the package, every way in which one of them goes, and one of a user's own."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +21,10 @@ quantized = functools.cache(functools.partial(jaxcomp.quantized_allreduce, axis_
 feedback = jaxcomp.error_feedback
 
 
-def users_own(check: bool = True) -> jaxcomp.Reducer:
+def users_own(check=True):
     """Sends gradients in float16 and counts, as a user would write it: with our blocks, or bare."""
 
-    def reduce(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def reduce(updates, state, params=None, **extra_args):
         assert "weight" not in extra_args  # which the door has multiplied in
         if not check:
             mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
@@ -72,6 +69,6 @@ BARE = {
 
 
 @functools.cache
-def reducer(name: str, start: int = 0) -> jaxcomp.Reducer:
+def reducer(name, start=0):
     """Always the same one, so that tests of the same shapes share what is compiled for it."""
     return (REDUCERS | BARE)[name](start)

@@ -1,26 +1,22 @@
 """PowerSGD in NumPy, written from the paper's Algorithms 1 and 2; float64, one matrix at a time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 from rounding import rounding
 
 
-def orthogonalize(matrix: np.ndarray) -> np.ndarray:
+def orthogonalize(matrix):
     return np.linalg.qr(matrix)[0]
 
 
 class Reference:
     """State of one ``(rows, cols)`` matrix on every replica."""
 
-    def __init__(self, replicas: int, rows: int, cols: int, q: np.ndarray):
+    def __init__(self, replicas, rows, cols, q):
         self.residual = np.zeros((replicas, rows, cols))
         self.q = np.asarray(q, np.float64)
         self.condition = self.largest = 0.0  # of what was orthogonalised, of what was multiplied
 
-    def step(self, gradients: np.ndarray, decay: float = 1.0) -> np.ndarray:
+    def step(self, gradients, decay=1.0):
         """Local gradients ``(replicas, rows, cols)`` to the output ``(rows, cols)``."""
         m = gradients + decay * self.residual
         left = (m @ orthogonalize(self.q)).sum(0)
@@ -33,14 +29,7 @@ class Reference:
         return p @ self.q.T
 
 
-def assert_steps(
-    gradients: np.ndarray,
-    outputs: np.ndarray,
-    residual: np.ndarray,
-    q: Any,
-    worst: float = np.inf,
-    dtype: Any = None,
-) -> tuple[np.ndarray, float]:
+def assert_steps(gradients, outputs, residual, q, worst=np.inf, dtype=None):
     """Asserts that ``(replicas, steps, rows, cols)`` gave such outputs and left such residuals.
 
     Up to rounding, for conditions of at most `worst` and residuals in `dtype`; returns the last

@@ -1,14 +1,11 @@
 """Tolerances from arithmetic: what rounding may do, never what one processor happened to do."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 
-def rounding(*sums: int, largest: Any = 1.0, dtype: Any = "float32", condition: float = 1) -> float:
+def rounding(*sums, largest=1.0, dtype="float32", condition=1):
     r"""How far a value may be off after a chain of sums, or of products of matrices.
 
     With `n` terms in all it is at most :math:`\lambda \sqrt{n} u` of the largest value, but for a

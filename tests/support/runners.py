@@ -4,14 +4,11 @@ One step is compiled and called for every step; each of these runs also asserts 
 structure, shapes and dtypes, so that one compilation serves every step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from leaves import zeros_of_one
 from xla import optimised as as_users_get_it
 
@@ -21,49 +18,40 @@ MAPPINGS = ("vmap", "pmap", "shard_map")
 AXIS, WHOLE = "data", jax.P()
 
 
-def mesh_of(n: int, axis: str = AXIS) -> Mesh:
+def mesh_of(n, axis=AXIS):
     return jax.make_mesh((n,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
 
 
-def sharded(mesh: Mesh | int, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def sharded(mesh, function, in_specs, out_specs, **options):
     """A jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
     mesh = mesh_of(mesh) if isinstance(mesh, int) else mesh
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.jit(jax.shard_map(function, mesh=mesh, **specs, **options))
 
 
-def first(tree: Any) -> Any:
+def first(tree):
     """This replica's entry of arrays with a leading axis of length 1."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def stack(tree: Any, n: int) -> Any:
+def stack(tree, n):
     """What a script gets from flax.jax_utils.replicate."""
     return jax.tree.map(lambda x: np.broadcast_to(x, (n, *np.shape(x))), jax.device_get(tree))
 
 
-def spread(tree: Any, n: int) -> Any:
+def spread(tree, n):
     """Arrays ``(n, ...)``, one entry on each device: placed as the outputs of pmap are."""
     return jax.device_put(tree, jax.NamedSharding(mesh_of(n), jax.P(AXIS)))
 
 
-def steps_of(grads: Any) -> list[Any]:
+def steps_of(grads):
     """Trees of ``(n, *shape)`` from one of ``(n, steps, *shape)``."""
     grads = jax.device_get(grads)
     count = jax.tree.leaves(grads)[0].shape[1]
     return [jax.tree.map(lambda g, t=t: np.asarray(g[:, t]), grads) for t in range(count)]
 
 
-def simulate(
-    mapping: str,
-    tx: Any,
-    grads: Any,
-    state: Any = None,
-    params: Any = None,
-    *,
-    optimised: bool = False,
-    **extra: Any,
-) -> Any:
+def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **extra):
     """Feeds gradients ``(n, steps, *shape)`` to `tx` over AXIS, in one program compiled for a step.
 
     It begins with a consolidated state, by default the initial one, and may be compiled as for a
@@ -93,7 +81,7 @@ def simulate(
     return _stacked(outputs), treedef.unflatten(shared)
 
 
-def start(mapping: str, state: Any, n: int) -> Any:
+def start(mapping, state, n):
     """A consolidated state as the first step takes it, placed as by a step; and its specs."""
     if mapping == "shard_map":
         return jaxcomp.shard_state(state, mesh_of(n), AXIS), jaxcomp.state_specs(state, AXIS)
@@ -101,16 +89,16 @@ def start(mapping: str, state: Any, n: int) -> Any:
     return spread(state, n) if mapping == "pmap" else state, None
 
 
-def _stacked(outputs: list[Any]) -> Any:
+def _stacked(outputs):
     return jax.tree.map(lambda *x: np.stack(x), *outputs)
 
 
-def _replicated(x: np.ndarray) -> np.ndarray:
+def _replicated(x):
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     return x[0]
 
 
-def types_of(tree: Any) -> tuple[Any, ...]:
+def types_of(tree):
     """Structure, shapes and dtypes, to compare."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(jax.dtypes.result_type(x))) for x in leaves)
@@ -119,13 +107,11 @@ def types_of(tree: Any) -> tuple[Any, ...]:
 _programs: dict[Any, Any] = {}
 
 
-def forget_programs() -> None:
+def forget_programs():
     _programs.clear()
 
 
-def _compiled(
-    mapping: str, tx: Any, n: int, specs: Any, arguments: Any, optimised: bool
-) -> Callable[..., Any]:
+def _compiled(mapping, tx, n, specs, arguments, optimised):
     """The executable of one step; the same one for the same transformation and shapes."""
     key = (mapping, tx, n, optimised, types_of(arguments))
     if key not in _programs:
@@ -139,16 +125,14 @@ def _compiled(
     return _programs[key]
 
 
-def _mapped(mapping: str, tx: Any, n: int, specs: Any) -> Any:
-    def step(grads: Any, state: Any, params: Any, extra: Any) -> Any:
+def _mapped(mapping, tx, n, specs):
+    def step(grads, state, params, extra):
         return tx.update(grads, state, params, **extra)
 
     return over_replicas(mapping, step, n, specs, shared=2)
 
 
-def over_replicas(
-    mapping: str, step: Any, n: int, specs: Any, shared: int = 0, out: Any = WHOLE
-) -> Any:
+def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
     """A step of one replica, from `own` and a state to outputs and a state, as one of all.
 
     What is a replica's own has a leading axis of them, and so have outputs, but for those that are
@@ -161,7 +145,7 @@ def over_replicas(
     if mapping == "pmap":
         return jax.pmap(step, devices=jax.devices()[:n], **over)
 
-    def local(own: Any, state: Any, *rest: Any) -> Any:
+    def local(own, state, *rest):
         found, state = step(first(own), state, *rest)
         lead = lambda x: jax.tree.map(lambda y: y[None], x)  # noqa: E731
         return jax.tree.map(lambda s, x: x if s == WHOLE else lead(x), out, found), state
@@ -169,7 +153,7 @@ def over_replicas(
     return sharded(n, local, (jax.P(AXIS), specs, *[WHOLE] * shared), (out, specs))
 
 
-def lower_update(tx: Any, params: Any, n: int, platforms: Any = None, **extra: Any) -> Any:
+def lower_update(tx, params, n, platforms=None, **extra):
     """One update of `n` replicas, lowered for gradients ``(n, *shape)`` that nobody has to make."""
     params = jax.eval_shape(lambda: params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
@@ -179,6 +163,6 @@ def lower_update(tx: Any, params: Any, n: int, platforms: Any = None, **extra: A
     return traced.lower(lowering_platforms=platforms)
 
 
-def placed(state: Any, n: int) -> Any:
+def placed(state, n):
     """The shapes of a state after shard_state."""
     return jax.eval_shape(lambda state: jaxcomp.stack_replicas(state, n), state)

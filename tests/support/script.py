@@ -1,14 +1,12 @@
 """Another Python, which is expected to end well, and what is waited for meanwhile."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
 
 
-def python(*arguments: object, executable=sys.executable, cwd=None, **environment: str) -> str:
+def python(*arguments, executable=sys.executable, cwd=None, **environment):
     """Runs it with such arguments, and returns what it prints."""
     done = subprocess.run(
         [executable, *map(str, arguments)],

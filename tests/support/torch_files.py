@@ -1,7 +1,5 @@
 """Torch files for the reading tests: good ones, written by torch, and pickles opcode by opcode."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile
@@ -61,13 +59,13 @@ def own_format(**changes):
     } | changes
 
 
-def saved(value, **options) -> bytes:
+def saved(value, **options):
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
 
 
-def archive(data_pkl: bytes, entries=(), compression=zipfile.ZIP_STORED) -> bytes:
+def archive(data_pkl, entries=(), compression=zipfile.ZIP_STORED):
     """A zip as torch lays it out, around any pickle."""
     entries = {"data.pkl": data_pkl, "byteorder": b"little", **dict(entries), "version": b"3\n"}
     buffer = io.BytesIO()
@@ -80,51 +78,51 @@ def archive(data_pkl: bytes, entries=(), compression=zipfile.ZIP_STORED) -> byte
 # --- pickles ----------------------------------------------------------------------------------
 
 
-def glob(module: str, name: str) -> bytes:
+def glob(module, name):
     return f"c{module}\n{name}\n".encode()
 
 
-def stack_glob(module: str, name: str) -> bytes:
+def stack_glob(module, name):
     return text(module) + text(name) + b"\x93"
 
 
-def text(value: str) -> bytes:
+def text(value):
     raw = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def integer(value: int) -> bytes:
+def integer(value):
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
     raw = value.to_bytes(16, "little", signed=True)
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
-def put(index: int) -> bytes:
+def put(index):
     return b"q" + bytes([index])
 
 
-def get(index: int) -> bytes:
+def get(index):
     return b"h" + bytes([index])
 
 
-def tup(*parts: bytes) -> bytes:
+def tup(*parts):
     return b"(" + b"".join(parts) + b"t"
 
 
-def call(function: bytes, *args: bytes) -> bytes:
+def call(function, *args):
     return function + tup(*args) + b"R"
 
 
-def dictionary(**items: bytes) -> bytes:
+def dictionary(**items):
     return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
 
 
-def whole(body: bytes, protocol: int = 2) -> bytes:
+def whole(body, protocol=2):
     return b"\x80" + bytes([protocol]) + body + b"."
 
 
-def storage(key="0", numel=6, kind=("torch", "FloatStorage")) -> bytes:
+def storage(key="0", numel=6, kind=("torch", "FloatStorage")):
     return tup(text("storage"), glob(*kind), text(key), text("cpu"), integer(numel)) + b"Q"
 
 
@@ -132,18 +130,18 @@ STORAGES = {"data/0": bytes(24), "data/1": bytes(24)}
 EMPTY = call(glob("collections", "OrderedDict"))
 
 
-def tensor_call(source=None, offset=0, size=(2, 3), stride=(3, 1), hooks=EMPTY) -> bytes:
+def tensor_call(source=None, offset=0, size=(2, 3), stride=(3, 1), hooks=EMPTY):
     ints = lambda values: tup(*map(integer, values))  # noqa: E731
     function = glob("torch._utils", "_rebuild_tensor_v2")
     args = (source or storage(), integer(offset), ints(size), ints(stride), b"\x89", hooks)
     return call(function, *args)
 
 
-def pickle_of_tensor(**options) -> bytes:
+def pickle_of_tensor(**options):
     return whole(dictionary(state_dict=dictionary(w=tensor_call(**options))))
 
 
-def beside(body: bytes, name: str = "extra", protocol=4, compression=zipfile.ZIP_STORED) -> bytes:
+def beside(body, name="extra", protocol=4, compression=zipfile.ZIP_STORED):
     """A file with one tensor, and `body` as another entry."""
     document = dictionary(**{"state_dict": dictionary(w=tensor_call()), name: body})
     return archive(whole(document, protocol), STORAGES, compression)

@@ -6,8 +6,6 @@ Runs the cases of its number of processes with the folder's data.npz, and writes
 rank to ``RANK.npz``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib
@@ -32,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 RATE, MOMENTUM = 0.05, 0.9
 
 
-def new_model(data) -> torch.nn.Module:
+def new_model(data):
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     names = ("w1", "b1", "w2", "b2")
     for name, parameter in zip(names, model.parameters(), strict=True):

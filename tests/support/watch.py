@@ -1,12 +1,9 @@
 """What reading a file does: the events of Python's audit hooks, processor time and memory."""
 
-from __future__ import annotations
-
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # What reading a file must never cause.
 FORBIDDEN = {
@@ -24,7 +21,7 @@ class Cost(NamedTuple):
     peak: int  # bytes of memory, where it was traced
 
 
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+def _hook(event, arguments):
     # The C library of the process itself is asked to return freed memory.
     if _SEEN and event in FORBIDDEN and arguments != (None,):
         _SEEN[-1].append(f"{event} {arguments!r:.100}")
@@ -33,7 +30,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_hook)  # which nothing removes
 
 
-def watched(call: Callable[[], object], *, memory: bool = True) -> Cost:
+def watched(call, *, memory=True):
     """Call it, and say what it did; tracing memory takes most of the time."""
     error = None
     if memory:

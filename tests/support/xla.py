@@ -6,8 +6,6 @@ about the program itself, its collectives and memory, uses `users_program`, and 
 asserted about bits and numbers that are none.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from typing import Any
@@ -27,7 +25,7 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 1
 _OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
-def compile_quickly(cache: str) -> None:
+def compile_quickly(cache):
     """To be called before JAX starts; processes that the tests start inherit it.
 
     Args:
@@ -40,11 +38,11 @@ def compile_quickly(cache: str) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
-def users_program(lowered: Any) -> Any:
+def users_program(lowered):
     """The program that a user gets, in text and memory; its machine code is not optimised."""
     return lowered.compile(compiler_options=_USERS_PROGRAM)
 
 
-def optimised(lowered: Any) -> Any:
+def optimised(lowered):
     """The executable that a user gets."""
     return lowered.compile(compiler_options=_USERS_PROGRAM | _OPTIMISED)

@@ -103,7 +103,7 @@ LAYERS = {
 }
 
 
-def close(ours, theirs) -> None:
+def close(ours, theirs):
     ours, theirs = (np.asarray(x) for x in (ours, theirs))
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(ours.reshape(theirs.shape), theirs, atol=1e-5 * scale, rtol=0)

@@ -18,7 +18,7 @@ from torch_bridge._base.tensors import tied
 
 @pytest.fixture
 def put(tmp_path):
-    def write(raw: bytes, name: str = "file.pt") -> pathlib.Path:
+    def write(raw, name="file.pt"):
         path = tmp_path / name
         path.write_bytes(raw)
         return path

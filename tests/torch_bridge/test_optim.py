@@ -30,7 +30,7 @@ def _standard_promotion():
         yield
 
 
-def network() -> torch.nn.Module:
+def network():
     """Two layers, each by itself: gradients are given."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(5, 4, bias=False))
