@@ -60,7 +60,7 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     tiny = asdict(replace(TINY, layers=1))
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in tiny.items()]
     setting += ["--rates", "100mbit", "--samples", "2", "--out", str(tmp_path / "out")]
-    timed_run = "jax/powersgd-1-int6-every-2"
+    timed_run = "jax/local-sgd-2"
     code = command.main([*setting, "--runs", "jax/allreduce,torch/allreduce"])
     code = code or command.main([*setting, "--runs", timed_run, "--times"])
     if not networks.work_here():
