@@ -113,6 +113,7 @@ def tricks():
         "a list that holds itself": b"]" + put(0) + get(0) + b"a",
         "a list that is filled after it was shown": b"]" + put(0) + b"]" + get(0) + b"aK\x01"
         + get(0) + b"K\x01a",
+        "150 lists in each other": b"]" * 150 + b"a" * 149,
         "an array of objects": call(glob("numpy", "dtype"), text("O8")),
     }  # fmt: skip
     views = {
