@@ -73,7 +73,7 @@ def _spliced(dice, ops, cut, times, new):
     return [*ops[:where], *again, *([any_value(dice)] if new else []), *ops[where + cut :]]
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "opcode inserted": lambda dice, ops: _spliced(dice, ops, 0, [0], new=True),
     "opcodes deleted": lambda dice, ops: _spliced(dice, ops, dice.randrange(1, 4), [0], new=False),
     "opcode replaced": lambda dice, ops: _spliced(dice, ops, 1, [0], new=True),

@@ -4,8 +4,6 @@ import pickle
 import pickletools
 import random
 import struct
-from collections.abc import Callable
-from typing import Any
 
 import torch_files as files
 
@@ -32,7 +30,7 @@ def named(dice):
 def any_value(dice, depth=0):
     """A function, an instance, a tensor, a storage or something plain, made of few opcodes."""
     numbers = [0, -1, 1, 3, 2**31, 2**40, 2**62, -(2**62)]
-    makers: list[Callable[[], bytes]] = [
+    makers = [
         lambda: dice.choice([b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"C\x03abc", b"(lK\x01a"]),
         lambda: files.integer(dice.choice(numbers)),
         lambda: b"G" + struct.pack(">d", dice.choice([0.0, 1e300, float("nan")])),
@@ -142,7 +140,7 @@ def odd(dice):
 
 
 # Keys of one hash, equal ones, and text that is equal once it is escaped, unescaped or unwrapped.
-HASHES: list[Callable[[int], Any]] = [
+HASHES = [
     lambda k: 7 + k % 8 * (2**61 - 1),
     lambda k: k << 40,
     lambda k: tuple(-1 - (k >> place & 1) for place in range(8)),
@@ -200,7 +198,7 @@ def any_opcodes(dice):
     return body
 
 
-BODIES: dict[str, Callable[[Dice], bytes]] = {
+BODIES = {
     "BUILD": build,
     "calls": calls,
     "memo": memo,

@@ -7,6 +7,7 @@ import sys
 import time
 
 from paths import LANGUAGE_MODEL
+from script import wait_for
 
 # Each is forked from a process that has imported what takes seconds, and computed nothing.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -66,14 +67,12 @@ class Job:
         os.kill(self.processes[index].pid, number)
 
     def wait_until(self, condition, seconds=300):
-        """Returns when the condition holds; fails when no process runs any more, or too late."""
-        end = time.monotonic() + seconds
-        while not condition():
-            running = any(process.is_alive() for process in self.processes)
-            said = [self.said(i)[-1000:] for i in range(len(self.processes))]
-            assert running, said
-            assert time.monotonic() < end, said
-            time.sleep(0.02)
+        wait_for(
+            condition,
+            running=lambda: any(process.is_alive() for process in self.processes),
+            seconds=seconds,
+            said=lambda: [self.said(i)[-1000:] for i in range(len(self.processes))],
+        )
 
     def codes(self, seconds=300):
         """The exit codes, once all have ended; None of one that has not by then."""

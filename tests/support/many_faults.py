@@ -126,7 +126,7 @@ def files_of(checkpoint):
 
 def flipped(spots, read):
     """Flips one bit (file, byte, bit) after another; the errors of `read`, else nothing changes."""
-    errors, whole = list[str](), jax.tree.leaves(read())
+    errors, whole = [], jax.tree.leaves(read())
     for file, byte, bit in spots:
         data = file.read_bytes()
         broken = bytearray(data)

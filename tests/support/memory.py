@@ -8,7 +8,6 @@ import inspect
 import mmap
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 from runners import forget_programs
@@ -28,7 +27,7 @@ def save_time():
     called once.
     """
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, 20, 50)
-    mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
+    mlir = importlib.import_module("jax._src.interpreters.mlir")
     make = getattr(mlir, "make_ir_context", None)
     if not make or inspect.signature(make).parameters:
         return

@@ -1,7 +1,6 @@
 """Every reducer of the package, every way in which one of them goes, and one of a user's own."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ def users_own(check=True):
 
 
 # From the step at which those that begin with exact averages change over.
-REDUCERS: dict[str, Callable[[int], jaxcomp.Reducer]] = {
+REDUCERS = {
     "allreduce": lambda _: allreduce(),
     "allreduce-fp16": lambda _: allreduce(comm_dtype="float16"),
     "allreduce-bf16": lambda _: allreduce(comm_dtype=jnp.bfloat16),

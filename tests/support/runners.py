@@ -4,8 +4,6 @@ One step is compiled and called for every step; each of these runs also asserts 
 structure, shapes and dtypes, so that one compilation serves every step.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import AxisType
@@ -104,7 +102,7 @@ def types_of(tree):
     return structure, *((np.shape(x), str(jax.dtypes.result_type(x))) for x in leaves)
 
 
-_programs: dict[Any, Any] = {}
+_programs = {}
 
 
 def forget_programs():

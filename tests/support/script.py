@@ -20,10 +20,10 @@ def python(*arguments, executable=sys.executable, cwd=None, **environment):
     return done.stdout
 
 
-def wait_for(condition, running=lambda: True, seconds=200):
-    """Returns when the condition holds; fails when nothing runs any more, or too late."""
+def wait_for(condition, running=lambda: True, seconds=200, said=lambda: None):
+    """Returns when the condition holds; fails, with what was said, if nothing runs, or too late."""
     end = time.monotonic() + seconds
     while not condition():
-        assert running()
-        assert time.monotonic() < end
+        assert running(), said()
+        assert time.monotonic() < end, said()
         time.sleep(0.02)

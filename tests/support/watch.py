@@ -11,7 +11,7 @@ FORBIDDEN = {
     "os.rename", "os.mkdir", "subprocess.Popen", "shutil.rmtree", "socket.connect", "ctypes.dlopen",
     "pickle.find_class",
 }  # fmt: skip
-_SEEN: list[list[str]] = []  # a list while something is watched
+_SEEN = []  # a list while something is watched
 
 
 class Cost(NamedTuple):

@@ -8,18 +8,17 @@ asserted about bits and numbers that are none.
 
 import importlib.metadata
 import os
-from typing import Any
 
 # Passes over the program as a whole, which decide about collectives, stay as they are. The emitters
 # of fusions take two thirds of the time and 130 MB; jaxlib 0.12 knows no others. A module in one
 # piece takes three quarters of the time of one in 32.
-_QUICK: dict[str, Any] = {
+_QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
 }
-_USERS_PROGRAM: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True}
+_USERS_PROGRAM = {"xla_cpu_use_fusion_emitters": True}
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 12):
     del _QUICK["xla_cpu_use_fusion_emitters"], _USERS_PROGRAM["xla_cpu_use_fusion_emitters"]
 _OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -31,7 +31,7 @@ def conv(n, transposed=False, groups=1):
     name = f"Conv{'Transpose' if transposed else ''}"
     strides = {"stride": 2} if transposed else {}
     module = getattr(tnn, f"{name}{n}d")(4, 6, 3, groups=groups, **strides)
-    more: dict = {"padding": "VALID", "strides": (2,) * n if transposed else (1,) * n}
+    more = {"padding": "VALID", "strides": (2,) * n if transposed else (1,) * n}
     more |= {"feature_group_count": groups} if groups > 1 else {}
     linen, own = (getattr(kind, name) for kind in (nn, nnx))
     size, shape = (3,) * n, (2, 4, *(5,) * n)

@@ -67,7 +67,7 @@ PAIRED = {  # torch's layers and those of Flax, all of one shape; and the rules
 def test_what_belongs_together(case):
     together, rules = PAIRED[case]
     model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(together)}
-    like: dict = {}
+    like = {}
     for path in sorted(together.values()):
         node = like
         for word in path.split("/"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autoencoder import loss
 from classifier import grid, placed
 from jax.sharding import AxisType
 from leaves import random_grads
@@ -29,11 +30,6 @@ FACTORS = 2 * 2 * (64 + 96)  # of both factors of both weights, at rank 2
 def mesh(fast=4):
     kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[: 2 * fast]}
     return jax.make_mesh((2, fast), ("dcn", "ici"), **kinds)
-
-
-def loss(params, x):
-    hidden = jnp.maximum(x @ params["up"] + params["bias"], 0)
-    return jnp.mean((hidden @ params["down"] - x) ** 2)
 
 
 def training(tx, layout, manual=("dcn",), axes="dcn", fast=4):
