@@ -91,7 +91,12 @@ NAMES = ("powersgd", "powersgd-late", "feedback-int8", "allreduce", "batched")
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "auto") for name in NAMES), ("powersgd-late", "explicit")]
+    ("name", "kind"),
+    [
+        *((name, "auto") for name in NAMES),
+        ("powersgd-late", "explicit"),
+        ("feedback-int8", "explicit"),
+    ],
 )
 def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
