@@ -22,7 +22,6 @@ from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer
 
 AXIS = "data"
 _PORT = 29_500
-OUTER = 0.7, 0.6  # DiLoCo's learning rate and momentum, best of a search
 # The first step compiles; until about the eighth the allocator still asks the system for memory.
 _WARM_UP = 8
 
@@ -233,8 +232,6 @@ def _rounds(task: Task, strategy: Strategy) -> Program:
         axis_name=AXIS,
         inner_init=tx.init,
         reducer=_of_change(strategy),
-        fragment_sync_delay=strategy.delay,
-        outer=optax.sgd(*OUTER, nesterov=True) if strategy.kind == "diloco" else None,
     )
     program = _mapped(task, run, run.init, P(None, AXIS))
     return dataclasses.replace(program, in_round=strategy.round_steps)

@@ -26,12 +26,8 @@ _PLAIN = ("none", "allreduce", "fp16", "int8")
 _NUMBERED = {
     "powersgd": "rank",
     "local-sgd": "steps between averages",
-    "streaming": "the same, each average sent half a round before it is used",
-    "diloco": "local-sgd with an outer Nesterov momentum",
 }
-_ROUNDS = ("local-sgd", "streaming", "diloco")
 _WIRES = {"fp16": "float16", "int8": "int8", "int6": "int6"}
-_NOT_IN_TORCH = ("int8", "streaming", "diloco")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # tbf sends a burst at line speed. Bursts over 64 kB would let whole messages of a compressed step
 # through for free, and below 16 kB (two frames) the rate is not reached.
@@ -86,22 +82,16 @@ class Strategy:
     @property
     def round_steps(self) -> int:
         """Steps that one call of the program takes: of a round; 1 where there are none."""
-        return self.number if self.kind in _ROUNDS else self.every
+        return self.number if self.kind == "local-sgd" else self.every
 
     @property
     def in_rounds(self) -> bool:
         """Whether parameters, or their change, are averaged after `round_steps`."""
-        return self.kind in _ROUNDS or self.every > 1
-
-    @property
-    def delay(self) -> int:
-        """Steps between the sending of an average and its use."""
-        return self.number // 2 if self.kind == "streaming" else 0
+        return self.kind == "local-sgd" or self.every > 1
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
-        own = self.wire or self.every > 1 or self.kind in _NOT_IN_TORCH
-        return framework == "jax" or not own
+        return framework == "jax" or not (self.wire or self.every > 1 or self.kind == "int8")
 
 
 UNLIMITED = Rate("unlimited", None)

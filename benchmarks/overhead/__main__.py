@@ -3,6 +3,7 @@
     python -m benchmarks.overhead
     python -m benchmarks.overhead --trees gpt2-small --ranks 4 --steps 20
     python -m benchmarks.overhead --device gpu --ranks 4,32
+    python -m benchmarks.overhead --growth
 
 Times one update of `jaxcomp.powersgd` and one step of torch's `powerSGD_hook` with world size 1, on
 gradients with the shapes of well-known models, in one run: nothing travels, so that all of it is
@@ -14,7 +15,9 @@ written.
 On a CPU everything runs on one core. Each framework gets a process of its own, the same settings of
 the allocator, and overwrites the gradient with the output, as DDP's bucket does.
 
-Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png, or -gpu.
+Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png, or -gpu. With
+`--growth` jaxcomp alone, on trees of 0.4 million to 1.6 billion values in 10 to 1,000 leaves:
+growth-cpu.json, growth-cpu.md and growth-cpu.png.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD, describe
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.overhead.report import plot, table
+from benchmarks.overhead.report import plot, plot_growth, table
 from benchmarks.overhead.trees import TREES, torch_layout
 
 
@@ -58,8 +62,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=RESULTS,
         help="folder for the results (default: benchmarks/results)",
     )
+    add("--growth", action="store_true", help="all trees, --ranks 4,32 --frameworks jax")
     add("--report", action="store_true", help="only write table and picture of a run anew")
     given = parser.parse_args(argv)
+    if given.growth:
+        given.trees, given.ranks, given.frameworks = ",".join(TREES), "4,32", "jax"
     try:
         given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
         given.frameworks = listed(
@@ -129,9 +136,10 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    stem = given.out / f"overhead-{given.device}"
+    stem = given.out / f"{'growth' if given.growth else 'overhead'}-{given.device}"
+    draw = plot_growth if given.growth else plot
     if given.report:
-        report(json.loads(stem.with_suffix(".json").read_text()), stem)
+        report(json.loads(stem.with_suffix(".json").read_text()), stem, draw)
         return 0
     run = describe("benchmarks.overhead", ["numpy"])
     if given.device == "cpu":
@@ -151,15 +159,15 @@ def main(argv: list[str] | None = None) -> int:
     except WorkerFailed as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    report(run, stem)
+    report(run, stem, draw)
     return 0
 
 
-def report(run: dict[str, Any], stem: Path) -> None:
+def report(run: dict[str, Any], stem: Path, draw: Callable[[dict[str, Any], Path], None]) -> None:
     """Writes the table and the picture, and prints the table."""
     text = table(run)
     stem.with_suffix(".md").write_text(text)
-    plot(run, stem.with_suffix(".png"))
+    draw(run, stem.with_suffix(".png"))
     print(text)
 
 

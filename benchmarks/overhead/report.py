@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.common.machine import sentence
 from benchmarks.common.style import BLUE, MUTED, ORANGE, TITLES, name_points, panels, save
 from benchmarks.common.tables import markdown
+from benchmarks.overhead.trees import TREES
 
 _HEADER = [
     "gradients of",
@@ -25,6 +26,9 @@ _HEADER = [
 
 def table(run: Mapping[str, Any]) -> str:
     """Medians and ratios as Markdown, with where and how they were measured."""
+    columns = zip(_HEADER, *map(_row, run["cases"]), strict=True)
+    # Those of torch are empty where it was not timed.
+    header, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
     lines = [
         "## Compress, decompress and keep the residual, on one device",
         "",
@@ -33,19 +37,24 @@ def table(run: Mapping[str, Any]) -> str:
         "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured in "
         "the same run.",
         "",
-        markdown(_HEADER, [_row(case) for case in run["cases"]]),
+        markdown(header, rows),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _row(case: Mapping[str, Any]) -> list[str]:
     ours, theirs, floor = case.get("jax"), case.get("torch"), case.get("floor")
-    row = [f"{case['tree']} ({case['words'] / 1e6:.1f} M)", str(case["rank"])]
+    size = f"{case['words'] / 1e6:,.1f} M, {_leaves(case)} leaves"
+    row = [f"{case['tree']} ({size})", str(case["rank"])]
     row += [_ms(floor), _ms(ours and ours["median"]), _ratio(ours and ours["median"], floor, "x")]
     row += [_ms(theirs and theirs["median"])]
     row += [_ratio(theirs and theirs["median"], ours and ours["median"], "x")]
     row += [_ratio(ours and ours["temporary_bytes"], 4 * case["words"], "")]
     return [*row, f"{ours['compile_seconds']:.1f}" if ours else ""]
+
+
+def _leaves(case: Mapping[str, Any]) -> int:
+    return len(TREES[case["tree"]]())
 
 
 def _ms(seconds: float | None) -> str:
@@ -82,4 +91,25 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
     axes[0].set_ylim(bottom=0)  # of all panels, once they all have their lines
     for axis, ends in zip(axes, names, strict=True):
         name_points(axis, ends)
+    save(figure, path)
+
+
+def plot_growth(run: Mapping[str, Any], path: Path) -> None:
+    """Writes a PNG: time and memory of an update against parameters, compilation against leaves."""
+    figure, axes = panels(3, 11.4, 3.8, share_y=False)
+    axes[0].set(xlabel="parameters", yscale="log", title="seconds of an update")
+    axes[1].set(xlabel="parameters", title="temporary memory / gradients")
+    axes[2].set(xlabel="leaves", yscale="log", title="seconds of compilation")
+    for rank, colour in ((4, BLUE), (32, ORANGE)):
+        cases = [(case, case["jax"]) for case in run["cases"] if case["rank"] == rank]
+        shown = (
+            [(case["words"], jax["median"]) for case, jax in cases],
+            [(case["words"], jax["temporary_bytes"] / 4 / case["words"]) for case, jax in cases],
+            [(_leaves(case), jax["compile_seconds"]) for case, jax in cases],
+        )
+        for axis, points in zip(axes, shown, strict=True):
+            line = zip(*sorted(points), strict=True)
+            axis.plot(*line, "o", color=colour, label=f"rank {rank}")
+            axis.set_xscale("log")
+    axes[0].legend(frameon=False)
     save(figure, path)

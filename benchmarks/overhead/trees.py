@@ -79,8 +79,7 @@ TREES = {
     "mlp": mlp,
     "resnet50": resnet50,
     "gpt2-small": lambda: gpt2(12, 768),
-    **{f"gpt2-{n}": functools.partial(gpt2, n, 768) for n in (1, 2, 3, 4)},  # so many blocks
     "gpt2-medium": lambda: gpt2(24, 1024),
-    "layers-20": lambda: layers(20),
-    "layers-200": lambda: layers(200),
+    "gpt2-large": lambda: gpt2(36, 1280),
+    **{f"layers-{n}": functools.partial(layers, n) for n in (2, 20, 200)},
 }

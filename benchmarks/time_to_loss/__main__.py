@@ -37,19 +37,12 @@ from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
 from benchmarks.time_to_loss.measure import Plan, step_times, whole_runs
-from benchmarks.time_to_loss.report import write_report
+from benchmarks.time_to_loss.report import RUNS, write_report
 from benchmarks.time_to_loss.task import Config
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED, EXIT_UNAVAILABLE = 1, 3
 RATES = "1gbit,100mbit,10mbit"
-RUNS = (
-    "jax/allreduce,torch/allreduce,jax/fp16,torch/fp16,"
-    "torch/powersgd-16,torch/powersgd-32,torch/powersgd-64,"
-    "jax/powersgd-16-int6,jax/powersgd-32-int6,jax/powersgd-64-int6,"
-    "jax/powersgd-24-int6-every-4,jax/powersgd-32-int6-every-4,"
-    "jax/local-sgd-8,torch/local-sgd-8,jax/diloco-30"
-)
 _PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 
@@ -57,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = command_line("benchmarks.time_to_loss", __doc__)
     shown = " (default: %(default)s)"
-    p.add_argument("--runs", default=RUNS, help="framework/strategy, as of benchmarks.cluster")
+    p.add_argument("--runs", default=",".join(RUNS), help="framework/strategy" + shown)
     p.add_argument("--seeds", default="1", help="how many, or which, as 0,2" + shown)
     p.add_argument("--rates", default=RATES, help="for step times" + shown)
     p.add_argument("--at", default=UNLIMITED.name, help="rate of whole runs" + shown)

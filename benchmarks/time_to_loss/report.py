@@ -11,15 +11,7 @@ from typing import Any
 from benchmarks.cluster.plan import parse_rate
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.runs import made_on, provenance
-from benchmarks.common.style import (
-    BLUE,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    panels,
-    save,
-)
+from benchmarks.common.style import BLUE, INK, MUTED, ORANGE, PURPLE, panels, save
 from benchmarks.common.tables import in_page, markdown, with_interval
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -28,8 +20,8 @@ EXACT = "jax/allreduce"
 _HOOK = "torch/powersgd-"
 _SIZES = ("processes", "sequences", "layers", "width", "heads", "context")
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
-# What the picture shows, in words.
-_LINES = {
+# What is run where nothing else is said, and shown in the picture: by its name, in words.
+RUNS = {
     EXACT: ("float32 all-reduce", INK),
     "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
     "jax/powersgd-32-int6-every-4": ("PowerSGD rank 32, int6, every 4 steps", PURPLE),
@@ -218,7 +210,7 @@ def plot(found: Mapping[str, Result], path: Path) -> None:
     top = max(loss for _, loss in exact.curves[seed][len(exact.curves[seed]) // 8 :])
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
-        for name, (words, colour) in _LINES.items():
+        for name, (words, colour) in RUNS.items():
             curve = found[name].curves.get(seed) if name in found else None
             if curve is None or rate not in found[name].seconds:
                 continue

@@ -35,5 +35,5 @@ def test_a_small_run_measures_both_frameworks_and_writes_its_results(tmp_path):
         assert len(case["jax"]["seconds"]) == len(case["torch"]["seconds"]) == 2
         # The sum of gradient and residual takes the gradient's place.
         assert case["jax"]["temporary_bytes"] < 1.1 * 4 * case["words"]
-    assert "| mlp (10.0 M) | 2 |" in (tmp_path / "overhead-cpu.md").read_text()
+    assert "| mlp (10.0 M, 10 leaves) | 2 |" in (tmp_path / "overhead-cpu.md").read_text()
     assert (tmp_path / "overhead-cpu.png").stat().st_size > 1000
