@@ -5,6 +5,7 @@ from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.measure import measure
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
+from jaxcomp._local.local_adam import scale_by_local_adam
 from jaxcomp._local.local_sgd import local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
 from jaxcomp._local.sync import average
@@ -55,6 +56,7 @@ __all__ = [
     "powersgd",
     "quantized_allreduce",
     "ranks_by_spectrum",
+    "scale_by_local_adam",
     "shard_state",
     "stack_replicas",
     "stacked",

@@ -154,6 +154,8 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     """The training step of a strategy."""
     if strategy.kind == "none":
         return _alone(task)
+    if strategy.start:
+        return _then_rounds(task, strategy)
     if strategy.in_rounds:
         return _rounds(task, strategy)
     return _steps(task, make_reducer(strategy))
@@ -237,6 +239,26 @@ def _rounds(task: Task, strategy: Strategy) -> Program:
     return dataclasses.replace(program, in_round=strategy.round_steps)
 
 
+def _then_rounds(task: Task, strategy: Strategy) -> Program:
+    """Gradients through the reducer, and from `start` on what rounds of steps changed."""
+    tx = jaxcomp.local_sgd(
+        task.optimizer,
+        sync_every=strategy.every,
+        start_step=strategy.start,
+        axis_name=AXIS,
+        reducer=make_reducer(strategy),
+    )
+
+    def step(rows: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        params = jax.tree.map(lambda row: row[0], rows)
+        value, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda leaf: leaf[None], params), opt_state, value[None]
+
+    return _mapped(task, step, tx.init, P(AXIS), own_params=True)
+
+
 def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     tx = task.optimizer
 
@@ -253,20 +275,27 @@ def _mapped(
     step: Callable[..., Any],
     init_state: Callable[[Any], Any],
     batch_spec: P,
+    *,
+    own_params: bool = False,
 ) -> Program:
-    """`step` on the devices of all processes, parameters and state donated."""
-    mesh = task.mesh
+    """`step` on the devices of all processes, parameters and state donated.
+
+    With `own_params` each replica has parameters of its own, along a leading axis.
+    """
+    mesh, kept = task.mesh, P(AXIS) if own_params else P()
     specs = jaxcomp.state_specs(jax.eval_shape(init_state, task.params), AXIS)
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, batch_spec), out_specs=(P(), specs, P(AXIS))
+        step, mesh=mesh, in_specs=(kept, specs, batch_spec), out_specs=(kept, specs, P(AXIS))
     )
 
     def init() -> tuple[Any, Any]:
         state = jaxcomp.shard_state(init_state(task.params), mesh, AXIS)
-        return jax.device_put(task.params, NamedSharding(mesh, P())), state
+        rows = jax.tree.map(lambda x: x[None] if own_params else x, task.params)
+        return placed(kept, rows), state
 
-    sharding = NamedSharding(mesh, batch_spec)
-    place = functools.partial(jax.make_array_from_process_local_data, sharding)
-    return Program(
-        jax.jit(mapped, donate_argnums=(0, 1)), init, functools.partial(jax.tree.map, place)
-    )
+    def placed(spec: P, tree: Any) -> Any:
+        place = functools.partial(jax.make_array_from_process_local_data, NamedSharding(mesh, spec))
+        return jax.tree.map(place, tree)
+
+    step = jax.jit(mapped, donate_argnums=(0, 1))
+    return Program(step, init, functools.partial(placed, batch_spec))

@@ -67,12 +67,15 @@ class Strategy:
     number: int = 0  # rank, or steps between averages; 0 where the kind takes none
     wire: str = ""  # how factors travel: "" for float32, else a key of `_WIRES`
     every: int = 1  # steps that each replica takes alone before their sum is compressed
+    start: int = 0  # steps before that whose gradients are compressed; then this is one step a call
 
     @property
     def name(self) -> str:
         """As on the command line."""
         every = f"every-{self.every}" if self.every > 1 else ""
-        return "-".join(str(part) for part in (self.kind, self.number, self.wire, every) if part)
+        start = f"from-{self.start}" if self.start else ""
+        parts = (self.kind, self.number, self.wire, every, start)
+        return "-".join(str(part) for part in parts if part)
 
     @property
     def comm_dtype(self) -> str | None:
@@ -82,12 +85,18 @@ class Strategy:
     @property
     def round_steps(self) -> int:
         """Steps that one call of the program takes: of a round; 1 where there are none."""
-        return self.number if self.kind == "local-sgd" else self.every
+        return self.number if self.kind == "local-sgd" else 1 if self.start else self.every
 
     @property
     def in_rounds(self) -> bool:
         """Whether parameters, or their change, are averaged after `round_steps`."""
         return self.kind == "local-sgd" or self.every > 1
+
+    @property
+    def phases(self) -> tuple[Strategy, Strategy]:
+        """What it does before `start`, and from then on."""
+        then = dataclasses.replace(self, start=0)
+        return (dataclasses.replace(then, every=1) if self.start else then), then
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
@@ -125,16 +134,19 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(name)
     wires, number = "|".join(_WIRES), r"([1-9]\d*)"
     kinds = "|".join(_NUMBERED)
-    found = re.fullmatch(rf"({kinds})-{number}(?:-({wires}))?(?:-every-{number})?", name)
+    rounds = rf"(?:-every-{number}(?:-from-{number})?)?"
+    found = re.fullmatch(rf"({kinds})-{number}(?:-({wires}))?{rounds}", name)
     if (
         found
         and (found[3] is None or found[1] == "powersgd")
         and (found[4] is None or found[1] == "powersgd")
     ):
-        return Strategy(found[1], int(found[2]), found[3] or "", int(found[4] or 1))
+        numbers = int(found[4] or 1), int(found[5] or 0)
+        return Strategy(found[1], int(found[2]), found[3] or "", *numbers)
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
     known += [f"powersgd-N-{wires}"]
     known += [f"powersgd-N[-{wires}]-every-H (of the change in H steps, as local-sgd-H)"]
+    known += ["the same -from-S (of the gradients in the first S steps)"]
     raise ValueError(f"`--strategies` has no {text!r}; there are {', '.join(known)}.")
 
 
@@ -144,15 +156,9 @@ def ring_factor(processes: int) -> float:
 
 
 def sample_count(first: float, budget: float, most: int) -> int:
-    """How many samples to time, given how long the first one took.
+    """Samples that fit into `budget` seconds where the first took `first`: 2, or up to `most`.
 
-    Args:
-      first: Seconds of one sample.
-      budget: Seconds that the case may take.
-      most: The most samples wanted.
-
-    Returns:
-      As many as fit into the budget, at least 2: a median of one has no spread.
+    A median of one has no spread.
     """
     return max(2, min(most, int(budget / first)))
 

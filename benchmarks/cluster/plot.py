@@ -7,28 +7,17 @@ from pathlib import Path
 
 from benchmarks.cluster.plan import parse_rate
 from benchmarks.cluster.report import Figures, Key
-from benchmarks.common.style import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    TITLES,
-    name_points,
-    panels,
-    save,
-)
+from benchmarks.common import style
 
 Line = tuple[str, str]  # strategy, framework
 # What a reader decides between; the table has the others.
 _LINES: dict[Line, tuple[str, str]] = {
-    ("none", "jax"): ("no communication", MUTED),
-    ("allreduce", "jax"): ("all-reduce", INK),
-    ("local-sgd-8", "jax"): ("local SGD, every 8 steps", GREEN),
-    ("powersgd-4", "torch"): ("rank 4, torch", ORANGE),
-    ("powersgd-4", "jax"): ("rank 4, jaxcomp", BLUE),
-    ("powersgd-4-int8", "jax"): ("rank 4 int8, jaxcomp", PURPLE),
+    ("none", "jax"): ("no communication", style.MUTED),
+    ("allreduce", "jax"): ("all-reduce", style.INK),
+    ("local-sgd-8", "jax"): ("local SGD, every 8 steps", style.GREEN),
+    ("powersgd-4", "torch"): ("rank 4, torch", style.ORANGE),
+    ("powersgd-4", "jax"): ("rank 4, jaxcomp", style.BLUE),
+    ("powersgd-4-int8", "jax"): ("rank 4 int8, jaxcomp", style.PURPLE),
 }
 _MOST = len(_LINES)
 
@@ -37,7 +26,7 @@ def plot(figures: Mapping[Key, Figures], path: Path) -> None:
     """Writes a PNG: a panel for each model, a line for each of a few strategies."""
     models = list(dict.fromkeys(key[0] for key in figures))
     rates = list(dict.fromkeys(key[1] for key in figures))
-    figure, axes = panels(len(models), 5.6 * len(models), 4.4)
+    figure, axes = style.panels(len(models), 5.6 * len(models), 4.4)
     lines = chosen_lines(figures)
     for axis, model in zip(axes, models, strict=True):
         ends = []
@@ -55,13 +44,13 @@ def plot(figures: Mapping[Key, Figures], path: Path) -> None:
                 at, medians, spread, fmt="o-", color=colour, markersize=4, linewidth=1.6, capsize=2
             )
             ends.append((at[-1], medians[-1], name, colour))
-        axis.set(yscale="log", title=TITLES.get(model, model), xlabel="rate of every link")
+        axis.set(yscale="log", title=style.TITLES.get(model, model), xlabel="rate of every link")
         axis.set_xticks(range(len(rates)), [parse_rate(rate).shown for rate in rates])
         axis.set_xlim(-0.2, len(rates) + 0.45)  # room for the names
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
-        name_points(axis, ends)
+        style.name_points(axis, ends)
     axes[0].set_ylabel("step time, ms (median, 10% to 90%)")
-    save(figure, path)
+    style.save(figure, path)
 
 
 def chosen_lines(figures: Mapping[Key, Figures]) -> dict[Line, tuple[str, str]]:

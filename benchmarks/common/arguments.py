@@ -10,14 +10,11 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 
-def command_line(
-    module: str, doc: str | None, epilog: str | None = None
-) -> argparse.ArgumentParser:
+def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for ``python -m module``; its ``--help`` is the module's docstring as it stands."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=doc,
-        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -11,20 +11,7 @@ from PIL import Image
 from benchmarks.common.paths import LANGUAGE_MODEL
 
 sys.path.insert(0, str(LANGUAGE_MODEL))
-from pictures import (
-    BLUE,
-    GREEN,
-    GRID,
-    INK,
-    MUTED,
-    OCHRE,
-    ORANGE,
-    PURPLE,
-    SKY,
-    name_points,
-    note,
-    panels,
-)
+from pictures import BLUE, GREEN, INK, MUTED, OCHRE, ORANGE, PURPLE, name_points, note, panels
 from pictures import save as save_whole
 
 TITLES = {
@@ -44,18 +31,6 @@ def save(figure: Figure, path: Path) -> None:
 
 
 __all__ = [
-    "BLUE",
-    "GREEN",
-    "GRID",
-    "INK",
-    "MUTED",
-    "OCHRE",
-    "ORANGE",
-    "PURPLE",
-    "SKY",
-    "TITLES",
-    "name_points",
-    "note",
-    "panels",
-    "save",
-]
+    "BLUE", "GREEN", "INK", "MUTED", "OCHRE", "ORANGE", "PURPLE", "TITLES",
+    "name_points", "note", "panels", "save",
+]  # fmt: skip

@@ -33,7 +33,7 @@ OUT = RESULTS / "convergence"
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     known = "".join(f"  {name:28} {s.label}\n" for name, s in STRATEGIES.items())
-    p = command_line("benchmarks.convergence", __doc__, "strategies:\n" + known)
+    p = command_line("benchmarks.convergence", f"{__doc__}\nstrategies:\n{known}")
     shown = " (default: %(default)s)"
     p.add_argument("--only", nargs="+", metavar="PATTERN", help="strategies, with * and ?")
     p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)

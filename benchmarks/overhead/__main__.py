@@ -55,7 +55,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=["cpu", "gpu"], default="cpu", help=shown.strip())
     add("--core", type=int, default=0, metavar="N", help="the CPU core to run on" + shown)
     add("--frameworks", default="jax,torch", help=shown.strip())
-    add("--residual-dtype", choices=["float32", "bfloat16"], default="float32", help=shown.strip())
     add(
         "--out",
         type=Path,
@@ -94,7 +93,6 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
         "steps": given.steps,
         "warmup": 12,  # until the allocator has what it needs and asks the system for no more
         "platform": given.device,
-        "residual_dtype": given.residual_dtype,
     }
     settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
     settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}

@@ -43,13 +43,7 @@ def copy_seconds(words: int, steps: int) -> list[float]:
 def update_seconds(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds of one update, what it needs beside its arguments, and how long it compiles."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    dtype = jnp.dtype(job["residual_dtype"])
-    tx = jaxcomp.powersgd(
-        rank,
-        axis_name="data",
-        start_step=0,
-        residual_dtype=dtype,
-    )
+    tx = jaxcomp.powersgd(rank, axis_name="data", start_step=0)
     keys = jax.random.split(jax.random.key(0), len(job["shapes"]))
     grads = {
         name: jax.random.normal(key, shape)

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from benchmarks.cluster.job import JobFailed
 from benchmarks.cluster.net import NetworkUnavailable, check_available
 from benchmarks.cluster.plan import FRAMEWORKS, UNLIMITED, Strategy, parse_rate, parse_strategy
-from benchmarks.common.arguments import at_least, command_line, listed, positive_int
+from benchmarks.common.arguments import at_least, command_line, listed
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
@@ -51,12 +51,11 @@ def parser() -> argparse.ArgumentParser:
     p = command_line("benchmarks.time_to_loss", __doc__)
     shown = " (default: %(default)s)"
     p.add_argument("--runs", default=",".join(RUNS), help="framework/strategy" + shown)
-    p.add_argument("--seeds", default="1", help="how many, or which, as 0,2" + shown)
+    p.add_argument("--seeds", type=int, default=1, help="how many" + shown)
     p.add_argument("--rates", default=RATES, help="for step times" + shown)
     p.add_argument("--at", default=UNLIMITED.name, help="rate of whole runs" + shown)
     p.add_argument("--times", action="store_true", help="no whole runs, but step times")
     p.add_argument("--samples", type=int, default=24, help="timed at a rate, at most" + shown)
-    p.add_argument("--seconds-per-rate", type=float, default=30.0, help="budget" + shown)
     p.add_argument("--out", type=Path, default=RESULTS / "time_to_loss", help="without a suffix")
     p.add_argument("--report", action="store_true", help="make no runs, only the report")
     group = p.add_argument_group("setting (runs with another one do not count in a report)")
@@ -98,11 +97,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     config = Config(**{field.name: getattr(args, field.name) for field in fields(Config)})
     config.check()
     at_least("--samples", args.samples, 2)
-    at_least("--seconds-per-rate", args.seconds_per_rate, 0.1)
-    if args.seeds.isdecimal():
-        seeds: tuple[int, ...] = tuple(range(at_least("--seeds", int(args.seeds), 1)))
-    else:
-        seeds = tuple(n - 1 for n in listed("--seeds", args.seeds, _one_more))
+    seeds = range(at_least("--seeds", args.seeds, 1))
     named = listed("--runs", args.runs, _parse_run)
     runs = tuple((framework, strategy, seed) for seed in seeds for framework, strategy in named)
     return Plan(
@@ -111,12 +106,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         rate=parse_rate(args.at),
         rates=listed("--rates", args.rates, parse_rate),
         samples=args.samples,
-        seconds_per_rate=args.seconds_per_rate,
     )
-
-
-def _one_more(text: str) -> int:
-    return positive_int("--seeds")(str(int(text) + 1) if text.isdecimal() else text)
 
 
 def _parse_run(text: str) -> tuple[str, Strategy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
+import jaxcomp
 from benchmarks.cluster import jax_trainer as cluster
 from benchmarks.cluster.plan import Strategy
 from benchmarks.common.paths import LANGUAGE_MODEL
@@ -38,7 +40,7 @@ class JaxTrainer:
         config = Config(**json.loads((folder / "config.json").read_text()))
         sizes = ModelConfig(config.layers, config.width, config.heads, config.context)
         self._model = Transformer(sizes)
-        self._evaluate = jax.jit(lambda params, tokens: loss_fn(self._model, params, tokens))
+        self._evaluate = jax.jit(functools.partial(loss_fn, self._model))
         self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())
 
     def start(self, strategy: Strategy, seed: int) -> None:
@@ -51,14 +53,15 @@ class JaxTrainer:
         def rate(step: jax.typing.ArrayLike) -> jax.Array:
             return rates[jnp.minimum(jnp.asarray(step), len(rates) - 1)]
 
-        adamw = optax.adamw(rate, weight_decay=WEIGHT_DECAY)
-        optimizer = optax.chain(optax.clip_by_global_norm(LARGEST_NORM), adamw)
-        job = cluster.Task(
-            lambda params, tokens: loss_fn(self._model, params, tokens),
-            task.tree,
-            self._mesh,
-            optimizer,
-        )
+        clip, adam = optax.clip_by_global_norm(LARGEST_NORM), optax.scale_by_adam()
+        if start := strategy.start:
+            norm = lambda step: jnp.where(step < start, LARGEST_NORM, 2 * LARGEST_NORM)  # noqa: E731
+            clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=norm)
+            adam = jaxcomp.scale_by_local_adam(axis_name=cluster.AXIS, start_step=start)
+        decay, scale = optax.add_decayed_weights(WEIGHT_DECAY), optax.scale_by_learning_rate(rate)
+        optimizer = optax.chain(clip, adam, decay, scale)
+        loss = functools.partial(loss_fn, self._model)
+        job = cluster.Task(loss, task.tree, self._mesh, optimizer)
         self._program = cluster.make_program(strategy, job)
         self._state = self._program.init()
         # A step compiles when it is first called: here, on parameters that are then thrown away.
@@ -79,5 +82,6 @@ class JaxTrainer:
 
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""
-        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._state[0])
+        local = jax.tree.map(lambda x: x.addressable_shards[0].data, self._state[0])
+        params = jax.tree.map(lambda x, like: x.reshape(like.shape), local, self._task.tree)
         return float(np.mean(self._evaluate(params, self._task.share(self._index))))

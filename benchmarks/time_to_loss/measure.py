@@ -21,6 +21,7 @@ _EVALUATE_SECONDS = 300
 # Calls at a new rate of which no time counts: they pay for the changed link, and the first ones
 # of a run for memory.
 _SETTLING = 8
+_SECONDS_PER_RATE = 30  # beyond which a rate is content with fewer samples, at least two
 
 
 Run = tuple[str, Strategy, int]  # framework, strategy, seed
@@ -36,7 +37,6 @@ class Plan:
       rate: Of the links in these runs.
       rates: Of the links, for step times.
       samples: Calls (steps, or rounds of local SGD) that are timed at a rate, at most.
-      seconds_per_rate: Beyond which a rate is content with fewer, at least two.
     """
 
     config: Config
@@ -44,7 +44,6 @@ class Plan:
     rate: Rate
     rates: tuple[Rate, ...]
     samples: int
-    seconds_per_rate: float
 
 
 def whole_runs(plan: Plan) -> Generator[dict[str, Any]]:
@@ -118,11 +117,11 @@ def _times(network: Network, job: Job, plan: Plan, rate: Rate, strategy: Strateg
     network.shape(rate)
     call, steps = strategy.round_steps, plan.config.steps
     settled = _slowest(_train(job, 0, call, steps))[-1]
-    if settled > plan.seconds_per_rate / 4:
-        count, kept = max(1, int(plan.seconds_per_rate / settled)), [settled]
+    if settled > _SECONDS_PER_RATE / 4:
+        count, kept = max(1, int(_SECONDS_PER_RATE / settled)), [settled]
     else:
         _train(job, 0, call * _SETTLING, steps)
-        count, kept = int(plan.seconds_per_rate / settled), []
+        count, kept = int(_SECONDS_PER_RATE / settled), []
     count = max(2 - len(kept), min(plan.samples, count))
     return kept + _slowest(_train(job, 0, call * count, steps))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.cluster.plan import parse_rate
+from benchmarks.cluster.plan import parse_rate, parse_strategy
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.runs import made_on, provenance
 from benchmarks.common.style import BLUE, INK, MUTED, ORANGE, PURPLE, panels, save
@@ -24,7 +24,7 @@ _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
 RUNS = {
     EXACT: ("float32 all-reduce", INK),
     "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
-    "jax/powersgd-32-int6-every-4": ("PowerSGD rank 32, int6, every 4 steps", PURPLE),
+    "jax/powersgd-32-int6-every-4-from-120": ("the same, in rounds of 4 from step 120 on", PURPLE),
     "torch/powersgd-32": ("torch's hook, rank 32", ORANGE),
 }
 
@@ -40,6 +40,8 @@ class Result:
       needed: Steps until the goal by seed; None where it is not reached.
       sent: Bytes that the interface of a process sent in a step.
       seconds: Of a step, in each timed call, by rate.
+      start: Steps before these, which took `before`.
+      before: Likewise of them.
     """
 
     name: str
@@ -48,6 +50,14 @@ class Result:
     needed: dict[int, float | None]
     sent: float
     seconds: dict[str, list[float]]
+    start: int
+    before: dict[str, list[float]]
+
+    def clock(self, rate: str, steps: float) -> float:
+        """Seconds that so many steps take at a rate."""
+        early = min(steps, self.start)
+        waited = early * median(self.before[rate]) if early else 0.0
+        return waited + (steps - early) * median(self.seconds[rate])
 
     @property
     def reached(self) -> dict[int, float]:
@@ -68,9 +78,9 @@ class Result:
         """How many times sooner it is at the goal, for each seed with which both reach it."""
         if self is other or rate not in self.seconds or rate not in other.seconds:
             return []
-        step = median(other.seconds[rate]) / median(self.seconds[rate])
-        seeds = sorted(self.reached.keys() & other.reached.keys())
-        return [step * other.reached[seed] / self.reached[seed] for seed in seeds]
+        ours, theirs = self.reached, other.reached
+        seeds = sorted(ours.keys() & theirs.keys())
+        return [other.clock(rate, theirs[s]) / self.clock(rate, ours[s]) for s in seeds]
 
 
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
@@ -86,7 +96,7 @@ def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
             found.setdefault(name, {})[run["seed"]] = run
     goals = {s: _WITHIN * run["curve"][-1][2] for s, run in found.get(EXACT, {}).items()}
     return {
-        name: _result(name, by_seed, goals, times.get(name, {}))
+        name: _result(name, by_seed, goals, times)
         for name, by_seed in found.items()
         if goals.keys() & by_seed.keys()
     }
@@ -96,8 +106,12 @@ def _result(
     name: str,
     runs: Mapping[int, Mapping[str, Any]],
     goals: Mapping[int, float],
-    seconds: dict[str, list[float]],
+    times: Mapping[str, dict[str, list[float]]],
 ) -> Result:
+    framework, _, strategy = name.partition("/")
+    sent = parse_strategy(strategy)
+    # Of two phases each was timed as a strategy of its own.
+    first, then = (times.get(f"{framework}/{phase.name}", {}) for phase in sent.phases)
     runs = {s: run for s, run in runs.items() if s in goals}
     curves = {s: [(steps, loss) for steps, _, loss in r["curve"]] for s, r in runs.items()}
     return Result(
@@ -106,7 +120,9 @@ def _result(
         curves,
         {s: steps_until(curve, goals[s]) for s, curve in curves.items()},
         mean(run["sent_per_step"] for run in runs.values()),
-        seconds,
+        then,
+        sent.start,
+        first,
     )
 
 
@@ -193,7 +209,8 @@ def _at(rate: str, result: Result, found: Mapping[str, Result]) -> str:
     each_hook = (result.sooner_than(hook, rate) for hook in hooks)
     than_hook = min(filter(None, each_hook), key=mean, default=[])
     shown = [with_interval(each, ".1f", "x") or "-" for each in (than_exact, than_hook)]
-    return ", ".join([f"{1e3 * median(result.seconds[rate]):,.0f} ms", *shown])
+    curve = next(iter(result.curves.values()))
+    return ", ".join([f"{1e3 * result.clock(rate, curve[-1][0]) / curve[-1][0]:,.0f} ms", *shown])
 
 
 def _steps(result: Result) -> str:
@@ -214,8 +231,8 @@ def plot(found: Mapping[str, Result], path: Path) -> None:
             curve = found[name].curves.get(seed) if name in found else None
             if curve is None or rate not in found[name].seconds:
                 continue
-            step = median(found[name].seconds[rate])
-            times, losses = zip(*((steps * step, loss) for steps, loss in curve), strict=True)
+            times = [found[name].clock(rate, steps) for steps, _ in curve]
+            losses = [loss for _, loss in curve]
             (lines[words],) = axis.plot(times, losses, color=colour, linewidth=1.5)
         axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)

@@ -72,7 +72,7 @@ def local_sgd(
     wherever a whole round can be one call.
 
     Args:
-      inner: The inner optimizer: any Optax transformation.
+      inner: The inner optimizer: any Optax transformation. For Adam see `scale_by_local_adam`.
       sync_every: Steps between averages; or an Optax schedule: the length of the round that begins
         after so many steps (rounded, at least 1); or a hierarchy such as ``{"device": 4, ("device",
         "node"): 16}``, where the widest level that is due is averaged.

@@ -41,15 +41,8 @@ def reduce_integers(
     The counterpart of `reduce_mean`. Beside mesh axes that are left to the compiler, the parts that
     are no factors keep their shapes and so their shardings, in an all-reduce for each dtype.
 
-    Args:
-      parts: Factors ``(*batch, n, r)``, then arrays of any shapes and floating dtypes.
-      axis_name: The mapped axis or axes.
-      factors: How many of the first parts are factors.
-      bits: Of an integer.
-      stacks: Positions of parts that are the factors of many leaves, along a first axis.
-
-    Returns:
-      Means and sent with the parts' shapes and dtypes.
+    The first `factors` parts are factors ``(*batch, n, r)``; those whose positions are in `stacks`
+    are of many leaves, along a first axis. The others have any shapes.
     """
     replicas, dense = axis_size(axis_name), parts[factors:]
     columns = [_transposed(x) for x in parts[:factors]]

@@ -60,17 +60,19 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     tiny = asdict(replace(TINY, layers=1))
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in tiny.items()]
     setting += ["--rates", "100mbit", "--samples", "2", "--out", str(tmp_path / "out")]
-    timed_run = "jax/local-sgd-2"
-    code = command.main([*setting, "--runs", "jax/allreduce,torch/allreduce"])
+    timed_run, phases = "jax/local-sgd-2", "jax/powersgd-2-every-2-from-2"
+    code = command.main([*setting, "--runs", f"jax/allreduce,torch/allreduce,{phases}"])
     code = code or command.main([*setting, "--runs", timed_run, "--times"])
     if not networks.work_here():
         assert code == command.EXIT_UNAVAILABLE
         return
     assert code == 0, capsys.readouterr().err
     runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    exact, torch, times = runs
+    exact, torch, two_phases, times = runs
     assert [step for step, _, _ in exact["curve"]] == [2, 4]
     assert torch["curve"][-1][2] == pytest.approx(exact["curve"][-1][2], rel=1e-4)
+    assert two_phases["curve"][0][2] == pytest.approx(exact["curve"][0][2], rel=0.01)
+    assert two_phases["sent_per_step"] < exact["sent_per_step"]
     assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
     assert f"jax/{times['strategy']}" == timed_run
     assert times["steps_per_call"] == 2

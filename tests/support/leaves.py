@@ -8,7 +8,7 @@ from jaxcomp.extend import default_matrix_dims
 
 SHAPES = {"conv": (3, 3, 4, 12), "dense": (24, 16), "embedding": (40, 10), "bias": (16,)}
 COMPRESSED = ("conv", "dense", "embedding")
-SMALL = {"dense": (24, 16), "bias": (16,)}
+SMALL = {"dense": (24, 16), "norm": (16,)}
 
 
 def zeros(shapes=SHAPES, dtype=np.float32):

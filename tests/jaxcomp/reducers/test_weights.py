@@ -57,7 +57,7 @@ def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
         share = weights / weights.mean()
         scaled = {k: np.einsum("n,n...->n...", share, x) for k, x in grads.items()}
         expected, plain = step_of(tx, weighed=False)(scaled, weights, plain)
-        grads["dense"][weights == 0], grads["bias"][weights == 0] = np.nan, np.inf
+        grads["dense"][weights == 0], grads["norm"][weights == 0] = np.nan, np.inf
         found, weighed = step_of(copied)(grads, weights, weighed)
         # A value within rounding of the middle of two levels may go to the other side.
         level = {"int8": 1 / 127, "int6": 1 / 31}.get(name.split("-")[-1], 1e-6)
@@ -106,7 +106,7 @@ def test_one_all_reduce_of_a_scalar_is_added(name):
 
 def test_a_uniform_number_needs_no_array():
     means = mapped_update(3)[0]
-    np.testing.assert_allclose(means["bias"][0], gradients()["bias"].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(means["norm"][0], gradients()["norm"].mean(0), rtol=1e-5, atol=1e-6)
 
 
 def mapped_update(weight):

@@ -1,0 +1,37 @@
+"""scale_by_local_adam: Adam, but for squares that count by 1/W from a step on, as NumPy has it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp
+
+REPLICAS = 4
+
+
+@pytest.mark.parametrize("start_step", [0, 2, 9])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_squares_count_by_the_number_of_replicas_from_the_start_on(start_step, dtype):
+    grads = np.random.default_rng(0).normal(size=(6, REPLICAS, 5)).astype(dtype)
+    options = {"start_step": start_step, "b1": 0.8, "b2": 0.9, "eps": 1e-6}
+    tx = jaxcomp.scale_by_local_adam(axis_name="data", **options)
+    state, rounding = jax.vmap(tx.init)(grads[0]), 20 * float(jnp.finfo(dtype).eps)
+    mu, nu = np.zeros((2, REPLICAS, 5))
+    for number, grad in enumerate(grads, 1):
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not written for strict
+            update, state = jax.vmap(tx.update, axis_name="data")(grad, state)
+        own = np.asarray(grad, float)
+        mu = 0.8 * mu + 0.2 * own
+        nu = 0.9 * nu + 0.1 * own**2 / (1 if number <= start_step else REPLICAS)
+        wanted = mu / (1 - 0.8**number) / (np.sqrt(nu / (1 - 0.9**number)) + 1e-6)
+        np.testing.assert_allclose(np.asarray(update, float), wanted, rounding, rounding)
+    assert update.dtype == state.mu.dtype == dtype
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="start_step"):
+        jaxcomp.scale_by_local_adam(axis_name="data", start_step=-1)
+    tx = jaxcomp.scale_by_local_adam(axis_name="data")
+    with pytest.raises(ValueError, match="data"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
