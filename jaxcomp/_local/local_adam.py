@@ -39,7 +39,7 @@ def scale_by_local_adam(
       eps: Added to its root.
 
     Returns:
-      A transformation with the state of `optax.scale_by_adam`.
+      A transformation whose state holds that of `optax.scale_by_adam`.
 
     Raises:
       ValueError: If `start_step` is no count, or when traced without the axis.
@@ -51,17 +51,24 @@ def scale_by_local_adam(
       >>> tx = jaxcomp.local_sgd(inner, sync_every=4, start_step=100, axis_name="data")
     """
     check_int("start_step", start_step, 0)
+    begin = optax.scale_by_adam(b1, b2, eps).init
+
+    def init(params: PyTree) -> Any:
+        # Where momenta begin anew the steps of a schedule go on, and so do these.
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)), begin(params)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
-        counted = jnp.where(state.count < start_step, 1.0, axis_size(axis_name) ** -0.5)
+        (steps,), adam = state
+        counted = jnp.where(steps < start_step, 1.0, axis_size(axis_name) ** -0.5)
         noise = jax.tree.map(lambda g: g * counted.astype(g.dtype), updates)
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = optax.tree.update_moment(noise, state.nu, b2, 2)
-        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, adam.mu, b1, 1)
+        nu = optax.tree.update_moment(noise, adam.nu, b2, 2)
+        count = optax.safe_increment(adam.count)
         first = optax.tree.bias_correction(mu, b1, count)
         second = optax.tree.bias_correction(nu, b2, count)
         scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), first, second)
-        return scaled, optax.ScaleByAdamState(count, mu, nu)
+        taken = optax.ScaleByScheduleState(optax.safe_increment(steps))
+        return scaled, (taken, optax.ScaleByAdamState(count, mu, nu))
 
-    return optax.GradientTransformation(optax.scale_by_adam(b1, b2, eps).init, update)
+    return optax.GradientTransformation(init, update)

@@ -202,12 +202,8 @@ class Sync:
     ) -> list[LeafStats]:
         """What one average of these parameters sends.
 
-        Args:
-          params: Those that are averaged.
-          inner: The inner state, of which something is sent only if it is averaged.
-          replicas: How many there are, where the reducer needs it.
-          nth: How many averages came before; None for one after all exact ones.
-          plain: Whether it goes without the reducer, as at a narrow level of a hierarchy.
+        It comes after `nth` averages, None for all exact ones. Of the inner state something is sent
+        only if it is averaged. `plain` goes without the reducer, as a narrow level of a hierarchy.
         """
         if plain or self.exact:
             leaves = wide_leaves(params)

@@ -195,12 +195,8 @@ def power_iteration(
 ) -> Averaged:
     """One power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
-    Args:
-      options: `eps`, and what goes on the wire along which axis.
-      leaves: How each of the arrays is a batch of matrices.
-      starts: Right factors to begin with.
-      totals: Gradients plus residuals.
-      uncompressed: Other leaves, averaged as they are in the first of the two all-reduces.
+    It begins with the right factors `starts`; `totals` are gradients plus residuals. The
+    `uncompressed` leaves are averaged as they are, in the first of the two all-reduces.
     """
     n, eps, axis_name, views = len(totals), options.eps, options.axis_name, leaves.views
     # They only have to span the space: the output depends on it, and not on its basis.

@@ -26,7 +26,26 @@ def test_squares_count_by_the_number_of_replicas_from_the_start_on(start_step, d
         nu = 0.9 * nu + 0.1 * own**2 / (1 if number <= start_step else REPLICAS)
         wanted = mu / (1 - 0.8**number) / (np.sqrt(nu / (1 - 0.9**number)) + 1e-6)
         np.testing.assert_allclose(np.asarray(update, float), wanted, rounding, rounding)
-    assert update.dtype == state.mu.dtype == dtype
+    assert update.dtype == state[1].mu.dtype == dtype
+
+
+def test_where_momenta_begin_anew_the_start_does_not():
+    adam = jaxcomp.scale_by_local_adam(axis_name="data", start_step=2)
+    tx = jaxcomp.local_sgd(
+        adam, sync_every=2, start_step=2, axis_name="data", average_inner_state="reset"
+    )
+
+    def second_moments(grads):
+        state, found = tx.init(grads[0]), []
+        for grad in grads:
+            _, state = tx.update(grad, state, grads[0])
+            found.append(state.inner[1].nu)
+        return found
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.vmap(second_moments, axis_name="data")(np.ones((REPLICAS, 5, 3), np.float32))
+    assert np.all(found[3] == 0)  # begun anew at the average
+    np.testing.assert_allclose(found[4], 0.001 / REPLICAS, rtol=1e-5)
 
 
 def test_what_cannot_be_is_refused():
