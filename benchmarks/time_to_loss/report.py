@@ -24,7 +24,7 @@ _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
 RUNS = {
     EXACT: ("float32 all-reduce", INK),
     "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
-    "jax/powersgd-32-int6-every-4-from-120": ("the same, in rounds of 4 from step 120 on", PURPLE),
+    "jax/powersgd-32-int6-every-4-from-120": ("rank 32, int6, rounds of 4 from step 120", PURPLE),
     "torch/powersgd-32": ("torch's hook, rank 32", ORANGE),
 }
 
@@ -42,6 +42,7 @@ class Result:
       seconds: Of a step, in each timed call, by rate.
       start: Steps before these, which took `before`.
       before: Likewise of them.
+      between: Likewise of the step that averages all parameters, where rounds begin.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Result:
     seconds: dict[str, list[float]]
     start: int
     before: dict[str, list[float]]
+    between: dict[str, list[float]]
 
     def clock(self, rate: str, steps: float) -> float:
         """Seconds that so many steps take at a rate."""
         early = min(steps, self.start)
         waited = early * median(self.before[rate]) if early else 0.0
+        waited += median(self.between[rate]) if 0 < self.start < steps else 0.0
         return waited + (steps - early) * median(self.seconds[rate])
 
     @property
@@ -123,6 +126,7 @@ def _result(
         then,
         sent.start,
         first,
+        times.get(EXACT, {}),
     )
 
 
