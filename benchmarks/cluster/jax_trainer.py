@@ -187,6 +187,8 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
     if strategy.kind == "none":
         return 0.0
+    if strategy.start:
+        return None  # it differs between its two phases
     if strategy.in_rounds:
         reducer = _of_change(strategy)
         every = strategy.round_steps
@@ -278,10 +280,7 @@ def _mapped(
     *,
     own_params: bool = False,
 ) -> Program:
-    """`step` on the devices of all processes, parameters and state donated.
-
-    With `own_params` each replica has parameters of its own, along a leading axis.
-    """
+    """`step` on all devices, with donation; `own_params` of each replica have a leading axis."""
     mesh, kept = task.mesh, P(AXIS) if own_params else P()
     specs = jaxcomp.state_specs(jax.eval_shape(init_state, task.params), AXIS)
     mapped = jax.shard_map(

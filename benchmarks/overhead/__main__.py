@@ -15,9 +15,8 @@ written.
 On a CPU everything runs on one core. Each framework gets a process of its own, the same settings of
 the allocator, and overwrites the gradient with the output, as DDP's bucket does.
 
-Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png, or -gpu. With
-`--growth` jaxcomp alone, on trees of 0.4 million to 1.6 billion values in 10 to 1,000 leaves:
-growth-cpu.json, growth-cpu.md and growth-cpu.png.
+Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png, or -gpu; with
+`--growth`, of jaxcomp alone and all trees, growth-cpu.json, growth-cpu.md and growth-cpu.png.
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     at_least("--samples", args.samples, 2)
     seeds = range(at_least("--seeds", args.seeds, 1))
     named = listed("--runs", args.runs, _parse_run)
+    if args.times:  # of two phases each by itself
+        named = tuple(dict.fromkeys((name, phase) for name, run in named for phase in run.phases))
     runs = tuple((framework, strategy, seed) for seed in seeds for framework, strategy in named)
     return Plan(
         config,
