@@ -250,12 +250,11 @@ def _then_rounds(task: Task, strategy: Strategy) -> Program:
         axis_name=AXIS,
         reducer=make_reducer(strategy),
     )
+    _, alone = _local_step(dataclasses.replace(task, optimizer=tx))
 
     def step(rows: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         params = jax.tree.map(lambda row: row[0], rows)
-        value, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state, value = alone(params, opt_state, batch)
         return jax.tree.map(lambda leaf: leaf[None], params), opt_state, value[None]
 
     return _mapped(task, step, tx.init, P(AXIS), own_params=True)

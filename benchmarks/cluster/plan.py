@@ -85,7 +85,9 @@ class Strategy:
     @property
     def round_steps(self) -> int:
         """Steps that one call of the program takes: of a round; 1 where there are none."""
-        return self.number if self.kind == "local-sgd" else 1 if self.start else self.every
+        if self.kind == "local-sgd":
+            return self.number
+        return 1 if self.start else self.every
 
     @property
     def in_rounds(self) -> bool:

@@ -97,9 +97,9 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
 def plot_growth(run: Mapping[str, Any], path: Path) -> None:
     """Writes a PNG: time and memory of an update against parameters, compilation against leaves."""
     figure, axes = panels(3, 11.4, 3.8, share_y=False)
-    axes[0].set(xlabel="parameters", yscale="log", title="seconds of an update")
-    axes[1].set(xlabel="parameters", title="temporary memory / gradients")
-    axes[2].set(xlabel="leaves", yscale="log", title="seconds of compilation")
+    axes[0].set(xlabel="parameters", xscale="log", yscale="log", title="seconds of an update")
+    axes[1].set(xlabel="parameters", xscale="log", title="temporary memory / gradients")
+    axes[2].set(xlabel="leaves", xscale="log", yscale="log", title="seconds of compilation")
     for rank, colour in ((4, BLUE), (32, ORANGE)):
         cases = [(case, case["jax"]) for case in run["cases"] if case["rank"] == rank]
         shown = (
@@ -108,8 +108,6 @@ def plot_growth(run: Mapping[str, Any], path: Path) -> None:
             [(_leaves(case), jax["compile_seconds"]) for case, jax in cases],
         )
         for axis, points in zip(axes, shown, strict=True):
-            line = zip(*sorted(points), strict=True)
-            axis.plot(*line, "o", color=colour, label=f"rank {rank}")
-            axis.set_xscale("log")
+            axis.plot(*zip(*points, strict=True), "o", color=colour, label=f"rank {rank}")
     axes[0].legend(frameon=False)
     save(figure, path)
