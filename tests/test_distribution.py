@@ -149,19 +149,3 @@ def test_the_oldest_set_is_what_is_declared():
     oldest = dict(re.findall(r"^([^#\s]+)==(\S+)$", pinned, re.MULTILINE))
     for name, floor in re.findall(r"(\S+)>=(\S+)", "\n".join(declared)):
         assert Version(oldest[name]) == Version(floor), name
-
-
-def test_the_recipe_asks_for_what_the_project_does():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    recipe = (ROOT / "recipe/recipe.yaml").read_text()
-    assert f'version: "{jaxcomp.__version__}"' in recipe
-    (python,) = re.findall(r'python_min: "(.*)"', recipe)
-    assert project["requires-python"] == f">={python}"
-    asked = dict(re.findall(r"^    - ([\w-]+) >=([\d.]+)$", recipe, re.MULTILINE))
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
-    floors = dict(requirement.split(">=") for requirement in wanted)
-    del floors["torch"]  # an older one beside jaxcomp does no harm
-    assert asked.pop("hatchling")
-    assert asked == floors
-    for name, function in project["scripts"].items():
-        assert f"- {name} = {function}" in recipe
