@@ -26,19 +26,3 @@ def test_every_wing_imports_only_downwards(package):
         and module.split(".")[1:2] not in [[w] for w in wings[: place + 1]]
     ]
     assert not upwards
-
-
-def test_no_module_imports_itself_in_a_circle():
-    for package in WINGS:
-        files = {
-            ".".join(f.relative_to(ROOT).with_suffix("").parts): f
-            for f in (ROOT / package).glob("*/*.py")
-        }
-        beneath = {
-            name: [module for module in imports(file.read_text()) if module in files]
-            for name, file in files.items()
-        }
-        while free := [name for name, needs in beneath.items() if not set(needs) & set(beneath)]:
-            for name in free:
-                del beneath[name]
-        assert not beneath

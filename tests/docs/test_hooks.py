@@ -64,36 +64,23 @@ def test_the_call_in_the_table_runs(name):
 def test_zero_as_in_the_page():
     """Only a part of the momentum on every device, and the numbers of the whole."""
     (program,) = (x for x in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "split" in x)
-    mesh = mesh_of(4)
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(16, 12)), jnp.float32)}
-    batch = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+    w, batch = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 12), (8, 16)))
     reducer = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
     optimizer = optax.sgd(0.1, momentum=0.9)
-
-    def loss_fn(params, x):
-        return jnp.mean((x @ params["w"]) ** 2)
-
-    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
-    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh, "params": params}
-    page |= {"reducer": reducer, "optimizer": optimizer, "loss_fn": loss_fn, "state": state}
+    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh_of(4), "params": {"w": w}}
+    page |= {"reducer": reducer, "optimizer": optimizer}
+    page["loss_fn"] = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
     exec(program, page)
-
-    whole = optax.chain(reducer, optimizer)
-
-    def replica(x):
-        def one(carry, _):
-            params, state = carry
-            updates, state = whole.update(jax.grad(loss_fn)(params, x), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(one, (params, whole.init(params)), length=3)[0][0]
-
-    expected = jax.vmap(replica, axis_name="data")(batch.reshape(4, 2, 16))["w"][0]
-    opt_state, now = page["opt_state"], params
+    run, params = page["value_and_grad"], page["params"]
+    whole, state, momentum = params, run.init(params), optimizer.init(params)
+    opt_state, other = page["opt_state"], state
     for _ in range(3):
-        now, state, opt_state = page["train_step"](now, state, opt_state, batch)
-    np.testing.assert_allclose(now["w"], expected, atol=1e-5)
+        params, state, opt_state = page["train_step"](params, state, opt_state, batch)
+        (_, grads), other = run(other, whole, batch)
+        updates, momentum = optimizer.update(grads, momentum)
+        whole = optax.apply_updates(whole, updates)
+    np.testing.assert_allclose(params["w"], whole["w"], atol=1e-5)
     assert opt_state[0].trace["w"].addressable_shards[0].data.shape == (4, 12)
 
 

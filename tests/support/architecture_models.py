@@ -241,9 +241,3 @@ def t5(n, source, target):
     x, y = (n.embed(ids, "shared", 11, 8) for ids in (source, target))
     y = stack(y, "decoder", CAUSAL, stack(x, "encoder", 0 * CAUSAL))
     return n.tied(y, "lm_head", "shared")
-
-
-def frozen_and_unused(n, x):
-    x = n.relu(n.dense(x, "frozen", 10))
-    n.dense(n.zeros((1, 7)), "unused", 9)
-    return n.dense(x, "head", 5)

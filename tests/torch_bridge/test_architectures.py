@@ -34,7 +34,6 @@ def test_the_outputs_are_equal_and_the_way_back_is_exact(name):
             np.testing.assert_array_equal(back[key], value, err_msg=key)
 
 
-@pytest.mark.filterwarnings("ignore:unused/bias, unused/kernel:UserWarning")
-@pytest.mark.parametrize("name", ["VGG", "GPT-2", "frozen and unused parts"])
+@pytest.mark.parametrize("name", ["VGG", "GPT-2"])
 def test_the_losses_are_those_of_the_run_that_stayed(name):
     assert max(architectures.there_and_back(name, steps=(2, 4, 2))) < 1e-4

@@ -49,7 +49,7 @@ def test_bad_files(tmp_path, monkeypatch, table):
     wrong, cases = {}, TABLES[table]()
     for name, (raw, part) in cases.items():
         # Less than this their pickles take as they are.
-        options = {"max_bytes": 4 << 20} if len(raw) < 50_000 and table == "packed" else {}
+        options = {"max_bytes": 1 << 20} if len(raw) < 50_000 and table == "packed" else {}
         error = UnsafeCheckpoint if table == "unsafe" else CheckpointMismatch
         said = why(path, raw, error, **options)
         # What is large has to be read, or it would not show that it costs little.

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from leaves import random_grads
-from reducers import allreduce, feedback, powersgd, quantized
+from reducers import feedback, powersgd, quantized
 from runners import simulate
 
 import jaxcomp
@@ -124,12 +124,3 @@ def test_stacked_layers_are_compressed_one_by_one():
     means, _ = one_update(stacked, stack)
     ranks = [np.linalg.matrix_rank(x, tol=1e-4) for x in means["blocks"]["kernel"]]
     assert ranks == [2, 2, 2]
-
-
-def test_an_extra_argument_may_have_any_name_beside_explicit_axes():
-    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Explicit,))
-    tx = allreduce()
-    with jax.set_mesh(mesh):
-        update = lambda g: tx.update(g, tx.init(g), function=1, shardings=2)[0]  # noqa: E731
-        means = jax.jit(jax.vmap(update, axis_name="data"))(np.array([[1.0], [3.0]], np.float32))
-    assert means.tolist() == [[2.0], [2.0]]

@@ -177,16 +177,6 @@ def test_outputs_are_of_the_size_of_the_gradients(name):
             np.testing.assert_allclose(found / (scale or 1), scale and expected[leaf], atol=atol)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_jit_and_eager_agree(name):
-    tx, grads = reducer(name), jax.tree.map(lambda g: g[:, 0], GRADS)
-    eager, _ = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)(grads, tx.init(zeros(SMALL)))
-    jitted, _ = simulate("shard_map", tx, GRADS)  # which other tests have compiled
-    for leaf in SMALL:
-        atol = LEVEL if sends_int8(name) else 1e-5
-        np.testing.assert_allclose(eager[leaf][0], jitted[leaf][0], atol=atol)
-
-
 def test_what_was_sent_of_float16_in_bfloat16_is_what_was_averaged():
     tx, grads = reducer("allreduce-bf16"), np.float16(np.arange(64.0).reshape(2, 32) / 7)
     sent = jax.vmap(lambda g: tx.reduce(g, tx.init(g)).sent, axis_name=AXIS)(grads)

@@ -174,13 +174,3 @@ def test_float64_gradients_keep_their_digits():
         total = outputs["w"][0] + state.residual["w"].mean(0)
         np.testing.assert_allclose(total, grads["w"].mean(0), atol=1e-14)
         np.testing.assert_allclose(outputs["bias"][0], grads["bias"].mean(0), rtol=1e-14)
-
-
-def test_a_state_of_narrower_parameters_than_gradients():
-    with jax.enable_x64(True):
-        tx = powersgd(2)
-        state = tx.init({"w": jnp.zeros((32, 24), jnp.float32)})
-        grads = {"w": np.random.default_rng(0).normal(size=(2, 3, 32, 24))}
-        outputs, _ = simulate("vmap", tx, grads, state)
-        assert outputs["w"].dtype == np.float64
-        assert np.isfinite(outputs["w"]).all()

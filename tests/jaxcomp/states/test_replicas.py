@@ -107,29 +107,3 @@ def test_a_state_made_inside_the_mapped_function_can_be_scanned():
     mapped = sharded(2, lambda g: run(first(g)), (jax.P(AXIS),), jax.P())
     expected, _ = simulate("vmap", tx, grads)
     np.testing.assert_allclose(mapped(grads)["kernel"], expected["kernel"], atol=1e-5)
-
-
-class Shared(NamedTuple):
-    """A user's state with a field of this name that all replicas share."""
-
-    memory: Any
-    owner: Any
-
-    per_replica = ("memory",)
-
-
-@pytest.mark.parametrize("owner", [(), np.arange(3), {"name": np.ones(())}])
-def test_an_owner_that_is_not_per_replica_says_nothing_of_rows(owner):
-    def reduce(updates, state, params=None, **extra_args):
-        assert state.memory.shape == updates.shape
-        return jaxcomp.Reduction(updates, state, updates, jnp.array(True))
-
-    tx = jaxcomp.Reducer(lambda params: Shared(jnp.zeros_like(params), owner), reduce, AXIS)
-    mesh, grads = mesh_of(2), jnp.ones((2, 3))
-    state = jaxcomp.shard_state(tx.init(grads[0]), mesh, AXIS, like=tx.init(grads[0]))
-    specs = jaxcomp.state_specs(state, AXIS)
-    step = lambda g, s: tx.update(g[0], s)[1]  # noqa: E731
-    new = sharded(mesh, step, (jax.P(AXIS), specs), specs)(grads, state)
-    assert new.memory.shape == state.memory.shape == (2, 3)
-    alone = lambda g, s: tx.update(g[0], s)[0][None]  # noqa: E731
-    sharded(mesh, alone, (jax.P(AXIS), jax.P()), jax.P(AXIS))(grads, tx.init(grads[0]))
