@@ -35,6 +35,7 @@ from benchmarks.cluster.plan import (
     DEFAULT_STRATEGIES,
     FRAMEWORKS,
     MODELS,
+    Strategy,
     parse_rate,
     parse_strategy,
 )
@@ -105,7 +106,7 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path, bool]:
             processes=at_least("--processes", given.processes, 2),
             models=listed("--models", given.models, one_of("--models", MODELS)),
             rates=listed("--rates", given.rates, parse_rate),
-            strategies=listed("--strategies", given.strategies, parse_strategy),
+            strategies=listed("--strategies", given.strategies, _of_one_phase),
             frameworks=listed("--frameworks", given.frameworks, one_of("--frameworks", FRAMEWORKS)),
             steps=at_least("--steps", given.steps, 2),
             seconds_per_case=at_least("--seconds-per-case", given.seconds_per_case, 0.1),
@@ -117,6 +118,14 @@ def parse(argv: list[str] | None) -> tuple[Plan, Path, bool]:
     if given.report and not (out / "cluster.json").exists():
         parser.error(f"--report needs {out / 'cluster.json'}, which a run without it writes.")
     return plan, out, given.report
+
+
+def _of_one_phase(text: str) -> Strategy:
+    strategy = parse_strategy(text)
+    if strategy.start:
+        names = " and ".join(phase.name for phase in strategy.phases)
+        raise ValueError(f"`--strategies`: the steps of {text!r} are of two kinds, {names}.")
+    return strategy
 
 
 def check_packages(plan: Plan) -> None:

@@ -70,7 +70,7 @@ class Program:
     """A compiled step, how its state begins, and how its data get where the step wants them."""
 
     step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
-    init: Callable[[], tuple[Any, Any]]
+    init: Callable[..., tuple[Any, Any]]  # rounds may go on from parameters and an inner state
     place: Callable[[Any], Any]  # a batch, or the batches of a round along a new first axis
     in_round: int = 1  # batches that one call of the step takes; more than 1 are stacked
 
@@ -154,8 +154,6 @@ def make_program(strategy: Strategy, task: Task) -> Program:
     """The training step of a strategy."""
     if strategy.kind == "none":
         return _alone(task)
-    if strategy.start:
-        return _then_rounds(task, strategy)
     if strategy.in_rounds:
         return _rounds(task, strategy)
     return _steps(task, make_reducer(strategy))
@@ -187,8 +185,6 @@ def payload(strategy: Strategy, params: Any, processes: int) -> float | None:
     """Bytes per step that jaxcomp's own figures promise, per process."""
     if strategy.kind == "none":
         return 0.0
-    if strategy.start:
-        return None  # it differs between its two phases
     if strategy.in_rounds:
         reducer = _of_change(strategy)
         every = strategy.round_steps
@@ -241,25 +237,6 @@ def _rounds(task: Task, strategy: Strategy) -> Program:
     return dataclasses.replace(program, in_round=strategy.round_steps)
 
 
-def _then_rounds(task: Task, strategy: Strategy) -> Program:
-    """Gradients through the reducer, and from `start` on what rounds of steps changed."""
-    tx = jaxcomp.local_sgd(
-        task.optimizer,
-        sync_every=strategy.every,
-        start_step=strategy.start,
-        axis_name=AXIS,
-        reducer=make_reducer(strategy),
-    )
-    _, alone = _local_step(dataclasses.replace(task, optimizer=tx))
-
-    def step(rows: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
-        params = jax.tree.map(lambda row: row[0], rows)
-        params, opt_state, value = alone(params, opt_state, batch)
-        return jax.tree.map(lambda leaf: leaf[None], params), opt_state, value[None]
-
-    return _mapped(task, step, tx.init, P(AXIS), own_params=True)
-
-
 def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     tx = task.optimizer
 
@@ -272,24 +249,18 @@ def _local_step(task: Task) -> tuple[optax.GradientTransformation, Callable[...,
 
 
 def _mapped(
-    task: Task,
-    step: Callable[..., Any],
-    init_state: Callable[[Any], Any],
-    batch_spec: P,
-    *,
-    own_params: bool = False,
+    task: Task, step: Callable[..., Any], init_state: Callable[..., Any], batch_spec: P
 ) -> Program:
-    """`step` on all devices, with donation; `own_params` of each replica have a leading axis."""
-    mesh, kept = task.mesh, P(AXIS) if own_params else P()
+    """`step` on all devices, with donation."""
+    mesh = task.mesh
     specs = jaxcomp.state_specs(jax.eval_shape(init_state, task.params), AXIS)
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(kept, specs, batch_spec), out_specs=(kept, specs, P(AXIS))
+        step, mesh=mesh, in_specs=(P(), specs, batch_spec), out_specs=(P(), specs, P(AXIS))
     )
 
-    def init() -> tuple[Any, Any]:
-        state = jaxcomp.shard_state(init_state(task.params), mesh, AXIS)
-        rows = jax.tree.map(lambda x: x[None] if own_params else x, task.params)
-        return placed(kept, rows), state
+    def init(params: Any = None, *inner: Any) -> tuple[Any, Any]:
+        params = placed(P(), task.params) if params is None else params
+        return params, jaxcomp.shard_state(jax.jit(init_state)(params, *inner), mesh, AXIS)
 
     def placed(spec: P, tree: Any) -> Any:
         place = functools.partial(jax.make_array_from_process_local_data, NamedSharding(mesh, spec))

@@ -67,7 +67,7 @@ class Strategy:
     number: int = 0  # rank, or steps between averages; 0 where the kind takes none
     wire: str = ""  # how factors travel: "" for float32, else a key of `_WIRES`
     every: int = 1  # steps that each replica takes alone before their sum is compressed
-    start: int = 0  # steps before that whose gradients are compressed; then this is one step a call
+    start: int = 0  # of the first such step; before it gradients are compressed
 
     @property
     def name(self) -> str:
@@ -85,9 +85,7 @@ class Strategy:
     @property
     def round_steps(self) -> int:
         """Steps that one call of the program takes: of a round; 1 where there are none."""
-        if self.kind == "local-sgd":
-            return self.number
-        return 1 if self.start else self.every
+        return self.number if self.kind == "local-sgd" else self.every
 
     @property
     def in_rounds(self) -> bool:
@@ -95,10 +93,12 @@ class Strategy:
         return self.kind == "local-sgd" or self.every > 1
 
     @property
-    def phases(self) -> tuple[Strategy, Strategy]:
-        """What it does before `start`, and from then on."""
+    def phases(self) -> tuple[Strategy, ...]:
+        """Itself; or what it does before `start`, and from then on."""
+        if not self.start:
+            return (self,)
         then = dataclasses.replace(self, start=0)
-        return (dataclasses.replace(then, every=1) if self.start else then), then
+        return dataclasses.replace(then, every=1), then
 
     def runs_in(self, framework: str) -> bool:
         """Whether the framework has it."""
@@ -143,8 +143,10 @@ def parse_strategy(text: str) -> Strategy:
         and (found[3] is None or found[1] == "powersgd")
         and (found[4] is None or found[1] == "powersgd")
     ):
-        numbers = int(found[4] or 1), int(found[5] or 0)
-        return Strategy(found[1], int(found[2]), found[3] or "", *numbers)
+        every, start = int(found[4] or 1), int(found[5] or 0)
+        if start % every:
+            raise ValueError(f"{text!r}: whole rounds begin after a multiple of {every} steps.")
+        return Strategy(found[1], int(found[2]), found[3] or "", every, start)
     known = [*_PLAIN, *(f"{kind}-N (N: {what})" for kind, what in _NUMBERED.items())]
     known += [f"powersgd-N-{wires}"]
     known += [f"powersgd-N[-{wires}]-every-H (of the change in H steps, as local-sgd-H)"]

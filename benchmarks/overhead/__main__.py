@@ -60,11 +60,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=RESULTS,
         help="folder for the results (default: benchmarks/results)",
     )
-    add("--growth", action="store_true", help="all trees, --ranks 4,32 --frameworks jax")
+    add("--growth", action="store_true", help="by default all trees at ranks 4 and 32, jax alone")
     add("--report", action="store_true", help="only write table and picture of a run anew")
+    if parser.parse_known_args(argv)[0].growth:
+        parser.set_defaults(trees=",".join(TREES), ranks="4,32", frameworks="jax")
     given = parser.parse_args(argv)
-    if given.growth:
-        given.trees, given.ranks, given.frameworks = ",".join(TREES), "4,32", "jax"
     try:
         given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
         given.frameworks = listed(

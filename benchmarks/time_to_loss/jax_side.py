@@ -62,26 +62,36 @@ class JaxTrainer:
         optimizer = optax.chain(clip, adam, decay, scale)
         loss = functools.partial(loss_fn, self._model)
         job = cluster.Task(loss, task.tree, self._mesh, optimizer)
-        self._program = cluster.make_program(strategy, job)
-        self._state = self._program.init()
+        self._switch = strategy.start
+        self._programs = [cluster.make_program(phase, job) for phase in strategy.phases]
         # A step compiles when it is first called: here, on parameters that are then thrown away.
-        self.train(range(self._program.in_round))
-        self._state = self._program.init()
+        for program in reversed(self._programs):
+            self._state = program.init()
+            self._run(program, range(program.in_round))
+        self._state = self._programs[0].init()
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """See `process.Trainer`."""
+        before = [step for step in steps if step < self._switch]
+        seconds = self._run(self._programs[0], before)
+        if len(self._programs) > 1 and len(before) < len(steps):
+            # From here on in rounds, which go on with the parameters and the optimizer's state.
+            params, (_, inner) = self._state
+            del self._programs[0]
+            self._state = self._programs[0].init(params, inner)
+        return seconds + self._run(self._programs[0], steps[len(before) :])
+
+    def _run(self, program: cluster.Program, steps: Sequence[int]) -> list[float]:
         own = [self._task.batches[step % len(self._task.batches), self._index] for step in steps]
         seconds = []
-        for batch in self._program.placed(own):
+        for batch in program.placed(own):
             began = time.perf_counter()
-            params, opt_state = self._state
-            params, opt_state, _ = self._program.step(params, opt_state, batch)
+            params, opt_state, _ = program.step(*self._state, batch)
             self._state = jax.block_until_ready((params, opt_state))
             seconds.append(time.perf_counter() - began)
         return seconds
 
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""
-        local = jax.tree.map(lambda x: x.addressable_shards[0].data, self._state[0])
-        params = jax.tree.map(lambda x, like: x.reshape(like.shape), local, self._task.tree)
+        params = jax.tree.map(lambda x: x.addressable_data(0), self._state[0])
         return float(np.mean(self._evaluate(params, self._task.share(self._index))))

@@ -24,7 +24,7 @@ _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
 RUNS = {
     EXACT: ("float32 all-reduce", INK),
     "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
-    "jax/powersgd-32-int6-every-4-from-120": ("rank 32, int6, rounds of 4 from step 120", PURPLE),
+    "jax/powersgd-32-int6-every-4-from-160": ("rank 32, int6, rounds of 4 from step 160", PURPLE),
     "torch/powersgd-32": ("torch's hook, rank 32", ORANGE),
 }
 
@@ -42,7 +42,6 @@ class Result:
       seconds: Of a step, in each timed call, by rate.
       start: Steps before these, which took `before`.
       before: Likewise of them.
-      between: Likewise of the step that averages all parameters, where rounds begin.
     """
 
     name: str
@@ -53,13 +52,11 @@ class Result:
     seconds: dict[str, list[float]]
     start: int
     before: dict[str, list[float]]
-    between: dict[str, list[float]]
 
     def clock(self, rate: str, steps: float) -> float:
         """Seconds that so many steps take at a rate."""
         early = min(steps, self.start)
         waited = early * median(self.before[rate]) if early else 0.0
-        waited += median(self.between[rate]) if 0 < self.start < steps else 0.0
         return waited + (steps - early) * median(self.seconds[rate])
 
     @property
@@ -114,7 +111,7 @@ def _result(
     framework, _, strategy = name.partition("/")
     sent = parse_strategy(strategy)
     # Of two phases each was timed as a strategy of its own.
-    first, then = (times.get(f"{framework}/{phase.name}", {}) for phase in sent.phases)
+    timed = [times.get(f"{framework}/{phase.name}", {}) for phase in sent.phases]
     runs = {s: run for s, run in runs.items() if s in goals}
     curves = {s: [(steps, loss) for steps, _, loss in r["curve"]] for s, r in runs.items()}
     return Result(
@@ -123,10 +120,9 @@ def _result(
         curves,
         {s: steps_until(curve, goals[s]) for s, curve in curves.items()},
         mean(run["sent_per_step"] for run in runs.values()),
-        then,
+        timed[-1],
         sent.start,
-        first,
-        times.get(EXACT, {}),
+        timed[0],
     )
 
 

@@ -107,7 +107,7 @@ class TorchTrainer:
             self._model.parameters(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True
         )
         self._optimizer = cluster.averaged_locally(self._optimizer, strategy)
-        self._steps = 0
+        self._steps, self._call = 0, strategy.round_steps
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """See `process.Trainer`."""
@@ -125,7 +125,8 @@ class TorchTrainer:
             self._optimizer.step()
             seconds.append(time.perf_counter() - began)
             self._steps += 1
-        return seconds
+        calls = range(0, len(seconds), self._call)
+        return [sum(seconds[first : first + self._call]) for first in calls]
 
     def held_out_loss(self) -> float:
         """See `process.Trainer`."""

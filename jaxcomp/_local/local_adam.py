@@ -33,7 +33,7 @@ def scale_by_local_adam(
 
     Args:
       axis_name: The mapped axis (or axes) along which replicas take steps by themselves.
-      start_step: That of `local_sgd`; before it gradients are means, and this is Adam.
+      start_step: That of `local_sgd`, or the steps before the first round: of means, as in Adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to its root.

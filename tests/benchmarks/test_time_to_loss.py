@@ -60,7 +60,7 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     tiny = asdict(replace(TINY, layers=1))
     setting = [f"--{name.replace('_', '-')}={value}" for name, value in tiny.items()]
     setting += ["--rates", "100mbit", "--samples", "2", "--out", str(tmp_path / "out")]
-    timed_run, phases = "jax/local-sgd-2", "jax/powersgd-2-every-2-from-2"
+    timed_run, phases = "torch/local-sgd-2", "jax/powersgd-2-every-2-from-2"
     code = command.main([*setting, "--runs", f"jax/allreduce,torch/allreduce,{phases}"])
     code = code or command.main([*setting, "--runs", timed_run, "--times"])
     if not networks.work_here():
@@ -74,6 +74,6 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     assert two_phases["curve"][0][2] == pytest.approx(exact["curve"][0][2], rel=0.01)
     assert two_phases["sent_per_step"] < exact["sent_per_step"]
     assert exact["sent_per_step"] == pytest.approx(4 * exact["parameters"], rel=0.2)
-    assert f"jax/{times['strategy']}" == timed_run
+    assert f"torch/{times['strategy']}" == timed_run
     assert times["steps_per_call"] == 2
     assert len(times["seconds"]["100mbit"]) == 2
