@@ -180,6 +180,18 @@ UNSEEN = (
         36,
         {"adamw": ((5e-4, None), (7e-4, None), (1e-3, None))},
     ),
+    Unseen(
+        "16 replicas of one sequence",
+        Config(eval_every=480, eval_sequences=1024, replicas=16, batch_size=1),
+        21,
+        {"adamw": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8))},
+    ),
+    Unseen(
+        "four times the batch",
+        Config(eval_every=480, eval_sequences=1024, batch_size=16),
+        21,
+        {"adamw": ((2e-3, 0.8), (4e-3, 0.8), (8e-3, 0.8))},
+    ),
 )
 
 

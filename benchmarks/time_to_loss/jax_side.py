@@ -86,7 +86,8 @@ class JaxTrainer:
         seconds = []
         for batch in program.placed(own):
             began = time.perf_counter()
-            params, opt_state, _ = program.step(*self._state, batch)
+            params, opt_state = self._state
+            params, opt_state, _ = program.step(params, opt_state, batch)
             self._state = jax.block_until_ready((params, opt_state))
             seconds.append(time.perf_counter() - began)
         return seconds

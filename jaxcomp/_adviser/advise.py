@@ -224,7 +224,7 @@ def advise(
     low, high = WIDTHS
     notes.append(
         f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {low} "
-        f"and {high} with 2 or 4 replicas"
+        f"and {high} with 512 or 1,024 tokens a step; at 4,096 rank 21 lost 2.0 and not 1.2%"
     )
     if not low <= width <= high:
         notes.append(

@@ -11,6 +11,7 @@ import benchmarks.cluster.__main__ as cluster
 WRONG = {
     "cluster --rates=0mbit": "`--rates` takes 'unlimited' or a rate such as 100mbit",
     "cluster --strategies=powersgd-0": "`--strategies` has no 'powersgd-0'",
+    "cluster --strategies=powersgd-2-every-2-from-4": "are of two kinds, powersgd-2 and powersgd",
     "cluster --models resnet": "`--models` has no 'resnet'; there are mlp, transformer",
     "cluster --processes 1": "`--processes` must be at least 2, got 1",
     "cluster --seconds-per-case nan": "`--seconds-per-case` must be at least 0.1, got nan",
@@ -18,6 +19,7 @@ WRONG = {
     "overhead --core 4096": "there is no core 4096",
     "time_to_loss --runs allreduce": "`--runs` takes framework/strategy",
     "time_to_loss --runs torch/int8": "which torch does not have",
+    "time_to_loss --runs jax/powersgd-2-every-4-from-6": "begin after a multiple of 4 steps",
     "time_to_loss --width 100": "width must be a multiple of heads",
     "optimizers --optimizers adagrad": "`--optimizers` has no 'adagrad'; there are adamw, muon",
     "optimizers --steps 70": "`--steps` must be a multiple of 60",
