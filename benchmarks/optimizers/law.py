@@ -114,11 +114,11 @@ def _over_links(links: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int
     found = over_links.results([run for run in links if run["config"] == asdict(OverLinks())])
     exact = found[over_links.EXACT]
     for name in sorted(found):
-        strategy, every = parse_strategy(name.partition("/")[2]), name.partition("-every-")[2]
-        if strategy.kind == "powersgd" and every in ("", "3", "4"):
+        strategy = parse_strategy(name.partition("/")[2])
+        if strategy.kind == "powersgd" and strategy.every in (1, 3, 4) and not strategy.start:
             way = "torch's hook" if name.startswith("torch") else "int6"
-            said = f"over links, rounds of {every} steps" if every else f"over links, {way}"
-            yield said, OverLinks.width, strategy.number, found[name].gaps(exact)
+            way = f"rounds of {strategy.every} steps" if strategy.in_rounds else way
+            yield f"over links, {way}", OverLinks.width, strategy.number, found[name].gaps(exact)
 
 
 def compared(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
