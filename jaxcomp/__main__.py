@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--step-time", required=True, help="of a step without communication: 120ms")
     add("--latency", help="from one replica to the next (default: 50us)")
     add("--loss-budget", help="how far above the exact run the loss may end (default: 0.5%%)")
+    add("--tokens", help="in a step of all replicas together: 8192 or 512k (default: 1024)")
     add("--optimizer", help="adamw or muon (default: adamw)")
     add("--device", help="gpu or cpu (default: gpu)")
     options = vars(parser.parse_args(arguments))

@@ -89,14 +89,3 @@ def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
     for whole, part in multiples:
         if getattr(config, whole) % getattr(config, part):
             raise ValueError(f"{whole} must be a multiple of {part}")
-
-
-def check_runs(parser: argparse.ArgumentParser, given: argparse.Namespace, eval_every: int) -> None:
-    """Ends with a usage error unless ``--seeds`` and ``--steps`` of a study can be."""
-    try:
-        at_least("--seeds", given.seeds, 1)
-        at_least("--steps", given.steps, eval_every)
-    except ValueError as error:
-        parser.error(str(error))
-    if given.steps % eval_every:
-        parser.error(f"`--steps` must be a multiple of {eval_every}, got {given.steps}.")

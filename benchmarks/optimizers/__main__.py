@@ -6,11 +6,10 @@
     python -m benchmarks.optimizers --law                  # the law of jaxcomp.advise, fitted anew
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
-0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW and Muon have three seeds,
-AdamW also two of four times the steps. In a model of four times the width, where a run takes four
-to fifteen minutes, AdamW has eight seeds and Muon three. So have, behind AdamW, the settings of
-which the law said in advance where they end. The model, the data and the simulated replicas are
-those of `benchmarks.convergence`.
+0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW also in longer runs and with
+larger batches, AdamW and Muon in a model of four times the width, where a run takes four to forty
+minutes. Last, behind AdamW, settings of which the law said in advance where they end. The model,
+the data and the simulated replicas are those of `benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/optimizers.jsonl and not made again: stop the
 command whenever you like and start it again.
@@ -21,70 +20,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.arguments import check_runs, command_line, listed, one_of
+from benchmarks.common.arguments import command_line, listed, one_of
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import write_page
+from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.runs import Runs
-from benchmarks.convergence.training import Config
 from benchmarks.optimizers.law import report as law_report
-from benchmarks.optimizers.report import PAGE, best, paged
-from benchmarks.optimizers.settings import (
-    GRID,
-    MAIN,
-    UNSEEN,
-    WIDE,
-    Setting,
-    Unseen,
-    frontier,
-    frontier_of_width,
-    longer,
-    wider,
-)
+from benchmarks.optimizers.report import PAGE, paged
+from benchmarks.optimizers.settings import STUDIES, UNSEEN, Setting, Study
 
 PROGRAM = "benchmarks.optimizers"
 OUT = RESULTS / "optimizers.jsonl"
-LONG, LONG_SEEDS = ("adamw",), 2
-WIDE_SEEDS = {"adamw": 8, "muon": 3}
-UNSEEN_SEEDS = 8
 
 
-def study(
-    optimizer: str, runs: Runs[Setting], more: Runs[Setting], wide: Runs[Setting], seeds: int
-) -> None:
-    """Makes what is missing.
-
-    Args:
-      optimizer: Which.
-      runs: Of the main setting.
-      more: Of four times the steps.
-      wide: Of four times the width.
-      seeds: How many.
-    """
-    main = optimizer in MAIN
-    exact = best(optimizer, runs.loss)
-    for setting in (exact, *frontier(exact, full=main)):
-        for seed in range(seeds if main else 1):
-            runs.loss(setting, seed)
-    if optimizer in LONG:
-        for setting in (exact, replace(exact, rank=21, wire="int6")):
-            for seed in range(min(LONG_SEEDS, seeds)):
-                more.loss(setting, seed)
-    if optimizer in WIDE:
-        exact = best(optimizer, wide.loss, WIDE)
-        for setting in (exact, *frontier_of_width(exact)):
-            for seed in range(WIDE_SEEDS[optimizer]):
-                wide.loss(setting, seed)
-
-
-def predicted(unseen: Unseen, optimizer: str, runs: Runs[Setting]) -> None:
-    """Makes what is missing of a setting of which the law said where it ends."""
-    exact = best(optimizer, runs.loss, unseen.grid)
-    for setting in (exact, replace(exact, rank=unseen.rank, wire="int6")):
-        for seed in range(UNSEEN_SEEDS):
+def make(study: Study, runs: Runs[Setting]) -> None:
+    """Makes what is missing."""
+    exact = study.exact(runs.loss)
+    for setting in (exact, *study.compressed(exact)):
+        for seed in range(study.seeds):
             runs.loss(setting, seed)
 
 
@@ -92,41 +48,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     parser = command_line(PROGRAM, __doc__)
     add, shown = parser.add_argument, " (default: %(default)s)"
-    add("--optimizers", default=",".join(GRID), help="which" + shown)
-    add("--seeds", type=int, default=3, help="of AdamW and Muon" + shown)
-    add("--steps", type=int, default=480, help="of each run" + shown)
+    add("--optimizers", default=",".join(OPTIMIZERS), help="which" + shown)
     add("--out", type=Path, default=OUT, help="the runs" + shown)
     add("--report", action="store_true", help="only write the tables anew")
     add("--law", action="store_true", help="only fit the law of jaxcomp.advise, and print it")
     given = parser.parse_args(argv)
-    check_runs(parser, given, Config.eval_every)
     try:
-        given.optimizers = listed("--optimizers", given.optimizers, one_of("--optimizers", GRID))
+        wanted = listed("--optimizers", given.optimizers, one_of("--optimizers", OPTIMIZERS))
     except ValueError as error:
         parser.error(str(error))
+    given.optimizers = wanted
     return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     given = parse(argv)
-    config = Config(steps=given.steps)
     if given.law:
         print(law_report(read_runs(given.out), read_runs(RESULTS / "time_to_loss.jsonl")))
         return 0
     if not given.report:
-        for optimizer in given.optimizers:
-            runs, more, wide = (
-                Runs(given.out, each, Setting, PROGRAM)
-                for each in (config, longer(config), wider(config, optimizer))
-            )
-            study(optimizer, runs, more, wide, given.seeds)
-            for unseen in (each for each in UNSEEN if optimizer in each.grid):
-                alike = replace(unseen.config, steps=given.steps, eval_every=given.steps)
-                predicted(unseen, optimizer, Runs(given.out, alike, Setting, PROGRAM))
+        for study in (*STUDIES, *UNSEEN):
+            if study.optimizer in given.optimizers:
+                make(study, Runs(given.out, study.config, Setting, PROGRAM))
     if given.out == OUT:
         finished = read_runs(OUT)
-        return write_page(PROGRAM, PAGE, lambda page: paged(page, finished, config))
+        return write_page(PROGRAM, PAGE, lambda page: paged(page, finished))
     return 0
 
 

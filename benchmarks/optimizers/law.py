@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import jaxcomp
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import markdown, with_interval
-from benchmarks.convergence.runs import Result, results
-from benchmarks.convergence.training import Config
-from benchmarks.optimizers.report import best
-from benchmarks.optimizers.settings import (
-    GRID,
-    MAIN,
-    UNSEEN,
-    WIDE,
-    Grid,
-    Setting,
-    longer,
-    wider,
-)
+from benchmarks.optimizers.report import Runs, made
+from benchmarks.optimizers.settings import LAWS, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp.types import Law
 
 COMMAND = "python -m benchmarks.optimizers --law"
-WIDTHS = (128, 512)  # of the runs
-_EXPONENTS = np.arange(-1.0, 1.501, 0.01)
+_EXPONENTS = np.arange(-50, 101) / 100  # to try
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
 
 
@@ -41,97 +29,95 @@ def law_of_adviser(optimizer: str) -> Law:
     return jaxcomp.advise(10_000, optimizer=optimizer, **given).law
 
 
-class Gap(NamedTuple):
-    """How far above the exact run of its seed a run ended."""
+class Gaps(NamedTuple):
+    """How far above their exact runs some ended that are alike but for their seeds."""
 
+    name: str
     width: int
+    tokens: int  # in a step of all replicas
     rank: int
-    percent: float
+    percents: list[float]
 
 
-def fitted(gaps: Sequence[Gap]) -> Law:
+def fitted(several: Sequence[Gaps]) -> Law:
     """The coefficients with the least squares; `error` is where these grow by the variance.
 
     Args:
-      gaps: Of single runs, of several ranks and widths.
+      several: Of several ranks and widths.
     """
-    widths = np.array([gap.width for gap in gaps], float)
-    ranks = np.array([gap.rank for gap in gaps], float)
-    percent = np.array([gap.percent for gap in gaps])
-
-    def least(exponent: float) -> tuple[float, np.ndarray]:
-        columns = np.stack([(widths / WIDTHS[0]) ** exponent / ranks, -np.ones(len(ranks))], 1)
-        found = np.linalg.lstsq(columns, percent, rcond=None)[0]
-        return float(np.sum((percent - columns @ found) ** 2)), found
-
-    squares = np.array([least(exponent)[0] for exponent in _EXPONENTS])
-    exponent = float(_EXPONENTS[squares.argmin()])
-    rest, (a, c) = least(exponent)
-    variance = rest / (len(gaps) - 3)
-    within = _EXPONENTS[squares <= rest + variance]
-    error = float(within[-1] - within[0]) / 2
-    return Law(len(gaps), float(a), exponent, float(c), float(variance**0.5), error)
+    squares = np.array([_least(several, b)[0] for b in _EXPONENTS])
+    b = float(_EXPONENTS[squares.argmin()])
+    rest, (a, c), off = _least(several, b)
+    free = len(off) - 3
+    within = _EXPONENTS[squares <= rest * (1 + 1 / free)]
+    spread = float(np.sqrt(np.sum(off**2) / free))
+    return Law(len(off), float(a), b, float(c), spread, float(within[-1] - within[0]) / 2)
 
 
-def fitted_runs(optimizer: str, runs: Sequence[dict[str, Any]]) -> list[Gap]:
-    """Those with a rank, of which the exact run has the best rate and momentum of its width.
+def _least(
+    several: Sequence[Gaps], width: float, batch: float = 0.5
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """With these exponents: the sum of squares, a and c, and how far each run is off at 1,024."""
+    runs = [(*gaps[1:4], percent) for gaps in several for percent in gaps.percents]
+    widths, tokens, ranks, percent = np.array(runs, float).T
+    times = (tokens / 1024) ** batch
+    columns = np.stack([(widths / 128) ** width / ranks, -np.ones(len(ranks))], 1)
+    columns *= times[:, None]
+    found = np.linalg.lstsq(columns, percent, rcond=None)[0]
+    off = percent - columns @ found
+    return float(np.sum(off**2)), found, off / times
+
+
+def laws(runs: Runs) -> dict[str, Law]:
+    """By optimizer.
 
     Args:
-      optimizer: Whose.
       runs: Of `benchmarks.optimizers`.
     """
-
-    def found(config: Config) -> dict[Setting, Result]:
-        return results([run for run in runs if run["config"] == asdict(config)], Setting)
-
-    def best_of(config: Config, grid: Grid) -> Setting:
-        return best(optimizer, lambda setting, seed: found(config)[setting].losses[seed], grid)
-
-    usual = Config()
-    wide = wider(usual, optimizer)
-    exact = best_of(usual, GRID)
-    gaps = list[Gap]()
-    for config, beside in ((usual, exact), (longer(usual), exact), (wide, best_of(wide, WIDE))):
-        for setting, result in found(config).items():
-            if setting.rank and replace(setting, rank=0, wire="float32") == beside:
-                percents = result.gaps(found(config)[beside])
-                gaps += [Gap(config.width, setting.rank, percent) for percent in percents]
-    return gaps
+    return {name: fitted(_behind(name, runs)) for name in LAWS}
 
 
-def _unseen(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int, list[float]]]:
-    """Name, width, rank and gaps of the settings whose gap was predicted before they were run."""
-    for unseen in UNSEEN:
-        config = asdict(unseen.config)
-        found = results([run for run in runs if run["config"] == config], Setting)
-        if sent := next((setting for setting in found if setting.rank == unseen.rank), None):
-            exact = found[replace(sent, rank=0, wire="float32")]
-            yield unseen.name, unseen.config.width, unseen.rank, found[sent].gaps(exact)
+def _behind(optimizer: str, runs: Runs) -> list[Gaps]:
+    return [gaps for study in STUDIES if study.optimizer == optimizer for gaps in _of(study, runs)]
 
 
-def _over_links(links: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, int, list[float]]]:
-    """The same of PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
-    found = over_links.results([run for run in links if run["config"] == asdict(OverLinks())])
-    exact = found[over_links.EXACT]
+def _of(study: Study, runs: Runs) -> Iterator[Gaps]:
+    """By rank; ranks by spectrum are left out."""
+    found, config = made(study, runs), study.config
+    tokens = config.replicas * config.batch_size * config.context
+    for setting, result in found.items():
+        if setting.rank:
+            percents = result.gaps(next(iter(found.values())))
+            yield Gaps(study.name, config.width, tokens, setting.rank, percents)
+
+
+def _over_links(links: Runs) -> Iterator[Gaps]:
+    """PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
+    usual = OverLinks()
+    found = over_links.results([run for run in links if run["config"] == asdict(usual)])
+    exact, batch = found[over_links.EXACT], usual.processes * usual.sequences * usual.context
     for name in sorted(found):
         strategy = parse_strategy(name.partition("/")[2])
         if strategy.kind == "powersgd" and strategy.every in (1, 3, 4) and not strategy.start:
             way = "torch's hook" if name.startswith("torch") else "int6"
             way = f"rounds of {strategy.every} steps" if strategy.in_rounds else way
-            yield f"over links, {way}", OverLinks.width, strategy.number, found[name].gaps(exact)
+            percents = found[name].gaps(exact)
+            yield Gaps(f"over links, {way}", usual.width, batch, strategy.number, percents)
 
 
-def compared(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
+def compared(runs: Runs, links: Runs) -> str:
     """A table of runs that were not fitted, and what the law says of them."""
     law, rows = law_of_adviser("adamw"), list[list[str]]()
-    for said, width, rank, percents in (*_unseen(runs), *_over_links(links)):
-        gap, half = (100 * of(rank, width) for of in (law.gap, law.half_width))
-        inside = abs(mean(percents) - gap) <= half
+    unseen = [gaps for study in UNSEEN for gaps in _of(study, runs)]
+    for gaps in (*unseen, *_over_links(links)):
+        at = gaps.rank, gaps.width, gaps.tokens
+        gap, half = 100 * law.gap(*at), 100 * law.half_width(*at)
+        inside = abs(mean(gaps.percents) - gap) <= half
         rows.append(
             [
-                f"{said}, rank {rank}",
-                str(len(percents)),
-                with_interval(percents, "+.1f", "%"),
+                f"{gaps.name}, rank {gaps.rank}",
+                str(len(gaps.percents)),
+                with_interval(gaps.percents, "+.1f", "%"),
                 f"+{gap:.1f}% ± {half:.1f}",
                 "inside" if inside else "outside",
             ]
@@ -139,7 +125,10 @@ def compared(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) ->
     return markdown(_HEADER, rows)
 
 
-def report(runs: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]) -> str:
+def report(runs: Runs, links: Runs) -> str:
     """The coefficients as fitted now, and the comparison."""
-    laws = [f"{name}: {fitted(fitted_runs(name, runs))}" for name in MAIN]
-    return "\n".join([*laws, "", compared(runs, links)])
+    found = [f"{name}: {law}" for name, law in laws(runs).items()]
+    gaps = _behind(LAWS[0], runs)
+    batch = min(_EXPONENTS, key=lambda x: min(_least(gaps, b, x)[0] for b in _EXPONENTS))
+    found.append(f"exponent of the tokens in a step, if {LAWS[0]} is to tell it: {batch:.2f}")
+    return "\n".join([*found, "", compared(runs, links)])

@@ -1,9 +1,9 @@
-"""What a run of the study is made of, and which runs are made."""
+"""What a run is made of, and which runs are made."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,23 +13,6 @@ import optax
 import jaxcomp
 from benchmarks.convergence.optimizers import optimizer
 from benchmarks.convergence.training import AXIS, Config, after_a_quarter
-
-# By optimizer: (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's
-# own rate is ten times that of the Adam beside it, which is what is given.
-Grid = Mapping[str, Sequence[tuple[float, float | None]]]
-GRID: Grid = {
-    "adamw": ((2e-3, None), (2e-3, 0.8), (2e-3, 0.7), (1e-3, 0.8), (4e-3, 0.8)),
-    "muon": ((2e-3, None), (2e-3, 0.9), (2e-3, 0.8), (1e-3, 0.8), (4e-3, 0.8)),
-    "sgd": ((0.03, 0.9), (0.1, 0.9), (0.3, 0.9)),
-    "lion": ((4e-4, None), (8e-4, None), (1.6e-3, None)),
-    "adafactor": ((1e-2, None), (3e-2, None), (1e-1, None)),
-}
-MAIN = ("adamw", "muon")  # with three seeds
-# The same in a model of four times the width and twice the blocks.
-WIDE: Grid = {
-    "adamw": tuple((rate, None) for rate in (2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)),
-    "muon": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8)),
-}
 
 
 @dataclass(frozen=True)
@@ -114,87 +97,82 @@ def first_momentum(state: Any) -> Any:
     )
 
 
-def frontier(exact: Setting, *, full: bool) -> Iterator[Setting]:
-    """What is compressed behind an optimizer at its best, most bytes first."""
-    if full:
-        yield replace(exact, rank=32, wire="int6")
-        yield replace(exact, rank=16, wire="int8")
-    yield replace(exact, rank=21, wire="int6")
-    if full:
-        yield replace(exact, ratio=20.2, wire="int6")
-    yield replace(exact, rank=11, wire="int6")
-    yield replace(exact, rank=5, wire="int6")
-
-
-def frontier_of_width(exact: Setting) -> Iterator[Setting]:
-    """What is compressed in a model of four times the width."""
-    if exact.optimizer == "adamw":
-        yield replace(exact, rank=48, wire="int6")
-        yield replace(exact, rank=32, wire="int6")
-    else:
-        yield replace(exact, rank=84, wire="int6")
-        yield replace(exact, rank=43, wire="int6")
-
-
-def wider(config: Config, optimizer: str) -> Config:
-    """A model of four times the width, as in `benchmarks.time_to_loss`: 12.9 million parameters.
-
-    Behind AdamW the gap is half a per cent and the claim of the README: the final loss is that of
-    131,072 held-out bytes, and nothing is evaluated before.
-    """
-    wide = replace(
-        config, width=4 * config.width, heads=2 * config.heads, layers=2 * config.layers, replicas=2
-    )
-    if optimizer == "adamw":
-        return replace(wide, eval_every=wide.steps, eval_sequences=2048)
-    return wide
-
-
 @dataclass(frozen=True)
-class Unseen:
-    """A setting that is far from the law's runs; what the law says of it was written down first.
+class Study:
+    """Runs behind one optimizer that differ in what is sent and in their seed.
 
     Attributes:
-      name: It in a few words.
+      optimizer: Of `benchmarks.convergence.optimizers`.
+      name: What sets it apart, in a few words.
       config: What its runs have in common.
-      rank: Of PowerSGD, in six bits.
-      grid: Of the exact average.
+      rates: (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's
+        own rate is ten times that of the Adam beside it, which is what is given.
+      sent: What is compressed, as fields of `Setting`; most bytes first.
+      seeds: How many.
     """
 
+    optimizer: str
     name: str
     config: Config
-    rank: int
-    grid: Grid
+    rates: Sequence[tuple[float, float | None]]
+    sent: Sequence[Mapping[str, Any]]
+    seeds: int
+
+    def exact(self, loss: Callable[[Setting, int], float]) -> Setting:
+        """The exact average at its best rate and momentum, by the final loss of seed 0."""
+        searched = [Setting(self.optimizer, rate, momentum) for rate, momentum in self.rates]
+        return min(searched, key=lambda setting: loss(setting, 0))
+
+    def compressed(self, exact: Setting) -> list[Setting]:
+        """What is compressed, with the rate and momentum of the best exact average."""
+        return [replace(exact, **sent) for sent in self.sent]
 
 
-UNSEEN = (
-    Unseen(
-        "C headers in place of Python",
-        Config(eval_every=480, eval_sequences=1024, text="headers"),
-        21,
-        {"adamw": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8))},
-    ),
-    Unseen(
-        "width 384, 3 blocks, 3 replicas",
-        Config(eval_every=480, eval_sequences=2048, width=384, heads=6, layers=3, replicas=3),
-        36,
-        {"adamw": ((5e-4, None), (7e-4, None), (1e-3, None))},
-    ),
-    Unseen(
-        "16 replicas of one sequence",
-        Config(eval_every=480, eval_sequences=1024, replicas=16, batch_size=1),
-        21,
-        {"adamw": ((1e-3, 0.8), (2e-3, 0.8), (4e-3, 0.8))},
-    ),
-    Unseen(
-        "four times the batch",
-        Config(eval_every=480, eval_sequences=1024, batch_size=16),
-        21,
-        {"adamw": ((2e-3, 0.8), (4e-3, 0.8), (8e-3, 0.8))},
-    ),
+def _int6(*ranks: int) -> tuple[Mapping[str, Any], ...]:
+    return tuple({"rank": rank, "wire": "int6"} for rank in ranks)
+
+
+def _with(momentum: float | None, *rates: float) -> tuple[tuple[float, float | None], ...]:
+    return tuple((rate, momentum) for rate in rates)
+
+
+def _spectrum(ratio: float) -> Mapping[str, Any]:
+    return {"ratio": ratio, "wire": "int6"}
+
+
+_FEW, _MORE = _int6(21, 11, 5), _int6(32, 21, 11)
+_ALL = (*_int6(32), {"rank": 16, "wire": "int8"}, *_int6(21), _spectrum(20.2), *_int6(11, 5))
+_RATES = _with(0.8, 2e-3, 1e-3, 4e-3)
+# The final loss is that of 65,536 held-out bytes, and nothing is evaluated before.
+_ONCE = Config(eval_every=480, eval_sequences=1024)
+# As in `benchmarks.time_to_loss`: 12.9 million parameters.
+_WIDE = Config(width=512, heads=8, layers=4, replicas=2)
+_WIDE_ONCE = replace(_WIDE, eval_every=480, eval_sequences=2048)
+_384 = replace(_WIDE_ONCE, width=384, heads=6, layers=3, replicas=3)
+
+_LONG = Config(steps=1920, eval_every=240)
+_2048, _4096, _8192 = (replace(_ONCE, batch_size=size) for size in (8, 16, 32))
+_HEADERS = replace(_ONCE, text="headers")
+_MANY = replace(_ONCE, replicas=16, batch_size=1)
+_WIDE_RATES = _with(None, 2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)
+
+LAWS = ("adamw", "muon")  # fitted to all of these
+STUDIES = (
+    Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 3),
+    Study("adamw", "1,920 steps", _LONG, _with(0.8, 2e-3), _int6(21), 2),
+    Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
+    Study("adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _MORE, 8),
+    Study("adamw", "width 512", _WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
+    Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
+    Study("muon", "width 512", _WIDE, _RATES, (_spectrum(16.0), *_int6(84, 43)), 8),
+    Study("sgd", "", Config(), _with(0.9, 0.03, 0.1, 0.3), _FEW, 1),
+    Study("lion", "", Config(), _with(None, 4e-4, 8e-4, 1.6e-3), _FEW, 1),
+    Study("adafactor", "", Config(), _with(None, 1e-2, 3e-2, 1e-1), _FEW, 1),
 )
-
-
-def longer(config: Config) -> Config:
-    """A run of four times the steps."""
-    return replace(config, steps=4 * config.steps, eval_every=4 * config.eval_every)
+# Far from those; what the law says of them was written down first.
+UNSEEN = (
+    Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
+    Study("adamw", "width 384, 3 replicas", _384, _with(None, 5e-4, 7e-4, 1e-3), _int6(36), 8),
+    Study("adamw", "16 replicas of one sequence", _MANY, _RATES, _int6(21), 8),
+    Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 4e-3, 6e-3, 8e-3), _int6(21), 8),
+)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias
 
 import jax
 import numpy as np
 
-from jaxcomp._adviser.law import LAWS, WIDTHS, Law
+from jaxcomp._adviser.law import LAWS, TOKENS, USUAL, WIDTHS, Law
 from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._adviser.units import parse, with_unit
@@ -156,6 +156,7 @@ def advise(
     step_time: str | float,
     latency: str | float = "50us",
     loss_budget: str | float = "0.5%",
+    tokens: str | float | None = None,
     optimizer: str = "adamw",
     matrix_dims: MatrixDimsFn | None = None,
     device: str | Calibration = "gpu",
@@ -166,8 +167,7 @@ def advise(
     averages overlap with the backward pass, for which two thirds of `step_time` are taken;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
     all-reduce. The rank comes from a `Law` for PowerSGD with ``comm_dtype="int6"`` from the first
-    step on, with the interval that 95% of single runs are expected in: behind AdamW 0.6 points to
-    both sides, behind Muon 2.2, and more at widths that no run had.
+    step on, with the interval that 95% of single runs are expected in.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
@@ -178,6 +178,8 @@ def advise(
       latency: From one replica to the next, one way: ``"50us"``, or seconds.
       loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,
         or 0.005.
+      tokens: In a step of all workers together: 8_192 or ``"512k"``. None for 1,024, as in most
+        runs of the law; a larger batch loses more.
       optimizer: ``"adamw"`` or ``"muon"``.
       matrix_dims: As for `powersgd`: ``jaxcomp.stacked("blocks")`` where layers are stacked along
         a leading axis.
@@ -201,6 +203,7 @@ def advise(
     workers = check_int("workers", workers, 1)
     link = Link(workers, parse("bandwidth", bandwidth), parse("latency", latency))
     compute, budget = parse("step_time", step_time), parse("loss_budget", loss_budget)
+    batch = USUAL if tokens is None else parse("tokens", tokens)
     if optimizer not in LAWS:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
@@ -221,20 +224,18 @@ def advise(
             "matrix_dims=jaxcomp.stacked(name) where the first axis counts layers"
         )
     law, width = LAWS[optimizer], typical_width(params, matrix_dims)
-    low, high = WIDTHS
+    assumed = " (assumed: pass tokens=)" if tokens is None else ""
     notes.append(
-        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {low} "
-        f"and {high} with 512 or 1,024 tokens a step; at 4,096 rank 21 lost 2.0 and not 1.2%"
+        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths "
+        f"{WIDTHS[0]} to {WIDTHS[1]} with {TOKENS[0]} to {TOKENS[1]:,} tokens a step. Yours has "
+        f"width {width:,} and {batch:,.0f} tokens{assumed}; compare with an exact run of your own"
     )
-    if not low <= width <= high:
-        notes.append(
-            f"width: yours is {width:,}, which no run had; compare with an exact run of your own"
-        )
-
-    predictions = _predictions(params, link, compute, constants, law, budget, matrix_dims)
+    at = width, batch
+    each = _predictions(params, link, compute, constants, law, at, budget, matrix_dims)
+    predictions = tuple(each)
     if not any(prediction.rank for prediction in predictions):
         notes.append(
-            f"PowerSGD is left out: at rank {law.rank(budget, width)}, the lowest that keeps the "
+            f"PowerSGD is left out: at rank {law.rank(budget, *at)}, the lowest that keeps the "
             f"budget, it sends no less than {constants.half}; lower ranks take a larger loss_budget"
         )
     baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
@@ -244,16 +245,8 @@ def advise(
     fastest = min((p.step_time for p in paying), default=0.0)
     near = [p for p in paying if p.step_time <= _CLOSE * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
-    return Advice(
-        link=link,
-        compute_time=compute,
-        device=constants,
-        law=law,
-        predictions=predictions,
-        baseline=baseline,
-        recommended=recommended,
-        notes=tuple(notes),
-    )
+    found = predictions, baseline, recommended
+    return Advice(link, compute, constants, law, *found, notes=tuple(notes))
 
 
 def _predictions(
@@ -262,19 +255,25 @@ def _predictions(
     compute: float,
     constants: Calibration,
     law: Law,
+    at: tuple[int, float],
     budget: float,
     matrix_dims: MatrixDimsFn | None,
-) -> tuple[Prediction, ...]:
-    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
-    width = typical_width(params, matrix_dims)
+) -> Iterator[Prediction]:
+    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above.
+
+    `at` is the width of the model and the tokens in a step.
+    """
     half = f"all-reduce {constants.half}"
     low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
-    lowest = law.rank(budget, width)
+    lowest = law.rank(budget, *at)
     ranks = {f"powersgd rank {rank} int6": rank for rank in (lowest, 2 * lowest, 4 * lowest)}
     reducers: dict[str, tuple[_Make, ReducerCosts]] = {
         "all-reduce float32": (allreduce, constants.allreduce),
         half: (partial(allreduce, comm_dtype=constants.half), constants.allreduce_16),
-        "int8 all-reduce": (_int8, constants.int8),
+        "int8 all-reduce": (
+            lambda axis_name: error_feedback(quantized_allreduce(axis_name=axis_name)),
+            constants.int8,
+        ),
         **{name: (partial(low_rank, rank), constants.powersgd) for name, rank in ranks.items()},
     }
     sent: dict[str, CompressionStats] = {}
@@ -284,12 +283,11 @@ def _predictions(
         step_times[name] = partial(costs.step_time, sent[name], compute)
     baselines = {name: step_times[name] for name in ("all-reduce float32", half)}
     fastest = min(step_time(link) for step_time in baselines.values())
-    found = list[Prediction]()
     for name, (make, _) in reducers.items():
         rank, compressed = ranks.get(name, 0), name not in baselines
         if rank and sent[name].bytes_after >= sent[half].bytes_after:
             continue  # hardly any leaf is compressed, or none
-        prediction = Prediction(
+        yield Prediction(
             name=name,
             make=make,
             compressed=compressed,
@@ -298,12 +296,6 @@ def _predictions(
             step_time=step_times[name](link),
             speedup=fastest / step_times[name](link),
             break_even=break_even(step_times[name], baselines.values(), link),
-            gap=law.gap(rank, width),
-            half_width=law.half_width(rank, width) if compressed else 0.0,
+            gap=law.gap(rank, *at),
+            half_width=law.half_width(rank, *at) if compressed else 0.0,
         )
-        found.append(prediction)
-    return tuple(found)
-
-
-def _int8(axis_name: AxisName) -> Transformation:
-    return error_feedback(quantized_allreduce(axis_name=axis_name))

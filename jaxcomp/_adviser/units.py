@@ -22,6 +22,7 @@ class _Argument(NamedTuple):
 
 _ARGUMENTS = {
     "params": _Argument({**_PREFIXES, "B": 1e9}, "124M"),
+    "tokens": _Argument({**_PREFIXES}, "512k"),
     "bandwidth": _Argument(_RATES, "10Gbit or 12.5GB/s"),
     "latency": _Argument(_TIMES, "50us", may_be_zero=True),
     "step_time": _Argument(_TIMES, "120ms"),

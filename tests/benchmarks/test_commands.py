@@ -22,7 +22,6 @@ WRONG = {
     "time_to_loss --runs jax/powersgd-2-every-4-from-6": "begin after a multiple of 4 steps",
     "time_to_loss --width 100": "width must be a multiple of heads",
     "optimizers --optimizers adagrad": "`--optimizers` has no 'adagrad'; there are adamw, muon",
-    "optimizers --steps 70": "`--steps` must be a multiple of 60",
     "gpu_program --trees oak": "has no 'oak'",
     "convergence --only nothing": "no strategy is called 'nothing'",
     "convergence --steps 5 --eval-every 2 --out {tmp}/x": "steps must be a multiple of eval_every",

@@ -132,7 +132,7 @@ def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
     block = shapes(**{name: (512, 512 * n) for name, n in sizes.items()})
     params = {f"block_{i}": block for i in range(4)}
     given = {"workers": 2, "latency": "100us", "step_time": "160ms", "device": "cpu"}
-    given["loss_budget"] = "0.7%"  # for rank 32, which was measured
+    given |= {"loss_budget": "0.7%", "tokens": 512}  # for rank 32, which was measured
     for bandwidth, exact, compressed in (("1Gbit", 592, 207), ("100Mbit", 4606, 347)):
         advice = jaxcomp.advise(params, bandwidth=bandwidth, **given)
         assert advice.recommended.name == "powersgd rank 32 int6"
@@ -145,19 +145,21 @@ def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
 def test_a_smaller_budget_asks_for_a_higher_rank():
     ranks = [powersgd(advise(10**8, loss_budget=b, **SLOW))[0].rank for b in ("2%", "0.5%", 0)]
     assert ranks == sorted(set(ranks))
-    assert powersgd(advise(10**8, optimizer="muon", **SLOW))[0].rank > ranks[1]
+    for more in ({"optimizer": "muon"}, {"tokens": "64k"}):
+        assert powersgd(advise(10**8, **more, **SLOW))[0].rank > ranks[1]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_law_and_its_inverse(optimizer):
     law = advise(10**7, optimizer=optimizer, **SLOW).law
-    for width in (64, 128, 512, 4096):
+    for at in ((64, 512), (128, 4096), (512, 1024), (4096, 500_000)):  # width and tokens
         for budget in (0.0, 0.005, 0.02):
-            rank = law.rank(budget, width)
-            assert law.gap(rank, width) <= budget + 1e-12
-            assert rank == 8 or law.gap(rank - 8, width) > budget
-        assert law.half_width(16, width) >= law.half_width(64, width)
-    assert law.half_width(32, 4096) > law.half_width(32, 512)  # which no run had
+            rank = law.rank(budget, *at)
+            assert law.gap(rank, *at) <= budget + 1e-12
+            assert rank == 8 or law.gap(rank - 8, *at) > budget
+        assert law.half_width(16, *at) >= law.half_width(64, *at)
+    for beyond in ((4096, 4096), (512, 10**6)):  # which no run had
+        assert law.half_width(32, *beyond) > law.half_width(32, 512, 4096)
 
 
 def test_stacked_layers_are_as_wide_as_one_of_them():
@@ -212,6 +214,7 @@ def test_units(argument, text, expected):
         ("latency", ["50", "1h", "-1ms", "1e999s", "ms", -1.0]),
         ("step_time", ["0ms", 0.0, math.nan]),
         ("loss_budget", ["little", 1, "100%"]),
+        ("tokens", ["many", 0, math.inf]),
         ("optimizer", ["lion"]),
         ("device", ["abacus"]),
     ],
