@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def provenance(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         machine = about["machine"]
         for name, said in {"cpu": machine["cpu"], **machine["versions"]}.items():
             found.setdefault(name, {})[said] = None
+    found["cpu"] = {re.sub("cpu (.*), stepping.*", r"\1)", said): None for said in found["cpu"]}
     several = {name: " or ".join(said) for name, said in found.items()}
     return {
         "runs": len(abouts),

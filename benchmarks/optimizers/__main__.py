@@ -4,6 +4,7 @@
     python -m benchmarks.optimizers --optimizers muon      # one of them
     python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
     python -m benchmarks.optimizers --law                  # the law of jaxcomp.advise, fitted anew
+    python -m benchmarks.optimizers --spectrum             # the momentum's, by width and batch
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW also in longer runs and with
@@ -31,6 +32,7 @@ from benchmarks.convergence.runs import Runs
 from benchmarks.optimizers.law import report as law_report
 from benchmarks.optimizers.report import PAGE, paged
 from benchmarks.optimizers.settings import STUDIES, UNSEEN, Setting, Study
+from benchmarks.optimizers.spectrum import table as spectrum
 
 PROGRAM = "benchmarks.optimizers"
 OUT = RESULTS / "optimizers.jsonl"
@@ -52,6 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=OUT, help="the runs" + shown)
     add("--report", action="store_true", help="only write the tables anew")
     add("--law", action="store_true", help="only fit the law of jaxcomp.advise, and print it")
+    add("--spectrum", action="store_true", help="only print how the momentum's energy is spread")
     given = parser.parse_args(argv)
     try:
         wanted = listed("--optimizers", given.optimizers, one_of("--optimizers", OPTIMIZERS))
@@ -66,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     if given.law:
         print(law_report(read_runs(given.out), read_runs(RESULTS / "time_to_loss.jsonl")))
+        return 0
+    if given.spectrum:
+        print(spectrum())
         return 0
     if not given.report:
         for study in (*STUDIES, *UNSEEN):

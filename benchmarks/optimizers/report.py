@@ -63,7 +63,7 @@ def _rows(study: Study, runs: Runs) -> Iterator[list[str]]:
             above = f"loss {mean(own.losses.values()):.3f}"
         yield [
             name if own is exact else "",
-            f"{sent}, {study.name}" if study.name else sent,
+            f"{sent}, {study.name}" if own is exact and study.name else sent,
             str(len(own.losses)),
             above,
             f"{exact.sent / own.sent:.1f}x",

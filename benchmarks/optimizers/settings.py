@@ -174,5 +174,5 @@ UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
     Study("adamw", "width 384, 3 replicas", _384, _with(None, 5e-4, 7e-4, 1e-3), _int6(36), 8),
     Study("adamw", "16 replicas of one sequence", _MANY, _RATES, _int6(21), 8),
-    Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 4e-3, 6e-3, 8e-3), _int6(21), 8),
+    Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 2e-3, 4e-3, 6e-3, 8e-3), _int6(21), 8),
 )

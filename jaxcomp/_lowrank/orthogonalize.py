@@ -96,7 +96,7 @@ def orthonormal_bases(
         if exact or factors[0].shape[-1] > _GRAM_SCHMIDT_RANK:
             return cholesky_bases(list(factors), rounds)
         # torch's eps is defined by columns that are taken one after the other. Without the barrier
-        # jaxlib 0.10's compiler for GPUs fails: docs/compatibility.md has the fault.
+        # jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge" (see commit 4b578c6).
         return one_by_one([lax.optimization_barrier(x) for x in factors])
 
     if not factors:
