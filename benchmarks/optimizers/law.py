@@ -51,7 +51,10 @@ def fitted(several: Sequence[Gaps]) -> Law:
     free = len(off) - 3
     within = _EXPONENTS[squares <= rest * (1 + 1 / free)]
     spread = float(np.sqrt(np.sum(off**2) / free))
-    return Law(len(off), float(a), b, float(c), spread, float(within[-1] - within[0]) / 2)
+    widths, tokens = [gaps.width for gaps in several], [gaps.tokens for gaps in several]
+    had = (min(widths), max(widths)), (min(tokens), max(tokens))
+    error = float(within[-1] - within[0]) / 2
+    return Law(len(off), *had, float(a), b, float(c), spread, error)
 
 
 def _least(

@@ -15,7 +15,7 @@ from benchmarks.optimizers.settings import STUDIES, Setting, Study
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
-_HEADER = ["optimizer", "sent", "seeds", "above exact (95%)", "fewer bytes"]
+_HEADER = ["sent", "seeds", "above exact (95%)", "fewer bytes"]
 Runs = Sequence[Mapping[str, Any]]
 
 
@@ -44,7 +44,7 @@ def paged(page: str, runs: Runs) -> str:
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     about = made_on(provenance([run for study in STUDIES for run in _of(study, runs)]))
-    return in_page(page, COMMAND, f"{markdown(_HEADER, rows, left=2)}\n\n{about}\n")
+    return in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{about}\n")
 
 
 def _of(study: Study, runs: Runs) -> list[Mapping[str, Any]]:
@@ -57,14 +57,10 @@ def _rows(study: Study, runs: Runs) -> Iterator[list[str]]:
     found = made(study, runs)
     for setting, own in found.items():
         exact = next(iter(found.values()))
-        name, _, sent = setting.label.partition(": ")
-        above = with_interval(own.gaps(exact), "+.1f", "%")
+        label, above = setting.label, f"loss {mean(own.losses.values()):.3f}"
         if own is exact:
-            above = f"loss {mean(own.losses.values()):.3f}"
-        yield [
-            name if own is exact else "",
-            f"{sent}, {study.name}" if own is exact and study.name else sent,
-            str(len(own.losses)),
-            above,
-            f"{exact.sent / own.sent:.1f}x",
-        ]
+            label = f"**{label}**, {study.name}" if study.name else f"**{label}**"
+        else:
+            label = label.rpartition(": ")[2]
+            above = with_interval(own.gaps(exact), "+.1f", "%")
+        yield [label, str(len(own.losses)), above, f"{exact.sent / own.sent:.1f}x"]

@@ -148,6 +148,7 @@ _ONCE = Config(eval_every=480, eval_sequences=1024)
 # As in `benchmarks.time_to_loss`: 12.9 million parameters.
 _WIDE = Config(width=512, heads=8, layers=4, replicas=2)
 _WIDE_ONCE = replace(_WIDE, eval_every=480, eval_sequences=2048)
+_64 = replace(_ONCE, width=64, heads=2)
 _384 = replace(_WIDE_ONCE, width=384, heads=6, layers=3, replicas=3)
 
 _LONG = Config(steps=1920, eval_every=240)
@@ -159,6 +160,7 @@ _WIDE_RATES = _with(None, 2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)
 LAWS = ("adamw", "muon")  # fitted to all of these
 STUDIES = (
     Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 3),
+    Study("adamw", "width 64", _64, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(11, 5), 4),
     Study("adamw", "1,920 steps", _LONG, _with(0.8, 2e-3), _int6(21), 2),
     Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
     Study("adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _MORE, 8),
@@ -174,5 +176,5 @@ UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
     Study("adamw", "width 384, 3 replicas", _384, _with(None, 5e-4, 7e-4, 1e-3), _int6(36), 8),
     Study("adamw", "16 replicas of one sequence", _MANY, _RATES, _int6(21), 8),
-    Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 2e-3, 4e-3, 6e-3, 8e-3), _int6(21), 8),
+    Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 2e-3, 4e-3, 6e-3, 8e-3), _int6(21), 5),
 )

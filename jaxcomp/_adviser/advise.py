@@ -12,7 +12,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jaxcomp._adviser.law import LAWS, TOKENS, USUAL, WIDTHS, Law
+from jaxcomp._adviser.law import LAWS, USUAL, Law
 from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._adviser.units import parse, with_unit
@@ -225,10 +225,11 @@ def advise(
         )
     law, width = LAWS[optimizer], typical_width(params, matrix_dims)
     assumed = " (assumed: pass tokens=)" if tokens is None else ""
+    (narrow, wide), (few, many) = law.widths, law.tokens
     notes.append(
-        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths "
-        f"{WIDTHS[0]} to {WIDTHS[1]} with {TOKENS[0]} to {TOKENS[1]:,} tokens a step. Yours has "
-        f"width {width:,} and {batch:,.0f} tokens{assumed}; compare with an exact run of your own"
+        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {narrow} "
+        f"to {wide} with {few} to {many:,} tokens a step. Yours has width {width:,} and "
+        f"{batch:,.0f} tokens{assumed}; compare with an exact run of your own"
     )
     at = width, batch
     each = _predictions(params, link, compute, constants, law, at, budget, matrix_dims)

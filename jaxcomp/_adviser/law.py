@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-WIDTHS = (128, 512)  # that the runs had
-TOKENS = (512, 4096)  # in a step of all replicas together
-_MIDDLE = 256  # between the widths; there the exponent's error does not count
-USUAL = 1024  # tokens, of most runs
-_STUDENT = 2.1  # of a 95% interval, with twenty to sixty runs
-# By which the power of the rank may be wrong at widths and batches that no run had.
-_BEYOND_WIDTHS, _BEYOND_TOKENS = 0.5, 0.2
+USUAL = 1024  # tokens in a step of all replicas together, of most runs
+_BEYOND = 0.5, 0.2  # by which powers of width and tokens may be wrong where no run was
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +19,14 @@ class Law:
         \mathrm{gap} = \sqrt{t / 1024}\, \max\bigl(0,\; a\, (w / 128)^{b} / r - c\bigr)
 
     in per cent of the held-out loss, with the rank :math:`r`, the model's width :math:`w` and the
-    tokens :math:`t` in a step of all replicas together: coefficients from runs of small language
-    models of widths 128 and 512 with 512 to 4,096 tokens a step. ``python -m benchmarks.optimizers
-    --law`` fits them again and compares the law with runs that it has not seen.
+    tokens :math:`t` in a step of all replicas together. The runs were of small language models.
+    ``python -m benchmarks.optimizers --law`` fits the coefficients again and compares the law with
+    runs that it has not seen.
     """
 
     runs: int  # that were fitted
+    widths: tuple[int, int]  # least and largest of them
+    tokens: tuple[int, int]
     a: float  # per cent, at width 128 and 1,024 tokens
     b: float
     c: float  # per cent
@@ -46,12 +43,13 @@ class Law:
 
     def half_width(self, rank: int, width: float, tokens: float) -> float:
         """Of the 95% interval of one run, as a share; wider at what no run had."""
-        near, alike = sorted((width, *WIDTHS))[1], sorted((tokens, *TOKENS))[1]  # what runs had
-        off = self.error * abs(math.log(near / _MIDDLE))
-        off += _BEYOND_WIDTHS * abs(math.log(width / near))
-        off += _BEYOND_TOKENS * abs(math.log(tokens / alike))
+        near, alike = sorted((width, *self.widths))[1], sorted((tokens, *self.tokens))[1]
+        # In the middle of the widths the exponent's error does not count.
+        off = self.error * abs(math.log(near / math.sqrt(math.prod(self.widths))))
+        off += _BEYOND[0] * abs(math.log(width / near)) + _BEYOND[1] * abs(math.log(tokens / alike))
         slope = self._slope(width) / rank if rank else 0.0
-        return _STUDENT * self._times(alike) * math.hypot(self.spread, slope * off) / 100
+        # 2.1 times a standard deviation are 95%, with some twenty runs.
+        return 2.1 * self._times(alike) * math.hypot(self.spread, slope * off) / 100
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
         """The smallest rank whose expected gap is within a share; in multiples of 8."""
@@ -59,7 +57,7 @@ class Law:
         return 8 * math.ceil(self._slope(width) / allowed / 8)
 
     def _slope(self, width: float) -> float:
-        return self.a * (width / WIDTHS[0]) ** self.b
+        return self.a * (width / 128) ** self.b
 
     @staticmethod
     def _times(tokens: float) -> float:
@@ -68,6 +66,6 @@ class Law:
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(runs=57, a=42.13, b=0.24, c=0.90, spread=0.28, error=0.06),
-    "muon": Law(runs=19, a=106.4, b=0.42, c=1.35, spread=1.03, error=0.20),
+    "adamw": Law(57, (128, 512), (512, 4096), a=42.13, b=0.24, c=0.90, spread=0.28, error=0.06),
+    "muon": Law(19, (128, 512), (512, 1024), a=106.4, b=0.42, c=1.35, spread=1.03, error=0.20),
 }
