@@ -26,6 +26,7 @@ class Setting:
       rank: Of PowerSGD from the first step on; 0 for an exact average.
       wire: How factors travel: "float32", "int8" or "int6".
       ratio: Ranks by spectrum, for so many times fewer bytes; 0 for the same rank everywhere.
+      min_compression_rate: Of PowerSGD. In six bits a leaf is smaller also below 2, its default.
     """
 
     optimizer: str
@@ -34,6 +35,7 @@ class Setting:
     rank: int = 0
     wire: str = "float32"
     ratio: float = 0.0
+    min_compression_rate: float = 2.0
 
     local = False  # parameters never differ between replicas
 
@@ -53,7 +55,10 @@ class Setting:
         rank = self.rank or _by_spectrum(
             replace(self, rank=0, ratio=0.0, wire="float32"), config, self.ratio, self.wire
         )
-        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, comm_dtype=self.wire)
+        rate = self.min_compression_rate
+        return jaxcomp.powersgd(
+            rank, axis_name=AXIS, start_step=0, comm_dtype=self.wire, min_compression_rate=rate
+        )
 
     def bytes_sent(self, config: Config) -> list[int]:
         """By each replica, in each step."""
