@@ -266,6 +266,7 @@ def _predictions(
     """
     half = f"all-reduce {constants.half}"
     low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
+    low_rank = partial(low_rank, min_compression_rate=1.0)  # in six bits leaves shrink below 2, too
     lowest = law.rank(budget, *at)
     ranks = {f"powersgd rank {rank} int6": rank for rank in (lowest, 2 * lowest, 4 * lowest)}
     reducers: dict[str, tuple[_Make, ReducerCosts]] = {
