@@ -137,6 +137,11 @@ def _int6(*ranks: int) -> tuple[Mapping[str, Any], ...]:
     return tuple({"rank": rank, "wire": "int6"} for rank in ranks)
 
 
+def _whole(*ranks: int) -> tuple[Mapping[str, Any], ...]:
+    """With all leaves that six bits make smaller, as `jaxcomp.advise` has it."""
+    return tuple({**sent, "min_compression_rate": 1.0} for sent in _int6(*ranks))
+
+
 def _with(momentum: float | None, *rates: float) -> tuple[tuple[float, float | None], ...]:
     return tuple((rate, momentum) for rate in rates)
 
@@ -145,7 +150,7 @@ def _spectrum(ratio: float) -> Mapping[str, Any]:
     return {"ratio": ratio, "wire": "int6"}
 
 
-_FEW, _MORE = _int6(21, 11, 5), _int6(32, 21, 11)
+_FEW, _MORE = _int6(21, 11), _int6(32, 21, 11)
 _ALL = (*_int6(32), {"rank": 16, "wire": "int8"}, *_int6(21), _spectrum(20.2), *_int6(11, 5))
 _RATES = _with(0.8, 2e-3, 1e-3, 4e-3)
 # The final loss is that of 65,536 held-out bytes, and nothing is evaluated before.
@@ -154,9 +159,11 @@ _ONCE = Config(eval_every=480, eval_sequences=1024)
 _WIDE = Config(width=512, heads=8, layers=4, replicas=2)
 _WIDE_ONCE = replace(_WIDE, eval_every=480, eval_sequences=2048)
 _64 = replace(_ONCE, width=64, heads=2)
+_256 = replace(_ONCE, width=256, heads=8, batch_size=16)
 _384 = replace(_WIDE_ONCE, width=384, heads=6, layers=3, replicas=3)
 
 _LONG = Config(steps=1920, eval_every=240)
+_SHORT = Config(steps=240, eval_every=240, eval_sequences=1024)
 _2048, _4096, _8192 = (replace(_ONCE, batch_size=size) for size in (8, 16, 32))
 _HEADERS = replace(_ONCE, text="headers")
 _MANY = replace(_ONCE, replicas=16, batch_size=1)
@@ -166,12 +173,14 @@ LAWS = ("adamw", "muon")  # fitted to all of these
 STUDIES = (
     Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 3),
     Study("adamw", "width 64", _64, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(11, 5), 4),
+    Study("adamw", "240 steps", _SHORT, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
     Study("adamw", "1,920 steps", _LONG, _with(0.8, 2e-3), _int6(21), 2),
     Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
     Study("adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _MORE, 8),
+    Study("adamw", "width 256, 4,096 tokens", _256, _with(0.8, 2e-3), _whole(64, 42), 2),
     Study("adamw", "width 512", _WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
     Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
-    Study("muon", "width 512", _WIDE, _RATES, (_spectrum(16.0), *_int6(84, 43)), 8),
+    Study("muon", "width 512", _WIDE, _RATES, (*_whole(120), _spectrum(16), *_int6(84, 43)), 8),
     Study("sgd", "", Config(), _with(0.9, 0.03, 0.1, 0.3), _FEW, 1),
     Study("lion", "", Config(), _with(None, 4e-4, 8e-4, 1.6e-3), _FEW, 1),
     Study("adafactor", "", Config(), _with(None, 1e-2, 3e-2, 1e-1), _FEW, 1),

@@ -100,7 +100,7 @@ class Advice:
           >>> advice = jaxcomp.advise(params, workers=4, bandwidth="100Mbit", step_time="20ms")
           >>> tx = advice.reducer("data")
           >>> advice.recommended.name, tx.init(params).q["w"].shape
-          ('powersgd rank 48 int6', (512, 48))
+          ('powersgd rank 64 int6', (512, 64))
         """
         return self.recommended.reducer(axis_name)
 
@@ -196,7 +196,7 @@ def advise(
       >>> import jaxcomp
       >>> advice = jaxcomp.advise(124_000_000, workers=16, bandwidth="1Gbit", step_time="120ms")
       >>> advice.compress, advice.recommended.name
-      (True, 'powersgd rank 48 int6')
+      (True, 'powersgd rank 64 int6')
       >>> jaxcomp.advise(124_000_000, workers=8, bandwidth="3.2Tbit", step_time="120ms").compress
       False
     """

@@ -132,7 +132,7 @@ def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
     block = shapes(**{name: (512, 512 * n) for name, n in sizes.items()})
     params = {f"block_{i}": block for i in range(4)}
     given = {"workers": 2, "latency": "100us", "step_time": "160ms", "device": "cpu"}
-    given |= {"loss_budget": "0.7%", "tokens": 512}  # for rank 32, which was measured
+    given |= {"loss_budget": "0.8%", "tokens": 512}  # for rank 32, which was measured
     for bandwidth, exact, compressed in (("1Gbit", 592, 207), ("100Mbit", 4606, 347)):
         advice = jaxcomp.advise(params, bandwidth=bandwidth, **given)
         assert advice.recommended.name == "powersgd rank 32 int6"
