@@ -60,6 +60,6 @@ class Law:
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(67, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.34),
-    "muon": Law(19, (128, 512), (512, 1024), a=106.2, k=1.59, spread=1.04),
+    "adamw": Law(69, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.33),
+    "muon": Law(21, (128, 512), (512, 1024), a=106.1, k=1.57, spread=1.02),
 }
