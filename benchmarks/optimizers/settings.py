@@ -169,7 +169,7 @@ _HEADERS = replace(_ONCE, text="headers")
 _MANY = replace(_ONCE, replicas=16, batch_size=1)
 _WIDE_RATES = _with(None, 2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)
 
-LAWS = ("adamw", "muon")  # fitted to all of these
+LAWS = ("adamw", "muon")  # each fitted to its studies here
 STUDIES = (
     Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 3),
     Study("adamw", "width 64", _64, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(11, 5), 4),

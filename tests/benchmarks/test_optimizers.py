@@ -1,7 +1,5 @@
 """`benchmarks.optimizers`: its runs, its tables, and the adviser's law are those of the runs."""
 
-from dataclasses import replace
-
 import jax
 import pytest
 
@@ -13,10 +11,8 @@ from benchmarks.optimizers import report
 from benchmarks.optimizers.law import law_of_adviser, laws
 from benchmarks.optimizers.settings import LAWS, Setting
 
-TINY = Config(
-    steps=4, eval_every=2, replicas=2, batch_size=1, layers=1, width=16, heads=2, context=8
-)
-TINY = replace(TINY, eval_sequences=64)
+SIZES = {"replicas": 2, "batch_size": 1, "layers": 1, "width": 16, "heads": 2, "context": 8}
+TINY = Config(steps=4, eval_every=2, eval_sequences=64, **SIZES)
 
 
 def test_finished_runs_are_not_made_again(tmp_path, capsys):
