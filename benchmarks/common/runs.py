@@ -55,7 +55,6 @@ def provenance(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         machine = about["machine"]
         for name, said in {"cpu": machine["cpu"], **machine["versions"]}.items():
             found.setdefault(name, {})[said] = None
-    found["cpu"] = {re.sub("cpu (.*), stepping.*", r"\1)", said): None for said in found["cpu"]}
     several = {name: " or ".join(said) for name, said in found.items()}
     return {
         "runs": len(abouts),
@@ -68,4 +67,5 @@ def provenance(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def made_on(about: dict[str, Any]) -> str:
     """What `provenance` found, for the text below a table."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    return f"{about['runs']} runs, {about['dates']}, {about['cpu']}; {versions}."
+    cpu = re.sub(r"cpu (family \d+, model \d+), stepping \d+", r"\1", about["cpu"])
+    return f"{about['runs']} runs, {about['dates']}, {cpu}; {versions}."

@@ -12,13 +12,12 @@ import numpy as np
 import jaxcomp
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import markdown, with_interval
-from benchmarks.optimizers.report import Runs, made
+from benchmarks.optimizers.report import Finished, made
 from benchmarks.optimizers.settings import LAWS, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp.types import Law
 
-COMMAND = "python -m benchmarks.optimizers --law"
 _STEPS = 480  # runs of fewer are not fitted: they lose less
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
 
@@ -56,7 +55,7 @@ def fitted(several: Sequence[Gaps]) -> Law:
     return Law(len(runs), wide, many, float(found[0]), float(found[1] / found[0]), spread)
 
 
-def laws(runs: Runs) -> dict[str, Law]:
+def laws(runs: Finished) -> dict[str, Law]:
     """By optimizer.
 
     Args:
@@ -65,12 +64,12 @@ def laws(runs: Runs) -> dict[str, Law]:
     return {name: fitted(_behind(name, runs)) for name in LAWS}
 
 
-def _behind(optimizer: str, runs: Runs) -> list[Gaps]:
+def _behind(optimizer: str, runs: Finished) -> list[Gaps]:
     behind = [study for study in STUDIES if study.optimizer == optimizer]
-    return [gaps for s in behind if s.config.steps >= _STEPS for gaps in _of(s, runs)]
+    return [gaps for s in behind if s.config.steps >= _STEPS for gaps in _gaps(s, runs)]
 
 
-def _of(study: Study, runs: Runs) -> Iterator[Gaps]:
+def _gaps(study: Study, runs: Finished) -> Iterator[Gaps]:
     """By rank; ranks by spectrum are left out."""
     found, config = made(study, runs), study.config
     tokens = config.replicas * config.batch_size * config.context
@@ -80,7 +79,7 @@ def _of(study: Study, runs: Runs) -> Iterator[Gaps]:
             yield Gaps(study.name, config.width, tokens, setting.rank, percents)
 
 
-def _over_links(links: Runs) -> Iterator[Gaps]:
+def _over_links(links: Finished) -> Iterator[Gaps]:
     """PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
     usual = OverLinks()
     found = over_links.results([run for run in links if run["config"] == asdict(usual)])
@@ -94,11 +93,11 @@ def _over_links(links: Runs) -> Iterator[Gaps]:
             yield Gaps(f"over links, {way}", usual.width, batch, strategy.number, percents)
 
 
-def compared(runs: Runs, links: Runs) -> str:
+def compared(runs: Finished, links: Finished) -> str:
     """A table of runs that were not fitted, and what the law says of them."""
     law, rows = law_of_adviser("adamw"), list[list[str]]()
     short = [study for study in STUDIES if study.config.steps < _STEPS]
-    unseen = [gaps for study in (*UNSEEN, *short) for gaps in _of(study, runs)]
+    unseen = [gaps for study in (*UNSEEN, *short) for gaps in _gaps(study, runs)]
     for gaps in (*unseen, *_over_links(links)):
         at = gaps.rank, gaps.width, gaps.tokens
         gap, half = 100 * law.gap(*at), 100 * law.half_width(*at)
@@ -115,7 +114,7 @@ def compared(runs: Runs, links: Runs) -> str:
     return markdown(_HEADER, rows)
 
 
-def report(runs: Runs, links: Runs) -> str:
+def report(runs: Finished, links: Finished) -> str:
     """The coefficients as fitted now, and the comparison."""
     found = [f"{name}: {law}" for name, law in laws(runs).items()]
     return "\n".join([*found, "", compared(runs, links)])

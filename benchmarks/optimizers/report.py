@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import mean
 from typing import Any
@@ -16,17 +16,17 @@ from benchmarks.optimizers.settings import STUDIES, Setting, Study
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
 _HEADER = ["sent", "seeds", "above exact (95%)", "fewer bytes"]
-Runs = Sequence[Mapping[str, Any]]
+Finished = Sequence[dict[str, Any]]  # runs of `benchmarks.optimizers`
 
 
-def made(study: Study, runs: Runs) -> dict[Setting, Result]:
+def made(study: Study, runs: Finished) -> dict[Setting, Result]:
     """The exact average at its best, then what is compressed; nothing while its search goes on.
 
     Args:
       study: Whose.
       runs: Of `benchmarks.optimizers`.
     """
-    found = results([dict(run) for run in _of(study, runs)], Setting)
+    found = results(_of(study, runs), Setting)
     try:
         exact = study.exact(lambda setting, seed: found[setting].losses[seed])
     except KeyError:
@@ -34,7 +34,7 @@ def made(study: Study, runs: Runs) -> dict[Setting, Result]:
     return {each: found[each] for each in (exact, *study.compressed(exact)) if each in found}
 
 
-def paged(page: str, runs: Runs) -> str:
+def paged(page: str, runs: Finished) -> str:
     """The page with the table of all studies that are not the law's predictions.
 
     Raises:
@@ -47,13 +47,13 @@ def paged(page: str, runs: Runs) -> str:
     return in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{about}\n")
 
 
-def _of(study: Study, runs: Runs) -> list[Mapping[str, Any]]:
+def _of(study: Study, runs: Finished) -> Finished:
     """Its finished runs."""
     name, config = study.optimizer, asdict(study.config)
     return [r for r in runs if r["config"] == config and r["setting"]["optimizer"] == name]
 
 
-def _rows(study: Study, runs: Runs) -> Iterator[list[str]]:
+def _rows(study: Study, runs: Finished) -> Iterator[list[str]]:
     found = made(study, runs)
     for setting, own in found.items():
         exact = next(iter(found.values()))

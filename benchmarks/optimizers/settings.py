@@ -52,12 +52,12 @@ class Setting:
     def _reducer(self, config: Config) -> Any:
         if self.exact:
             return jaxcomp.allreduce(axis_name=AXIS)
-        rank = self.rank or _by_spectrum(
-            replace(self, rank=0, ratio=0.0, wire="float32"), config, self.ratio, self.wire
-        )
-        rate = self.min_compression_rate
         return jaxcomp.powersgd(
-            rank, axis_name=AXIS, start_step=0, comm_dtype=self.wire, min_compression_rate=rate
+            self.rank or _by_spectrum(self, config),
+            axis_name=AXIS,
+            start_step=0,
+            comm_dtype=self.wire,
+            min_compression_rate=self.min_compression_rate,
         )
 
     def bytes_sent(self, config: Config) -> list[int]:
@@ -84,10 +84,16 @@ class Setting:
 
 
 @functools.cache
-def _by_spectrum(exact: Setting, config: Config, ratio: float, wire: str) -> jaxcomp.Ranks:
+def _by_spectrum(setting: Setting, config: Config) -> jaxcomp.Ranks:
     """From the momentum after a quarter of an exact run."""
+    exact = Setting(setting.optimizer, setting.rate, setting.momentum)
     _, state = after_a_quarter(config, exact.build(config))
-    return jaxcomp.ranks_by_spectrum(first_momentum(state), ratio=ratio, comm_dtype=wire)
+    return jaxcomp.ranks_by_spectrum(
+        first_momentum(state),
+        ratio=setting.ratio,
+        comm_dtype=setting.wire,
+        min_compression_rate=setting.min_compression_rate,
+    )
 
 
 def first_momentum(state: Any) -> Any:

@@ -14,10 +14,9 @@ from benchmarks.optimizers.settings import Setting, first_momentum
 _RANK = 21
 _HEADER = ["width", "tokens a step", "stable rank", "for 90%", f"beyond {_RANK}"]
 _USUAL = Config()
-# With the best learning rate of each width.
+_WIDTHS = {64: 2e-3, 128: 2e-3, 256: 1e-3, 512: 5e-4}  # learning rates, not searched for this
 _SETTINGS = (
-    *((replace(_USUAL, width=w, heads=w // 32), r) for w, r in ((64, 2e-3), (128, 2e-3))),
-    *((replace(_USUAL, width=w, heads=w // 32), r) for w, r in ((256, 1e-3), (512, 5e-4))),
+    *((replace(_USUAL, width=w, heads=w // 32), rate) for w, rate in _WIDTHS.items()),
     *((replace(_USUAL, batch_size=size), rate) for size, rate in ((1, 2e-3), (16, 4e-3))),
 )
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jaxcomp._adviser.law import LAWS, USUAL, Law
+from jaxcomp._adviser.law import LAWS, USUAL_TOKENS, Law
 from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._adviser.units import parse, with_unit
@@ -203,7 +203,7 @@ def advise(
     workers = check_int("workers", workers, 1)
     link = Link(workers, parse("bandwidth", bandwidth), parse("latency", latency))
     compute, budget = parse("step_time", step_time), parse("loss_budget", loss_budget)
-    batch = USUAL if tokens is None else parse("tokens", tokens)
+    batch = USUAL_TOKENS if tokens is None else parse("tokens", tokens)
     if optimizer not in LAWS:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
@@ -232,8 +232,9 @@ def advise(
         f"{batch:,.0f} tokens{assumed}; compare with an exact run of your own"
     )
     at = width, batch
-    each = _predictions(params, link, compute, constants, law, at, budget, matrix_dims)
-    predictions = tuple(each)
+    predictions = tuple(
+        _predictions(params, link, compute, constants, law, at, budget, matrix_dims)
+    )
     if not any(prediction.rank for prediction in predictions):
         notes.append(
             f"PowerSGD is left out: at rank {law.rank(budget, *at)}, the lowest that keeps the "
@@ -246,8 +247,7 @@ def advise(
     fastest = min((p.step_time for p in paying), default=0.0)
     near = [p for p in paying if p.step_time <= _CLOSE * fastest]
     recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
-    found = predictions, baseline, recommended
-    return Advice(link, compute, constants, law, *found, notes=tuple(notes))
+    return Advice(link, compute, constants, law, predictions, baseline, recommended, tuple(notes))
 
 
 def _predictions(
@@ -256,17 +256,19 @@ def _predictions(
     compute: float,
     constants: Calibration,
     law: Law,
-    at: tuple[int, float],
+    at: tuple[int, float],  # width of the model, tokens in a step
     budget: float,
     matrix_dims: MatrixDimsFn | None,
 ) -> Iterator[Prediction]:
-    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above.
-
-    `at` is the width of the model and the tokens in a step.
-    """
+    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
     half = f"all-reduce {constants.half}"
-    low_rank = partial(powersgd, start_step=0, comm_dtype="int6", matrix_dims=matrix_dims)
-    low_rank = partial(low_rank, min_compression_rate=1.0)  # in six bits leaves shrink below 2, too
+    low_rank = partial(
+        powersgd,
+        start_step=0,
+        comm_dtype="int6",
+        min_compression_rate=1.0,  # in six bits leaves shrink below 2, too
+        matrix_dims=matrix_dims,
+    )
     lowest = law.rank(budget, *at)
     ranks = {f"powersgd rank {rank} int6": rank for rank in (lowest, 2 * lowest, 4 * lowest)}
     reducers: dict[str, tuple[_Make, ReducerCosts]] = {

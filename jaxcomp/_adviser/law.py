@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-USUAL = 1024  # tokens in a step of all replicas together, of most runs
+USUAL_TOKENS = 1024  # tokens in a step of all replicas together, of most runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Law:
         the power of the tokens be off by 0.1.
         """
         near, alike = sorted((width, *self.widths))[1], sorted((tokens, *self.tokens))[1]
-        inside = 2.1 * self.spread * math.sqrt(alike / USUAL) / 100  # Student's, some twenty runs
+        inside = (
+            2.1 * self.spread * math.sqrt(alike / USUAL_TOKENS) / 100
+        )  # Student's, some twenty runs
         ends = self._slope(tokens) * self.k * abs(1 / near - 1 / width) if rank else 0.0
         power = 0.1 * abs(math.log(tokens / alike)) * self.gap(rank, width, tokens)
         return inside + ends + power
@@ -55,7 +57,7 @@ class Law:
         return 8 * math.ceil(1 / (budget / self._slope(tokens) + self.k / width) / 8)
 
     def _slope(self, tokens: float) -> float:
-        return self.a * math.sqrt(tokens / USUAL) / 100
+        return self.a * math.sqrt(tokens / USUAL_TOKENS) / 100
 
 
 # python -m benchmarks.optimizers --law

@@ -9,7 +9,7 @@ from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
 from benchmarks.optimizers.law import law_of_adviser, laws
-from benchmarks.optimizers.settings import LAWS, Setting
+from benchmarks.optimizers.settings import LAWS, UNSEEN, Setting
 
 SIZES = {"replicas": 2, "batch_size": 1, "layers": 1, "width": 16, "heads": 2, "context": 8}
 TINY = Config(steps=4, eval_every=2, eval_sequences=64, **SIZES)
@@ -46,6 +46,7 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
 def test_the_page_shows_the_runs_that_the_law_predicted(capsys):
     assert command.main(["--law"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("side |")]
-    predicted = [row.rpartition(" inside |")[0] for row in rows if "over links" not in row]
-    assert 0 < len(predicted) < len(rows)
-    assert all(row in report.PAGE.read_text() for row in predicted)
+    shown = [row.rpartition(" | ")[0] for row in rows if "over links" not in row]
+    assert all(any(row.startswith(f"| {study.name}, ") for row in shown) for study in UNSEEN)
+    assert len(UNSEEN) <= len(shown) < len(rows)
+    assert all(row in report.PAGE.read_text() for row in shown)
