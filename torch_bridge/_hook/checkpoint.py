@@ -31,6 +31,8 @@ class Checkpoint:
       world_size: Number of ranks of the run, if the file says it.
       hook: The registered hook, if the file says it: a name as `powersgd_kwargs_from_torch` takes
         it, ``"fp16_compress_wrapper(powerSGD_hook)"`` for example.
+      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode:
+        arrays in dictionaries and tuples as the module gives them. None if the file has none.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.float32([2, 4])}, {}, {})
@@ -47,6 +49,7 @@ class Checkpoint:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     world_size: int | None = None
     hook: str | None = None
+    example: tuple[tuple[np.ndarray, ...], Any] | None = None
 
     @property
     def missing_ranks(self) -> bool:

@@ -34,6 +34,10 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
         the rest of the hook state.
     """
     ranks, layout = checkpoint.powersgd, checkpoint.layout
+    example = None
+    if checkpoint.example is not None:
+        inputs, outputs = checkpoint.example
+        example = {"inputs": list(inputs), "outputs": outputs}
     return {
         "format": FORMAT,
         "version": _VERSION,
@@ -44,6 +48,7 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
         "errors": [record.error_dict for record in ranks],
         "layout": None if layout is None else layout.to_json(),
         "hook": checkpoint.hook,
+        "example": example,
         "extra": checkpoint.extra,
     }
 
@@ -59,6 +64,23 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
         key = to_tensor(state[1].astype(np.int64))
         slots["rng"] = dict(zip(_RNG_FIELDS, (key, *state[2:]), strict=True))
     return slots
+
+
+def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any] | None:
+    """Reads the inputs and outputs of the module from such a file; None where it has none.
+
+    Raises:
+      CheckpointMismatch: They are of another kind.
+    """
+    example = value.get("example")
+    if example is None:
+        return None
+    inputs = example.get("inputs") if isinstance(example, Mapping) else None
+    if not isinstance(inputs, list | tuple) or "outputs" not in example:
+        raise CheckpointMismatch("`example` must have `inputs` and `outputs`")
+    if not inputs or not all(isinstance(array, np.ndarray) for array in inputs):
+        raise CheckpointMismatch("`example` must have tensors as `inputs`")
+    return tuple(inputs), example["outputs"]
 
 
 def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:

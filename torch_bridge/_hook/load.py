@@ -17,7 +17,7 @@ from torch_bridge._base.schema import PowerSGDRecord, is_slots, record_from_slot
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_records
+from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_example, read_records
 from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed, expect
@@ -102,6 +102,7 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
             extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
             world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
             hook=entries.get("hook"),
+            example=entries.get("example"),
         )
     except Forbidden as error:
         raise UnsafeCheckpoint(
@@ -124,7 +125,9 @@ def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRe
     """The entries at the root of a file by the names of our own format, and the hook states."""
     kind = value.get("format")  # a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
-        return value, read_records(value)
+        entries = dict(value)
+        entries["example"] = read_example(value)
+        return entries, read_records(value)
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     # No tensors: a flat state_dict may have parameters of these names.
     model, state = _take(rest, _MODEL_KEYS, dict), _take(rest, _HOOK_KEYS, dict | list | tuple)

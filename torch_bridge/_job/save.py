@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -22,6 +22,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.registered import hook_name
+from torch_bridge._job.example import example_inputs, run_example
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +130,7 @@ def save_checkpoint(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
+    example: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Write one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
 
@@ -145,9 +147,13 @@ def save_checkpoint(
         each group, as torch writes them for an optimizer of ``named_parameters()``.
       extra: Further tensors, arrays, plain values, and dictionaries and lists of these, such as
         ``{"epoch": 3}``. That of rank 0 is saved.
+      example: Inputs of the model, a tensor or a tuple of them; a few rows are enough, and all are
+        stored, with what the model makes of them in evaluation mode. By them a conversion finds out
+        which layer is which, and proves that the outputs are the same. Rank 0 runs the module
+        once, beside the training: modes, buffers, gradients and random numbers stay as they were.
 
     Raises:
-      TypeError: Another model or optimizer than DDP's and torch's is given.
+      TypeError: Another model, optimizer or example than DDP's, torch's or tensors is given.
       CheckpointMismatch: The state was made for other buckets, or for those that DDP has yet to
         rebuild; on every rank.
       RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
@@ -169,6 +175,7 @@ def save_checkpoint(
             f"`optimizer` must be the optimizer itself, got a {type(optimizer).__name__}; not its "
             "state_dict()."
         )
+    inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     begun = state is not None and holds_buffers(state)
     layout = record_layout(ddp_model, state) if begun else None
@@ -179,6 +186,7 @@ def save_checkpoint(
         try:
             record = None if state is None else _record_of(state)
             groups = None if optimizer is None else _named_groups(optimizer, ddp_model)
+            ran = None if inputs is None else run_example(ddp_model.module, inputs)
             checkpoint = Checkpoint(
                 _plain(ddp_model.module.state_dict(), "the model"),
                 tuple(dataclasses.replace(record, error_dict=e) for e in errors) if record else (),
@@ -187,6 +195,7 @@ def save_checkpoint(
                 _plain(extra or {}, "`extra`"),
                 dist.get_world_size(group),
                 hook_name(hooks[-1][0]) if hooks else None,
+                ran,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
         except Exception as error:  # whatever it is, the other ranks wait
