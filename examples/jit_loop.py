@@ -31,7 +31,7 @@ def batch(mesh, step, size=256):
 def training(mesh, steps):
     """The training step and the object that takes gradients in it."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-    reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=steps // 10)
+    reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=0)
     value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)  # (1) jax.value_and_grad
 
     @jax.jit

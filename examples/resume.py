@@ -40,7 +40,7 @@ def loss_fn(params, x, y):
 
 
 optimizer = optax.adam(3e-3)
-reducer = jaxcomp.powersgd(rank=8, axis_name="data", start_step=STEPS // 10)
+reducer = jaxcomp.powersgd(rank=8, axis_name="data", start_step=0)
 value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxcomp._base.typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class LeafStats:
-    """Bytes of one leaf in one step."""
+    """Bytes of one leaf in one step, or in a whole run."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ class LeafStats:
 
 @dataclasses.dataclass(frozen=True)
 class CompressionStats:
-    """Payload of the collectives of one step, as each replica passes it to them."""
+    """Payload of the collectives, as each replica passes it to them, of a step or a whole run."""
 
     leaves: tuple[LeafStats, ...]
     bytes_before: int
@@ -63,6 +64,25 @@ class CompressionStats:
             for leaf in self.leaves
         )
         return CompressionStats(leaves, self.bytes_before, round(self.bytes_after * share))
+
+    def times(self, steps: int) -> CompressionStats:
+        """Returns the bytes of so many steps that are alike."""
+        leaves = []
+        for leaf in self.leaves:
+            before, after = steps * leaf.bytes_before, steps * leaf.bytes_after
+            leaves.append(dataclasses.replace(leaf, bytes_before=before, bytes_after=after))
+        return CompressionStats.of(leaves)
+
+    def plus(self, other: CompressionStats) -> CompressionStats:
+        """Returns the bytes of both together; a leaf has the rank that it has in `other`."""
+        leaves = {leaf.path: leaf for leaf in self.leaves}
+        for leaf in other.leaves:
+            before, after = leaf.bytes_before, leaf.bytes_after
+            if leaf.path in leaves:
+                before += leaves[leaf.path].bytes_before
+                after += leaves[leaf.path].bytes_after
+            leaves[leaf.path] = dataclasses.replace(leaf, bytes_before=before, bytes_after=after)
+        return CompressionStats.of(leaves.values())
 
     def instead_of(self, tree: PyTree) -> CompressionStats:
         """The same payload beside that of an all-reduce of another tree of these leaves."""
@@ -89,6 +109,36 @@ class CompressionStats:
         ]
         total = f"{self.bytes_before:>13,}  {self.bytes_after:>13,}  {self.ratio:>6.1f}"
         return "\n".join([*lines, f"{'total':<{width}}  {'':>18}        {total}"])
+
+
+def whole_run(
+    count: Callable[[int], CompressionStats], steps: int, *, in_phases: bool
+) -> CompressionStats:
+    """Adds up what the steps of a run send.
+
+    Args:
+      count: From a step, counted from 0, to what it sends.
+      steps: How many there are.
+      in_phases: Whether what has once changed never comes back, as exact steps do not. Then only
+        the edges of such phases are looked for, and a million steps take no longer than thousand.
+    """
+    total = CompressionStats.of([])
+    step = 0
+    while step < steps:
+        stats = count(step)
+        end = step + 1
+        if in_phases:
+            end = _next_phase(count, stats, range(end, steps))
+        total = total.plus(stats.times(end - step))
+        step = end
+    return total
+
+
+def _next_phase(
+    count: Callable[[int], CompressionStats], stats: CompressionStats, later: range
+) -> int:
+    """Finds the first of later steps that does not send `stats`, or their end."""
+    return later.start + bisect.bisect_left(later, True, key=lambda step: count(step) != stats)
 
 
 def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:

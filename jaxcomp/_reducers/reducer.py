@@ -68,7 +68,7 @@ class Reducer(Transformation):
       axis_name: The mapped axis or axes of the replicas.
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
-        `CompressionStats`: the answer of ``bytes``.
+        `CompressionStats`: the answer of ``bytes``. What has once changed never comes back.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
@@ -91,6 +91,7 @@ class Reducer(Transformation):
 
     reduce: Callable[..., Reduction]
     axis_name: AxisName
+    in_phases = True  # exact steps, if any, and after them compressed ones
     _given: tuple[Callable[..., PyTree], Callable[..., Reduction]]
 
     def __new__(

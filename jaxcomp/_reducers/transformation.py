@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import optax
 
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import unboxed
-from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
 
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
@@ -27,6 +28,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
     made_by: str
     count_bytes: CountBytes | None
+    # Local steps send nothing and averages something, in turn: every step is asked for.
+    in_phases = False
 
     def __new__(
         cls,
@@ -42,9 +45,14 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return self
 
     def bytes(
-        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
+        self,
+        params: PyTree,
+        *,
+        replicas: int | None = None,
+        step: int | None = None,
+        steps: int | None = None,
     ) -> CompressionStats:
-        """Counts what each replica sends in one step; exact, no device needed.
+        """Counts what each replica sends in one step, or in a whole run; exact, no device needed.
 
         Args:
           params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
@@ -53,6 +61,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
           step: Which update, counted from 0: before ``start_step`` gradients go as they are, local
             steps send nothing. None for the mean over the steps after all exact ones, rounded to a
             byte.
+          steps: How many steps a run has: counts all of them together, the exact ones too. Not
+            beside `step`.
 
         Returns:
           The payload per replica in bytes, per leaf and in total, of the collectives over
@@ -72,9 +82,14 @@ class Transformation(optax.GradientTransformationExtraArgs):
           >>> tx = jaxcomp.powersgd(rank=4, axis_name="data", start_step=100)
           >>> [tx.bytes(params, step=step).bytes_after for step in (0, 100)]
           [525312, 13312]
+          >>> run = tx.bytes(params, steps=1_000)  # 100 exact steps and 900 compressed ones
+          >>> f"{run.bytes_after:,} bytes, {run.ratio:.1f} times fewer"
+          '64,512,000 bytes, 8.1 times fewer'
         """
         if replicas is not None:
             replicas = check_int("replicas", replicas, 1)
+        if step is not None and steps is not None:
+            raise ValueError("Pass `step` for one step or `steps` for a whole run, not both.")
         if step is not None:
             step = check_int("step", step, 0)
         if self.count_bytes is None:
@@ -82,7 +97,12 @@ class Transformation(optax.GradientTransformationExtraArgs):
                 f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
                 "(params, replicas, step) that returns jaxcomp.types.CompressionStats."
             )
-        return self.count_bytes(unboxed(params), replicas, step)
+        params = unboxed(params)
+        if steps is None:
+            return self.count_bytes(params, replicas, step)
+        steps = check_int("steps", steps, 1)
+        count = functools.partial(self.count_bytes, params, replicas)
+        return whole_run(count, steps, in_phases=self.in_phases)
 
     def __repr__(self) -> str:
         return self.made_by or f"{type(self).__name__}(...)"

@@ -173,6 +173,29 @@ def test_without_a_step_it_is_the_mean_after_all_exact_steps():
     assert [run.bytes(PARAMS, step=k).bytes_after for k in (2, 3)] == [0, dense]
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        allreduce(),
+        powersgd(2, start_step=5),
+        jaxcomp.error_feedback(powersgd(2, start_step=5)),
+        local_sgd(SGD, sync_every=4, start_step=5, outer=optax.sgd(0.7)),
+        local_sgd(SGD, sync_every=lambda last: 2 + last // 2),
+        jaxcomp.accumulate(powersgd(2, start_step=5), 3),
+    ],
+    ids=["exact", "exact first", "feedback", "local", "schedule", "micro-batches"],
+)
+def test_a_whole_run_is_the_sum_of_its_steps(tx):
+    dense = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    for steps in (1, 4, 5, 6, 23):
+        run = tx.bytes(PARAMS, steps=steps)
+        each = [tx.bytes(PARAMS, step=step).bytes_after for step in range(steps)]
+        assert run.bytes_after == sum(each) == sum(leaf.bytes_after for leaf in run.leaves)
+        assert run.bytes_before == steps * dense
+    if isinstance(tx, jaxcomp.Reducer):  # phases are found without a walk through all steps
+        tx.bytes(PARAMS, steps=10**12)
+
+
 def test_a_schedule_is_followed_step_by_step():
     tx = local_sgd(SGD, sync_every=lambda last: 2 + last // 2)
     synced = [step for step in range(12) if tx.bytes(PARAMS, step=step).bytes_after]
@@ -201,6 +224,10 @@ def test_what_cannot_be_counted_is_said():
         quantized().bytes(PARAMS)
     with pytest.raises(ValueError, match="`step` must be a non-negative integer"):
         POWERSGD.bytes(PARAMS, step=-1)
+    with pytest.raises(ValueError, match="`steps` must be a positive integer"):
+        POWERSGD.bytes(PARAMS, steps=0)
+    with pytest.raises(ValueError, match="`step` for one step or `steps` for a whole run"):
+        POWERSGD.bytes(PARAMS, step=1, steps=2)
     own = jaxcomp.Reducer(lambda params: (), lambda *args: None, AXIS)
     for tx in (own, jaxcomp.error_feedback(own)):
         with pytest.raises(ValueError, match=r"Reducer\(axis_name='data'\) does not know"):
