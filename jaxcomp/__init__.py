@@ -19,6 +19,7 @@ from jaxcomp._reducers.quantized import quantized_allreduce
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._states.adapt import adapt_state
 from jaxcomp._states.consolidate import consolidate
+from jaxcomp._states.diagnostics import diagnostics
 from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
 from jaxcomp._training.accumulate import accumulate
 from jaxcomp._training.data_parallel import data_parallel
@@ -46,6 +47,7 @@ __all__ = [
     "collectives",
     "consolidate",
     "data_parallel",
+    "diagnostics",
     "error_feedback",
     "extend",
     "hold_state",

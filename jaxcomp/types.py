@@ -8,6 +8,7 @@ from jaxcomp._local.local_sgd import LocalSGDState
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
+from jaxcomp._states.diagnostics import Diagnostics, LeafDiagnostics
 from jaxcomp._training.data_parallel import DataParallel
 from jaxcomp._wire.collectives import Collective
 
@@ -17,8 +18,10 @@ __all__ = [
     "Collective",
     "CompressionStats",
     "DataParallel",
+    "Diagnostics",
     "ErrorFeedbackState",
     "Law",
+    "LeafDiagnostics",
     "LeafStats",
     "LocalSGDRound",
     "LocalSGDState",

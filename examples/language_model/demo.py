@@ -74,7 +74,9 @@ def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[
         if config.strategy == "allreduce" and record.step == max(1, config.steps // 4):
             momentum = optax.tree.get(run.consolidated().opt_state, "mu")
     assert record is not None  # `RunConfig.check` asks for at least one step
-    print(f"  {record.seconds:4.0f} s")
+    share = run.carried()
+    carried = "" if share is None else f", the factors carried {share:.0%} in the last step"
+    print(f"  {record.seconds:4.0f} s{carried}")
     steps, held_out = [r.step for r in records], [r.held_out for r in records]
     sent = [r.bytes_sent for r in records]
     return Result(name, steps, held_out, sent, record.bytes_step, record.seconds), momentum

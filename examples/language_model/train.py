@@ -235,6 +235,9 @@ def train(arguments: argparse.Namespace) -> int | None:
             print(f"step {step:5}  {loss}  {sent}", flush=True)
         if stopped:
             break
+    share = run.carried()
+    if first and share is not None:
+        print(f"the factors of the last step carried {share:.0%} of the gradients' energy")
     if checkpoints:
         checkpoints.close()
     return step if stopped else None

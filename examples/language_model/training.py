@@ -218,6 +218,15 @@ class Run:
             np.mean([float(self._evaluate(self.state.params, self._split(b))) for b in batches])
         )
 
+    def carried(self) -> float | None:
+        """Says what share of the gradients' energy the last step's factors carried.
+
+        All processes call it together. None where nothing is sent as factors.
+        """
+        if self.config.strategy != "powersgd":
+            return None
+        return float(jaxcomp.diagnostics(self.state.reducer_state).share)
+
     def steps(self, stop_at: int | None = None) -> Iterator[Record]:
         """Trains, a record after each step; ends early after `stop_at` steps in all."""
         config, began, loss = self.config, time.monotonic(), None

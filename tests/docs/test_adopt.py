@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import io
+import json
 import os
 import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -35,14 +38,15 @@ def program(title, *, compressed=True):
     return "\n".join(lines)
 
 
-def run(text, count, steps, checkpoint=None, prelude=PRELUDE):
-    """(losses, checkpoint) of a program on so many devices."""
+def run(text, count, steps, checkpoint=None, prelude=PRELUDE, others=None):
+    """(losses, checkpoint) of a program on so many devices, with other names for it besides."""
     losses = []
     names = {
         "devices": jax.devices()[:count],
         "steps": steps,
         "losses": losses,
         "checkpoint": checkpoint,
+        **(others or {}),
     }
     with jax.numpy_dtype_promotion("standard"):  # what a user has
         exec(compile(prelude, "docs/adopt.md", "exec"), names)
@@ -92,3 +96,25 @@ def test_an_nnx_model_keeps_its_statistics_and_counters():
     model = state[0]["layers"]
     assert abs(model[1]["mean"][...]).min() > 0
     assert model[2]["rngs"]["count"][...] == 3
+
+
+def test_how_much_is_carried_goes_into_every_log(capsys):
+    """The recipes run behind the loop, and the table on the page is what they print."""
+    section = SECTIONS["How much is carried"]
+    asked, recipe = re.findall(r"```python\n(.*?)```", section, re.S)
+    log = io.StringIO()
+    points = []
+    others = {"json": json, "log": log, "wandb": mock.Mock(), "writer": mock.Mock()}
+    others["writer"].add_scalar = lambda name, value, step: points.append((name, value, step))
+    run(f"{program('jit')}\n{asked}\n{recipe}", 4, range(STEPS), others=others)
+    printed = capsys.readouterr().out
+    logged = json.loads(log.getvalue())
+    assert logged.pop("step") == STEPS - 1
+    assert points == [(name, value, STEPS - 1) for name, value in logged.items()]
+    assert others["wandb"].log.call_args.args == (logged,)
+    shares = r"^(\S+) +([\d.]+)%"
+    (shown,) = re.findall(r"```text\n(.*?)```", section, re.S)
+    assert [name for name, _ in re.findall(shares, shown, re.M)] == ["['in']", "['out']", "all"]
+    there = dict(re.findall(shares, shown, re.M))
+    for name, share in re.findall(shares, printed, re.M):
+        assert float(there[name]) == pytest.approx(float(share), abs=5)

@@ -212,6 +212,7 @@ def test_demo_writes_its_table_picture_and_json(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "CONFIG", small)
     arguments = ["--steps", 4, "--width", 32, "--ranks", 2, "--devices", 2]
     printed = here(demo, *arguments, "--output", tmp_path / "new" / "out")
+    assert len(re.findall(r"the factors carried \d+% in the last step", printed)) == 3
     *_, first, _, _, _, last = printed.strip().splitlines()
     assert first.startswith("The exact average sends")
     assert last.endswith("demo.png")
