@@ -2,8 +2,10 @@
 
     python examples/migrate/torch_job.py FIRST|LAST RANK FOLDER
 
-FIRST trains every case without a break, and writes a checkpoint at the first move on the way. LAST
-goes on from the checkpoints that came back from JAX. Losses go to FOLDER, one file per rank.
+FIRST trains every case without a break, and writes a checkpoint at the first move on the way; then
+it trains a control, whose weights are moved by one rounding before every later step: that is how
+far training drives two right runs apart. LAST goes on from the checkpoints that came back from JAX.
+Losses go to FOLDER, one file per run and rank.
 """
 
 from __future__ import annotations
@@ -64,6 +66,29 @@ def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     return losses
 
 
+def move_by_one_rounding(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Every weight becomes the next number above or below it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            end = torch.where(up, torch.inf, -torch.inf)
+            parameter.copy_(torch.nextafter(parameter, end))
+
+
+def one_rounding_apart(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
+    """All steps in torch, from the first move on with weights that are moved before each step."""
+    model, optimizer = fresh(case)
+    state = powerSGD_hook.PowerSGDState(None, case.rank, start_powerSGD_iter=START)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for step in range(STEPS):
+        if step >= MOVES[0]:
+            move_by_one_rounding(model, generator)
+        losses.append(train(case, model, optimizer, step, rank))
+    return losses
+
+
 def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     """The steps after the second move, from what JAX left behind."""
     path = folder / f"{case.name}.to_torch.pt"
@@ -87,12 +112,15 @@ def main() -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / f'{phase}.store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    run = uninterrupted if phase == "FIRST" else returned
-    losses = {}
-    for case in CASES:
-        if (folder / case.name).exists():  # chosen by the parent process
-            losses[case.name] = run(case, rank, folder)
-    (folder / f"{phase}.{rank}.json").write_text(json.dumps(losses))
+    runs = {"LAST": returned}
+    if phase == "FIRST":
+        runs = {"FIRST": uninterrupted, "CONTROL": one_rounding_apart}
+    for name, run in runs.items():
+        losses = {}
+        for case in CASES:
+            if (folder / case.name).exists():  # chosen by the parent process
+                losses[case.name] = run(case, rank, folder)
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(losses))
     dist.barrier()
     # gloo's threads may outlive the interpreter's shutdown, which aborts the process.
     os._exit(0)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from control import apart
 
 import torch_bridge
 
@@ -37,6 +38,14 @@ def randomize(module):
                 drawn = torch.rand(value.shape) + 0.5 if "var" in name else torch.randn(value.shape)
                 value.copy_(drawn if value.ndim < 2 else drawn * value[0].numel() ** -0.5)
     return module
+
+
+def move_weights(module, seed):
+    """Moves every weight by one rounding, for a control; see control.py."""
+    with torch.no_grad():
+        for k, parameter in enumerate(module.parameters()):
+            moved = apart(parameter.numpy(), 1_000 * seed + k)
+            parameter.copy_(torch.from_numpy(moved))
 
 
 def params_to_torch(params, like, **said):

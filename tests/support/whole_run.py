@@ -3,8 +3,9 @@
     python whole_run.py FOLDER CASE [CASE ...]
 
 Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` and, as torch documents it,
-``CASE.RANK.pt`` saved at MOVES[0]; then, as soon as ``CASE.to_torch.pt`` is there, the steps from
-MOVES[1] on. Losses go to ``CASE.RANK.json``.
+``CASE.RANK.pt`` saved at MOVES[0]; the same steps as controls, whose gradients are one rounding
+apart from MOVES[0] on; then, as soon as ``CASE.to_torch.pt`` is there, the steps from MOVES[1] on.
+Losses go to ``CASE.RANK.json``.
 """
 
 import json
@@ -55,6 +56,8 @@ HOOKS = {
     "half": fp16_compress_wrapper(torch_bridge.waiting_hook),
     "static": powerSGD_hook,  # in one bucket, where torch's own does not hang over gloo
 }
+# How many controls tell how far two right runs part: what one of them shows is a matter of luck.
+CONTROLS = 3
 RANKS = dict.fromkeys(HOOKS, 2) | {"static": 4}
 
 
@@ -106,6 +109,41 @@ def stayed(case, rank, folder):
     return losses, model.module.norm.running_mean.tolist()
 
 
+def apart(hook, seed):
+    """Moves all values of a bucket by one rounding of its type, up or down, before the hook.
+
+    In half precision that is what torch rounds and JAX does not: P, Q and the error.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(state, bucket):
+        values = bucket.buffer()
+        signs = torch.randint(2, values.shape, generator=generator) * 2 - 1
+        rounding = torch.finfo(values.dtype).eps
+        values.add_(values * signs.to(values.dtype) * rounding)
+        return hook(state, bucket)
+
+    return moved
+
+
+def control(case, rank, seed):
+    """The run that stays, its gradients one rounding apart from the first move on."""
+    model, optimizer = fresh(case)
+    state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
+    inner = torch_bridge.waiting_hook if case == "half" else HOOKS[case]
+    moved = apart(inner, 2 * seed + rank)
+
+    def hook(state, bucket):
+        return (moved if steps > MOVES[0] else inner)(state, bucket)
+
+    steps = 0
+    model.register_comm_hook(state, fp16_compress_wrapper(hook) if case == "half" else hook)
+    losses = []
+    for steps in range(1, STEPS + 1):
+        losses += train(model, optimizer, rank, steps - 1, steps)
+    return losses, model.module.norm.running_mean.tolist()
+
+
 def returned(case, rank, folder):
     path = folder / f"{case}.to_torch.pt"
     wait_for(path.exists)
@@ -129,8 +167,11 @@ def returned(case, rank, folder):
 def worker(rank, folder, *cases):
     first = {case: stayed(case, rank, folder) for case in cases}
     for case in cases:
+        controls = [control(case, rank, seed) for seed in range(CONTROLS)]
         names = ("stayed", "stayed_mean", "returned", "mean")
         found = dict(zip(names, (*first[case], *returned(case, rank, folder)), strict=True))
+        found["controls"] = [losses for losses, _ in controls]
+        found["control_means"] = [mean for _, mean in controls]
         (folder / f"{case}.{rank}.json").write_text(json.dumps(found))
 
 

@@ -14,15 +14,12 @@ import optax
 import pytest
 import torch
 import whole_run as job
+from control import assert_no_further
 from script import wait_for
 from two_frameworks import FlaxModel
 
 import jaxcomp
 import torch_bridge
-
-# Largest difference of the losses, in JAX and after the way back. Half: torch computes P, Q and the
-# error in float16 there, of which JAX narrows what goes on the wire alone.
-TOLERANCE = dict.fromkeys(job.HOOKS, 1e-5) | {"half": 1e-4}
 
 NETWORK = FlaxModel(job.network, train=True)
 FLATTEN = {"frozen": (32, 2, 2), "unused": None}
@@ -125,24 +122,30 @@ def said_by_ranks(folder, case):
     return [json.loads((folder / f"{case}.{k}.json").read_text()) for k in range(job.WORLD)]
 
 
+def losses_of(ranks, name):
+    """Returns the losses of a run, shape (ranks, steps)."""
+    return np.array([rank[name] for rank in ranks])
+
+
 @pytest.mark.parametrize("case", job.HOOKS)
 def test_the_losses_are_those_of_the_run_that_stayed(runs, case):
     folder, in_jax = runs
     ranks = said_by_ranks(folder, case)
-    stayed = np.array([rank["stayed"] for rank in ranks])
-    returned = np.array([rank["returned"] for rank in ranks])
-    first, last = job.MOVES
+    stayed = losses_of(ranks, "stayed")
+    controls = losses_of(ranks, "controls").swapaxes(0, 1)
     assert stayed[:, -1].mean() < 0.7 * stayed[:, 0].mean()
-    apart = [
-        np.abs(in_jax[case] - stayed[:, first:last]).max(),
-        np.abs(returned - stayed[:, last:]).max(),
-    ]
-    assert max(apart) < TOLERANCE[case], apart
+    first, last = job.MOVES
+    in_between = slice(first, last)
+    afterwards = slice(last, None)
+    assert_no_further(in_jax[case], stayed[:, in_between], *controls[:, :, in_between])
+    returned = losses_of(ranks, "returned")
+    assert_no_further(returned, stayed[:, afterwards], *controls[:, :, afterwards])
 
 
 def test_the_running_statistics_go_along(runs):
     rank, _ = said_by_ranks(runs[0], "own")
-    np.testing.assert_allclose(rank["mean"], rank["stayed_mean"], atol=1e-5)
+    controls = map(np.array, rank["control_means"])
+    assert_no_further(np.array(rank["mean"]), np.array(rank["stayed_mean"]), *controls)
 
 
 # --- the files of the static graph ------------------------------------------------------------
