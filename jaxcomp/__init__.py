@@ -4,6 +4,7 @@ from jaxcomp import extend, types
 from jaxcomp._adviser.advise import advise
 from jaxcomp._adviser.measure import measure
 from jaxcomp._base.typing import MatrixDims
+from jaxcomp._bytes.gap import predict_gap
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
 from jaxcomp._local.local_adam import scale_by_local_adam
 from jaxcomp._local.local_sgd import local_sgd
@@ -56,6 +57,7 @@ __all__ = [
     "local_value_and_grad",
     "measure",
     "powersgd",
+    "predict_gap",
     "quantized_allreduce",
     "ranks_by_spectrum",
     "scale_by_local_adam",

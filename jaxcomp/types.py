@@ -4,6 +4,7 @@ from jaxcomp._adviser.advise import Advice, Prediction
 from jaxcomp._adviser.law import Law
 from jaxcomp._adviser.model import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
+from jaxcomp._bytes.gap import Gap
 from jaxcomp._local.local_sgd import LocalSGDState
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
@@ -20,6 +21,7 @@ __all__ = [
     "DataParallel",
     "Diagnostics",
     "ErrorFeedbackState",
+    "Gap",
     "Law",
     "LeafDiagnostics",
     "LeafStats",

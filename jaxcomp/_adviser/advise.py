@@ -15,10 +15,10 @@ import numpy as np
 from jaxcomp._adviser.law import LAWS, USUAL_TOKENS, Law
 from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
-from jaxcomp._adviser.units import parse, with_unit
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
+from jaxcomp._bytes.units import parse, with_unit
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd

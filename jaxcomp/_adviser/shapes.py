@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._adviser.units import parse
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
+from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
 
 _HEAD_WIDTH = 64

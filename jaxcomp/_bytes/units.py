@@ -8,9 +8,18 @@ from collections.abc import Mapping
 from typing import NamedTuple, SupportsFloat
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_RATES = {p + unit: x * n for unit, n in (("bit", 1 / 8), ("B", 1)) for p, x in _PREFIXES.items()}
+# What each unit of a rate is worth in bytes per second; a prefix stands before it.
+_RATE_UNITS = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([a-zA-Z%]*)(?:/s)?", re.ASCII)
+
+
+def _rates() -> dict[str, float]:
+    rates = {}
+    for prefix, power in _PREFIXES.items():
+        for unit, size in _RATE_UNITS.items():
+            rates[prefix + unit] = power * size
+    return rates
 
 
 class _Argument(NamedTuple):
@@ -21,9 +30,9 @@ class _Argument(NamedTuple):
 
 
 _ARGUMENTS = {
-    "params": _Argument({**_PREFIXES, "B": 1e9}, "124M"),
-    "tokens": _Argument({**_PREFIXES}, "512k"),
-    "bandwidth": _Argument(_RATES, "10Gbit or 12.5GB/s"),
+    "params": _Argument(_PREFIXES | {"B": 1e9}, "124M"),
+    "tokens": _Argument(_PREFIXES, "512k"),
+    "bandwidth": _Argument(_rates(), "10Gbit, 25Gbps or 12.5GB/s"),
     "latency": _Argument(_TIMES, "50us", may_be_zero=True),
     "step_time": _Argument(_TIMES, "120ms"),
     "loss_budget": _Argument({"%": 0.01, "": 1.0}, "0.5%", may_be_zero=True, below=1),
@@ -31,25 +40,32 @@ _ARGUMENTS = {
 
 
 def parse(name: str, value: str | SupportsFloat) -> float:
-    """The value of an argument of `advise`, from a number or from a text with a unit.
+    """Reads the value of an argument, from a number or from a text with a unit.
 
     Raises:
       ValueError: If it is anything else, or outside of the argument's limits.
     """
-    units, example, may_be_zero, below = _ARGUMENTS[name]
+    argument = _ARGUMENTS[name]
     number = math.nan
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value.strip())
+        if match is not None and match[2] in argument.units:
+            number = float(match[1]) * argument.units[match[2]]
+    else:
         number = float(value)
-    elif (match := _NUMBER.fullmatch(value.strip())) and match[2] in units:
-        number = float(match[1]) * units[match[2]]
-    if not 0 <= number < below or not (number or may_be_zero):
-        limits = f"{'not negative' if may_be_zero else 'positive'} and below {below:g}"
-        raise ValueError(f"`{name}` must be {limits}, with a unit as in {example}, got {value!r}.")
+    # A comparison with NaN is false.
+    inside = 0 < number < argument.below or (number == 0 and argument.may_be_zero)
+    if not inside:
+        least = "not negative" if argument.may_be_zero else "positive"
+        raise ValueError(
+            f"`{name}` must be {least} and below {argument.below:g}, with a unit as in "
+            f"{argument.example}, got {value!r}."
+        )
     return number
 
 
 def with_unit(value: float, unit: str) -> str:
-    """With three digits and a prefix: ``10 Gbit/s``, ``12.3 ms``, ``1.23 MB``."""
+    """Writes a value with three digits and a prefix: ``10 Gbit/s``, ``12.3 ms``, ``1.23 MB``."""
     if not value or math.isinf(value):
         return f"{value:g} {unit}"
     # The prefix is chosen after rounding: 999.6 ms is 1 s and not 1e+03 ms.

@@ -1,0 +1,245 @@
+"""What a rank costs in loss, read off the momentum of an exact run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxcomp._base.checks import check_function, check_static_number
+from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank.matrices import plan_leaves
+
+_EPS = 1e-8  # Adam's, beside the square root of its second moment
+_MUON = "ns_coeffs"  # a field by which its state is told
+
+
+class Gap(NamedTuple):
+    """How far above the exact run a compressed one is expected to end; all three are shares."""
+
+    gap: float  # 0.01 is 1% of the held-out loss
+    half_width: float  # of the interval in which the mean over seeds is expected
+    tail: float  # of the momentum's energy, beyond the ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class TailLaw:
+    r"""The gap as a power of the tail, fitted to committed runs behind one optimizer.
+
+    .. math::
+        \mathrm{gap} = c\, \mathrm{tail}^{\,p}
+
+    in per cent of the held-out loss. ``python -m benchmarks.optimizers --tail`` fits it again.
+    """
+
+    settings: int  # that were fitted: a model, a batch, a text and a rank each
+    tails: tuple[float, float]  # least and largest of them
+    c: float  # per cent
+    power: float
+    error: float  # standard deviation of the gap from the law, relative to it
+
+    def gap(self, tail: float) -> float:
+        """Returns the expected gap as a share."""
+        return self.c * tail**self.power / 100
+
+    def half_width(self, tail: float) -> float:
+        """Returns that of the interval in which 95% of the fitted means lie, as a share."""
+        return max(2 * self.error * self.gap(tail), _LEAST_HALF_WIDTH)
+
+    def tail(self, gap: float) -> float:
+        """Returns the largest tail with which no more than a share is lost."""
+        return (100 * gap / self.c) ** (1 / self.power)
+
+
+# Means over three to eight seeds are not known better.
+_LEAST_HALF_WIDTH = 0.002
+# python -m benchmarks.optimizers --tail
+TAIL_LAWS = {
+    "adamw": TailLaw(21, (0.045, 0.424), c=22.7, power=1.35, error=0.12),
+    "muon": TailLaw(4, (0.074, 0.52), c=45.0, power=1.35, error=0.25),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Momentum:
+    """What an optimizer makes its steps of, and how its energy is spread over directions."""
+
+    law: TailLaw
+    tree: PyTree  # shaped like the parameters; MaskedNode where no optimizer has a moment
+    spectra: Mapping[str, np.ndarray]  # by leaf: squared singular values, largest first
+
+    def tail(self, ranks: Mapping[str, int]) -> float:
+        """Returns the share of the energy beyond the ranks; a leaf without one is sent whole."""
+        beyond = 0.0
+        total = 0.0
+        for name, energy in self.spectra.items():
+            total += energy.sum()
+            if name in ranks:
+                beyond += energy[ranks[name] :].sum()
+        return float(beyond / total)
+
+    def gap(self, ranks: Mapping[str, int]) -> Gap:
+        """Returns what the ranks are expected to cost."""
+        tail = self.tail(ranks)
+        return Gap(self.law.gap(tail), self.law.half_width(tail), tail)
+
+
+def predict_gap(
+    opt_state: PyTree,
+    rank: int | RankFn,
+    *,
+    min_compression_rate: float = 2.0,
+    matrix_dims: MatrixDimsFn | None = None,
+) -> Gap:
+    r"""Predicts from an exact run how far above it a compressed one would end.
+
+    A step of Adam is :math:`u = \mu / \sqrt{\nu}`, of its two moments. The tail is the share of its
+    energy that a rank leaves out, over all leaves that are matrices,
+
+    .. math::
+        \mathrm{tail} = \frac{\sum_l \sum_{k > r_l} \sigma_k(u_l)^2}{\sum_l |u_l|^2}, \qquad
+        \mathrm{gap} = c\, \mathrm{tail}^{\,p},
+
+    with singular values :math:`\sigma_k`, and nothing else in it: neither the model's width nor the
+    batch. The gap is of the held-out loss at the end, for `powersgd` with factors in six bits or
+    more from the first step on. For a leaf that Muon trains, :math:`u` is its momentum divided by
+    its root mean square. docs/choosing.md has the runs that the two coefficients of each optimizer
+    come from.
+
+    Args:
+      opt_state: The state of an optimizer with moments ``mu`` and ``nu`` (adam, adamw, nadam and
+        their like), or of ``optax.contrib.muon``: by itself, in a chain, masked, injected, in a
+        whole ``TrainState``. From an *exact* run, between a quarter and a half of its steps.
+      rank: As for `powersgd`, also what `ranks_by_spectrum` returns.
+      min_compression_rate: As for `powersgd`.
+      matrix_dims: As for `powersgd`.
+
+    Returns:
+      The gap, half the width of the interval in which the mean over seeds is expected, and the
+      tail. Single runs differ by some 0.7 points more. A tail outside of 0.05 to 0.4 is outside of
+      what was run.
+
+    Raises:
+      ValueError: If there are no such moments in the state, they are zero or not finite, or an
+        argument is unusable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> params = {"w": jnp.zeros((64, 96))}
+      >>> grads = {"w": jax.random.normal(jax.random.key(0), (64, 96))}
+      >>> optimizer = optax.adam(1e-3)
+      >>> _, opt_state = optimizer.update(grads, optimizer.init(params))
+      >>> low, high = (jaxcomp.predict_gap(opt_state, rank) for rank in (2, 16))
+      >>> low.gap > high.gap > 0  # pure noise has a long tail
+      True
+    """
+    momentum = read_momentum(opt_state, matrix_dims)
+    return momentum.gap(ranks_of(momentum.tree, rank, min_compression_rate, matrix_dims))
+
+
+def ranks_of(
+    tree: PyTree, rank: int | RankFn, min_compression_rate: float, matrix_dims: MatrixDimsFn | None
+) -> dict[str, int]:
+    """Returns the rank of each leaf that is compressed."""
+    rate = check_static_number("min_compression_rate", min_compression_rate, 0)
+    plans = plan_leaves(tree, rank, rate, matrix_dims)
+    return {plan.path: plan.rank for plan in plans if plan.view is not None}
+
+
+def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) -> Momentum:
+    """Finds what the optimizer makes its steps of.
+
+    Raises:
+      ValueError: If there is nothing of the kind, or it is zero or not finite.
+    """
+    check_function("matrix_dims", matrix_dims)
+    moments = []
+    for node in jax.tree.leaves(opt_state, is_leaf=_has_moments):
+        if _has_moments(node):
+            moments.append(_fields(node))
+    is_muon = any(_MUON in fields for fields in moments)
+    parts = []
+    for fields in moments:
+        if _MUON in fields:
+            parts.append(jax.tree.map(_direction, fields["mu"]))
+        elif "nu" in fields:
+            parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
+    if not parts:
+        raise ValueError(
+            "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or their "
+            "like, or of optax.contrib.muon; behind other optimizers no law is known."
+        )
+    tree = jax.tree.map(_first_unmasked, *parts, is_leaf=_is_masked)
+    spectra = spectra_of(tree, matrix_dims)
+    if not any(energy.sum() > 0 for energy in spectra.values()):
+        raise ValueError(
+            "The momentum in `opt_state` is zero, or has no matrices. Make a quarter of an exact "
+            "run first, and pass its state."
+        )
+    return Momentum(TAIL_LAWS["muon" if is_muon else "adamw"], tree, spectra)
+
+
+def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.ndarray]:
+    """Returns the squared singular values of each matrix, largest first, summed over its batch.
+
+    Raises:
+      ValueError: If a leaf is not finite.
+    """
+    spectra = {}
+    plans = plan_leaves(tree, 1, 0.0, matrix_dims)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for plan, (path, leaf) in zip(plans, leaves, strict=True):
+        if plan.view is None:
+            continue
+        on_host: Any = np.asarray(leaf)
+        matrix = np.asarray(plan.view.matricize(on_host), np.float64)
+        if not np.isfinite(matrix).all():
+            raise ValueError(
+                f"The gradient or momentum {leaf_name(path)} is not finite. Take it from another "
+                "step."
+            )
+        # The smaller Gram matrix: a vocabulary of 50 000 rows costs no more than its features.
+        if matrix.shape[-2] < matrix.shape[-1]:
+            matrix = np.swapaxes(matrix, -1, -2)
+        values = np.linalg.eigvalsh(np.swapaxes(matrix, -1, -2) @ matrix)[..., ::-1]
+        spectra[plan.path] = np.maximum(values, 0).reshape(-1, values.shape[-1]).sum(0)
+    return spectra
+
+
+def _fields(node: Any) -> dict[str, Any]:
+    return dict(node) if isinstance(node, Mapping) else node._asdict()
+
+
+def _has_moments(node: Any) -> bool:
+    """Tells an optimizer's state, also one that a checkpoint gave back as a dictionary."""
+    if isinstance(node, Mapping):
+        return {"mu", "nu"} <= node.keys() or {"mu", _MUON} <= node.keys()
+    return "mu" in getattr(node, "_fields", ())
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _first_unmasked(*parts: Any) -> Any:
+    """Returns the moment of the one optimizer that has this leaf."""
+    for part in parts:
+        if not _is_masked(part):
+            return part
+    return parts[0]
+
+
+def _step(mu: Any, nu: Any) -> np.ndarray:
+    mu = np.asarray(mu, np.float64)
+    return mu / (np.sqrt(np.asarray(nu, np.float64)) + _EPS)
+
+
+def _direction(mu: Any) -> np.ndarray:
+    """Divides what Muon orthogonalises by its size, so that leaves can be compared."""
+    mu = np.asarray(mu, np.float64)
+    return mu / (np.sqrt(np.mean(mu**2)) + np.finfo(np.float64).tiny)

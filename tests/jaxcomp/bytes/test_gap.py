@@ -1,0 +1,162 @@
+"""The gap that an optimizer's own momentum predicts, wherever the optimizer's state lies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jaxcomp
+
+PARAMS = {"a": jnp.zeros((48, 32)), "b": jnp.zeros(32), "layers": jnp.zeros((3, 24, 40))}
+LAYERS = jaxcomp.stacked("layers")
+RANKS = (1, 4, 8, 16)
+
+
+def grads(step):
+    keys = jax.random.split(jax.random.key(step), 3)
+    decay = {"a": 0.8 ** jnp.arange(32.0), "b": 1.0, "layers": 0.9 ** jnp.arange(40.0)}
+    tree = {}
+    for key, name in zip(keys, PARAMS, strict=True):
+        tree[name] = decay[name] * jax.random.normal(key, PARAMS[name].shape)
+    return tree
+
+
+def trained(optimizer, steps=5, params=PARAMS):
+    state = optimizer.init(params)
+    with jax.numpy_dtype_promotion("standard"):  # what Optax needs
+        for step in range(steps):
+            shown = {name: grads(step)[name] for name in params}
+            _, state = optimizer.update(shown, state, params)
+    return state
+
+
+def by_hand(state, rank):
+    """The tail by its definition."""
+    beyond = total = 0.0
+    for name in ("a", "layers"):
+        mu, nu = (np.asarray(moment[name], np.float64) for moment in (state.mu, state.nu))
+        step = mu / (np.sqrt(nu) + 1e-8)
+        for matrix in step.reshape(-1, *step.shape[-2:]):
+            energy = np.linalg.svd(matrix, compute_uv=False) ** 2
+            beyond += energy[rank:].sum()
+            total += energy.sum()
+    return beyond / total
+
+
+def tails(state):
+    found = []
+    for rank in RANKS:
+        gap = jaxcomp.predict_gap(state, rank, min_compression_rate=0.1, matrix_dims=LAYERS)
+        found.append(gap.tail)
+    return found
+
+
+def test_the_tail_is_the_energy_of_a_step_beyond_the_rank():
+    state = trained(optax.scale_by_adam())
+    expected = [by_hand(state, rank) for rank in RANKS]
+    np.testing.assert_allclose(tails(state), expected, rtol=1e-6)
+    for rank in RANKS:
+        gap = jaxcomp.predict_gap(state, rank, min_compression_rate=0.1, matrix_dims=LAYERS)
+        assert gap.gap > 0
+        assert gap.half_width >= 0.002
+    assert expected == sorted(expected, reverse=True)
+
+
+def parted(name):
+    """An optimizer for each of two groups of leaves."""
+    optimizers = {"x": optax.adam(1e-3), "y": optax.adam(1e-2)}
+    return optax.multi_transform(optimizers, {"a": name, "b": "y", "layers": "y"})
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "chain": optax.chain(optax.clip(1e9), optax.adam(1e-3)),
+    "injected": optax.inject_hyperparams(optax.adam)(1e-3),
+    "two groups": parted("x"),
+    "one of two groups": parted("y"),
+    "micro-batches": optax.MultiSteps(optax.adam(1e-3), 1),
+    "finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+    "amsgrad": optax.amsgrad(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_moments_are_found_wherever_they_lie(name):
+    state = trained(OPTIMIZERS[name])
+    np.testing.assert_allclose(tails(state), tails(trained(optax.scale_by_adam())), rtol=1e-5)
+
+
+def test_a_train_state_and_what_a_checkpoint_gives_back():
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
+    with jax.numpy_dtype_promotion("standard"):
+        for step in range(5):
+            state = state.apply_gradients(grads=grads(step))
+    expected = tails(trained(optax.scale_by_adam()))
+    np.testing.assert_allclose(tails(state), expected, rtol=1e-5)
+    adam = state.opt_state[0]
+    restored = {"0": {"count": adam.count, "mu": adam.mu, "nu": adam.nu}, "1": {}}
+    np.testing.assert_allclose(tails(restored), expected, rtol=1e-5)
+
+
+def test_narrow_moments_have_about_the_same_tail():
+    state = trained(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    np.testing.assert_allclose(tails(state), tails(trained(optax.adam(1e-3))), rtol=0.1)
+
+
+def test_behind_muon_it_is_the_momentum_itself():
+    params = {"a": PARAMS["a"], "b": PARAMS["b"]}
+    state = trained(optax.contrib.muon(1e-3), params=params)
+    mu = state.inner_states["muon"].inner_state[0].mu["a"]
+    for rank in RANKS:
+        energy = np.linalg.svd(np.asarray(mu, np.float64), compute_uv=False) ** 2
+        gap = jaxcomp.predict_gap(state, rank, min_compression_rate=0.1)
+        assert gap.tail == pytest.approx(energy[rank:].sum() / energy.sum(), rel=1e-5)
+
+
+def test_a_leaf_that_is_not_compressed_loses_nothing():
+    state = trained(optax.adam(1e-3))
+    options = {"min_compression_rate": 0.1, "matrix_dims": LAYERS}
+    only_a = jaxcomp.predict_gap(state, lambda path, leaf: 4 if leaf.ndim == 2 else None, **options)
+    both = jaxcomp.predict_gap(state, 4, **options)
+    assert 0 < only_a.tail < both.tail
+    assert jaxcomp.predict_gap(state, lambda path, leaf: None, **options).gap == 0
+
+
+@pytest.mark.parametrize("budget", ["2%", "0.5%", 0.001])
+def test_ranks_for_a_loss_budget_keep_it_with_fewer_bytes_than_equal_ranks(budget):
+    state = trained(optax.adam(1e-3))
+    options = {"min_compression_rate": 1.0, "matrix_dims": LAYERS}
+    ranks = jaxcomp.ranks_by_spectrum(state, loss_budget=budget, comm_dtype="int6", **options)
+    share = float(str(budget).rstrip("%")) / (100 if "%" in str(budget) else 1)
+    assert jaxcomp.predict_gap(state, ranks, **options).gap <= share * (1 + 1e-9)
+
+    def sent(rank):
+        tx = jaxcomp.powersgd(rank, axis_name="data", comm_dtype="int6", **options)
+        return tx.bytes(PARAMS, replicas=4).bytes_after
+
+    equal = 1
+    while jaxcomp.predict_gap(state, equal, **options).gap > share:
+        equal += 1
+    # What is left of a leaf after its last column is one large piece.
+    assert sent(ranks) <= 1.03 * sent(equal)
+
+
+def test_messages():
+    with pytest.raises(ValueError, match="holds no moments `mu` and `nu`"):
+        jaxcomp.predict_gap(trained(optax.sgd(0.1, momentum=0.9)), 4)
+    with pytest.raises(ValueError, match="holds no moments `mu` and `nu`"):
+        jaxcomp.predict_gap(trained(optax.lion(1e-3)), 4)
+    with pytest.raises(ValueError, match="is zero, or has no matrices"):
+        jaxcomp.predict_gap(optax.adam(1e-3).init(PARAMS), 4)
+    spoilt = trained(optax.scale_by_adam())
+    spoilt.mu["a"] = spoilt.mu["a"].at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
+        jaxcomp.predict_gap(spoilt, 4)
+    state = trained(optax.adam(1e-3))
+    with pytest.raises(ValueError, match="`loss_budget` must be not negative"):
+        jaxcomp.ranks_by_spectrum(state, loss_budget="little")
+    for both in ({}, {"ratio": 2.0, "loss_budget": "1%"}):
+        with pytest.raises(ValueError, match="either `ratio`"):
+            jaxcomp.ranks_by_spectrum(state, **both)
