@@ -7,7 +7,7 @@ import importlib.util
 import os
 import tempfile
 
-import xla
+from tests.helpers import xla
 
 # Of each QR: beside another worker, more threads spin for longer than they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -17,9 +17,10 @@ CACHE = tempfile.TemporaryDirectory(prefix="jaxcomp-tests-", ignore_cleanup_erro
 xla.compile_quickly(CACHE.name)
 
 import jax  # noqa: E402
-import memory  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+from tests.helpers import memory  # noqa: E402
 
 # A GPU that happens to be there is used; the replicas are CPU devices otherwise.
 jax.config.update("jax_num_cpu_devices", 8)

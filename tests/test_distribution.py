@@ -14,10 +14,10 @@ import zipfile
 
 import pytest
 from packaging.version import Version
-from paths import ROOT
-from script import python
 
 import jaxcomp
+from tests.helpers.paths import ROOT
+from tests.helpers.script import python
 
 SHIPPED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
 SAMPLE = (

@@ -1,7 +1,8 @@
 """Every wing imports only from itself and from those above it."""
 
 import pytest
-from paths import ROOT, imports
+
+from tests.helpers.paths import ROOT, imports
 
 # In reading order. A module beside the wings (`__main__`) may import from all of them.
 WINGS = {

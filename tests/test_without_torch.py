@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import optax
 import pytest
-from paths import ROOT, imports
-from script import python
 
 import jaxcomp
 import torch_bridge
+from tests.helpers.paths import ROOT, imports
+from tests.helpers.script import python
 from torch_bridge.__main__ import USAGE, main
 
 SENTENCE = 'This needs torch, which is not installed: pip install "jaxcomp[torch]"'

@@ -8,11 +8,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import networks
 import numpy as np
 import pytest
-from paths import ROOT
-from script import wait_for
 
 import benchmarks.cluster.__main__ as cluster
 from benchmarks.cluster.jax_trainer import payload
@@ -20,6 +17,9 @@ from benchmarks.cluster.plan import parse_strategy
 from benchmarks.cluster.report import Case, all_figures, figures_of, table
 from benchmarks.common.models import FULL
 from benchmarks.common.paths import RESULTS
+from tests.helpers import networks
+from tests.helpers.paths import ROOT
+from tests.helpers.script import wait_for
 
 
 def command(*arguments):

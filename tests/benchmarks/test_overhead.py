@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
-from paths import ROOT
-from script import python
 
 from benchmarks.overhead.trees import TREES
+from tests.helpers.paths import ROOT
+from tests.helpers.script import python
 
 
 @pytest.mark.parametrize(

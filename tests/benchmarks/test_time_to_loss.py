@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import jax
-import networks
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from benchmarks.common.runs import read_runs
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.report import PAGE, write_report
 from benchmarks.time_to_loss.task import Config, read_task, write_task
+from tests.helpers import networks
 
 TINY = Config(steps=4, eval_every=2, sequences=2, layers=2, width=16, heads=2, context=8)
 TINY = replace(TINY, eval_sequences=4)

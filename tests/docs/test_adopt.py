@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from paths import ROOT
+
+from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs/adopt.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))

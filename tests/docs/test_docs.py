@@ -16,11 +16,11 @@ import numpy as np
 import optax
 import pytest
 import train
-from paths import ROOT
-from runners import mesh_of, sharded
 
 import jaxcomp
 import torch_bridge
+from tests.helpers.paths import ROOT
+from tests.helpers.runners import mesh_of, sharded
 
 
 def blocks(page, language="python", section=""):

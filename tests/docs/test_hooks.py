@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from paths import DOCS
-from runners import mesh_of
 
 import jaxcomp
+from tests.helpers.paths import DOCS
+from tests.helpers.runners import mesh_of
 
 TEXT = (DOCS / "hooks.md").read_text()
 LINES = [line for line in TEXT.splitlines() if line.startswith("| ")]

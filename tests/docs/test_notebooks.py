@@ -7,8 +7,9 @@ import json
 import re
 
 import pytest
-from paths import ROOT
-from script import python
+
+from tests.helpers.paths import ROOT
+from tests.helpers.script import python
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 MACHINE = re.compile(r"/(?:home|root|tmp|usr|work|Users|private|var)/|site-packages")

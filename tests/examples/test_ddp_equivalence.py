@@ -6,7 +6,8 @@ import lm
 import local_sgd
 import numpy as np
 import pytest
-from runners import mesh_of
+
+from tests.helpers.runners import mesh_of
 
 
 def agree(a, b):

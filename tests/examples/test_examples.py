@@ -25,10 +25,10 @@ import lm
 import numpy as np
 import pytest
 import train
-from many_faults import MODEL, curve, saved
-from paths import EXAMPLES
 
 import jaxcomp
+from tests.helpers.many_faults import MODEL, curve, saved
+from tests.helpers.paths import EXAMPLES
 
 STEPS, STOP = 12, 6
 # A program without functions, like a module of which the program is one.

@@ -6,12 +6,13 @@ import shutil
 import signal
 
 import checkpoints as module
-import many_faults
 import numpy as np
 import pytest
 from checkpoints import CheckpointError, Checkpoints
-from job import Job
-from many_faults import MODEL, curve, files_of, flipped, saved
+
+from tests.helpers import many_faults
+from tests.helpers.job import Job
+from tests.helpers.many_faults import MODEL, curve, files_of, flipped, saved
 
 SHORT = [*MODEL, "--steps", 12, "--eval-every", 3, "--checkpoint-every", 4]
 LONG = [*MODEL, "--steps", 100_000, "--eval-every", 100_000]

@@ -4,8 +4,9 @@ import re
 
 import include
 import pytest
-from paths import EXAMPLES, imports
-from script import python
+
+from tests.helpers.paths import EXAMPLES, imports
+from tests.helpers.script import python
 
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 

@@ -11,10 +11,17 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 import torch
-import torch_files as files
-from unpickler_inputs import BODIES, Dice, any_value, colliding_keys, named, unpickler_input
 
 import torch_bridge
+from tests.fuzz.unpickler_inputs import (
+    BODIES,
+    Dice,
+    any_value,
+    colliding_keys,
+    named,
+    unpickler_input,
+)
+from tests.helpers import torch_files as files
 
 Change: TypeAlias = Callable[[Dice, list[bytes]], list[bytes]]
 

@@ -1,6 +1,6 @@
 """A structure-aware fuzzer of `torch_bridge.load` and of `inspect`, by classes of damage.
 
-    python tests/fuzz/fuzz_reader.py --inputs 50000
+    python -m tests.fuzz.fuzz_reader --inputs 50000
 
 Every input is a file that torch could nearly have written: pickles are changed opcode by opcode,
 archives keep their checksums. Counts what was executed (Python's audit hooks see it), errors that
@@ -19,13 +19,10 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
-
-import torch_files as files
-from fuzz_inputs import documents, inputs
-from watch import watched
-
 import torch_bridge
+from tests.fuzz.fuzz_inputs import documents, inputs
+from tests.helpers import torch_files as files
+from tests.helpers.watch import watched
 from torch_bridge.__main__ import OK, main
 
 NAMED = (torch_bridge.CheckpointMismatch, torch_bridge.UnsafeCheckpoint)

@@ -1,6 +1,6 @@
 """A short run of the fuzzer; tests/torch_bridge/test_refused.py has bad files, each by name."""
 
-import fuzz_reader
+from tests.fuzz import fuzz_reader
 
 
 def test_a_short_run_of_the_fuzzer():

@@ -5,7 +5,7 @@ import pickletools
 import random
 import struct
 
-import torch_files as files
+from tests.helpers import torch_files as files
 
 Dice = random.Random
 GLOBALS = [

@@ -1,9 +1,9 @@
 """What the tests of the command line have around them: a folder with a file."""
 
-import cli_model
 import pytest
 import torch
 
+from tests.helpers import cli_model
 from torch_bridge.__main__ import main
 
 

@@ -3,12 +3,12 @@
 import math
 import re
 
-import architectures
 import numpy as np
 import pytest
-from control import assert_no_further
 
 import torch_bridge
+from tests.helpers import architectures
+from tests.helpers.control import assert_no_further
 from torch_bridge import CheckpointMismatch
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import simulate
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
     debugging_hooks,
@@ -15,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 import jaxcomp
+from tests.helpers.runners import simulate
 from torch_bridge import (
     matrix_dims_of,
     pair,

@@ -6,7 +6,6 @@ import pathlib
 import tracemalloc
 import zipfile
 
-import cli_model
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +13,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import torch
-import torch_files as files
-from cli_model import PARAMS, document
 from flax import nnx
 from flax.training.train_state import TrainState
-from script import python
 
 import jaxcomp
 import torch_bridge
+from tests.helpers import cli_model
+from tests.helpers import torch_files as files
+from tests.helpers.cli_model import PARAMS, document
+from tests.helpers.script import python
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
 
 FC1, FC2 = "fc1.weight", "fc2.weight"

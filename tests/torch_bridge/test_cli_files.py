@@ -8,11 +8,11 @@ import pathlib
 import orbax.checkpoint as ocp
 import pytest
 import torch
-from cli_model import PARAMS, document
-from script import python
 
 import torch_bridge
 from benchmarks import bridge_memory
+from tests.helpers.cli_model import PARAMS, document
+from tests.helpers.script import python
 from torch_bridge.__main__ import OK, UNUSABLE, main
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch_files as files
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers import torch_files as files
 from torch_bridge import CheckpointMismatch, load, save_checkpoint
 
 

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from bridge import params_to_torch, randomize, values
 from flax import nnx
 from torch import nn as tnn
 
+from tests.helpers.bridge import params_to_torch, randomize, values
 from torch_bridge import CheckpointMismatch, params_from_torch
 
 

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hook_states import compressed_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.hook_states import compressed_step
 from torch_bridge import (
     BucketLayout,
     CheckpointMismatch,

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch_files as files
-from script import python
 
+from tests.helpers import torch_files as files
+from tests.helpers.script import python
 from torch_bridge import Checkpoint, CheckpointMismatch, PowerSGDRecord, load
 from torch_bridge._base.tensors import tied
 

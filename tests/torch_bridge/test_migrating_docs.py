@@ -7,12 +7,12 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import torch
-from bridge import linears, move_weights, steps_in_jax, steps_in_torch
-from control import assert_no_further
-from paths import DOCS
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 import torch_bridge
+from tests.helpers.bridge import linears, move_weights, steps_in_jax, steps_in_torch
+from tests.helpers.control import assert_no_further
+from tests.helpers.paths import DOCS
 
 PAGE = DOCS / "migrating.md"
 BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)

@@ -3,9 +3,10 @@
 import json
 
 import numpy as np
-from control import assert_no_further
-from paths import EXAMPLES
-from script import python
+
+from tests.helpers.control import assert_no_further
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.script import python
 
 SCRIPT = EXAMPLES / "migrate" / "from_torch.py"
 

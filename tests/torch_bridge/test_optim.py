@@ -10,9 +10,9 @@ import optax
 import pytest
 import torch
 from flax import nnx
-from rounding import rounding
 from torch.optim import SGD, Adam, AdamW
 
+from tests.helpers.rounding import rounding
 from torch_bridge import (
     CheckpointMismatch,
     load,

@@ -6,11 +6,11 @@ import math
 import jax
 import numpy as np
 import pytest
-from bridge import kernels, linears, norm, params_to_torch, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_bridge
+from tests.helpers.bridge import kernels, linears, norm, params_to_torch, values
 from torch_bridge import Checkpoint, CheckpointMismatch, pair, params_from_torch
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 import torch
-from hook_states import random_run
 
 import jaxcomp
 import torch_bridge
+from tests.helpers.hook_states import random_run
 from torch_bridge import (
     BucketLayout,
     Checkpoint,

@@ -6,15 +6,14 @@ import pathlib
 import resource
 import time
 
-import bad_files
-import bad_pickles
 import numpy as np
 import pytest
 import torch
-import torch_files as files
-from watch import watched
 
 import torch_bridge
+from tests.helpers import bad_files, bad_pickles
+from tests.helpers import torch_files as files
+from tests.helpers.watch import watched
 from torch_bridge import BucketLayout, CheckpointMismatch, UnsafeCheckpoint, load
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 import torch
-from bridge import kernels, linears, norm, values
 from flax import nnx
-from hook_states import compressed_step, random_run
-from runners import first, simulate
 
 import jaxcomp
 import torch_bridge
+from tests.helpers.bridge import kernels, linears, norm, values
+from tests.helpers.hook_states import compressed_step, random_run
+from tests.helpers.runners import first, simulate
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
 
 LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}

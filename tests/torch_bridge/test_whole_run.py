@@ -13,13 +13,14 @@ import numpy as np
 import optax
 import pytest
 import torch
-import whole_run as job
-from control import assert_no_further
-from script import wait_for
-from two_frameworks import FlaxModel
 
 import jaxcomp
 import torch_bridge
+from tests.helpers import whole_run as job
+from tests.helpers.control import assert_no_further
+from tests.helpers.paths import ROOT
+from tests.helpers.script import wait_for
+from tests.helpers.two_frameworks import FlaxModel
 
 NETWORK = FlaxModel(job.network, train=True)
 FLATTEN = {"frozen": (32, 2, 2), "unused": None}
@@ -105,7 +106,8 @@ def steps_in_jax(case, folder):
 def runs(tmp_path_factory):
     """The folder of the files, and per case the losses in JAX, shape (ranks, steps)."""
     folder = tmp_path_factory.mktemp("runs")
-    ranks = subprocess.Popen([sys.executable, job.__file__, str(folder), *job.HOOKS])
+    command = [sys.executable, "-m", job.__name__, str(folder), *job.HOOKS]
+    ranks = subprocess.Popen(command, cwd=ROOT)
     try:
         in_jax = {}
         for case in job.HOOKS:

@@ -9,10 +9,10 @@ import shlex
 import jax
 import jax.numpy as jnp
 import pytest
-from paths import DOCS
 
 import jaxcomp
 from jaxcomp.__main__ import main
+from tests.helpers.paths import DOCS
 
 
 def shapes(**named):

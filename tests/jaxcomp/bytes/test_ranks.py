@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from leaves import by_layer
 
 import jaxcomp
 from jaxcomp import ranks_by_spectrum
+from tests.helpers.leaves import by_layer
 
 SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,), "embedding": (64, 12)}
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import BYTES, collectives, read, sent_bytes, text
-from reducers import REDUCERS, allreduce, batched, powersgd, quantized, reducer
-from runners import AXIS, lower_update, sharded
-from xla import users_program
 
 import jaxcomp
+from tests.helpers.hlo import BYTES, collectives, read, sent_bytes, text
+from tests.helpers.reducers import REDUCERS, allreduce, batched, powersgd, quantized, reducer
+from tests.helpers.runners import AXIS, lower_update, sharded
+from tests.helpers.xla import users_program
 
 P, REPLICAS = jax.P, 4
 PARAMS = {"bias": jnp.zeros(24), "kernel": jnp.zeros((24, 16)), "wide": jnp.zeros((16, 40))}

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import close
 from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
-from leaves import random_grads
-from local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, run, towards
-from reducers import powersgd
-from runners import AXIS, MAPPINGS, sharded
 
 import jaxcomp
+from tests.helpers.classifier import close
+from tests.helpers.leaves import random_grads
+from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, run, towards
+from tests.helpers.reducers import powersgd
+from tests.helpers.runners import AXIS, MAPPINGS, sharded
 
 local_sgd = functools.partial(jaxcomp.local_sgd, axis_name=AXIS, sync_every=3)
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from leaves import random_grads
-from local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
-from runners import AXIS, MAPPINGS
 
 import jaxcomp
+from tests.helpers.leaves import random_grads
+from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
+from tests.helpers.runners import AXIS, MAPPINGS
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import KINDS, grid, placed
-from local_runs import NESTEROV, rounds
-from runners import types_of
 
 import jaxcomp
+from tests.helpers.classifier import KINDS, grid, placed
+from tests.helpers.local_runs import NESTEROV, rounds
+from tests.helpers.runners import types_of
 
 N, EVERY, ROUNDS = 4, 3, 3
 INNER = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)  # flags and counts have no mean

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, read, sent_bytes, text
-from leaves import random_grads
-from local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, rounds, step_of
-from runners import AXIS, sharded
 
 import jaxcomp
+from tests.helpers.hlo import collectives, read, sent_bytes, text
+from tests.helpers.leaves import random_grads
+from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, rounds, step_of
+from tests.helpers.runners import AXIS, sharded
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchft_diloco.json").read_text())
 INNER = optax.sgd(0.1)

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-from paths import SUPPORT
-from script import python
 
 import jaxcomp
 import torch_bridge
+from tests.helpers.paths import ROOT
+from tests.helpers.script import python
 
 pytestmark = pytest.mark.torch
 
@@ -38,8 +38,8 @@ def torch_run(tmp_path_factory):
 def launch(world, folder):
     params, x, y = data_of(world)
     np.savez(folder / "data.npz", x=x, y=y, **params)
-    script = SUPPORT / "torch_local_sgd.py"
-    python(script, folder, world, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    program = ["-m", "tests.helpers.torch_local_sgd"]
+    python(*program, folder, world, cwd=ROOT, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     ranks = [dict(np.load(folder / f"{rank}.npz")) for rank in range(world)]
     cases = {key.rsplit("_", 1)[0] for key in ranks[0]}
     return {

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from leaves import with_value
-from local_runs import rounds, step_of
-from runners import AXIS, mesh_of
 
 import jaxcomp
+from tests.helpers.leaves import with_value
+from tests.helpers.local_runs import rounds, step_of
+from tests.helpers.runners import AXIS, mesh_of
 
 WEIGHTS = np.array([3, 1, 0, 2], np.float32)
 TARGETS = np.array([0.0, 6.0, np.nan, 3.0], np.float32)[:, None] * np.ones(8, np.float32)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import random_grads, zeros_of_one
-from reducers import powersgd
-from reference import assert_steps
-from runners import simulate
 
 from jaxcomp import MatrixDims
 from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
+from tests.helpers.leaves import random_grads, zeros_of_one
+from tests.helpers.reducers import powersgd
+from tests.helpers.reference import assert_steps
+from tests.helpers.runners import simulate
 
 
 def dims_of(shape, name="kernel"):

@@ -2,17 +2,17 @@
 
 import re
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from leaves import random_grads
-from reducers import powersgd
-from runners import simulate
 
 from jaxcomp.extend import orthogonalize
+from tests.helpers import hlo
+from tests.helpers.leaves import random_grads
+from tests.helpers.reducers import powersgd
+from tests.helpers.runners import simulate
 
 
 def elsewhere(x):

@@ -3,9 +3,10 @@
 import functools
 
 import numpy as np
-import reducers
-from leaves import by_layer, random_grads, zeros
-from runners import simulate
+
+from tests.helpers import reducers
+from tests.helpers.leaves import by_layer, random_grads, zeros
+from tests.helpers.runners import simulate
 
 # Each shape three times, one of them already a stack of matrices; the order mixes them.
 KINDS = {"a": (20, 24), "bias": (7,), "layers": (2, 16, 18)}

@@ -2,20 +2,20 @@
 
 from collections import Counter
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import loss
-from classifier import grid, placed
 from jax.sharding import AxisType
-from leaves import random_grads
-from reducers import batched, powersgd
-from runners import first, sharded, stack
 
 import jaxcomp
+from tests.helpers import hlo
+from tests.helpers.autoencoder import loss
+from tests.helpers.classifier import grid, placed
+from tests.helpers.leaves import random_grads
+from tests.helpers.reducers import batched, powersgd
+from tests.helpers.runners import first, sharded, stack
 
 P = jax.P
 SHAPES = {"bias": (96,), "down": (96, 64), "up": (64, 96)}

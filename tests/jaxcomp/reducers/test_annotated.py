@@ -10,11 +10,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
-from leaves import random_grads
-from reducers import feedback, powersgd, quantized
-from runners import simulate
 
 import jaxcomp
+from tests.helpers.leaves import random_grads
+from tests.helpers.reducers import feedback, powersgd, quantized
+from tests.helpers.runners import simulate
 
 P = jax.P
 

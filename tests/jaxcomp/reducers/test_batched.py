@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import random_grads, zeros_of_one
-from reducers import batched
-from reference import Reference
-from runners import MAPPINGS, simulate
+
+from tests.helpers.leaves import random_grads, zeros_of_one
+from tests.helpers.reducers import batched
+from tests.helpers.reference import Reference
+from tests.helpers.runners import MAPPINGS, simulate
 
 SHAPES = {"bias": (7,), "dense": (9, 5), "kernel": (2, 3, 4, 3)}
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from leaves import SMALL, random_grads, zeros
-from reducers import BARE, REDUCERS, allreduce, batched, feedback, powersgd, reducer
-from runners import AXIS, sharded, simulate
 
 import jaxcomp
+from tests.helpers.leaves import SMALL, random_grads, zeros
+from tests.helpers.reducers import BARE, REDUCERS, allreduce, batched, feedback, powersgd, reducer
+from tests.helpers.runners import AXIS, sharded, simulate
 
 GRADS = random_grads(SMALL, 2, 4)
 # A value within rounding of the middle of two levels goes to the other side, now and then.

@@ -9,11 +9,11 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from leaves import SMALL, random_grads, zeros
-from reducers import powersgd
-from runners import AXIS, mesh_of, sharded, simulate
 
 import jaxcomp
+from tests.helpers.leaves import SMALL, random_grads, zeros
+from tests.helpers.reducers import powersgd
+from tests.helpers.runners import AXIS, mesh_of, sharded, simulate
 
 MESH_SIZE, STEPS = 4, 12
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 6))

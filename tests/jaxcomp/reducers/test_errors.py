@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AxisType
-from leaves import zeros
-from reducers import allreduce, batched, feedback, powersgd, quantized
-from runners import AXIS, sharded
 
 import jaxcomp
+from tests.helpers.leaves import zeros
+from tests.helpers.reducers import allreduce, batched, feedback, powersgd, quantized
+from tests.helpers.runners import AXIS, sharded
 
 
 @pytest.mark.parametrize(

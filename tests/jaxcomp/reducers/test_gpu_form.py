@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from leaves import by_layer, random_grads
-from runners import AXIS, simulate
 
 import jaxcomp
+from tests.helpers.leaves import by_layer, random_grads
+from tests.helpers.runners import AXIS, simulate
 
 SHAPES = {"wide": (136, 200), "tall": (200, 136), "twin": (136, 200), "stack": (2, 150, 132)}
 

@@ -7,14 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from classifier import grid
-from leaves import COMPRESSED, SHAPES, SMALL, as_matrix, random_grads, with_value, zeros
-from reducers import powersgd
-from reference import orthogonalize
-from runners import AXIS, MAPPINGS, first, sharded, simulate, steps_of
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout, mean_by_shares
+from tests.helpers.classifier import grid
+from tests.helpers.leaves import (
+    COMPRESSED,
+    SHAPES,
+    SMALL,
+    as_matrix,
+    random_grads,
+    with_value,
+    zeros,
+)
+from tests.helpers.reducers import powersgd
+from tests.helpers.reference import orthogonalize
+from tests.helpers.runners import AXIS, MAPPINGS, first, sharded, simulate, steps_of
 
 
 def rounded(blocks, levels):

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from classifier import grid
-from leaves import by_layer, random_grads, with_value, zeros
-from reducers import allreduce, feedback, powersgd
-from reference import assert_steps
-from runners import AXIS, MAPPINGS, mesh_of, placed, simulate
-from xla import users_program
 
 import jaxcomp
+from tests.helpers.classifier import grid
+from tests.helpers.leaves import by_layer, random_grads, with_value, zeros
+from tests.helpers.reducers import allreduce, feedback, powersgd
+from tests.helpers.reference import assert_steps
+from tests.helpers.runners import AXIS, MAPPINGS, mesh_of, placed, simulate
+from tests.helpers.xla import users_program
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
 

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import SHAPES, random_grads, with_value
-from reducers import allreduce, powersgd, quantized, reducer
-from runners import simulate
+
+from tests.helpers.leaves import SHAPES, random_grads, with_value
+from tests.helpers.reducers import allreduce, powersgd, quantized, reducer
+from tests.helpers.runners import simulate
 
 SPOILED = {"bias": (8,), "dense": (12, 8)}
 NOT_FINITE = ("nan", "inf", "-inf", "overflow", "all")

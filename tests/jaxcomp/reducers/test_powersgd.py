@@ -7,12 +7,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import COMPRESSED, SHAPES, as_matrix, random_grads, zeros, zeros_of_one
-from reducers import feedback, powersgd, quantized
-from reference import Reference, assert_steps
-from runners import AXIS, MAPPINGS, simulate, types_of
 
 import jaxcomp
+from tests.helpers.leaves import COMPRESSED, SHAPES, as_matrix, random_grads, zeros, zeros_of_one
+from tests.helpers.reducers import feedback, powersgd, quantized
+from tests.helpers.reference import Reference, assert_steps
+from tests.helpers.runners import AXIS, MAPPINGS, simulate, types_of
 
 
 @pytest.mark.parametrize(

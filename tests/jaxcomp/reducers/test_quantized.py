@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaves import random_grads
-from runners import AXIS
 
 import jaxcomp
 from jaxcomp.extend import BlockLayout
+from tests.helpers.leaves import random_grads
+from tests.helpers.runners import AXIS
 
 SHAPES = {"bias": (5,), "dense": (24, 17), "scalar": ()}
 

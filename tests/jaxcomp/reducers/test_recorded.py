@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import by_layer
-from paths import ROOT
-from reducers import allreduce, batched, feedback, powersgd, quantized
-from runners import simulate
+
+from tests.helpers.leaves import by_layer
+from tests.helpers.paths import ROOT
+from tests.helpers.reducers import allreduce, batched, feedback, powersgd, quantized
+from tests.helpers.runners import simulate
 
 RECORDED = np.load(ROOT / "tests/jaxcomp/reducers/data/recorded.npz")
 REPLICAS, STEPS = 4, 10

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paths import SUPPORT
-from runners import AXIS, simulate
-from script import python
 
 import jaxcomp
+from tests.helpers.paths import ROOT
+from tests.helpers.runners import AXIS, simulate
+from tests.helpers.script import python
 
 pytestmark = pytest.mark.torch
 
@@ -47,7 +47,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch")
     source, target = folder / "gradients.npz", folder / "outputs.npz"
     np.savez(source, **grads)
-    python(SUPPORT / "torch_hook.py", source, target, START, *RANKS)
+    python("-m", "tests.helpers.torch_hook", source, target, START, *RANKS, cwd=ROOT)
     return grads, dict(np.load(target))
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import grid
-from hlo import collectives
-from leaves import SMALL, random_grads, zeros
-from reducers import allreduce, batched, feedback, powersgd, reducer
-from runners import AXIS, lower_update
 
 import jaxcomp
+from tests.helpers.classifier import grid
+from tests.helpers.hlo import collectives
+from tests.helpers.leaves import SMALL, random_grads, zeros
+from tests.helpers.reducers import allreduce, batched, feedback, powersgd, reducer
+from tests.helpers.runners import AXIS, lower_update
 
 # Of three steps. Over their mean they are powers of two, by which no product is rounded.
 WEIGHTS = np.array([(1, 1, 0, 2), (4, 2, 1, 1), (0, 0, 0, 8)], np.float32)

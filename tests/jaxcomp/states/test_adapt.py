@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reducers
-from leaves import by_layer, random_grads
-from reducers import feedback
-from runners import simulate, types_of
 
 import jaxcomp
+from tests.helpers import reducers
+from tests.helpers.leaves import by_layer, random_grads
+from tests.helpers.reducers import feedback
+from tests.helpers.runners import simulate, types_of
 
 SHAPES = {"bias": (16,), "dense": (40, 30), "stack": (3, 20, 24)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from runners import AXIS, mesh_of, sharded
 
 import jaxcomp
+from tests.helpers.runners import AXIS, mesh_of, sharded
 
 REPLICAS = 4
 SHAPES = {"wide": (24, 40), "stack": (3, 16, 20), "bias": (7,)}

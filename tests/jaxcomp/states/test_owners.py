@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from leaves import random_grads, zeros_of_one
-from reducers import feedback, powersgd, quantized
-from runners import AXIS, first, mesh_of, over_replicas, sharded, simulate, steps_of
 
 import jaxcomp
+from tests.helpers.leaves import random_grads, zeros_of_one
+from tests.helpers.reducers import feedback, powersgd, quantized
+from tests.helpers.runners import AXIS, first, mesh_of, over_replicas, sharded, simulate, steps_of
 
 P = jax.P
 N, STEPS = 4, 5

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from leaves import random_grads
-from reducers import powersgd
-from runners import AXIS, first, mesh_of, sharded, simulate
 
 import jaxcomp
+from tests.helpers.leaves import random_grads
+from tests.helpers.reducers import powersgd
+from tests.helpers.runners import AXIS, first, mesh_of, sharded, simulate
 
 PARAMS = {"kernel": jnp.zeros((24, 16)), "bias": jnp.zeros(16)}
 

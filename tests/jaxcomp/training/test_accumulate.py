@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import close
-from leaves import random_grads, with_value
-from local_runs import NESTEROV, run
-from reducers import allreduce, feedback, powersgd
-from runners import AXIS
 
 import jaxcomp
+from tests.helpers.classifier import close
+from tests.helpers.leaves import random_grads, with_value
+from tests.helpers.local_runs import NESTEROV, run
+from tests.helpers.reducers import allreduce, feedback, powersgd
+from tests.helpers.runners import AXIS
 
 SHAPES = {"w": (12, 10), "b": (5,), "scale": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}

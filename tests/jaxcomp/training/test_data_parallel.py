@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import (
+
+import jaxcomp
+from tests.helpers.classifier import (
     CLASSES,
     KINDS,
     LENGTH,
@@ -22,11 +24,9 @@ from classifier import (
     placed,
     stepped,
 )
-from leaves import by_layer
-from reducers import powersgd, reducer
-from runners import MAPPINGS, over_replicas, start
-
-import jaxcomp
+from tests.helpers.leaves import by_layer
+from tests.helpers.reducers import powersgd, reducer
+from tests.helpers.runners import MAPPINGS, over_replicas, start
 
 P = jax.P
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runners import AXIS, sharded
 
 import jaxcomp
+from tests.helpers.runners import AXIS, sharded
 
 
 def loss(params, x, scale=1.0):

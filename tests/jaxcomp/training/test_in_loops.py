@@ -8,12 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from classifier import LENGTH, WIDTH, bare_loss, batch, close, grid, new_params, placed
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
-from reducers import reducer
 
 import jaxcomp
+from tests.helpers.classifier import (
+    LENGTH,
+    WIDTH,
+    bare_loss,
+    batch,
+    close,
+    grid,
+    new_params,
+    placed,
+)
+from tests.helpers.reducers import reducer
 
 P = jax.P
 

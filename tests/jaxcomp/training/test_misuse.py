@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import loss, new_params
-from classifier import close, grid, placed, stepped
 from jax.sharding import NamedSharding
-from reducers import powersgd, reducer
 
 import jaxcomp
+from tests.helpers.autoencoder import loss, new_params
+from tests.helpers.classifier import close, grid, placed, stepped
+from tests.helpers.reducers import powersgd, reducer
 
 P = jax.P
 MESH, REDUCER = grid(4), powersgd(2)

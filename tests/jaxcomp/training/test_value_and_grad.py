@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import loss, new_params, parameters
-from classifier import KINDS, close, grid, placed, stepped
-from reducers import reducer
-from runners import over_replicas, start
-from xla import users_program
 
 import jaxcomp
+from tests.helpers.autoencoder import loss, new_params, parameters
+from tests.helpers.classifier import KINDS, close, grid, placed, stepped
+from tests.helpers.reducers import reducer
+from tests.helpers.runners import over_replicas, start
+from tests.helpers.xla import users_program
 
 P = jax.P
 

@@ -2,19 +2,18 @@
 
 import functools
 
-import autoencoder
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autoencoder import LAYOUTS, loss, new_params
-from classifier import grid, placed
 from jax.sharding import AxisType
-from runners import mesh_of, sharded
 
 import jaxcomp
+from tests.helpers import autoencoder, hlo
+from tests.helpers.autoencoder import LAYOUTS, loss, new_params
+from tests.helpers.classifier import grid, placed
+from tests.helpers.runners import mesh_of, sharded
 
 P = jax.P
 

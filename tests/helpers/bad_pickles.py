@@ -9,8 +9,19 @@ import io
 import struct
 import zipfile
 
-import torch_files as files
-from torch_files import archive, call, dictionary, get, glob, integer, put, text, tup, whole
+from tests.helpers import torch_files as files
+from tests.helpers.torch_files import (
+    archive,
+    call,
+    dictionary,
+    get,
+    glob,
+    integer,
+    put,
+    text,
+    tup,
+    whole,
+)
 
 CANARY = "a-hostile-file-was-here"
 PACKED = zipfile.ZIP_DEFLATED

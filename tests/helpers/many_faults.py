@@ -1,6 +1,6 @@
 """Signals, full disks and flipped bits, spread over the whole life of a run.
 
-python tests/support/many_faults.py --each 20 --disks 5 --bits 100
+python -m tests.helpers.many_faults --each 20 --disks 5 --bits 100
 
 After each of them the run is started again with the same command. Then everything that was saved
 must still be there, and the losses be those of a run that nothing happened to, in every digit.
@@ -19,17 +19,18 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "examples/language_model")]
+from tests.helpers.job import Job
+from tests.helpers.paths import LANGUAGE_MODEL
 
-import jax  # noqa: E402
-import train  # noqa: E402
-from checkpoints import CheckpointError, Checkpoints  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
-from job import Job  # noqa: E402
-from training import AXIS, Run, RunConfig  # noqa: E402
+sys.path.insert(0, str(LANGUAGE_MODEL))
+
+import train
+from checkpoints import CheckpointError, Checkpoints
+from training import AXIS, Run, RunConfig
 
 STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]

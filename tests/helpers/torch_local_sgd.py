@@ -1,6 +1,6 @@
 """A torch run of local SGD over gloo; a script for subprocesses.
 
-    python torch_local_sgd.py FOLDER WORLD
+    python -m tests.helpers.torch_local_sgd FOLDER WORLD
 
 Runs the cases of its number of processes with the folder's data.npz, and writes the weights of each
 rank to ``RANK.npz``.
@@ -15,7 +15,6 @@ from collections import OrderedDict
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -26,6 +25,8 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 )
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.ranks import run_ranks
 
 RATE, MOMENTUM = 0.05, 0.9
 

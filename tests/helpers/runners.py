@@ -7,10 +7,10 @@ structure, shapes and dtypes, so that one compilation serves every step.
 import jax
 import numpy as np
 from jax.sharding import AxisType
-from leaves import zeros_of_one
-from xla import optimised as as_users_get_it
 
 import jaxcomp
+from tests.helpers.leaves import zeros_of_one
+from tests.helpers.xla import optimised as as_users_get_it
 
 MAPPINGS = ("vmap", "pmap", "shard_map")
 AXIS, WHOLE = "data", jax.P()

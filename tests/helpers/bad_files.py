@@ -12,9 +12,10 @@ import zipfile
 
 import numpy as np
 import torch
-import torch_files as files
-from bad_pickles import SYSTEM
-from torch_files import STORAGES, archive, whole
+
+from tests.helpers import torch_files as files
+from tests.helpers.bad_pickles import SYSTEM
+from tests.helpers.torch_files import STORAGES, archive, whole
 
 MODEL = {"w": torch.zeros(3)}
 

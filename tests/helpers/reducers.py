@@ -4,10 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from runners import AXIS
 
 import jaxcomp
 from jaxcomp import extend
+from tests.helpers.runners import AXIS
 
 # Always the same one for the same arguments, so that tests of the same shapes share what is
 # compiled for it.

@@ -1,6 +1,6 @@
 """DDP jobs of two ranks over gloo that stay in torch, wait for JAX, and go on from what it left.
 
-    python whole_run.py FOLDER CASE [CASE ...]
+    python -m tests.helpers.whole_run FOLDER CASE [CASE ...]
 
 Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` and, as torch documents it,
 ``CASE.RANK.pt`` saved at MOVES[0]; the same steps as controls, whose gradients are one rounding
@@ -15,15 +15,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from bridge import steps_in_torch
-from ranks import run_ranks
-from script import wait_for
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from two_frameworks import TorchModel
 
 import torch_bridge
+from tests.helpers.bridge import steps_in_torch
+from tests.helpers.ranks import run_ranks
+from tests.helpers.script import wait_for
+from tests.helpers.two_frameworks import TorchModel
 
 WORLD, START, MOVES, STEPS, CLASSES = 2, 3, (6, 11), 16, 5
 

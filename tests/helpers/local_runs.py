@@ -4,7 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from runners import AXIS, WHOLE, over_replicas, spread, stack, start, steps_of, types_of
+
+from tests.helpers.runners import (
+    AXIS,
+    WHOLE,
+    over_replicas,
+    spread,
+    stack,
+    start,
+    steps_of,
+    types_of,
+)
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import jax
-from runners import forget_programs
+
+from tests.helpers.runners import forget_programs
 
 _GROWTH = 500 << 20
 _left = 0

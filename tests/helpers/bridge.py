@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from control import apart
 
 import torch_bridge
+from tests.helpers.control import apart
 
 
 def values(*shape, dtype=np.float32):

@@ -7,7 +7,8 @@ right runs part, and a tolerance from arithmetic holds for a step, not for a run
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rounding import rounding
+
+from tests.helpers.rounding import rounding
 
 # Two right runs round in every operation of every step, a control only where it is told to; and
 # how far one control parts is a matter of luck. A wrong one parts by thousands of controls.

@@ -1,6 +1,6 @@
 """Runs torch's own powerSGD_hook over gloo on recorded gradients; a script for subprocesses.
 
-    python torch_hook.py INPUT.npz OUTPUT.npz START RANK [RANK ...]
+    python -m tests.helpers.torch_hook INPUT.npz OUTPUT.npz START RANK [RANK ...]
 
 INPUT holds one array ``(replicas, steps, *torch_shape)`` per parameter. OUTPUT gets the hook's
 result of every step (``RANK/out/NAME``: ``(steps, *torch_shape)``) and the right factors that the
@@ -11,8 +11,9 @@ import sys
 
 import numpy as np
 import torch
-from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+from tests.helpers.ranks import run_ranks
 
 
 class Recorded(torch.nn.Module):

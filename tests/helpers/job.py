@@ -6,8 +6,8 @@ import socket
 import sys
 import time
 
-from paths import LANGUAGE_MODEL
-from script import wait_for
+from tests.helpers.paths import LANGUAGE_MODEL
+from tests.helpers.script import wait_for
 
 # Each is forked from a process that has imported what takes seconds, and computed nothing.
 _FORKS = multiprocessing.get_context("forkserver")

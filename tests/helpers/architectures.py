@@ -1,6 +1,6 @@
 """Small models of many kinds in torch and in Flax, and what has to be said to move each.
 
-    python tests/support/architectures.py [NAME ...]
+    python -m tests.helpers.architectures [NAME ...]
 
 prints a table: answers needed, difference of the outputs, of ten steps in JAX and of four more in
 torch after the way back.
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import architecture_models as models
 import jax
 import numpy as np
 import torch
-from bridge import move_weights, randomize, steps_in_jax, steps_in_torch
-from two_frameworks import FlaxModel, TorchModel
 
 import torch_bridge
+from tests.helpers import architecture_models as models
+from tests.helpers.bridge import move_weights, randomize, steps_in_jax, steps_in_torch
+from tests.helpers.two_frameworks import FlaxModel, TorchModel
 
 
 class Case(NamedTuple):

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from classifier import placed
+
+from tests.helpers.classifier import placed
 
 P = jax.P
 LAYOUTS = {

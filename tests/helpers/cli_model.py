@@ -3,10 +3,10 @@
 import functools
 
 import torch
-from bridge import linears
-from hook_states import random_run
 
 import torch_bridge
+from tests.helpers.bridge import linears
+from tests.helpers.hook_states import random_run
 
 params = functools.partial(linears, fc1=(32, 24), fc2=(24, 48))
 PARAMS = ("--params", "cli_model:params")

@@ -1,7 +1,8 @@
 """PowerSGD in NumPy, written from the paper's Algorithms 1 and 2; float64, one matrix at a time."""
 
 import numpy as np
-from rounding import rounding
+
+from tests.helpers.rounding import rounding
 
 
 def orthogonalize(matrix):
