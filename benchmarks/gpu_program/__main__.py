@@ -32,7 +32,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
 from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
-from jaxcomp._wire.collectives import KINDS, Instruction, parse
+from jaxcomp._wire.program import Instruction, Program, read_program
 
 OUT = RESULTS / "gpu_program.json"
 _DEVICES = 8
@@ -53,16 +53,14 @@ REDUCERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-Program = dict[str, list[Instruction]]
-
-
-def count(program: Program, computation: str | None = None) -> tuple[int, int]:
-    """Kernels and collectives of a computation with all that it calls; by default of all."""
+def count(program: Program, computation: int | None = None) -> tuple[int, int]:
+    """Counts kernels and collectives of a computation with all that it calls; by default of all."""
     kernels = collectives = 0
-    for x in program[computation or list(program)[-1]]:
+    computation = program.entry if computation is None else computation
+    for x in program.computations[computation].instructions.values():
         if x.opcode in _FREE or x.opcode.endswith("-done"):
             continue
-        if x.opcode.removesuffix("-start") in KINDS:
+        if x.kind is not None:
             collectives += 1
         elif x.opcode in ("while", "conditional", "call", "async-start"):
             more = _called(program, x)
@@ -73,11 +71,11 @@ def count(program: Program, computation: str | None = None) -> tuple[int, int]:
 
 
 def _called(program: Program, x: Instruction) -> tuple[int, int]:
-    names = [name for how, name in x.calls if how in ("body", "condition")]
-    if names:
-        counted = [count(program, name) for name in names]
+    """Counts what an instruction runs: a loop's body as often as it does, the largest branch."""
+    counted = [count(program, computation) for computation in x.called]
+    if x.opcode == "while":
         return x.times * sum(k for k, _ in counted), x.times * sum(c for _, c in counted)
-    return max(count(program, name) for _, name in x.calls)
+    return max(counted)
 
 
 def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:
     began = time.perf_counter()
     program: Any = lowered.compile()
     seconds = time.perf_counter() - began
-    kernels, collectives = count(parse(program.as_text()))
+    kernels, collectives = count(read_program(program))
     memory = program.memory_analysis().temp_size_in_bytes
     return {
         "tree": tree,

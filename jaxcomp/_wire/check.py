@@ -1,28 +1,45 @@
-"""Does a compiled step send what its reducer sends, and nothing else of that size?"""
+"""Checks that a compiled program sends what its reducers send, and nothing else of that size."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import floating_leaves, is_floating
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.data_parallel import data_parallel
-from jaxcomp._wire.collectives import Collective, collectives, mesh_of
+from jaxcomp._wire.collectives import (
+    Collective,
+    calls_of_collectives,
+    collective_of,
+    collectives,
+    mesh_of,
+)
+from jaxcomp._wire.program import Instruction, Program, read_program
 
 _SMALL = 1024  # bytes: losses and flags
+# Instructions that pass an array on as it is.
+_UNCHANGED = ("copy", "bitcast")
 
 
 def check(
-    compiled: Any, reducer: Reducer, params: PyTree, *, mesh: Any = None, allow: int | None = None
+    compiled: Any,
+    reducer: Reducer | Sequence[Reducer],
+    params: PyTree,
+    *,
+    mesh: Any = None,
+    allow: int | None = None,
+    steps: int | Sequence[int | None] | None = None,
 ) -> tuple[Collective, ...]:
-    """Refuses a compiled step that sends more over the axis of the replicas than its reducer does.
+    """Refuses a compiled program that sends more over the replicas' axis than its reducers do.
 
     A `pmean` left in the step, gradients that differentiation has reduced already, and a reducer
     that runs twice all cost what compression was to save, and change no result that anybody would
@@ -32,18 +49,22 @@ def check(
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
-      reducer: The reducer of the step.
-      params: The parameters, laid out as in the step, or their shapes.
+      reducer: The reducer of the step. Where one program trains several networks (a generator and
+        a discriminator, an actor and a critic), a list with the reducer of each.
+      params: The parameters, laid out as in the step, or their shapes; a list for a list.
       mesh: As for `collectives`.
-      allow: Bytes that may cross besides what the reducer sends: losses, metrics, BatchNorm
-        statistics. By default 1% of the gradients or half of what the reducer sends, whichever is
-        less, and 1 kB at least.
+      allow: Bytes that may cross in a step besides what the reducers send: losses, metrics,
+        BatchNorm statistics. By default 1% of the gradients or half of what the reducers send,
+        whichever is less, and 1 kB at least.
+      steps: How many training steps one call of the program takes; a list for a list. None counts
+        them: a loop in which the largest parameter changes from turn to turn is one of steps. A
+        loop of micro-batches, in which it does not, is refused if the reducer runs in it.
 
     Returns:
-      What the step sends, as from `collectives`.
+      What the program sends, as from `collectives`.
 
     Raises:
-      ValueError: If more crosses, or less than half of what the reducer sends. The message lists
+      ValueError: If more crosses, or less than half of what the reducers send. The message lists
         the largest collectives, and what JAX made them for.
 
     Example:
@@ -58,37 +79,205 @@ def check(
       >>> sum(x.bytes for x in sent if "data" in x.axes) < 64 * 64 * 4 / 30
       True
     """
-    if not isinstance(reducer, Reducer):
-        raise ValueError(
-            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Pass the first "
-            "link of the chain."
-        )
+    networks = _networks(reducer, params, steps)
     mesh = mesh_of(compiled) if mesh is None else mesh
-    found, axes = collectives(compiled, mesh=mesh), axis_tuple(reducer.axis_name)
-    alone = collectives(_alone(reducer, params, mesh), mesh=mesh)
-    crossing, expected = ([x for x in xs if set(axes) & set(x.axes)] for xs in (found, alone))
-    sent, wanted = (sum(x.times * x.as_all_reduce for x in xs) for xs in (crossing, expected))
-    if allow is None:
-        dense = sum(x.size * x.dtype.itemsize for x in floating_leaves(params))
-        allow = int(max(_SMALL, min(dense / 100, wanted / 2)))
+    program = read_program(compiled)
+    calls = calls_of_collectives(program)
+    listed = tuple(collective_of(call, mesh) for call in calls)
+
+    axes: set[str] = set()
+    for network in networks:
+        axes.update(axis_tuple(network.reducer.axis_name))
+    crossing = []
+    loops: list[Sequence[Instruction]] = []
+    for call, collective in zip(calls, listed, strict=True):
+        if axes & set(collective.axes):
+            crossing.append(collective)
+            loops.append(call.loops)
+
+    expected = []
+    for network in networks:
+        steps = network.steps or _steps_counted(program, loops, network.params)
+        expected.append(_expected(network, steps, mesh, allow))
+    most = sum(reducer.bytes + reducer.allowed for reducer in expected)
     # Beside other axes every device of a replica may send a share of what it has.
     others = math.prod(size for name, size in mesh.shape.items() if name not in axes)
-    if wanted / others / 2 <= sent <= wanted + allow:
-        return found
-    largest = sorted(crossing, key=lambda x: -x.as_all_reduce * x.times)[:6]
-    raise ValueError(
-        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where {reducer!r} "
-        f"sends {wanted:,.0f} and {allow:,} besides are allowed (allow=)."
-        + "".join(f"\n  {x}" for x in largest)
-    )
+    least = sum(reducer.bytes for reducer in expected) / others / 2
+    if least <= _bytes(crossing) <= most:
+        return listed
+    raise _refusal(networks, expected, crossing)
 
 
-def _alone(reducer: Reducer, params: PyTree, mesh: Any) -> Any:
-    """The reducer by itself, compiled for gradients that lie as the parameters do."""
-    params = jax.tree.map(lambda x: x if is_floating(x) else None, params)
+class _Network(NamedTuple):
+    """What is trained with one reducer."""
+
+    reducer: Reducer
+    params: PyTree
+    steps: int | None  # in one call of the program; None if they are to be counted
+
+
+class _Expected(NamedTuple):
+    """What one reducer sends in a call of the program."""
+
+    steps: int
+    bytes: float  # as those of all-reduces
+    collectives: int
+    allowed: float  # bytes besides
+
+
+def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
+    """Reads the arguments of `check` that may be lists.
+
+    Raises:
+      ValueError: If they do not belong together, or one is unusable.
+    """
+    several = type(reducer) in (list, tuple)
+    reducers = list(reducer) if several else [reducer]
+    trees = params if several else [params]
+    counts = steps if isinstance(steps, (list, tuple)) else [steps] * len(reducers)
+    lengths = {
+        "`reducer`": len(reducers),
+        "`params`": len(trees) if isinstance(trees, (list, tuple)) else None,
+        "`steps`": len(counts),
+    }
+    if len(set(lengths.values())) > 1 or not reducers:
+        shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(
+            f"A list of reducers needs the parameters of each, and as many steps if they are a "
+            f"list: {shown}. Pass check(compiled, [first, second], [params, others])."
+        )
+    networks = []
+    for each, tree, count in zip(reducers, trees, counts, strict=True):
+        if not isinstance(each, Reducer):
+            raise ValueError(
+                f"`reducer` must be a jaxcomp reducer, got {type(each).__name__}. Pass the first "
+                "link of the chain."
+            )
+        count = count if count is None else check_int("steps", count, 1)
+        networks.append(_Network(each, tree, count))
+    return networks
+
+
+def _bytes(listed: Sequence[Collective]) -> float:
+    """Returns the bytes of all-reduces that would cost as much as these collectives."""
+    return sum(collective.times * collective.as_all_reduce for collective in listed)
+
+
+def _expected(network: _Network, steps: int, mesh: Any, allow: int | None) -> _Expected:
+    """Finds out what the reducer of a network sends in so many steps, by compiling it alone."""
+    axes = set(axis_tuple(network.reducer.axis_name))
+    listed = collectives(_alone(network, mesh), mesh=mesh)
+    alone = [collective for collective in listed if axes & set(collective.axes)]
+    sent = _bytes(alone)
+    if allow is None:
+        dense = sum(leaf.size * leaf.dtype.itemsize for leaf in floating_leaves(network.params))
+        allow = int(max(_SMALL, min(dense / 100, sent / 2)))
+    return _Expected(steps, steps * sent, steps * len(alone), steps * allow)
+
+
+def _steps_counted(program: Program, loops: Sequence[Sequence[Instruction]], params: PyTree) -> int:
+    """Counts the training steps of a program, by the loops around its collectives.
+
+    Args:
+      program: The program.
+      loops: Around each of the collectives, the outermost first.
+      params: What is trained.
+    """
+    largest = max((_local_size(leaf) for leaf in floating_leaves(params)), default=0)
+    most = 1
+    for around in loops:
+        steps = 1
+        for loop in around:
+            if _is_trained_in(program, loop, largest):
+                steps *= loop.times
+        most = max(most, steps)
+    return most
+
+
+def _local_size(leaf: Any) -> int:
+    """Returns how many values of a parameter one device has."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return leaf.size
+    return math.prod(sharding.shard_shape(leaf.shape))
+
+
+def _is_trained_in(program: Program, loop: Instruction, size: int) -> bool:
+    """Tells a loop of training steps from one of micro-batches.
+
+    What a loop carries is what its body gets and what it returns. In a loop of steps all arrays of
+    the size of a parameter change: the parameter, its momenta, the residual. In one of
+    micro-batches the parameter is there too, and stays.
+
+    Args:
+      program: The program.
+      loop: One of its loops.
+      size: The number of values of a parameter, as one device has it.
+    """
+    body = program.computations[loop.called[0]]
+    result = body.instructions[body.root]
+    if result.opcode != "tuple" or len(result.operands) != len(loop.arrays):
+        return False
+    carried = False
+    for position, array in enumerate(loop.arrays):
+        if array.values == size:
+            if _passed_on(body.instructions, result.operands[position], position):
+                return False
+            carried = True
+    return carried
+
+
+def _passed_on(instructions: dict[int, Instruction], result: int, position: int) -> bool:
+    """Tells whether a loop's body returns what it got in the same place."""
+    source = instructions[result]
+    while source.opcode in _UNCHANGED:
+        source = instructions[source.operands[0]]
+    if source.opcode != "get-tuple-element" or source.element != position:
+        return False
+    return instructions[source.operands[0]].opcode == "parameter"
+
+
+def _refusal(
+    networks: Sequence[_Network], expected: Sequence[_Expected], crossing: Sequence[Collective]
+) -> ValueError:
+    """Makes the error that says what crosses, and how much was expected."""
+    axes: dict[str, None] = {}
+    for network in networks:
+        axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
+    reducers = " and ".join(repr(network.reducer) for network in networks)
+    sent = _bytes(crossing)
+    right = sum(reducer.bytes for reducer in expected)
+    allowed = sum(reducer.allowed for reducer in expected)
+    lines = [
+        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where {reducers} "
+        f"{'sends' if len(networks) == 1 else 'send'} {right:,.0f} and {allowed:,.0f} besides are "
+        "allowed (allow=)."
+    ]
+
+    times = round(sent / right) if right else 0
+    runs = sum(collective.times for collective in crossing)
+    if times > 1 and runs >= times * sum(reducer.collectives for reducer in expected):
+        counts = [times * reducer.steps for reducer in expected]
+        shown = counts[0] if len(counts) == 1 else counts
+        lines.append(
+            f"  That is {times} times as much. If one call takes so many training steps, pass "
+            f"steps={shown}; if the reducer runs on every micro-batch, reduce the mean of their "
+            "gradients instead."
+        )
+    largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
+    for collective in largest[:6]:
+        lines.append(f"  {collective}")
+    return ValueError("\n".join(lines))
+
+
+def _alone(network: _Network, mesh: Any) -> Any:
+    """Compiles the reducer by itself, for gradients that lie as the parameters do."""
+    reducer = network.reducer
+    params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, network.params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
-        return x.mean(), jax.tree.map(lambda p: p * x.mean().astype(p.dtype), params)
+        scale = x.mean()
+        return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
     def fresh(params: PyTree) -> PyTree:
         return shard_state(reducer.init(params), mesh, reducer.axis_name)

@@ -1,31 +1,18 @@
 """The collectives of a compiled step: kind, bytes, mesh axes, how often, and what made them.
 
-The text of the compiled program is read, in the forms of jax 0.10 to 0.12, because it is what runs:
-XLA merges, splits, widens and adds collectives after everything that JAX can tell about a program.
+The compiled program is read, because it is what runs: XLA merges, splits, widens and adds
+collectives after everything that JAX can tell about a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)$")
-_CALL = re.compile(r"(body|condition|to_apply|calls|\w+_computations?)=(?:\{([^}]*)\}|(%?[\w.-]+))")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
-_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
-_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # devices counted in a shape, its axes then in an order
-_RANGE = re.compile(rf"replica_groups=\[([\d,]+)\]<={_ORDER}")
-_MESH = re.compile(
-    rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_ORDER}\))? \{{('[^}}]*')\}}"
-)
+from jaxcomp._wire.program import ArrayType, Instruction, Program, read_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +34,25 @@ class Collective:
         return self.bytes if self.kind == "all-reduce" else self.bytes / 2
 
     def __str__(self) -> str:
-        """A line of a list."""
+        """Returns a line of a list."""
         dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
-        where = ", in one branch" * self.in_branch
-        where += f", in a loop ({self.times} times)" * self.in_loop
-        made = f", for {self.operation}" * bool(self.operation)
-        return f"{self.kind} of {self.bytes:,} bytes of {dtypes} over {self.axes}{where}{made}"
+        line = f"{self.kind} of {self.bytes:,} bytes of {dtypes} over {self.axes}"
+        if self.in_branch:
+            line += ", in one branch"
+        if self.in_loop:
+            line += f", in a loop ({self.times} times)"
+        if self.operation:
+            line += f", for {self.operation}"
+        return line
 
 
 def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled step as XLA left them, in the order of the program.
 
-    Every branch of a conditional is listed, and the body of a loop once, with its `times`.
+    Every branch of a conditional is listed, and the body of a loop once, with its `times`. A step
+    of `powersgd` has two all-reduces over the axis of the replicas, whatever the number of leaves;
+    with integers as `comm_dtype` each of them becomes an all-to-all and an all-gather, four in all.
+    The mean loss is one all-reduce of a scalar more, which XLA merges into another where it can.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
@@ -69,7 +63,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
       Every collective, with its bytes on one device.
 
     Raises:
-      ValueError: If `compiled` is no compiled program, or `mesh` is missing.
+      ValueError: If `compiled` is not a compiled program, or `mesh` is missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -82,150 +76,96 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
       >>> found.kind, found.arrays, found.bytes, found.axes
       ('all-reduce', (('f32', 100),), 400, ('data',))
     """
-    text = getattr(compiled, "as_text", lambda: None)()
-    if not isinstance(text, str) or not text.startswith("HloModule"):
-        raise ValueError(
-            f"`compiled` must be a compiled program, got {type(compiled).__name__}. Pass "
-            "jax.jit(step).lower(...).compile()."
-        )
-    return tuple(_read(text, lambda: mesh_of(compiled) if mesh is None else mesh))
+    program = read_program(compiled)
+    listed = []
+    for call in calls_of_collectives(program):
+        mesh = mesh_of(compiled) if mesh is None else mesh
+        listed.append(collective_of(call, mesh))
+    return tuple(listed)
 
 
 def mesh_of(compiled: Any) -> Any:
-    """The largest mesh among the shardings of arguments and results.
+    """Returns the largest mesh among the shardings of arguments and results.
 
     Raises:
       ValueError: If there is none.
     """
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)]
+    meshes = []
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            meshes.append(sharding.mesh)
     if not meshes:
         raise ValueError("`mesh` is missing: no argument or result of the program names it.")
     return max(meshes, key=lambda mesh: mesh.size)
 
 
-class Instruction(NamedTuple):
-    """One line of a computation."""
+class Call(NamedTuple):
+    """A collective in its place in a program."""
 
-    shape: str  # such as `f32[8,4]{1,0}`, or a tuple of such in parentheses
-    opcode: str
-    attributes: str  # all that follows, operands too
-
-    @property
-    def calls(self) -> list[tuple[str, str]]:
-        """(attribute, computation) of what it calls: a body, the branches of a conditional."""
-        return [
-            (how, name.strip().lstrip("%"))
-            for how, several, one in _CALL.findall(self.attributes)
-            for name in (several or one).split(",")
-        ]
-
-    @property
-    def times(self) -> int:
-        """How often a loop's body runs, where XLA knows; else 1."""
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 1
+    instruction: Instruction
+    loops: tuple[Instruction, ...]  # around it, the outermost first
+    in_branch: bool  # of a conditional
 
 
-def parse(text: str) -> dict[str, list[Instruction]]:
-    """The computations of a compiled program by their names, the entry last.
+def calls_of_collectives(program: Program) -> list[Call]:
+    """Lists the collectives that a program runs, in its order; those of every branch."""
+    calls: list[Call] = []
 
-    Raises:
-      ValueError: If there are none.
-    """
-    computations: dict[str, list[Instruction]] = {}
-    current: list[Instruction] = []
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        if found := _INSTRUCTION.match(line):
-            current.append(Instruction(*found.groups()))
-        elif found := _COMPUTATION.match(line):
-            current = computations.setdefault(found[1], [])
-    if not computations:
-        raise ValueError("The text is no HLO module: it has no ENTRY computation.")
-    return computations
+    def visit(computation: int, loops: tuple[Instruction, ...], in_branch: bool) -> None:
+        for instruction in program.computations[computation].instructions.values():
+            if instruction.kind is not None:
+                calls.append(Call(instruction, loops, in_branch))
+            around = loops
+            if instruction.opcode == "while":
+                around = (*loops, instruction)
+            chosen = in_branch or instruction.opcode == "conditional"
+            for called in instruction.called:
+                visit(called, around, chosen)
 
-
-def _read(text: str, mesh: Callable[[], Any]) -> Iterator[Collective]:
-    """The collectives of a program, found from its entry; one without any needs no mesh."""
-    computations = parse(text)
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:10_000])
-    everybody = np.arange(max(map(int, sizes), default=1))[None]
-
-    def of(name: str, in_loop: bool, in_branch: bool, times: int) -> Iterator[Collective]:
-        for line in computations[name]:
-            if (kind := line.opcode.removesuffix("-start")) in KINDS:
-                groups, arrays = _replica_groups(line.attributes, everybody), _arrays(line.shape)
-                if line.opcode != kind != "all-reduce":
-                    # What starts yields its operands, its results, and here and there a context.
-                    arrays = [x for x in arrays if x[0] != "u32"] or arrays
-                    arrays = arrays[len(arrays) // 2 :]
-                # What goes into a reduce-scatter is as large as what comes out on all devices.
-                factor = len(groups[0]) if kind == "reduce-scatter" else 1
-                yield Collective(
-                    kind,
-                    arrays=tuple((dtype, values) for dtype, values, _ in arrays),
-                    bytes=factor * sum(size for *_, size in arrays),
-                    axes=_axes(groups, mesh()),
-                    in_loop=in_loop,
-                    times=times,
-                    in_branch=in_branch,
-                    operation="".join(re.findall(r'op_name="([^"]*)"', line.attributes)[:1]),
-                )
-            for how, called in line.calls:
-                if called in computations:
-                    looped = in_loop or how in ("body", "condition")
-                    chosen = in_branch or line.opcode == "conditional"
-                    yield from of(called, looped, chosen, times * line.times)
-
-    return of(list(computations)[-1], False, False, 1)
+    visit(program.entry, (), False)
+    return calls
 
 
-def _arrays(shape: str) -> list[tuple[str, int, int]]:
-    """Element type, number of values and bytes of every array in a shape."""
-    values = [
-        (dtype, bits, math.prod(_numbers(dims.replace("<=", ""))))
-        for dtype, bits, dims in _ARRAY.findall(shape)
-    ]
-    return [(dtype, n, -(-n * int(bits or 8) // 8)) for dtype, bits, n in values]  # pred: a byte
-
-
-def _replica_groups(attributes: str, everybody: np.ndarray) -> Any:
-    """The devices that one collective joins, by number, a row for each group.
-
-    They are written as a list, ``{{0,4},{1,5}}``, as pairs of a permutation; as a range that is
-    reshaped and transposed, ``[2,2]<=[2,2]T(1,0)``; or as axes of a mesh, ``mesh['slow'=2,'fast'=4]
-    {'slow'}``.
-
-    Raises:
-      ValueError: If they are in another form.
-    """
-    if found := _LISTED.search(attributes):
-        return [_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", found[1])]
-    if found := _RANGE.search(attributes):
-        sizes, joined, (dims, order) = _numbers(found[1]), [1], found.group(2, 3)
-    elif found := _MESH.search(attributes):
-        axes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
-        joined = [list(axes).index(name) for name in re.findall(r"'([^']*)'", found[4])]
-        sizes, (dims, order) = [int(size) for size in axes.values()], found.group(2, 3)
-    elif "replica_groups={}" in attributes or "replica_groups" not in attributes:
-        return everybody
-    else:
-        raise ValueError(f"XLA writes replica groups in a form unknown here: {attributes[:300]}")
-    shape = _numbers(dims) if dims else sizes
-    devices = np.arange(math.prod(shape)).reshape(shape)
-    devices = devices.transpose(_numbers(order) if order else range(len(shape))).reshape(sizes)
-    last = np.moveaxis(devices, joined, range(-len(joined), 0))
-    return last.reshape(-1, math.prod(sizes[i] for i in joined))
-
-
-def _axes(groups: Any, mesh: Any) -> tuple[str, ...]:
-    """The axes of the mesh along which devices of one group differ."""
-    sizes = dict(mesh.shape)
-    places = [np.unravel_index(group, tuple(sizes.values())) for group in groups]
-    return tuple(
-        name for i, name in enumerate(sizes) if any(np.ptp(place[i]) > 0 for place in places)
+def collective_of(call: Call, mesh: Any) -> Collective:
+    """Says of a collective what users want to know."""
+    instruction = call.instruction
+    kind = str(instruction.kind)
+    arrays = instruction.arrays
+    if instruction.opcode != kind != "all-reduce":
+        arrays = _results_of_start(arrays)
+    size = sum(array.bytes for array in arrays)
+    groups = instruction.groups
+    if groups is None:
+        groups = np.arange(mesh.size)[None]
+    if kind == "reduce-scatter":
+        size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
+    times = 1
+    for loop in call.loops:
+        times *= loop.times
+    return Collective(
+        kind,
+        arrays=tuple((array.element, array.values) for array in arrays),
+        bytes=size,
+        axes=_axes_of(groups, mesh),
+        in_loop=bool(call.loops),
+        times=times,
+        in_branch=call.in_branch,
+        operation=instruction.operation,
     )
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
+def _results_of_start(arrays: tuple[ArrayType, ...]) -> tuple[ArrayType, ...]:
+    """Returns the results of what starts: it yields operands, results, here and there a context."""
+    data = tuple(array for array in arrays if array.element != "u32") or arrays
+    return data[len(data) // 2 :]
+
+
+def _axes_of(groups: np.ndarray, mesh: Any) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which devices of one group differ."""
+    sizes = dict(mesh.shape)
+    places = np.unravel_index(groups, tuple(sizes.values()))
+    axes = []
+    for name, place in zip(sizes, places, strict=True):
+        if np.ptp(place, axis=1).any():
+            axes.append(name)
+    return tuple(axes)

@@ -5,11 +5,12 @@ What stands in loops and branches, which takes a reader of whole programs, is th
 
 import math
 import re
-import types
 
 import jax
+from jaxlib import _hlo
 
-import jaxcomp
+from jaxcomp._wire.collectives import calls_of_collectives, collective_of
+from jaxcomp._wire.program import read_message
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
 Sent = tuple[str, str, int]
@@ -18,10 +19,15 @@ _LINE = re.compile(
 )
 
 
-def text(function, *arguments):
-    """The program of a function, which may be jitted; see test_reducer_bytes.py for a user's."""
+def program(function, *arguments):
+    """Compiles a function, which may be jitted; see test_reducer_bytes.py for a user's program."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
-    return jitted.lower(*arguments).compile().as_text()
+    return jitted.lower(*arguments).compile()
+
+
+def text(function, *arguments):
+    """Returns the text of a compiled function."""
+    return program(function, *arguments).as_text()
 
 
 def collectives(compiled):
@@ -34,9 +40,14 @@ def collectives(compiled):
 
 
 def read(compiled, mesh=None):
-    """What `jaxcomp.collectives` finds in the text of a program."""
+    """Lists what `jaxcomp.collectives` sees in a program's text, which XLA's parser reads first.
+
+    The parser does not take every text that XLA writes; `jaxcomp.collectives` needs no text.
+    """
     mesh = mesh or jax.sharding.AbstractMesh((8,), ("devices",))
-    return jaxcomp.collectives(types.SimpleNamespace(as_text=lambda: compiled), mesh=mesh)
+    message = _hlo.hlo_module_from_text(compiled).as_serialized_hlo_module_proto()
+    calls = calls_of_collectives(read_message(message))
+    return tuple(collective_of(call, mesh) for call in calls)
 
 
 def results(found):

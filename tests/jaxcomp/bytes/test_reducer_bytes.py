@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import jaxcomp
-from tests.helpers.hlo import BYTES, collectives, read, sent_bytes, text
+from tests.helpers import hlo
+from tests.helpers.hlo import BYTES, collectives, sent_bytes
 from tests.helpers.reducers import REDUCERS, allreduce, batched, powersgd, quantized, reducer
-from tests.helpers.runners import AXIS, lower_update, sharded
+from tests.helpers.runners import AXIS, lower_update, mesh_of, sharded
 from tests.helpers.xla import users_program
 
 P, REPLICAS = jax.P, 4
@@ -68,12 +69,16 @@ CASES |= {
 
 
 @functools.cache
-def program(name):
+def compiled(name):
     tx, params, _ = CASES[name]
     update = lambda *arguments: tx.update(*arguments)[0]  # noqa: E731
     mapped = sharded(REPLICAS, update, (P(), P(), P()), P(), check_vma=False)
     with jax.numpy_dtype_promotion("standard"):  # for MultiSteps
-        return text(mapped, params, tx.init(params), params)
+        return hlo.program(mapped, params, tx.init(params), params)
+
+
+def program(name):
+    return compiled(name).as_text()
 
 
 def on_the_wire(name):
@@ -95,7 +100,8 @@ def test_the_bytes_are_those_of_the_compiled_program(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if "local" in name or "accum" in name])
 def test_of_local_steps_every_collective_stands_in_a_branch(name):
-    assert all(found.in_branch for found in read(program(name)))
+    listed = jaxcomp.collectives(compiled(name), mesh=mesh_of(REPLICAS))
+    assert all(collective.in_branch for collective in listed)
 
 
 def transformer(layers=24, width=16):

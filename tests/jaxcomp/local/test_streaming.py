@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jaxcomp
-from tests.helpers.hlo import collectives, read, sent_bytes, text
+from tests.helpers import hlo
+from tests.helpers.hlo import sent_bytes
 from tests.helpers.leaves import random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, rounds, step_of
 from tests.helpers.runners import AXIS, sharded
@@ -154,11 +155,11 @@ def test_bytes_of_the_compiled_round_are_those_of_its_steps():
         return round_(params, round_.init(params, INNER.init(params)), batches)[0]
 
     mapped = sharded(2, train, (jax.P(), jax.P(AXIS)), jax.P())
-    hlo = text(mapped, PARAMS, targets)
+    program = hlo.program(mapped, PARAMS, targets)
     steps = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
     assert steps == [48, 0, 20, 0, 4, 0]  # for use after 2, 4 and 6 steps
-    assert [sent_bytes([sent]) for sent in collectives(hlo)] == [48, 20, 4]
-    assert not any(found.in_loop for found in read(hlo))
+    assert [sent_bytes([sent]) for sent in hlo.collectives(program.as_text())] == [48, 20, 4]
+    assert not any(collective.in_loop for collective in jaxcomp.collectives(program))
     assert round_.bytes(PARAMS).bytes_after == sum(steps) / 6
 
 

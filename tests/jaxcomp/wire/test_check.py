@@ -1,0 +1,442 @@
+"""check passes right programs, and refuses what a reducer should have saved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jaxcomp
+from tests.helpers import autoencoder, hlo
+from tests.helpers.autoencoder import LAYOUTS, loss, new_params
+from tests.helpers.classifier import grid, placed
+from tests.helpers.runners import mesh_of, sharded
+
+P = jax.P
+
+parameters = functools.partial(autoencoder.parameters, width=256)
+X = np.ones((8, 256), np.float32)
+
+
+def compiled(step, *arguments):
+    return jax.jit(step).lower(*arguments).compile()
+
+
+def oracle_of(program):
+    return sorted(hlo.collectives(program.as_text()))
+
+
+def results_of(listed):
+    results = []
+    for collective in listed:
+        results += hlo.results(collective)
+    return sorted(results)
+
+
+def test_every_collective_with_its_axes():
+    kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:8]}
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), **kinds)
+
+    def step(x):
+        rows = jax.lax.all_gather(jax.lax.psum(x, "slow"), "fast")
+        both = jax.lax.psum(x, ("slow", "fast"))
+        moved = jax.lax.ppermute(x, "fast", [(0, 1), (1, 0), (2, 2), (3, 3)])
+        return rows.sum(0) + both + moved
+
+    spec = P(("slow", "fast"))
+    run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = placed(mesh, np.ones((8, 50), np.float32), spec)
+    program = compiled(run, x)
+    listed = jaxcomp.collectives(program)
+    assert results_of(listed) == oracle_of(program)
+    by_kind = {(collective.kind, collective.axes): collective for collective in listed}
+    assert by_kind["all-reduce", ("slow",)].bytes == 200
+    assert by_kind["all-reduce", ("slow", "fast")].bytes == 200
+    assert by_kind["collective-permute", ("fast",)].bytes == 200
+    gathered = by_kind["all-gather", ("fast",)]
+    assert gathered.bytes == 800
+    assert gathered.as_all_reduce == 400
+    assert str(gathered).startswith("all-gather of 800 bytes of f32 over ('fast',), for jit(")
+    with pytest.raises(ValueError, match=r"jax.jit\(step\).lower"):
+        jaxcomp.collectives(jax.jit(step))
+
+
+def test_a_program_without_a_mesh():
+    assert jaxcomp.collectives(compiled(jnp.sin, 1.0)) == ()
+    with pytest.raises(ValueError, match="`mesh` is missing"):
+        jaxcomp.check(compiled(jnp.sin, 1.0), REDUCERS["now"], new_params(256))
+
+
+POWERSGD = functools.partial(jaxcomp.powersgd, axis_name="data")
+REDUCERS = {
+    "now": POWERSGD(1, start_step=0),
+    "later": POWERSGD(1, start_step=5),
+    "int8": POWERSGD(4, start_step=0, comm_dtype=jnp.int8),
+    "int6 later": POWERSGD(4, start_step=5, comm_dtype="int6"),
+    "quantized": jaxcomp.quantized_allreduce(axis_name="data"),
+    "allreduce": jaxcomp.allreduce(axis_name="data"),
+    # XLA's CPU backend makes float32 of it; a rehearsal there is not two reducers.
+    "bfloat16": jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
+    "factors in bfloat16": POWERSGD(1, start_step=0, comm_dtype=jnp.bfloat16),
+}
+TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
+
+
+def checked(reducer, mesh, params, x, like=None):
+    """A right step, which passes."""
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(run, run.init(params), params, x)
+    listed = jaxcomp.check(program, reducer, like or params)
+    assert results_of(listed) == oracle_of(program)
+    return run
+
+
+# For factors in integers a step beside another axis shows what passes, below.
+IN_FLOATS = [name for name in REDUCERS if not name.startswith("int")]
+
+
+@pytest.mark.parametrize("name", IN_FLOATS)
+def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
+    mesh = mesh_of(4)
+    reducer = REDUCERS[name]
+    params = parameters(mesh)
+    checked(reducer, mesh, params, X)
+    local = optax.stateless(lambda grads, params: jaxcomp.as_local(grads, "data"))
+    again = optax.chain(reducer, local, reducer)
+    run = jaxcomp.value_and_grad(loss, again, mesh=mesh, axis_name="data")
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
+
+
+# Factors in integers take longest to compile: once in every step and once in a branch.
+BESIDE = [
+    ("later", "tensor"),
+    ("later", "fsdp"),
+    ("later", "replicated"),
+    ("quantized", "tensor"),
+    ("quantized", "fsdp"),
+    ("quantized", "replicated"),
+    ("bfloat16", "tensor"),
+    ("bfloat16", "fsdp"),
+    ("bfloat16", "replicated"),
+    ("int8", "fsdp"),
+    ("int6 later", "tensor"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), BESIDE)
+def test_a_right_step_passes_beside_another_axis(name, layout):
+    mesh = grid(2, model=2)
+    checked(REDUCERS[name], mesh, parameters(mesh, layout), X)
+
+
+# How much each reducer may send is shown above by twice as much; for layouts a pmean shows it.
+AVERAGED = [("now", layout, jnp.float32) for layout in LAYOUTS]
+AVERAGED += [("allreduce", "fsdp", jnp.bfloat16), ("bfloat16", "fsdp", jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "layout", "dtype"), AVERAGED)
+def test_a_pmean_beside_another_axis_is_refused(name, layout, dtype):
+    mesh = grid(2, model=2)
+    reducer = REDUCERS[name]
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), parameters(mesh, layout))
+    x = jnp.asarray(X, dtype)
+    run = checked(reducer, mesh, params, x)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    def pmean(params, x):
+        grads = jax.grad(loss)(jaxcomp.as_local(params, "data"), x)
+        # XLA's CPU backend aborts at a bfloat16 all-reduce beside an automatic axis.
+        return jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), "data")
+
+    def both(state, params, x):
+        return run(state, params, x), pmean(params, x)
+
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(compiled(both, run.init(params), params, x), reducer, params)
+
+
+def test_shapes_alone_do_beside_explicit_axes_too():
+    mesh = grid(2, "explicit", model=2)
+    shapes = jax.eval_shape(lambda: new_params(256))
+    checked(REDUCERS["now"], mesh, parameters(mesh), X, like=shapes)
+
+
+@pytest.mark.parametrize(("name", "behind"), [("now", False), ("later", False), ("now", True)])
+def test_what_is_averaged_before_the_reducer_is_refused(name, behind):
+    """By a pmean within the step, or by the compiler, in a jit loop as it was."""
+    mesh = mesh_of(4)
+    reducer = REDUCERS[name]
+    params = parameters(mesh)
+    x = placed(mesh, X, P("data"))
+    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
+    specs = jaxcomp.state_specs(state, "data")
+
+    def update(grads, state):
+        return reducer.update(jaxcomp.as_local(grads, "data"), state)
+
+    def left_in(params, state, x):
+        grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
+        return update(jax.lax.pmean(grads, "data"), state)
+
+    step = sharded(mesh, left_in, (P(), specs, P("data")), (P(), specs))
+    if behind:
+        mapped = sharded(mesh, update, (P(), specs), (P(), specs))
+        step = lambda params, state, x: mapped(jax.grad(loss)(params, x), state)  # noqa: E731
+    with pytest.raises(ValueError, match=TOO_MUCH) as error:
+        jaxcomp.check(compiled(step, params, state, x), reducer, params)
+    message = str(error.value)
+    assert "\n  all-reduce of 1,050,624 bytes of f32 over ('data',), for jit(" in message
+    assert "steps=" not in message  # it is not the same collectives several times
+
+
+def test_a_step_without_its_reducer_is_refused():
+    mesh = mesh_of(4)
+    params = parameters(mesh)
+    x = placed(mesh, X, P("data"))
+    local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), params, x)
+    with pytest.raises(ValueError, match=r"sends 0 bytes over data, where powersgd\(.*\) sends "):
+        jaxcomp.check(local, REDUCERS["now"], params)
+    with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
+        jaxcomp.check(local, optax.chain(REDUCERS["now"]), params)
+
+
+# Several steps or several networks in one program.
+
+
+def descended(params, grads):
+    return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
+
+
+def steps_in_a_scan(run, length):
+    def several(state, params, x):
+        def one(carry, _):
+            state, params = carry
+            (_, grads), state = run(state, params, x)
+            return (state, descended(params, grads)), None
+
+        return jax.lax.scan(one, (state, params), length=length)[0]
+
+    return several
+
+
+def epochs(run):
+    """Two epochs of three steps, with momentum and a batch for each."""
+
+    def several(state, params, x):
+        batches = jnp.stack([x, 2 * x, 3 * x])
+
+        def one(carry, batch):
+            state, params, momentum = carry
+            (value, grads), state = run(state, params, batch)
+            momentum = jax.tree.map(lambda old, grad: 0.9 * old + grad, momentum, grads)
+            return (state, descended(params, momentum), momentum), value
+
+        def epoch(carry, _):
+            return jax.lax.scan(one, carry, batches)
+
+        momentum = jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(epoch, (state, params, momentum), length=2)
+
+    return several
+
+
+def counted_loop(run):
+    def several(state, params, x):
+        def one(_, carry):
+            state, params = carry
+            (_, grads), state = run(state, params, x)
+            return state, descended(params, grads)
+
+        return jax.lax.fori_loop(0, 7, one, (state, params))
+
+    return several
+
+
+SEVERAL = {
+    "scan": lambda run: steps_in_a_scan(run, 10),
+    "epochs": epochs,
+    "counted loop": counted_loop,
+}
+
+
+# Every kind of loop with one reducer, and every kind of reducer in one loop.
+LOOPED = [("scan", "now"), ("epochs", "now"), ("counted loop", "now")]
+LOOPED += [("scan", "later"), ("scan", "int8")]
+
+
+@pytest.mark.parametrize(("loop", "name"), LOOPED)
+def test_steps_in_a_loop_are_counted(loop, name):
+    mesh = mesh_of(4)
+    reducer = REDUCERS[name]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(SEVERAL[loop](run), run.init(params), params, X)
+    times = {"scan": 10, "epochs": 6, "counted loop": 7}[loop]
+    for steps in (None, times):
+        listed = jaxcomp.check(program, reducer, params, steps=steps)
+        crossing = [collective for collective in listed if "data" in collective.axes]
+        assert {collective.times for collective in crossing} == {times}
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(program, reducer, params, steps=times // 2)
+    with pytest.raises(ValueError, match="bytes over data, where"):
+        jaxcomp.check(program, reducer, params, steps=3 * times)
+
+
+def test_a_pmean_in_a_loop_of_steps_is_refused():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, optax.chain(reducer), mesh=mesh, axis_name="data")
+
+    def averaged(state, params, x):
+        value, state = run(state, params, x)
+        mean = sharded(mesh, lambda g: jax.lax.pmean(jaxcomp.as_local(g, "data"), "data"), P(), P())
+        return (value[0], mean(value[1])), state
+
+    program = compiled(steps_in_a_scan(averaged, 10), run.init(params), params, X)
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(program, reducer, params)
+
+
+def test_the_reducer_in_a_loop_of_micro_batches_is_refused():
+    """Which sends three times what one does; a loop in a loop of steps does so too."""
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+
+    def micro_batches(state, params, x):
+        def one(carry, _):
+            state, total = carry
+            (_, grads), state = run(state, params, x)
+            return (state, jax.tree.map(jnp.add, total, grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        (state, total), _ = jax.lax.scan(one, (state, zeros), length=3)
+        return (0.0, total), state
+
+    state = run.init(params)
+    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=3; if .* micro-batch"):
+        jaxcomp.check(compiled(micro_batches, state, params, X), reducer, params)
+    nested = compiled(steps_in_a_scan(micro_batches, 5), state, params, X)
+    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=15"):
+        jaxcomp.check(nested, reducer, params)
+    jaxcomp.check(nested, reducer, params, steps=15)
+
+
+def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+
+    def accumulated(params, x):
+        def one(total, rows):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, rows[None])), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(one, zeros, x)
+        return loss(params, x), total
+
+    run = jaxcomp.data_parallel(accumulated, reducer, mesh=mesh)
+    program = compiled(steps_in_a_scan(run, 4), run.init(params), params, X)
+    jaxcomp.check(program, reducer, params)
+
+
+def test_steps_one_after_the_other_are_said():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+
+    def two(state, params, x):
+        for _ in range(2):
+            (_, grads), state = run(state, params, x)
+            params = descended(params, grads)
+        return state, params
+
+    program = compiled(two, run.init(params), params, X)
+    with pytest.raises(ValueError, match=r"2 times as much. .* pass steps=2"):
+        jaxcomp.check(program, reducer, params)
+    jaxcomp.check(program, reducer, params, steps=2)
+
+
+def test_a_frozen_copy_of_the_parameters_leaves_the_steps_to_be_said():
+    """As a teacher or a target network: such a loop looks like one of micro-batches."""
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+
+    def distance(params, teacher, x):
+        return loss(params, x) + jnp.mean((params["up"] - teacher["up"]) ** 2)
+
+    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P(), P("data")))
+
+    def several(state, params, teacher, x):
+        def one(carry, _):
+            state, params = carry
+            (_, grads), state = run(state, params, teacher, x)
+            return (state, descended(params, grads)), None
+
+        return jax.lax.scan(one, (state, params), length=4)[0]
+
+    program = compiled(several, run.init(params), params, params, X)
+    with pytest.raises(ValueError, match="pass steps=4"):
+        jaxcomp.check(program, reducer, params)
+    jaxcomp.check(program, reducer, params, steps=4)
+
+
+def gan(mesh, reducers, critic_steps=1):
+    """A program that trains two networks, the first several times for one step of the second."""
+    critic, generator = parameters(mesh), autoencoder.parameters(mesh, width=128)
+    first = jaxcomp.value_and_grad(loss, reducers[0], mesh=mesh)
+    second = jaxcomp.value_and_grad(loss, reducers[1], mesh=mesh)
+
+    def step(states, networks, x):
+        many = steps_in_a_scan(first, critic_steps)
+        first_state, critic = many(states[0], networks[0], x)
+        (_, grads), second_state = second(states[1], networks[1], x[:, :128])
+        return (first_state, second_state), (critic, descended(networks[1], grads))
+
+    states = first.init(critic), second.init(generator)
+    return step, states, (critic, generator)
+
+
+NETWORKS = [(("now", "now"), 1), (("now", "allreduce"), 5)]
+
+
+@pytest.mark.parametrize(("names", "critic_steps"), NETWORKS)
+def test_several_networks_in_one_program(names, critic_steps):
+    mesh = mesh_of(4)
+    reducers = [REDUCERS[name] for name in names]
+    step, states, networks = gan(mesh, reducers, critic_steps)
+    program = compiled(step, states, networks, X)
+    jaxcomp.check(program, tuple(reducers), list(networks), steps=(critic_steps, 1))
+    with pytest.raises(ValueError, match="bytes over data, where powersgd"):
+        jaxcomp.check(program, reducers[0], networks[0], steps=critic_steps, allow=4)
+
+    def scanned(states, networks, x):
+        def one(carry, _):
+            return step(*carry, x), None
+
+        return jax.lax.scan(one, (states, networks), length=3)[0]
+
+    jaxcomp.check(compiled(scanned, states, networks, X), reducers, networks)
+
+
+def test_lists_that_do_not_belong_together_are_refused():
+    program = compiled(jnp.sin, 1.0)
+    reducer = REDUCERS["now"]
+    with pytest.raises(ValueError, match=r"`reducer` has 2, `params` has None"):
+        jaxcomp.check(program, [reducer, reducer], new_params())
+    with pytest.raises(ValueError, match=r"`reducer` has 2, `params` has 1"):
+        jaxcomp.check(program, [reducer, reducer], [new_params()])
+    with pytest.raises(ValueError, match=r"`params` has 2, `steps` has 1"):
+        jaxcomp.check(program, [reducer, reducer], [new_params(), new_params()], steps=[1])
+    with pytest.raises(ValueError, match="steps=0"):
+        jaxcomp.check(program, reducer, new_params(), steps=0)

@@ -1,0 +1,155 @@
+"""Programs in XLA's own text, read by XLA: groups of devices, types, loops and branches."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from jaxlib import _hlo
+
+import jaxcomp
+from jaxcomp._wire.program import read_message
+from tests.helpers import hlo
+
+SMALL = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
+LARGE = jax.sharding.AbstractMesh((2, 2, 2), ("a", "b", "c"))
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+
+
+def module(*computations):
+    return "\n\n".join(["HloModule m", ADD, *computations])
+
+
+def of_line(line, mesh, shape="f32[8]"):
+    """The one collective of a program that is a single line."""
+    lines = [
+        f"ENTRY %main (p: {shape}) -> {shape} {{",
+        f"  %p = {shape} parameter(0)",
+        f"  ROOT %r = {line}",
+        "}",
+    ]
+    (collective,) = hlo.read(module("\n".join(lines)), mesh)
+    return collective
+
+
+FORMS = [
+    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", LARGE, "a"),
+    ("replica_groups=[2,2]<=[2,2]T(1,0)", SMALL, "x"),
+    ("replica_groups=[2,2]<=[4]", SMALL, "y"),
+    ("replica_groups=[4,1]<=[4]", SMALL, ""),
+    ("replica_groups=mesh['slow'=2,'fast'=2] {'slow'}", SMALL, "x"),
+    ("replica_groups=mesh['slow'=2,'fast'=2] {'fast'}", SMALL, "y"),
+    ("replica_groups=mesh['s'=2,'t'=2,'u'=2] {'s','u'}", LARGE, "ac"),
+    # The devices 0 2 1 3 in a row, cut in two columns.
+    ("replica_groups=mesh['s'=2,'t'=2], device_ids=([2,2]T(1,0)) {'s'}", SMALL, "y"),
+    # An axis of four is one of two and one of two more, before or behind.
+    ("replica_groups=mesh['s'=2,'t'=4] {'t':(1)2}", LARGE, "b"),
+    ("replica_groups=mesh['s'=2,'t'=4] {'t':(2)2}", LARGE, "c"),
+    ("replica_groups={}", SMALL, "xy"),
+    ("replica_groups={}", LARGE, "abc"),
+]
+
+
+@pytest.mark.parametrize(("form", "mesh", "axes"), FORMS)
+def test_replica_groups_are_read_in_every_form(form, mesh, axes):
+    line = f"f32[8] all-reduce(%p), channel_id=1, {form}, use_global_device_ids=true, to_apply=%add"
+    assert of_line(line, mesh).axes == tuple(axes)
+
+
+def test_the_pairs_of_a_permutation_are_read():
+    line = "f32[8] collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}"
+    assert of_line(line, LARGE).axes == ("c",)
+    line = "f32[8] collective-permute(%p), channel_id=1, source_target_pairs={{0,4},{3,1}}"
+    assert of_line(line, LARGE).axes == ("a", "b")
+
+
+TYPES = [
+    ("pred[8]", "pred", 8, 8),
+    ("s8[3,5]", "s8", 15, 15),
+    ("bf16[3,5]", "bf16", 15, 30),
+    ("f16[7]", "f16", 7, 14),
+    ("f64[]", "f64", 1, 8),
+    ("c64[2]", "c64", 2, 16),
+    ("s4[7]", "s4", 7, 4),
+    ("f8e4m3fn[6]", "f8e4m3fn", 6, 6),
+    ("f32[0,4]", "f32", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("shape", "element", "values", "size"), TYPES)
+def test_element_types_and_their_bytes(shape, element, values, size):
+    line = f"{shape} collective-permute(%p), channel_id=1, source_target_pairs={{{{0,1}}}}"
+    collective = of_line(line, SMALL, shape)
+    assert collective.arrays == ((element, values),)
+    assert collective.bytes == size
+
+
+def test_what_is_not_known_is_refused():
+    unknown_groups = b"\x12\x0aall-reduce\x1a\x02\x10\x0b"
+    unknown_element = b"\x12\x03add\x1a\x02\x10\x63"
+    for line, message in ((unknown_groups, "form unknown here"), (unknown_element, "type 99")):
+        instruction = b"\x12" + bytes([len(line)]) + line
+        computation = b"\x1a" + bytes([len(instruction)]) + instruction
+        with pytest.raises(ValueError, match=message):
+            read_message(computation)
+    with pytest.raises(ValueError, match=r"got str\. Pass jax\.jit\(step\)\.lower"):
+        jaxcomp.collectives("HloModule m")
+
+
+PROGRAM = (Path(__file__).parent / "data" / "loops.hlo").read_text()
+
+
+def test_bytes_of_asynchronous_collectives_and_where_they_run():
+    loop, branch, last, scatter = hlo.read(PROGRAM)
+    assert loop.arrays == branch.arrays == last.arrays == (("f32", 8),)
+    assert [x.kind for x in (loop, branch, last, scatter)] == [
+        "all-reduce",
+        "all-gather",
+        "all-reduce",
+        "reduce-scatter",
+    ]
+    assert [x.bytes for x in (loop, branch, last, scatter)] == [32, 32, 32, 32]
+    assert [x.times for x in (loop, branch, last, scatter)] == [3, 1, 1, 1]
+    assert [x.in_loop for x in (loop, branch, last, scatter)] == [True, False, False, False]
+    assert [x.in_branch for x in (loop, branch, last, scatter)] == [False, True, False, False]
+    assert last.operation == "f/psum"
+    assert str(loop) == "all-reduce of 32 bytes of f32 over ('devices',), in a loop (3 times)"
+    expected = "all-gather of 32 bytes of f32 over ('devices',), in one branch"
+    assert str(branch) == expected
+
+
+def test_results_of_one_collective_with_several():
+    lines = [
+        "ENTRY %main (p: f32[8], q: bf16[2,3]) -> f32[8] {",
+        "  %p = f32[8] parameter(0)",
+        "  %q = bf16[2,3] parameter(1)",
+        "  %r = (f32[8], bf16[2,3]) all-to-all(%p, %q), channel_id=1, replica_groups={{0,1}}",
+        "  ROOT %x = f32[8] get-tuple-element(%r), index=0",
+        "}",
+    ]
+    (collective,) = hlo.read(module("\n".join(lines)))
+    assert collective.arrays == (("f32", 8), ("bf16", 6))
+    assert collective.bytes == 44
+    assert collective.as_all_reduce == 22
+    assert "of f32+bf16 over" in str(collective)
+
+
+def test_a_program_lists_what_xla_has_written():
+    """Instructions by their opcodes, against the bindings' own list."""
+    text_module = _hlo.hlo_module_from_text(PROGRAM)
+    program = read_message(text_module.as_serialized_hlo_module_proto())
+    found = [
+        instruction.opcode
+        for computation in program.computations.values()
+        for instruction in computation.instructions.values()
+    ]
+    listed = []
+    for computation in text_module.computations():
+        listed += [str(x.opcode).split(".")[-1] for x in computation.instructions()]
+    assert len(found) == len(listed)
+    assert found.count("parameter") == 10
