@@ -7,13 +7,15 @@ import re
 from collections.abc import Sequence
 
 from jaxcomp._adviser.advise import advise
+from jaxcomp._version import __version__
 
 _EPILOG = """\
 example:
-  jaxcomp advise --params 124M --workers 16 --bandwidth 1Gbit --step-time 120ms
+  jaxcomp advise --params 124M --workers 16 --bandwidth 25Gbps --step-time 120ms
 
 It assumes a transformer's shapes and a device's speed. In Python, jaxcomp.advise(params, ...) takes
-your own parameters, and with device=jaxcomp.measure(params) the speed of what you have.
+your own parameters, with device=jaxcomp.measure(params) the speed of what you have, and with
+opt_state=... what a rank costs your own run.
 """
 
 
@@ -31,14 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"jaxcomp {__version__}")
     add("command", choices=["advise"], help="whether to compress, and with which rank")
     add("--params", required=True, help="number of parameters: 124M or 1.5B")
     add("--workers", required=True, type=int, help="replicas")
-    add("--bandwidth", required=True, help="of each replica's link, each way: 10Gbit, 1.2GB/s")
+    add("--bandwidth", required=True, help="of each link, each way: 10Gbit, 25Gbps, 1.2GB/s")
     add("--step-time", required=True, help="of a step without communication: 120ms")
     add("--latency", help="from one replica to the next (default: 50us)")
     add("--loss-budget", help="how far above the exact run the loss may end (default: 0.5%%)")
-    add("--tokens", help="in a step of all replicas together: 8192 or 512k (default: 1024)")
+    add("--tokens", help="in a step of all replicas: 8192 or 512k (default: estimated)")
+    add("--hosts", type=int, help="that share a link each (default: one for every worker)")
     add("--optimizer", help="adamw or muon (default: adamw)")
     add("--device", help="gpu or cpu (default: gpu)")
     options = vars(parser.parse_args(arguments))
@@ -47,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(advise(**options))
     except ValueError as error:
         # The function's arguments, `step_time`, are options here.
-        parser.error(re.sub(r"^`(\w+)`", lambda m: f"--{m[1].replace('_', '-')}", str(error)))
+        parser.error(re.sub(r"^`(\w+)`", _as_option, str(error)))
+
+
+def _as_option(match: re.Match[str]) -> str:
+    return "--" + match[1].replace("_", "-")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """What functions of this package return, to annotate with; users make none of these themselves."""
 
 from jaxcomp._adviser.advise import Advice, Prediction
-from jaxcomp._adviser.law import Law
 from jaxcomp._adviser.model import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
-from jaxcomp._bytes.gap import Gap
+from jaxcomp._bytes.gap import Gap, Law
 from jaxcomp._local.local_sgd import LocalSGDState
 from jaxcomp._local.round import LocalSGDRound
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState

@@ -9,23 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-import jaxcomp
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import markdown, with_interval
 from benchmarks.optimizers.report import Finished, made
-from benchmarks.optimizers.settings import LAWS, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
-from jaxcomp.types import Law
+from jaxcomp._bytes.gap import LAWS, Law
 
 _STEPS = 480  # runs of fewer are not fitted: they lose less
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
-
-
-def law_of_adviser(optimizer: str) -> Law:
-    """What `jaxcomp.advise` says of an optimizer."""
-    given = {"workers": 2, "bandwidth": "1Gbit", "step_time": "1s"}
-    return jaxcomp.advise(10_000, optimizer=optimizer, **given).law
 
 
 class Gaps(NamedTuple):
@@ -95,7 +88,7 @@ def _over_links(links: Finished) -> Iterator[Gaps]:
 
 def compared(runs: Finished, links: Finished) -> str:
     """A table of runs that were not fitted, and what the law says of them."""
-    law, rows = law_of_adviser("adamw"), list[list[str]]()
+    law, rows = LAWS["adamw"], list[list[str]]()
     short = [study for study in STUDIES if study.config.steps < _STEPS]
     unseen = [gaps for study in (*UNSEEN, *short) for gaps in _gaps(study, runs)]
     for gaps in (*unseen, *_over_links(links)):

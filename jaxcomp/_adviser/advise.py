@@ -1,23 +1,30 @@
-"""Whether to compress on a given network, and at which rank: one answer."""
+"""Whether to compress on a given network, and at which rank: one answer, or why there is none."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 import jax
 import numpy as np
 
-from jaxcomp._adviser.law import LAWS, USUAL_TOKENS, Law
-from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
-from jaxcomp._adviser.shapes import shapes_of, typical_width
+from jaxcomp._adviser.model import (
+    ASSUMED,
+    Calibration,
+    Link,
+    ReducerCosts,
+    break_even,
+    shapes_of,
+    typical_width,
+)
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
+from jaxcomp._bytes.gap import LAWS, Gap, Law, Momentum, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse, with_unit
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -30,6 +37,12 @@ from jaxcomp._reducers.transformation import Transformation
 _CLOSE = 1.1
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
 _WIDTH = 96
+# In six bits a leaf shrinks below a rate of 2, too.
+_LEAST_RATE = 1.0
+# An interval of more budgets than this leaves the question open.
+_BUDGETS = 3
+# Of the int8 all-reduce with a residual: python -m benchmarks.optimizers --first-steps
+_INT8 = Gap(gap=0.0, half_width=0.014, tail=0.0)
 _Make: TypeAlias = Callable[..., Transformation]  # takes ``axis_name=``
 
 
@@ -45,8 +58,8 @@ class Prediction:
     step_time: float
     speedup: float  # over the faster baseline
     break_even: float  # bytes per second below which it is faster than both; 0 never, inf always
-    gap: float  # how far above the exact run the loss is expected to end
-    half_width: float  # of its 95% interval
+    gap: float | None  # how far above the exact run the loss is expected to end; None: not known
+    half_width: float | None  # of its 95% interval
 
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes it, for the replicas along `axis_name`."""
@@ -60,44 +73,61 @@ class Prediction:
     @property
     def row(self) -> tuple[str, ...]:
         """Its line in the table of all."""
-        limit = {0: "never", math.inf: "always"}.get(
-            self.break_even, with_unit(8 * self.break_even, "bit/s")
-        )
-        loss = f"+{self.gap:.1%} ± {100 * self.half_width:.1f}"
+        limit = "-"
+        loss = "-"
+        if self.compressed:
+            limit = _rate_or_word(self.break_even)
+            loss = "not known"
+            if self.gap is not None and self.half_width is not None:
+                loss = f"+{self.gap:.1%} ± {100 * self.half_width:.1f}"
         return (
             self.name,
             with_unit(self.step_time, "s"),
             with_unit(self.bytes_per_step, "B"),
             f"{self.speedup:.2f}x",
-            *((limit, loss) if self.compressed else ("-", "-")),
+            limit,
+            loss,
         )
+
+
+def _rate_or_word(bandwidth: float) -> str:
+    if bandwidth == 0:
+        return "never"
+    if bandwidth == math.inf:
+        return "always"
+    return with_unit(8 * bandwidth, "bit/s")
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """What to use, why, and what was expected of every candidate; `str` gives the table."""
 
+    workers: int
     link: Link
     compute_time: float  # seconds
     device: Calibration
-    law: Law  # of what a rank costs in loss
     predictions: tuple[Prediction, ...]
     baseline: Prediction  # the faster all-reduce
-    recommended: Prediction  # the baseline itself where compression does not pay
+    # The baseline itself where compression does not pay; where the loss is not known, what to try.
+    recommended: Prediction
+    doubt: str  # why the loss is not known; empty where it is
     notes: tuple[str, ...]  # what was assumed, and how far it holds
 
     @property
-    def compress(self) -> bool:
-        """Whether anything but an all-reduce is recommended."""
-        return self.recommended.compressed
+    def compress(self) -> bool | None:
+        """Whether anything but an all-reduce is recommended; None where it is not known."""
+        if not self.recommended.compressed:
+            return False
+        return None if self.doubt else True
 
     def reducer(self, axis_name: AxisName) -> Transformation:
-        """Makes what is recommended, for the replicas along `axis_name`.
+        """Makes what is recommended, or what to try, for the replicas along `axis_name`.
 
         Example:
           >>> import jax.numpy as jnp, jaxcomp
           >>> params = {"w": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}
-          >>> advice = jaxcomp.advise(params, workers=4, bandwidth="100Mbit", step_time="20ms")
+          >>> link = {"workers": 4, "bandwidth": "100Mbit", "step_time": "20ms"}
+          >>> advice = jaxcomp.advise(params, tokens=1024, **link)
           >>> tx = advice.reducer("data")
           >>> advice.recommended.name, tx.init(params).q["w"].shape
           ('powersgd rank 64 int6', (512, 64))
@@ -105,59 +135,110 @@ class Advice:
         return self.recommended.reducer(axis_name)
 
     @property
+    def verdict(self) -> str:
+        """What to do, in a few words."""
+        if self.compress is None:
+            return "Not known: run both."
+        return f"Use {self.recommended.name}." if self.compress else "Do not compress."
+
+    @property
     def reason(self) -> str:
         """Why this one, in a sentence or two."""
-        best = self.recommended
-        if best.compressed:
-            low, high = best.gap - best.half_width, best.gap + best.half_width
-            ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
-            return (
-                f"The step is {best.speedup:.2f} times faster than with the {self.baseline.name}, "
-                f"with {ratio:.1f} times fewer bytes than float32 and {ratio / 2:.1f} than "
-                f"bfloat16. The loss is expected to end {best.gap:.1%} above the exact run "
-                f"(95% of runs: {low:.1%} to {high:.1%})."
-            )
-        if self.link.workers == 1:
-            return "There is one worker, so nothing is sent."
-        best = min((p for p in self.predictions if p.compressed), key=lambda p: p.step_time)
-        own, other = (
-            with_unit(p.step_time - self.compute_time, "s") for p in (self.baseline, best)
-        )
+        if self.recommended.compressed:
+            return self._gain() + " " + self._price()
+        if self.link.senders == 1:
+            alone = "one worker" if self.workers == 1 else "one host"
+            return f"There is {alone}, so nothing is sent."
+        best = self.baseline
+        for prediction in self.predictions:
+            if prediction.compressed and (
+                best is self.baseline or prediction.step_time < best.step_time
+            ):
+                best = prediction
+        exact_adds = with_unit(self.baseline.step_time - self.compute_time, "s")
+        best_adds = with_unit(best.step_time - self.compute_time, "s")
         return (
-            f"The {self.baseline.name} adds {own} to {with_unit(self.compute_time, 's')} of "
-            f"computation, and the best alternative, {best.name}, {other}: no "
-            f"gain of {_CLOSE - 1:.0%}, the error of the model."
+            f"The {self.baseline.name} adds {exact_adds} to {with_unit(self.compute_time, 's')} of "
+            f"computation, and the best alternative, {best.name}, {best_adds}: no gain of "
+            f"{_CLOSE - 1:.0%}, the error of the model."
         )
+
+    def _gain(self) -> str:
+        best = self.recommended
+        ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
+        subject = f"With {best.name} the step is" if self.doubt else "The step is"
+        return (
+            f"{subject} {best.speedup:.2f} times faster than with the {self.baseline.name}, with "
+            f"{ratio:.1f} times fewer bytes than float32 and {ratio / 2:.1f} than bfloat16."
+        )
+
+    def _price(self) -> str:
+        if self.doubt:
+            return (
+                f"What it costs in loss is not known: {self.doubt}. Make the first quarter of an "
+                "exact run and pass its optimizer's state: jaxcomp.advise(..., opt_state=...)."
+                + self._meanwhile()
+            )
+        best = self.recommended
+        assert best.gap is not None
+        assert best.half_width is not None
+        low = best.gap - best.half_width
+        high = best.gap + best.half_width
+        return (
+            f"The loss is expected to end {best.gap:.1%} above the exact run (95%: {low:.1%} to "
+            f"{high:.1%})."
+        )
+
+    def _meanwhile(self) -> str:
+        """Returns a sentence about the int8 all-reduce, where that pays."""
+        for prediction in self.predictions:
+            if prediction.compressed and not prediction.rank and prediction.speedup >= _CLOSE:
+                return (
+                    f" The {prediction.name} lost nothing that could be seen, and is "
+                    f"{prediction.speedup:.2f} times faster."
+                )
+        return ""
 
     def __str__(self) -> str:
         values = sum(leaf.size for leaf in self.recommended.sent.leaves)
-        rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
-        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        verdict = f"Use {self.recommended.name}." if self.compress else "Do not compress."
+        workers = f"{self.workers:,} workers"
+        if self.link.senders < self.workers:
+            workers += f" on {self.link.senders:,} hosts"
         lines = [
-            f"{values:,} parameters, {self.link.workers} workers, "
+            f"{values:,} parameters, {workers}, "
             f"{with_unit(8 * self.link.bandwidth, 'bit/s')}, latency "
             f"{with_unit(self.link.latency, 's')}, "
             f"{with_unit(self.compute_time, 's')} of computation a step",
             "",
-            *("  ".join([name.ljust(first), *map(str.rjust, x, others)]) for name, *x in rows),
         ]
-        lines += ["", *textwrap.wrap(f"{verdict} {self.reason}", _WIDTH)]
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for prediction in self.predictions:
+            rows.append(prediction.row)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [row[0].ljust(widths[0])]
+            for cell, width in zip(row[1:], widths[1:], strict=True):
+                cells.append(cell.rjust(width))
+            lines.append("  ".join(cells))
+        lines.append("")
+        lines += textwrap.wrap(f"{self.verdict} {self.reason}", _WIDTH)
         for note in self.notes:
             lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
 
 
 def advise(
-    params: PyTree | int | str,
+    params: PyTree,
     *,
     workers: int,
     bandwidth: str | float,
     step_time: str | float,
     latency: str | float = "50us",
     loss_budget: str | float = "0.5%",
+    opt_state: PyTree | None = None,
     tokens: str | float | None = None,
     optimizer: str = "adamw",
+    hosts: int | None = None,
     matrix_dims: MatrixDimsFn | None = None,
     device: str | Calibration = "gpu",
 ) -> Advice:
@@ -166,21 +247,30 @@ def advise(
     The time of a step comes from that of a ring all-reduce, which docs/performance.md has. Exact
     averages overlap with the backward pass, for which two thirds of `step_time` are taken;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
-    all-reduce. The rank comes from a `Law` for PowerSGD with ``comm_dtype="int6"`` from the first
-    step on, with the interval that 95% of single runs are expected in.
+    all-reduce.
+
+    What a rank costs in loss is read off `opt_state`, as `predict_gap` does. Without it a law in
+    width and tokens guesses, where runs of that kind were made; elsewhere, and where its interval
+    is wider than three budgets, the verdict is "not known". Both are of PowerSGD with
+    ``comm_dtype="int6"`` from the first step on.
 
     Args:
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
         124_000_000 or ``"124M"``, for which a transformer's shapes are assumed.
       workers: Number of replicas.
-      bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, or bytes per second.
+      bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, ``"25Gbps"``, or bytes per
+        second.
       step_time: A step without any communication: ``"120ms"``, or seconds.
       latency: From one replica to the next, one way: ``"50us"``, or seconds.
       loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,
         or 0.005.
-      tokens: In a step of all workers together: 8_192 or ``"512k"``. None for 1,024, as in most
-        runs of the law; a larger batch loses more.
-      optimizer: ``"adamw"`` or ``"muon"``.
+      opt_state: The optimizer's state from an exact run of this model, between a quarter and a half
+        of its steps, as for `predict_gap`.
+      tokens: In a step of all workers together: 8_192 or ``"512k"``; a larger batch loses more.
+        None to estimate them from parameters, step time and device. Not read with `opt_state`.
+      optimizer: ``"adamw"`` or ``"muon"``. Not read with `opt_state`.
+      hosts: On how many hosts the workers lie, where those of a host share one link. They average
+        among themselves first, and that time is not counted. None for a link each.
       matrix_dims: As for `powersgd`: ``jaxcomp.stacked("blocks")`` where layers are stacked along
         a leading axis.
       device: What `measure` returned; or ``"gpu"`` or ``"cpu"``, whose constants are assumed.
@@ -194,112 +284,312 @@ def advise(
 
     Example:
       >>> import jaxcomp
-      >>> advice = jaxcomp.advise(124_000_000, workers=16, bandwidth="1Gbit", step_time="120ms")
+      >>> link = {"workers": 2, "bandwidth": "1Gbit", "step_time": "160ms", "device": "cpu"}
+      >>> advice = jaxcomp.advise("12.9M", tokens=512, **link)
       >>> advice.compress, advice.recommended.name
-      (True, 'powersgd rank 64 int6')
-      >>> jaxcomp.advise(124_000_000, workers=8, bandwidth="3.2Tbit", step_time="120ms").compress
-      False
+      (True, 'powersgd rank 48 int6')
+      >>> jaxcomp.advise("124M", workers=16, bandwidth="1Gbit", step_time="120ms").verdict
+      'Not known: run both.'
+      >>> jaxcomp.advise("124M", workers=8, bandwidth="3.2Tbit", step_time="120ms").verdict
+      'Do not compress.'
     """
     workers = check_int("workers", workers, 1)
-    link = Link(workers, parse("bandwidth", bandwidth), parse("latency", latency))
-    compute, budget = parse("step_time", step_time), parse("loss_budget", loss_budget)
-    batch = USUAL_TOKENS if tokens is None else parse("tokens", tokens)
-    if optimizer not in LAWS:
-        raise ValueError(
-            f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
-            "Lion and Adafactor lost less than adamw in every run of the study; pass adamw."
-        )
+    senders = workers
+    if hosts is not None:
+        senders = check_int("hosts", hosts, 1)
+        if workers % senders:
+            raise ValueError(
+                f"`hosts` must divide the workers, got hosts={hosts} for workers={workers}."
+            )
+    link = Link(senders, parse("bandwidth", bandwidth), parse("latency", latency))
+    compute_time = parse("step_time", step_time)
+    budget = parse("loss_budget", loss_budget)
     constants = device if isinstance(device, Calibration) else ASSUMED.get(device)
     if constants is None:
         raise ValueError(
             f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
             f"{device!r}."
         )
-    params, notes = shapes_of(params)
+    params, assumption = shapes_of(params)
+    notes = [assumption] if assumption else []
     notes.append(f"device: {constants.device}")
-    deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
-    if deep and matrix_dims is None:
+    if senders < workers:
         notes.append(
-            f"{deep} leaves have three axes or more and count as one matrix each: pass "
-            "matrix_dims=jaxcomp.stacked(name) where the first axis counts layers"
+            f"{workers // senders} workers of each host average among themselves first "
+            "(docs/meshes.md), which is not counted; what is sent goes from host to host"
         )
-    law, width = LAWS[optimizer], typical_width(params, matrix_dims)
-    assumed = " (assumed: pass tokens=)" if tokens is None else ""
-    (narrow, wide), (few, many) = law.widths, law.tokens
-    notes.append(
-        f"loss: a law from {law.runs} runs with {optimizer}, of language models of widths {narrow} "
-        f"to {wide} with {few} to {many:,} tokens a step. Yours has width {width:,} and "
-        f"{batch:,.0f} tokens{assumed}; compare with an exact run of your own"
-    )
-    at = width, batch
-    predictions = tuple(
-        _predictions(params, link, compute, constants, law, at, budget, matrix_dims)
-    )
+    if matrix_dims is None:
+        notes += _unstacked(params)
+    if opt_state is not None:
+        evidence: _Evidence = _FromRun(read_momentum(opt_state, matrix_dims), budget, matrix_dims)
+    else:
+        evidence = _from_law(
+            params, workers, compute_time, budget, tokens, optimizer, matrix_dims, constants
+        )
+    notes.append(f"loss: {evidence.note}")
+    candidates = _candidates(evidence.ranks(), constants, matrix_dims)
+    predictions = _predictions(candidates, params, link, compute_time, evidence)
     if not any(prediction.rank for prediction in predictions):
         notes.append(
-            f"PowerSGD is left out: at rank {law.rank(budget, *at)}, the lowest that keeps the "
-            f"budget, it sends no less than {constants.half}; lower ranks take a larger loss_budget"
+            f"PowerSGD is left out: at rank {evidence.ranks()[0]}, the lowest that was looked at, "
+            f"it sends no less than {constants.half}; lower ranks take a larger loss_budget"
         )
-    baseline = min((p for p in predictions if not p.compressed), key=lambda p: p.step_time)
-    # The one that sends most among those that pay and are about as fast as the fastest: from the
-    # law's rank on all of them keep the budget.
-    paying = [p for p in predictions if p.compressed and p.speedup >= _CLOSE]
-    fastest = min((p.step_time for p in paying), default=0.0)
-    near = [p for p in paying if p.step_time <= _CLOSE * fastest]
-    recommended = max(near, key=lambda p: (p.bytes_per_step, -p.step_time), default=baseline)
-    return Advice(link, compute, constants, law, predictions, baseline, recommended, tuple(notes))
+    exact = [prediction for prediction in predictions if not prediction.compressed]
+    baseline = min(exact, key=lambda prediction: prediction.step_time)
+    recommended = _recommended(predictions, baseline)
+    doubt = ""
+    if recommended.rank:
+        doubt = evidence.doubt(recommended.rank)
+    return Advice(
+        workers,
+        link,
+        compute_time,
+        constants,
+        tuple(predictions),
+        baseline,
+        recommended,
+        doubt,
+        tuple(notes),
+    )
+
+
+def _unstacked(params: PyTree) -> list[str]:
+    """Returns a note on leaves that may be stacks of layers, where there are any."""
+    deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
+    if not deep:
+        return []
+    return [
+        f"{deep} leaves have three axes or more and count as one matrix each: pass "
+        "matrix_dims=jaxcomp.stacked(name) where the first axis counts layers"
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _FromRun:
+    """What a run's own momentum says of a rank."""
+
+    momentum: Momentum
+    budget: float
+    matrix_dims: MatrixDimsFn | None
+
+    @property
+    def note(self) -> str:
+        law = self.momentum.law
+        return (
+            f"read off the momentum in opt_state, by a law from {law.settings} settings of models "
+            "of up to 12.9 million parameters; it holds for a state from an exact run, between a "
+            "quarter and a half of its steps"
+        )
+
+    def ranks(self) -> list[int]:
+        """Returns the lowest rank that keeps the budget, in multiples of 8, and two above it."""
+        allowed = self.momentum.law.tail(self.budget)
+        highest = max(len(energy) for energy in self.momentum.spectra.values())
+        rank = 8
+        while rank < highest and self._tail(rank) > allowed:
+            rank += 8
+        return [rank, 2 * rank, 4 * rank]
+
+    def gap(self, rank: int) -> Gap | None:
+        law = self.momentum.law
+        tail = self._tail(rank)
+        return Gap(law.gap(tail), law.half_width(tail), tail)
+
+    def doubt(self, rank: int) -> str:
+        """Returns why the loss is not known, or nothing."""
+        least, largest = self.momentum.law.tails
+        tail = self._tail(rank)
+        if tail <= largest:
+            return ""
+        return (
+            f"{tail:.2f} of the momentum's energy lie beyond the rank, and runs with {least:.2f} "
+            f"to {largest:.2f} were made"
+        )
+
+    def _tail(self, rank: int) -> float:
+        ranks = ranks_of(self.momentum.tree, rank, _LEAST_RATE, self.matrix_dims)
+        return self.momentum.tail(ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FromLaw:
+    """What the law says of a model of some width and a batch of some tokens."""
+
+    law: Law
+    optimizer: str
+    budget: float
+    width: int
+    tokens: float
+    estimated: bool  # whether the tokens are
+
+    @property
+    def note(self) -> str:
+        narrow, wide = self.law.widths
+        few, many = self.law.tokens
+        tokens = f"{self.tokens:,.0f} tokens a step"
+        if self.estimated:
+            tokens += " (estimated from parameters, step time and device: pass tokens=)"
+        return (
+            f"a law from {self.law.runs} runs with {self.optimizer}, of language models of widths "
+            f"{narrow} to {wide} with {few} to {many:,} tokens a step. Yours has width "
+            f"{self.width:,} and {tokens}"
+        )
+
+    def ranks(self) -> list[int]:
+        """Returns the lowest rank that keeps the budget and two above, or shares of the width."""
+        rank = self.law.rank(self.budget, self.width, self.tokens)
+        if not self._covered():
+            rank = 8 * math.ceil(self.width / 16 / 8)
+        return [rank, 2 * rank, 4 * rank]
+
+    def gap(self, rank: int) -> Gap | None:
+        """Returns what the law says, where it was tried."""
+        if not self._covered():
+            return None
+        at = (rank, self.width, self.tokens)
+        return Gap(self.law.gap(*at), self.law.half_width(*at), math.nan)
+
+    def doubt(self, rank: int) -> str:
+        """Returns why the loss is not known, or nothing."""
+        gap = self.gap(rank)
+        if gap is None:
+            return "no run of such a width with so many tokens a step was made"
+        if 2 * gap.half_width > _BUDGETS * self.budget:
+            return (
+                f"the law's interval is {200 * gap.half_width:.1f} points wide, for a budget of "
+                f"{self.budget:.1%}"
+            )
+        return ""
+
+    def _covered(self) -> bool:
+        return self.law.covers(self.width, self.tokens)
+
+
+_Evidence: TypeAlias = _FromRun | _FromLaw
+
+
+def _from_law(
+    params: PyTree,
+    workers: int,
+    compute_time: float,
+    budget: float,
+    tokens: str | float | None,
+    optimizer: str,
+    matrix_dims: MatrixDimsFn | None,
+    constants: Calibration,
+) -> _FromLaw:
+    if optimizer not in LAWS:
+        raise ValueError(
+            f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
+            "Lion and Adafactor lost less than adamw in every run of the study; pass adamw."
+        )
+    if tokens is None:
+        values = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
+        # Forward and backward pass take six operations for each parameter and token.
+        per_worker = compute_time * constants.training_flops / (6 * values)
+        batch = float(f"{max(1.0, workers * per_worker):.2g}")
+    else:
+        batch = parse("tokens", tokens)
+    width = typical_width(params, matrix_dims)
+    return _FromLaw(LAWS[optimizer], optimizer, budget, width, batch, estimated=tokens is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A reducer, and what its step takes beside the computation."""
+
+    name: str
+    make: _Make
+    costs: ReducerCosts
+    compressed: bool = True
+    rank: int = 0
+
+
+def _candidates(
+    ranks: list[int], constants: Calibration, matrix_dims: MatrixDimsFn | None
+) -> list[_Candidate]:
+    """Returns the two exact averages first, then the int8 all-reduce, then PowerSGD."""
+    half = partial(allreduce, comm_dtype=constants.half)
+    candidates = [
+        _Candidate("all-reduce float32", allreduce, constants.allreduce, compressed=False),
+        _Candidate(f"all-reduce {constants.half}", half, constants.allreduce_16, compressed=False),
+        _Candidate("int8 all-reduce", _int8_allreduce, constants.int8),
+    ]
+    for rank in ranks:
+        make = partial(
+            powersgd,
+            rank,
+            start_step=0,
+            comm_dtype="int6",
+            min_compression_rate=_LEAST_RATE,
+            matrix_dims=matrix_dims,
+        )
+        name = f"powersgd rank {rank} int6"
+        candidates.append(_Candidate(name, make, constants.powersgd, rank=rank))
+    return candidates
+
+
+def _int8_allreduce(axis_name: AxisName) -> Transformation:
+    return error_feedback(quantized_allreduce(axis_name=axis_name))
 
 
 def _predictions(
+    candidates: list[_Candidate],
     params: PyTree,
     link: Link,
-    compute: float,
-    constants: Calibration,
-    law: Law,
-    at: tuple[int, float],  # width of the model, tokens in a step
-    budget: float,
-    matrix_dims: MatrixDimsFn | None,
-) -> Iterator[Prediction]:
-    """Of the exact averages, the int8 all-reduce, and PowerSGD at the law's rank and above."""
-    half = f"all-reduce {constants.half}"
-    low_rank = partial(
-        powersgd,
-        start_step=0,
-        comm_dtype="int6",
-        min_compression_rate=1.0,  # in six bits leaves shrink below 2, too
-        matrix_dims=matrix_dims,
-    )
-    lowest = law.rank(budget, *at)
-    ranks = {f"powersgd rank {rank} int6": rank for rank in (lowest, 2 * lowest, 4 * lowest)}
-    reducers: dict[str, tuple[_Make, ReducerCosts]] = {
-        "all-reduce float32": (allreduce, constants.allreduce),
-        half: (partial(allreduce, comm_dtype=constants.half), constants.allreduce_16),
-        "int8 all-reduce": (
-            lambda axis_name: error_feedback(quantized_allreduce(axis_name=axis_name)),
-            constants.int8,
-        ),
-        **{name: (partial(low_rank, rank), constants.powersgd) for name, rank in ranks.items()},
-    }
-    sent: dict[str, CompressionStats] = {}
-    step_times: dict[str, Callable[[Link], float]] = {}
-    for name, (make, costs) in reducers.items():
-        sent[name] = make(axis_name="replicas").bytes(params, replicas=link.workers)
-        step_times[name] = partial(costs.step_time, sent[name], compute)
-    baselines = {name: step_times[name] for name in ("all-reduce float32", half)}
-    fastest = min(step_time(link) for step_time in baselines.values())
-    for name, (make, _) in reducers.items():
-        rank, compressed = ranks.get(name, 0), name not in baselines
-        if rank and sent[name].bytes_after >= sent[half].bytes_after:
-            continue  # hardly any leaf is compressed, or none
-        yield Prediction(
-            name=name,
-            make=make,
-            compressed=compressed,
-            rank=rank,
-            sent=sent[name],
-            step_time=step_times[name](link),
-            speedup=fastest / step_times[name](link),
-            break_even=break_even(step_times[name], baselines.values(), link),
-            gap=law.gap(rank, *at),
-            half_width=law.half_width(rank, *at) if compressed else 0.0,
+    compute_time: float,
+    evidence: _Evidence,
+) -> list[Prediction]:
+    """Returns what is expected of each, without the ranks at which hardly a leaf is compressed."""
+    sent = {}
+    step_times = {}
+    for candidate in candidates:
+        stats = candidate.make(axis_name="replicas").bytes(params, replicas=link.senders)
+        sent[candidate.name] = stats
+        step_times[candidate.name] = partial(candidate.costs.step_time, stats, compute_time)
+    exact = [candidate.name for candidate in candidates if not candidate.compressed]
+    half = exact[-1]
+    baselines = [step_times[name] for name in exact]
+    fastest = min(step_time(link) for step_time in baselines)
+    predictions = []
+    for candidate in candidates:
+        name = candidate.name
+        if candidate.rank and sent[name].bytes_after >= sent[half].bytes_after:
+            continue
+        gap: Gap | None = Gap(0.0, 0.0, 0.0)
+        if candidate.rank:
+            gap = evidence.gap(candidate.rank)
+        elif candidate.compressed:
+            gap = _INT8
+        step_time = step_times[name](link)
+        predictions.append(
+            Prediction(
+                name=name,
+                make=candidate.make,
+                compressed=candidate.compressed,
+                rank=candidate.rank,
+                sent=sent[name],
+                step_time=step_time,
+                speedup=fastest / step_time,
+                break_even=break_even(step_times[name], baselines, link),
+                gap=None if gap is None else gap.gap,
+                half_width=None if gap is None else gap.half_width,
+            )
         )
+    return predictions
+
+
+def _recommended(predictions: list[Prediction], baseline: Prediction) -> Prediction:
+    """Returns what sends most among those that pay and are about as fast as the fastest.
+
+    All of them keep the budget, as far as is known.
+    """
+    paying = []
+    for prediction in predictions:
+        if prediction.compressed and prediction.speedup >= _CLOSE:
+            paying.append(prediction)
+    if not paying:
+        return baseline
+    fastest = min(prediction.step_time for prediction in paying)
+    near = [prediction for prediction in paying if prediction.step_time <= _CLOSE * fastest]
+    return max(near, key=lambda prediction: (prediction.bytes_per_step, -prediction.step_time))

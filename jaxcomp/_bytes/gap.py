@@ -1,8 +1,9 @@
-"""What a rank costs in loss, read off the momentum of an exact run."""
+"""What a rank costs in loss: read off the momentum of an exact run, or guessed before it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -60,8 +61,8 @@ class TailLaw:
 _LEAST_HALF_WIDTH = 0.002
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
-    "adamw": TailLaw(21, (0.045, 0.424), c=22.7, power=1.35, error=0.12),
-    "muon": TailLaw(4, (0.074, 0.52), c=45.0, power=1.35, error=0.25),
+    "adamw": TailLaw(19, (0.045, 0.424), c=23.4, power=1.37, error=0.12),
+    "muon": TailLaw(4, (0.070, 0.507), c=54.9, power=1.46, error=0.15),
 }
 
 
@@ -243,3 +244,68 @@ def _direction(mu: Any) -> np.ndarray:
     """Divides what Muon orthogonalises by its size, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
     return mu / (np.sqrt(np.mean(mu**2)) + np.finfo(np.float64).tiny)
+
+
+USUAL_TOKENS = 1024  # tokens in a step of all replicas together, of most runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    r"""The gap of a run that has not begun, guessed from the model's width and the batch.
+
+    For PowerSGD in every step, from the first one on, with factors in six or eight bits,
+
+    .. math::
+        \mathrm{gap} = a\, \sqrt{t / 1024}\; \max(0,\; 1 / r - k / w)
+
+    in per cent of the held-out loss, with the rank :math:`r`, the model's width :math:`w` and the
+    tokens :math:`t` in a step of all replicas together: nothing is lost from rank :math:`w / k` on.
+    The runs were of small language models; outside of their widths and batches nothing is known.
+    ``python -m benchmarks.optimizers --law`` fits the coefficients again and compares the law with
+    runs that it has not seen.
+    """
+
+    runs: int  # that were fitted
+    widths: tuple[int, int]  # least and largest of them
+    tokens: tuple[int, int]
+    a: float  # per cent
+    k: float
+    spread: float  # standard deviation of a run from the law, in points, at 1,024 tokens
+
+    def gap(self, rank: int, width: float, tokens: float) -> float:
+        """Returns the expected gap as a share: 0.01 is 1% above the exact run."""
+        return self._slope(tokens) * max(0.0, 1 / rank - self.k / width)
+
+    def half_width(self, rank: int, width: float, tokens: float) -> float:
+        """Returns that of the 95% interval of one run, as a share; wider at what no run had.
+
+        There the loss may end at the rank where it does in the nearest width that a run had, and
+        the power of the tokens be off by 0.1.
+        """
+        near = sorted((width, *self.widths))[1]
+        alike = sorted((tokens, *self.tokens))[1]
+        # Student's quantile of some twenty runs.
+        inside = 2.1 * self.spread * math.sqrt(alike / USUAL_TOKENS) / 100
+        ends = self._slope(tokens) * self.k * abs(1 / near - 1 / width)
+        power = 0.1 * abs(math.log(tokens / alike)) * self.gap(rank, width, tokens)
+        return inside + ends + power
+
+    def rank(self, budget: float, width: float, tokens: float) -> int:
+        """Returns the smallest rank whose expected gap is within a share; in multiples of 8."""
+        return 8 * math.ceil(1 / (budget / self._slope(tokens) + self.k / width) / 8)
+
+    def covers(self, width: float, tokens: float) -> bool:
+        """Tells whether runs of such a width and batch were made, or of some on both sides."""
+        least, most = self.widths
+        few, many = self.tokens
+        return least <= width <= most and few <= tokens <= many
+
+    def _slope(self, tokens: float) -> float:
+        return self.a * math.sqrt(tokens / USUAL_TOKENS) / 100
+
+
+# python -m benchmarks.optimizers --law
+LAWS = {
+    "adamw": Law(69, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.33),
+    "muon": Law(21, (128, 512), (512, 1024), a=106.1, k=1.57, spread=1.02),
+}

@@ -8,8 +8,9 @@ from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers import report
-from benchmarks.optimizers.law import law_of_adviser, laws
-from benchmarks.optimizers.settings import LAWS, UNSEEN, Setting
+from benchmarks.optimizers.law import laws
+from benchmarks.optimizers.settings import UNSEEN, Setting
+from jaxcomp._bytes.gap import LAWS
 
 SIZES = {"replicas": 2, "batch_size": 1, "layers": 1, "width": 16, "heads": 2, "context": 8}
 TINY = Config(steps=4, eval_every=2, eval_sequences=64, **SIZES)
@@ -36,7 +37,7 @@ def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end()
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
-    law, found = law_of_adviser(name), laws(read_runs(command.OUT))[name]
+    law, found = LAWS[name], laws(read_runs(command.OUT))[name]
     for field, digits in (("a", 1), ("k", 2), ("spread", 2)):
         written, now = getattr(law, field), getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)

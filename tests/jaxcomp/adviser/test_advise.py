@@ -8,10 +8,13 @@ import shlex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jaxcomp
 from jaxcomp.__main__ import main
+from jaxcomp._bytes.gap import LAWS
 from tests.helpers.paths import DOCS
 
 
@@ -142,16 +145,22 @@ def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
         assert "all-reduce float16" in found  # XLA's CPU backend sends bfloat16 as float32
 
 
+INSIDE = {"tokens": 1024, **SLOW}  # of the law, with PARAMS of width 256
+
+
 def test_a_smaller_budget_asks_for_a_higher_rank():
-    ranks = [powersgd(advise(10**8, loss_budget=b, **SLOW))[0].rank for b in ("2%", "0.5%", 0)]
+    def lowest(**options):
+        return powersgd(jaxcomp.advise(PARAMS, **INSIDE | options))[0].rank
+
+    ranks = [lowest(loss_budget=budget) for budget in ("2%", "0.5%", 0)]
     assert ranks == sorted(set(ranks))
-    for more in ({"optimizer": "muon"}, {"tokens": "64k"}):
-        assert powersgd(advise(10**8, **more, **SLOW))[0].rank > ranks[1]
+    assert lowest(tokens="4096") > ranks[1]
+    assert lowest(optimizer="muon") > ranks[1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", LAWS)
 def test_the_law_and_its_inverse(optimizer):
-    law = advise(10**7, optimizer=optimizer, **SLOW).law
+    law = LAWS[optimizer]
     for at in ((64, 512), (128, 4096), (512, 1024), (4096, 500_000)):  # width and tokens
         for budget in (0.0, 0.005, 0.02):
             rank = law.rank(budget, *at)
@@ -160,6 +169,91 @@ def test_the_law_and_its_inverse(optimizer):
         assert law.half_width(16, *at) >= law.half_width(64, *at)
     for beyond in ((4096, 4096), (512, 10**6)):  # which no run had
         assert law.half_width(32, *beyond) > law.half_width(32, 512, 4096)
+        assert not law.covers(*beyond)
+
+
+def test_inside_of_what_was_run_there_is_a_rank_and_outside_none():
+    inside = jaxcomp.advise(PARAMS, **INSIDE)
+    assert inside.compress is True
+    assert inside.verdict.startswith("Use powersgd rank")
+    assert inside.recommended.gap <= 0.005
+    outside = [
+        jaxcomp.advise(PARAMS, **INSIDE | {"tokens": "64k"}),
+        advise("124M", tokens=4096, **SLOW),
+        advise("1.3B", **SLOW),
+        advise("7B", **SLOW),
+    ]
+    for advice in outside:
+        assert advice.compress is None
+        assert advice.verdict == "Not known: run both."
+        assert "no run of such a width with so many tokens" in advice.reason
+        assert "opt_state=" in str(advice)
+        assert "not known" in str(advice).splitlines()[6]
+        assert advice.reducer("data").init({"w": jnp.zeros((256, 256))}) is not None
+
+
+def test_an_interval_wider_than_three_budgets_leaves_the_question_open():
+    wide = jaxcomp.advise(PARAMS, **INSIDE | {"loss_budget": "0.3%"})
+    assert wide.compress is None
+    assert "points wide, for a budget of 0.3%" in wide.reason
+    muon = jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE)
+    assert muon.compress is None
+    assert jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE | {"loss_budget": "2%"}).compress
+
+
+def test_tokens_are_estimated_and_said():
+    advice = advise("124M", **SLOW)
+    # Six operations for each parameter and token, at 400 Tflop/s, for 20 ms on 8 workers.
+    expected = 8 * 400e12 * 20e-3 / (6 * 124e6)
+    (tokens,) = re.findall(r"([\d,]+) tokens a step\s+\(estimated", str(advice))
+    assert int(tokens.replace(",", "")) == pytest.approx(expected, rel=0.06)
+    assert "estimated" not in str(advise("124M", tokens="512k", **SLOW))
+
+
+def test_workers_of_a_host_share_a_link():
+    hosts = advise("124M", hosts=8, **SLOW | {"workers": 64})
+    alone = advise("124M", **SLOW)
+    for shared, single in zip(hosts.predictions[:3], alone.predictions[:3], strict=True):
+        assert shared.step_time == single.step_time
+    assert "64 workers on 8 hosts" in str(hosts)
+    assert "average among themselves first" in str(hosts)
+    assert "one host, so nothing is sent" in str(advise("124M", hosts=1, **SLOW))
+    with pytest.raises(ValueError, match="`hosts` must divide the workers, got hosts=3"):
+        advise("124M", hosts=3, **SLOW)
+
+
+def with_opt_state(decay):
+    """Parameters, and Adam's state in a chain, whose steps have singular values that fall so."""
+    params = {"w": jnp.zeros((256, 512)), "b": jnp.zeros(512)}
+    clip, (adam, *others) = optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(params)
+    rng = np.random.default_rng(0)
+    left = np.linalg.qr(rng.normal(size=(256, 256)))[0]
+    right = np.linalg.qr(rng.normal(size=(512, 256)))[0]
+    step = left * decay ** np.arange(256) @ right.T
+    moments = {"mu": {"w": step, "b": np.ones(512)}, "nu": jax.tree.map(jnp.ones_like, params)}
+    return params, (clip, (adam._replace(**moments), *others))
+
+
+def test_a_runs_own_momentum_says_what_a_rank_costs():
+    params, state = with_opt_state(0.97)
+    previous = 10**6
+    for budget in ("0.2%", "1%", "4%"):
+        advice = jaxcomp.advise(params, opt_state=state, loss_budget=budget, **SLOW)
+        lowest = powersgd(advice)[0]
+        gap = jaxcomp.predict_gap(state, lowest.rank, min_compression_rate=1.0)
+        assert lowest.gap == gap.gap <= float(budget[:-1]) / 100
+        if lowest.rank > 8:
+            below = jaxcomp.predict_gap(state, lowest.rank - 8, min_compression_rate=1.0)
+            assert below.gap > float(budget[:-1]) / 100
+        assert lowest.rank <= previous
+        previous = lowest.rank
+        assert advice.compress is True
+        assert "read off the momentum" in str(advice)
+    # Beyond the tails that were run nothing is known.
+    params, state = with_opt_state(0.999)
+    lossy = jaxcomp.advise(params, opt_state=state, loss_budget="50%", **SLOW)
+    assert lossy.compress is None
+    assert "of the momentum's energy lie beyond the rank" in lossy.reason
 
 
 def test_stacked_layers_are_as_wide_as_one_of_them():
@@ -193,6 +287,7 @@ def test_assumed_shapes_have_about_as_many_parameters(count):
     ("argument", "text", "expected"),
     [
         ("bandwidth", "10Gbit", 1.25e9),
+        ("bandwidth", "25Gbps", 3.125e9),
         ("bandwidth", "1Mbit/s", 1.25e5),
         ("bandwidth", "12.5 GB/s", 1.25e10),
         ("bandwidth", 2.5e9, 2.5e9),
@@ -230,6 +325,9 @@ def test_wrong_arguments_are_refused(argument, values):
 def test_the_command_line(capsys):
     command = ["advise", "--params=124M", "--loss-budget=1%", "--optimizer=muon"]
     command += [f"--{k.replace('_', '-')}={v}" for k, v in SLOW.items()]
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jaxcomp {jaxcomp.__version__}\n"
     main(command)
     advice = advise("124M", loss_budget="1%", optimizer="muon", **SLOW)
     assert capsys.readouterr().out == f"{advice}\n"
