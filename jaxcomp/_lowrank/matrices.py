@@ -22,13 +22,17 @@ from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.collectives import other_axes, typed_like
 
-# A residual that is exact in float32 needs products that are: no TensorFloat-32 on GPU. With so few
-# columns the products are bound by memory, so the precision costs nothing.
+# A residual that is exact in float32 needs products that are.
 _EXACT = lax.Precision.HIGHEST
+# On NVIDIA GPUs that precision keeps products of float32 off the tensor cores. There each factor is
+# a sum of three parts in bfloat16, and six products of parts are added up in float32.
+_EXACT_ON_TENSOR_CORES = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 # Up to this rank a sum of outer products, which XLA fuses with the arithmetic around it, replaces a
 # matrix product, whose dense result would be written out and read again. It has the shape of the
 # leaf, not of the matrix: a reshape in between would keep XLA from updating the residual in place.
-_FUSED_OUTER_RANK = 8
+_FUSED_RANK = 8
+# On GPUs a fused product reads each value of a factor on its own, which takes longer above.
+_FUSED_RANK_ON_GPU = 4
 # Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
 _BLOCK_BYTES = 1 << 20
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
@@ -90,28 +94,82 @@ class MatrixView:
         return values.reshape([n if i in axes else 1 for i, n in enumerate(self.shape)])
 
 
+def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
+    """Multiplies two arrays with the rounding of float32, whatever the platform.
+
+    Args:
+      subscripts: As in `jnp.einsum`.
+      first: Float32 or wider.
+      second: Of the same dtype.
+    """
+
+    def plain(first: Array, second: Array) -> Array:
+        return jnp.einsum(subscripts, first, second, precision=_EXACT)
+
+    def on_tensor_cores(first: Array, second: Array) -> Array:
+        return jnp.einsum(subscripts, first, second, precision=_EXACT_ON_TENSOR_CORES)
+
+    if first.dtype != jnp.float32:
+        return plain(first, second)
+    return lax.platform_dependent(first, second, cuda=on_tensor_cores, default=plain)
+
+
 def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = False) -> Array:
-    """``M Q``, shape ``(*batch, rows, r)``; transposed ``M^T P``, shape ``(*batch, cols, r)``."""
+    """Multiplies a leaf with a thin factor.
+
+    Returns:
+      ``M Q``, shape ``(*batch, rows, r)``; transposed ``M^T P``, shape ``(*batch, cols, r)``.
+    """
     matrix = view.matricize(leaf)
+    factor = _held(factor)
     if view.cols_first == transposed:
-        return jnp.einsum("...ij,...jr->...ir", matrix, factor, precision=_EXACT)
-    flipped = jnp.einsum("...ir,...ij->...rj", factor, matrix, precision=_EXACT)
+        return exact_einsum("...ij,...jr->...ir", matrix, factor)
+    flipped = exact_einsum("...ir,...ij->...rj", factor, matrix)
     # XLA would fold the transpose into the product, and its CPU backend is 10 to 50 times slower at
     # the form that this gives (contraction over the first axis of both).
     return lax.optimization_barrier(flipped).mT
 
 
+def _held(factor: Array) -> Array:
+    """Keeps XLA from fusing what made a factor into the products with it, on GPUs.
+
+    Its Triton products cannot be compiled with every slice of a larger array.
+    """
+    return lax.platform_dependent(factor, cpu=lambda x: x, default=lax.optimization_barrier)
+
+
 def outer(view: MatrixView, p: Array, q: Array) -> Array:
-    """``P Q^T`` in the shape of the leaf."""
-    rank = p.shape[-1]
+    """Rebuilds ``P Q^T`` in the shape of the leaf."""
     # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
-    if rank > _FUSED_OUTER_RANK or view.is_group:
-        return view.unmatricize(_dense(*((q, p) if view.cols_first else (p, q))))
+    if p.shape[-1] > _FUSED_RANK or view.is_group:
+        return _multiplied(view, p, q)
+    multiplied = functools.partial(_multiplied, view)
+    added_up = functools.partial(_added_up, view)
+    if p.shape[-1] > _FUSED_RANK_ON_GPU:
+        return lax.platform_dependent(p, q, cpu=added_up, default=multiplied)
+
+    def of_held_factors(p: Array, q: Array) -> Array:
+        # Held together, the factors of an output and of a residual are not the same to XLA. It
+        # would make one kernel of both, which cannot write the output in the place of the sum.
+        return added_up(*lax.optimization_barrier((p, q)))
+
+    return lax.platform_dependent(p, q, cpu=added_up, default=of_held_factors)
+
+
+def _multiplied(view: MatrixView, p: Array, q: Array) -> Array:
+    """Computes `outer` as a matrix product."""
+    if view.cols_first:
+        return view.unmatricize(_dense(q, p))
+    return view.unmatricize(_dense(p, q))
+
+
+def _added_up(view: MatrixView, p: Array, q: Array) -> Array:
+    """Computes `outer` as a sum over the columns, which XLA fuses with the arithmetic around it."""
     batch, rows, cols = view.dims
-    products = [
-        view.along(batch + rows, p[..., k]) * view.along(batch + cols, q[..., k])
-        for k in range(rank)
-    ]
+    products = []
+    for k in range(p.shape[-1]):
+        left = view.along(batch + rows, p[..., k])
+        products.append(left * view.along(batch + cols, q[..., k]))
     return sum(products[1:], start=products[0])
 
 
@@ -134,7 +192,7 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
         return less(*rows).reshape(old.shape)
 
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
-    if p.shape[-1] <= _FUSED_OUTER_RANK or small or not view.is_reshape or other_axes():
+    if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
         return whole()
     blocks = functools.partial(
         _in_blocks, view, p, q, total, typed_like(old, (p, q, total, commit)), less
@@ -173,7 +231,7 @@ def _in_blocks(
 
 
 def _dense(first: Array, second: Array) -> Array:
-    return jnp.einsum("...ir,...jr->...ij", first, second, precision=_EXACT)
+    return exact_einsum("...ir,...jr->...ij", _held(first), _held(second))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +30,27 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.typing import Array
+from jaxcomp._lowrank.matrices import exact_einsum
 
 # torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
 # A column of which less than this share is left after projection has no direction of its own.
 _COLLINEAR = 1e-6
-# Rounds until columns of float32 are orthonormal to rounding whatever they were; and until they are
-# no longer close to each other, which is enough for what spans a space and is no factor itself.
+# Rounds until columns of float32 are orthonormal to rounding whatever they were; and until ordinary
+# ones are, and no others are close to each other, which is enough for what only spans a space.
 ROUNDS = 6
 ROUNDS_TO_SPAN = 2
 # By so much correlations are shrunk, up to this rank and in proportion above it: some ten times the
 # rounding of a Gram matrix, and the least pivot that there can be.
 _SHIFT, _SHIFT_RANK = 1e-5, 64
 _LARGE_SHIFT = 1e-2
-# The round that looks for columns without a direction of their own, and the least pivot of those
-# that have one. Each round before makes what tells a column from the others some two hundred times
-# larger; those after it orthogonalise what takes the place of the rest.
-_CHECK_ROUND, _LEAST_PIVOT = 2, 1e-2
+# The third round looks for columns without a direction of their own: this is the least pivot of
+# those that have one. Each round before makes what tells a column from the others some two hundred
+# times larger; those after it orthogonalise what takes the place of the rest.
+_LEAST_PIVOT = 1e-2
+# As far from the identity, in the Frobenius norm, may the Gram matrix be that the second round
+# begins with. What shrinks correlations then leaves at most `_SHIFT` of that, which is rounding.
+_FAR = 5e-2
 # Columns come in with entries up to 1; nothing but zeros gets a squared length of this.
 _ZERO = 1e-30
 # Rows in a block, of which the largest is taken whose padding costs less than an eighth.
@@ -173,37 +177,77 @@ def _norm(column: Array) -> Array:
     return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
 
 
+class _Blocks(NamedTuple):
+    """The matrices that blocks of rows belong to, and what takes the place of columns of zeros."""
+
+    matrix: np.ndarray  # uint32 (blocks,): the matrix of each block
+    counts: np.ndarray  # int32 (matrices,): the blocks of each matrix
+    spare: Array  # (blocks, size, r)
+
+
 @functools.partial(jax.jit, static_argnames="rounds")
 def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
-    """`orthonormal_bases` of factors of one rank and dtype, all together; traced once for each."""
+    """Computes `orthonormal_bases` of factors of one rank and dtype together, traced once for each.
+
+    Two rounds are taken of all columns. The others, where `rounds` asks for them, only follow if
+    the first left columns of any matrix far from orthonormal. Replicas have the same factors, so
+    all of them decide alike.
+    """
     # Matrices of as many rows follow each other: all of them have as many blocks.
     order = sorted(range(len(factors)), key=lambda i: factors[i].shape[-2])
-    factors = [factors[i] for i in order]
+    ordered = [factors[i] for i in order]
+    x, blocks = _scaled_blocks(ordered)
+    x, _, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
+    x, gram, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
+    if rounds > ROUNDS_TO_SPAN:
+        deviation = gram - jnp.eye(gram.shape[-1], dtype=gram.dtype)
+        far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
+        further = functools.partial(_further_rounds, blocks=blocks, rounds=rounds)
+        x = lax.cond(far <= _FAR**2, lambda x: x, further, x)
+    bases = dict(zip(order, _joined(x, ordered), strict=True))
+    return [bases[i] for i in range(len(factors))]
+
+
+def _scaled_blocks(factors: Sequence[Array]) -> tuple[Array, _Blocks]:
+    """Cuts factors into blocks of rows, with columns whose largest entry is 1."""
     dtype = factors[0].dtype
     rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
     fits = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * sum(rows)]
     size = fits[0] if fits else _BLOCK_ROWS[-1]
-    counts = np.array([-(-n // size) for n in rows], np.int32)  # blocks of each matrix
-    matrix = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)  # of each block
+    counts = np.array([-(-n // size) for n in rows], np.int32)
+    matrix = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
     spare = spare_directions(max(rows), factors[0].shape[-1], dtype)
     spares = [jnp.broadcast_to(spare[: x.shape[-2]], x.shape) for x in factors]
-    blocks, dense = _cut(factors, size), _cut(spares, size)
+    x = _cut(factors, size)
+    dense = _cut(spares, size)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
-    largest = _of_matrices(jnp.max, jnp.abs(blocks).max(axis=1), counts)[matrix][:, None]
+    largest = _of_matrices(jnp.max, jnp.abs(x).max(axis=1), counts)[matrix][:, None]
     step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
-    x = (blocks * step) / jnp.where(largest == 0, 1, largest * step)
-    x = jnp.where(largest == 0, dense, x)
-    exact = lax.Precision.HIGHEST
-    for turn in range(rounds):
-        gram = jnp.einsum("bni,bnj->bij", x, x, precision=exact)
-        lost_below = jnp.asarray(_LEAST_PIVOT if turn == _CHECK_ROUND else -1, dtype)
-        inverse, lost = inverse_factors(_of_matrices(jnp.sum, gram, counts), lost_below)
-        x = jnp.einsum("bni,bij->bnj", x, inverse[matrix], precision=exact)
-        if turn == _CHECK_ROUND:
-            x = jnp.where(lost[matrix][:, None], dense, x)
-    found = dict(zip(order, _joined(x, factors), strict=True))
-    return [found[i] for i in range(len(factors))]
+    x = (x * step) / jnp.where(largest == 0, 1, largest * step)
+    return jnp.where(largest == 0, dense, x), _Blocks(matrix, counts, dense)
+
+
+def _round(x: Array, blocks: _Blocks, lost_below: Array) -> tuple[Array, Array, Array]:
+    """Takes one round of Cholesky QR.
+
+    Returns:
+      The new columns; the Gram matrices of the old ones, ``(matrices, r, r)``; and which columns
+      have no direction of their own, bool ``(matrices, r)``.
+    """
+    of_blocks = exact_einsum("bni,bnj->bij", x, x)
+    gram = _of_matrices(jnp.sum, of_blocks, blocks.counts)
+    inverse, lost = inverse_factors(gram, lost_below)
+    return exact_einsum("bni,bij->bnj", x, inverse[blocks.matrix]), gram, lost
+
+
+def _further_rounds(x: Array, *, blocks: _Blocks, rounds: int) -> Array:
+    """Takes the rounds after the first two, the first of which replaces columns that are lost."""
+    x, _, lost = _round(x, blocks, jnp.asarray(_LEAST_PIVOT, x.dtype))
+    x = jnp.where(lost[blocks.matrix][:, None], blocks.spare, x)
+    for _ in range(ROUNDS_TO_SPAN + 1, rounds):
+        x, _, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
+    return x
 
 
 @jax.jit
