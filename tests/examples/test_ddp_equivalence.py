@@ -7,12 +7,8 @@ import local_sgd
 import numpy as np
 import pytest
 
+from tests.helpers.control import apart, assert_no_further
 from tests.helpers.runners import mesh_of
-
-
-def agree(a, b):
-    scale = max(np.abs(leaf).max() for leaf in a.values())
-    assert max(np.abs(a[name] - b[name]).max() for name in a) <= 1e-6 * scale
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +16,14 @@ def on_two_devices():
     return ddp_equivalence.on_devices(2)
 
 
-def test_accumulation_on_one_device(on_two_devices):
-    agree(on_two_devices, ddp_equivalence.accumulating(2))
+@pytest.fixture(scope="module")
+def control():
+    """The same weights where the first ones are one rounding apart."""
+    return ddp_equivalence.on_devices(2, apart(ddp_equivalence.initial_weights()))
+
+
+def test_accumulation_on_one_device(on_two_devices, control):
+    assert_no_further(ddp_equivalence.accumulating(2), on_two_devices, control)
 
 
 def test_the_padding_of_the_last_batch_counts():
@@ -33,8 +35,8 @@ def test_the_padding_of_the_last_batch_counts():
 
 
 @pytest.mark.torch
-def test_torch_ddp(on_two_devices):
-    agree(on_two_devices, ddp_equivalence.in_torch(2))
+def test_torch_ddp(on_two_devices, control):
+    assert_no_further(ddp_equivalence.in_torch(2), on_two_devices, control)
 
 
 def test_the_local_sgd_example(tmp_path):

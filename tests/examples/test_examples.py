@@ -4,16 +4,12 @@ All run in this process, which has imported everything; `train.py` runs as a use
 test_faults.py.
 """
 
-import contextlib
 import functools
 import importlib
-import io
 import json
 import re
 import runpy
 import shutil
-import signal
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +23,9 @@ import pytest
 import train
 
 import jaxcomp
-from tests.helpers.many_faults import MODEL, curve, saved
+from tests.helpers.control import apart, assert_no_further
+from tests.helpers.job import in_this_process as here
+from tests.helpers.many_faults import MODEL, curve, losses_of, saved
 from tests.helpers.paths import EXAMPLES
 
 STEPS, STOP = 12, 6
@@ -56,20 +54,6 @@ def made_once():
         patch.setattr(lm, "load_corpus", hybrid_mesh.load_corpus)
         patch.setattr(lm, "init_params", initial)
         yield
-
-
-def here(module, *arguments):
-    """What the script prints in this process, or SystemExit."""
-    printed = io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
-        patch.setenv("COLUMNS", "200")
-        with jax.numpy_dtype_promotion("standard"):  # what a user has
-            assert not module.main()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +107,25 @@ def test_resuming_continues_the_curve_exactly(trained, uninterrupted, interrupte
         np.testing.assert_array_equal(resumed[step], values)
 
 
-def test_resuming_on_another_number_of_devices(trained, uninterrupted, interrupted, tmp_path):
+def test_resuming_on_another_number_of_devices(
+    trained, uninterrupted, interrupted, tmp_path, monkeypatch
+):
     directory = shutil.copytree(interrupted, tmp_path / "checkpoints")
     resumed, _ = trained("two", "--devices", 2, "--checkpoint-dir", directory, "--resume")
     # The new log begins where the run was resumed.
     assert min(resumed) > STOP
-    for step, values in resumed.items():
-        np.testing.assert_allclose(values, uninterrupted[step], rtol=1e-4)
+
+    restore = train.Run.restore
+
+    def restore_moved(run, start, state, bytes_sent):
+        restore(run, start, apart(state), bytes_sent)
+
+    monkeypatch.setattr(train.Run, "restore", restore_moved)
+    directory = shutil.copytree(interrupted, tmp_path / "control")
+    control, _ = trained("control", "--devices", 4, "--checkpoint-dir", directory, "--resume")
+    assert control.keys() == resumed.keys()
+    expected = {step: uninterrupted[step] for step in resumed}
+    assert_no_further(losses_of(resumed), losses_of(expected), losses_of(control))
 
 
 @pytest.mark.parametrize(

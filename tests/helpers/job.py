@@ -1,10 +1,16 @@
 """The processes of a training job, with the arguments of a user, and what they say."""
 
+import contextlib
+import io
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
+
+import jax
+import pytest
 
 from tests.helpers.paths import LANGUAGE_MODEL
 from tests.helpers.script import wait_for
@@ -24,6 +30,20 @@ def _run(said, arguments, environment):
     import train
 
     sys.exit(train.main())
+
+
+def in_this_process(module, *arguments):
+    """Calls ``main()`` of an example with such arguments; what it prints, or SystemExit."""
+    printed = io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
+        patch.setenv("COLUMNS", "200")
+        with jax.numpy_dtype_promotion("standard"):  # what a user has
+            assert not module.main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return printed.getvalue()
 
 
 class Job:

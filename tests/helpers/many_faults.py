@@ -46,6 +46,11 @@ def curve(log):
     return {r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records}
 
 
+def losses_of(curve):
+    """The losses of a curve, and those that were held out, in the order of their steps."""
+    return np.array([curve[step][:2] for step in sorted(curve)])
+
+
 def saved(directory):
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
