@@ -20,7 +20,7 @@ from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
-from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
+from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import leaves_by_path, trained
@@ -346,6 +346,10 @@ def record_of_state(
     for name, part in layout.parts(record).items():
         if part.rank and part.q is not None:
             part.q[...] = _common_q(part, found.get(name, []))
+    scale = np.float32(loss_scale_of(like))
+    for buffers in (errors, qs):
+        for buffer in buffers.values():
+            buffer *= scale  # back into the units of torch's scaled loss
     # Of P only its presence matters to torch; with the old one nothing at all changes.
     ps |= {b: p for b, p in old.p_memory_dict.items() if b in ps and p.size == ps[b].size}
     for name in BUFFERS:

@@ -117,7 +117,16 @@ def to_torch(
         optimizer = optimizer_to_torch(opt_state, params, optimizer, like.model, **names)
     extra = _plain_extra(like.extra)
     document = make_document(
-        Checkpoint(model, ranks, optimizer, layout, extra, like.world_size, like.hook)
+        Checkpoint(
+            model,
+            ranks,
+            optimizer,
+            layout,
+            extra,
+            like.world_size,
+            like.hook,
+            loss_scale=like.loss_scale,
+        )
     )
     if path is not None:
         write_document(pathlib.Path(path), document)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch_bridge._base.schema import PowerSGDRecord, is_slots
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
+# What ``GradScaler.state_dict()`` holds, unless the scaler is not enabled.
+_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
 _MISSING_RANKS = ("error", "zero", "replicate")
 
 
@@ -33,6 +36,9 @@ class Checkpoint:
         it, ``"fp16_compress_wrapper(powerSGD_hook)"`` for example.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode:
         arrays in dictionaries and tuples as the module gives them. None if the file has none.
+      loss_scale: Of the ``GradScaler`` under which the hook ran: its errors and factors are in
+        units of the scaled loss. None if the file does not say it; then that of the only scaler in
+        `extra` counts, and 1 without one.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.float32([2, 4])}, {}, {})
@@ -49,7 +55,8 @@ class Checkpoint:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     world_size: int | None = None
     hook: str | None = None
-    example: tuple[tuple[np.ndarray, ...], Any] | None = None
+    example: tuple[tuple[Any, ...], Any] | None = None
+    loss_scale: float | None = None
 
     @property
     def missing_ranks(self) -> bool:
@@ -101,11 +108,11 @@ class Checkpoint:
 
 
 def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
-    """The hook state with the mean error of all ranks, in float32.
+    """Returns the hook state with the mean error of all ranks, in float32 and in units of the loss.
 
     Raises:
       ValueError: `missing_ranks` is no choice.
-      CheckpointMismatch: Ranks are missing, and nothing was chosen.
+      CheckpointMismatch: Ranks are missing, and nothing was chosen; or scalers disagree.
     """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
@@ -122,8 +129,56 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
             f"once).",
             parameters=("missing_ranks",),
         )
-    forgotten = missing and missing_ranks == "zero"
-    return dataclasses.replace(first, error_dict={}) if forgotten else checkpoint.mean
+    record = checkpoint.mean
+    if missing and missing_ranks == "zero":
+        record = dataclasses.replace(first, error_dict={})
+    scale = loss_scale_of(checkpoint)
+    if scale == 1:
+        return record
+    # torch's next step adds them to gradients of the present scale, whatever it was before.
+    errors, factors = _divided(record.error_dict, scale), _divided(record.q_memory_dict, scale)
+    return dataclasses.replace(record, error_dict=errors, q_memory_dict=factors)
+
+
+def loss_scale_of(checkpoint: Checkpoint) -> float:
+    """Returns the scale of the loss that errors and factors are in units of.
+
+    Raises:
+      CheckpointMismatch: The file has several scalers, with different scales.
+    """
+    if checkpoint.loss_scale is not None:
+        return checkpoint.loss_scale
+    scales = _scales_in(checkpoint.extra)
+    if len(set(scales.values())) > 1:
+        raise CheckpointMismatch(
+            "The file has several GradScalers, and does not say under which of them the hook ran. "
+            "Go on from dataclasses.replace(checkpoint, loss_scale=...).",
+            ambiguous=[f"{name}: {scale:g}" for name, scale in scales.items()],
+        )
+    return next(iter(scales.values()), 1.0)
+
+
+def _scales_in(entries: Mapping[Any, Any], above: str = "") -> dict[str, float]:
+    """Finds the states of GradScalers, also one level down; their names and scales."""
+    scales = {}
+    for name, value in entries.items():
+        if not isinstance(value, Mapping):
+            continue
+        if value.keys() >= _SCALER_KEYS:
+            scale = value["scale"]
+            if isinstance(scale, np.ndarray) and scale.ndim == 0:
+                scale = scale.item()
+            if isinstance(scale, int | float) and 0 < scale < math.inf:
+                scales[f"{above}{name}"] = float(scale)
+        elif not above:
+            scales.update(_scales_in(value, f"{name}."))
+    return scales
+
+
+def _divided(arrays: Mapping[int, np.ndarray], scale: float) -> dict[int, np.ndarray]:
+    return {
+        bucket: array.astype(np.float32) / np.float32(scale) for bucket, array in arrays.items()
+    }
 
 
 def _mean(records: Sequence[PowerSGDRecord], bucket: int) -> np.ndarray:

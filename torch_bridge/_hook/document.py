@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
         "layout": None if layout is None else layout.to_json(),
         "hook": checkpoint.hook,
         "example": example,
+        "loss_scale": checkpoint.loss_scale,
         "extra": checkpoint.extra,
     }
 
@@ -64,6 +66,20 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
         key = to_tensor(state[1].astype(np.int64))
         slots["rng"] = dict(zip(_RNG_FIELDS, (key, *state[2:]), strict=True))
     return slots
+
+
+def read_loss_scale(value: Mapping[str, Any]) -> float | None:
+    """Reads the loss scale from such a file; None where it has none.
+
+    Raises:
+      CheckpointMismatch: It is no positive number.
+    """
+    scale = value.get("loss_scale")
+    if scale is None:
+        return None
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise CheckpointMismatch("`loss_scale` must be a positive number")
+    return float(scale)
 
 
 def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any] | None:

@@ -17,7 +17,13 @@ from torch_bridge._base.schema import PowerSGDRecord, is_slots, record_from_slot
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_example, read_records
+from torch_bridge._hook.document import (
+    FORMAT,
+    MAX_RANKS,
+    read_example,
+    read_loss_scale,
+    read_records,
+)
 from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed, expect
@@ -103,6 +109,7 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
             world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
             hook=entries.get("hook"),
             example=entries.get("example"),
+            loss_scale=entries.get("loss_scale"),
         )
     except Forbidden as error:
         raise UnsafeCheckpoint(
@@ -127,6 +134,7 @@ def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRe
     if isinstance(kind, str) and kind == FORMAT:
         entries = dict(value)
         entries["example"] = read_example(value)
+        entries["loss_scale"] = read_loss_scale(value)
         return entries, read_records(value)
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     # No tensors: a flat state_dict may have parameters of these names.

@@ -131,6 +131,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     example: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """Write one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
 
@@ -151,9 +152,12 @@ def save_checkpoint(
         stored, with what the model makes of them in evaluation mode. By them a conversion finds out
         which layer is which, and proves that the outputs are the same. Rank 0 runs the module
         once, beside the training: modes, buffers, gradients and random numbers stay as they were.
+      scaler: The ``GradScaler`` under which the hook runs, if there is one. Errors are in units of
+        its scale, which a conversion takes out; its ``state_dict()`` is saved as
+        ``extra["scaler"]``, if that is not there.
 
     Raises:
-      TypeError: Another model, optimizer or example than DDP's, torch's or tensors is given.
+      TypeError: The model, optimizer, scaler or example is of another kind.
       CheckpointMismatch: The state was made for other buckets, or for those that DDP has yet to
         rebuild; on every rank.
       RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
@@ -175,6 +179,11 @@ def save_checkpoint(
             f"`optimizer` must be the optimizer itself, got a {type(optimizer).__name__}; not its "
             "state_dict()."
         )
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(
+            f"`scaler` must be the GradScaler itself, got a {type(scaler).__name__}; not its "
+            "state_dict()."
+        )
     inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     begun = state is not None and holds_buffers(state)
@@ -186,16 +195,23 @@ def save_checkpoint(
         try:
             record = None if state is None else _record_of(state)
             groups = None if optimizer is None else _named_groups(optimizer, ddp_model)
+            beside = dict(extra or {})
+            if scaler is not None:
+                beside.setdefault("scaler", scaler.state_dict())
             ran = None if inputs is None else run_example(ddp_model.module, inputs)
+            records = []
+            if record is not None:
+                records = [dataclasses.replace(record, error_dict=error) for error in errors]
             checkpoint = Checkpoint(
-                _plain(ddp_model.module.state_dict(), "the model"),
-                tuple(dataclasses.replace(record, error_dict=e) for e in errors) if record else (),
-                None if groups is None else _plain(groups, "the optimizer"),
-                layout,
-                _plain(extra or {}, "`extra`"),
-                dist.get_world_size(group),
-                hook_name(hooks[-1][0]) if hooks else None,
-                ran,
+                model=_plain(ddp_model.module.state_dict(), "the model"),
+                powersgd=tuple(records),
+                optimizer=None if groups is None else _plain(groups, "the optimizer"),
+                layout=layout,
+                extra=_plain(beside, "`extra`"),
+                world_size=dist.get_world_size(group),
+                hook=hook_name(hooks[-1][0]) if hooks else None,
+                example=ran,
+                loss_scale=None if scaler is None else scaler.get_scale(),
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
         except Exception as error:  # whatever it is, the other ranks wait
