@@ -1,6 +1,10 @@
-"""A short run of the fuzzer; tests/torch_bridge/test_refused.py has bad files, each by name."""
+"""A short run of the fuzzer, and what torch itself writes; test_refused.py has bad files."""
 
-from tests.fuzz import fuzz_reader
+import collections
+
+import pytest
+
+from tests.fuzz import fuzz_reader, legitimate
 
 
 def test_a_short_run_of_the_fuzzer():
@@ -11,3 +15,14 @@ def test_a_short_run_of_the_fuzzer():
     assert found.slowest[0] < fuzz_reader.SECONDS
     assert found.largest[0] < fuzz_reader.OVERHEAD
     assert 0 < found.read < 300
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_writes_is_read_as_torch_reads_it_or_refused_by_name(tmp_path):
+    verdicts = {name: legitimate.compare(path) for name, path in legitimate.corpus(tmp_path)}
+    counts = collections.Counter(verdict.partition(":")[0] for verdict in verdicts.values())
+    assert counts.total() > 210
+    assert counts["ANOTHER VALUE"] == 0, verdicts
+    assert counts["equal"] > 0.85 * counts.total()
+    refused = [name for name, verdict in verdicts.items() if verdict.startswith("refused here")]
+    assert {name.partition(",")[0] for name in refused} <= legitimate.REFUSED

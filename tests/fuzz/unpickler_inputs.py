@@ -179,7 +179,85 @@ def colliding_keys(dice):
     return files.beside(body, name)
 
 
+def long_values(dice):
+    """Long text, bytes, numbers and tuples of them, shown again wherever a value can stand."""
+    size = dice.choice([300, 5_000, 100_000, 1 << 20])
+    letter = dice.choice([b"a", "\u00e9".encode(), "\U0001f600".encode()])
+    raw = letter * (size // len(letter))
+    long_text = b"X" + struct.pack("<I", len(raw)) + raw
+    value = dice.choice(
+        [long_text, b"B" + struct.pack("<I", len(raw)) + raw,
+         b"\x8b" + struct.pack("<i", len(raw)) + raw, b"(" + long_text * 2 + b"t"]
+    )  # fmt: skip
+    # Two that are equal and not one object, the second of which may be a little longer.
+    kept = value + b"\x940" + dice.choice([value, value, b"(" + value + b"K\x01t"]) + b"\x940"
+    kept += files.text(dice.choice(["torch", "os", "torch._utils", "collections"])) + b"\x940"
+    kept += dice.choice(GLOBAL_BODIES)(dice) + b"\x940"
+    times = dice.choice([1, 30, 3_000, 30_000])
+    first, second, module, function = (files.get(index) for index in range(4))
+    uses = [
+        b"]" + (first + b"a") * times,
+        b"](" + second * times + b"e",
+        b"}" + (first + second + b"s" + second + b"Ns") * times,
+        b"}(" + (first + b"N" + second + b"N") * times + b"u",
+        b"\x8f(" + (first + second) * times + b"\x90",
+        (module + first + b"\x930") * times + b"N",
+        (first + module + b"\x930") * times + b"N",
+        b"](" + (function + first + b"\x85R") * times + b"e",
+        b"](" + (function + first + second + b"\x86R") * times + b"e",
+        b"](" + (function + first + files.text("latin1") + b"\x86R") * times + b"e",
+        (files.tup(files.text("storage"), files.glob("torch", "FloatStorage"), first, second,
+                   b"K\x06") + b"Q0") * times + b"N",
+    ]  # fmt: skip
+    return kept + dice.choice(uses)
+
+
+GLOBAL_BODIES = [
+    named,
+    lambda _: files.glob("_codecs", "encode"),
+    lambda _: files.glob("pathlib", "PosixPath"),
+    lambda _: files.glob("torch", "device"),
+    lambda _: files.glob("builtins", "bytes"),
+    lambda _: files.glob("torch.torch_version", "TorchVersion"),
+    lambda _: files.glob("numpy", "dtype"),
+]
+
+
 OPCODES = [opcode for opcode in pickletools.opcodes if opcode.code not in "."]
+
+
+def equal_keys(dice):
+    """Dictionaries and sets that look up one of few long keys again and again."""
+    size = dice.choice([40, 3_000, 300_000])
+    different = [files.text("k" * size + str(index)) for index in range(dice.choice([1, 2, 9]))]
+    alike = [key + b"\x940" + key + b"\x940" for key in different]
+    if dice.random() < 0.3:
+        alike = [files.tup(key) + b"\x940" + files.tup(key) + b"\x940" for key in different]
+    kept = b"".join(alike)
+    count = 2 * len(different)
+    times = dice.choice([2, 100, 20_000])
+    order = [files.get(dice.randrange(count)) for _ in range(times)]
+    value = dice.choice([b"N", b"K\x01", files.get(0)])
+    mapping = b"}(" + b"".join(key + value for key in order) + b"u"
+    one_by_one = b"}" + b"".join(key + value + b"s" for key in order)
+    members = b"\x8f(" + b"".join(order) + b"\x90"
+    frozen = b"(" + b"".join(order) + b"\x91"
+    ordered = files.call(files.glob("collections", "OrderedDict"), mapping)
+    return kept + dice.choice([mapping, one_by_one, members, frozen, ordered])
+
+
+def many_names(dice):
+    """One tensor, or one storage, under very many names."""
+    count = dice.choice([10, 1_000, 30_000])
+    width = dice.choice([0, 0, 200]) if count < 30_000 else 0
+    prefix = dice.choice(["w", "layer.", "module.", "module._orig_mod.", "a.b.c."]) + "x" * width
+    names = [files.text(f"{prefix}{index}") for index in range(count)]
+    tensor = files.tensor_call()
+    if dice.random() < 0.5:
+        kept = tensor + b"\x940"
+        return kept + b"}(" + b"".join(name + files.get(0) for name in names) + b"u"
+    names = names[:1_000]
+    return b"}(" + b"".join(name + tensor for name in names) + b"u"
 
 
 def any_opcodes(dice):
@@ -204,6 +282,9 @@ BODIES = {
     "memo": memo,
     "nesting": deep,
     "huge values": huge,
+    "long values": long_values,
+    "equal long keys": equal_keys,
+    "many names": many_names,
     "odd opcodes": odd,
     "any opcodes": any_opcodes,
 }

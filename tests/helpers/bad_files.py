@@ -42,6 +42,44 @@ def damaged():
     return {name: (raw, "xpected") for name, raw in found.items()}
 
 
+def _generators():
+    """Random states that no generator of NumPy's is in, in our own format and as NumPy pickles."""
+    words = torch.zeros(624, dtype=torch.int64)
+    good = {"key": words, "pos": 624, "has_gauss": 0, "cached_gaussian": 0.0}
+    wrong = {
+        "a position behind the last word": {"pos": 5_000},
+        "a position one behind the last": {"pos": 625},
+        "a negative position": {"pos": -1},
+        "a position of 2**70": {"pos": 2**70},
+        "a position in text": {"pos": "x"},
+        "a position that is no count": {"pos": 3.5},
+        "a position in a tensor": {"pos": torch.tensor([3])},
+        "two words": {"key": words[:2]},
+        "words in a list": {"key": [0] * 624},
+        "words that are no numbers": {"key": words.float()},
+        "two samples kept back": {"has_gauss": 2},
+        "a sample in text": {"cached_gaussian": "x"},
+    }
+    found = {"a generator of a number": (_with_generator(5), "`rng` must hold")}
+    lacking = {"key": words, "pos": 3, "has_gauss": 0}
+    found["a generator that lacks a field"] = (_with_generator(lacking), "`rng` must hold")
+    for name, change in wrong.items():
+        found[name] = (_with_generator(good | change), "`rng` must h")
+    for position in (-1, 625, 5_000):
+        generator = np.random.RandomState(0)
+        words = generator.get_state()[1]
+        generator.set_state(("MT19937", words, position))
+        state = files.slots(rng=generator)
+        found[f"NumPy's generator at {position}"] = (state, "`rng` must have its position")
+    return found
+
+
+def _with_generator(rng):
+    hook = files.slots(iter=3)
+    hook["rng"] = rng
+    return files.own_format(powersgd=hook)
+
+
 def foreign():
     """Files of other kinds, and documents of torch's that are no checkpoint."""
     npz, tar, other = io.BytesIO(), io.BytesIO(), io.BytesIO()
@@ -55,7 +93,6 @@ def foreign():
     empty = archive(whole(b"}"))
     big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **STORAGES})
     own = files.own_format
-    rng = {"key": torch.zeros(624, dtype=torch.int64), "pos": "x", "has_gauss": 0}
     documents = {
         "a number": (3, "a int"),
         "text": ("state_dict", "a str"),
@@ -87,7 +124,6 @@ def foreign():
             own(errors=[{0: torch.zeros(3)}, {0: torch.zeros(4)}]), "different sizes",
         ),
         "20 000 ranks": (own(errors=[{0: torch.zeros(3)}] * 20_000), "`errors`"),
-        "a broken generator": (own(powersgd={**files.slots(iter=3), "rng": rng}), "`rng`"),
         "keys that are equal as text": ({"state_dict": MODEL, 1: 2, "1": 3}, "equal as text"),
         "names that are equal as text": (
             {"state_dict": {1: torch.ones(2), "1": torch.zeros(2)}}, "equal as text",
@@ -98,6 +134,7 @@ def foreign():
             {"state_dict": MODEL, "seen": {3 * k + 1: 0 for k in range(20_000)}}, "str(key)",
         ),
     }  # fmt: skip
+    documents.update(_generators())
     found = {name: (files.saved(value), said) for name, (value, said) in documents.items()}
     kinds = {
         "empty": (b"", "empty"),

@@ -228,9 +228,34 @@ def _copied():
     }  # fmt: skip
 
 
+def _long():
+    """Long values that cost nothing to show again: names, keys, text to be joined or encoded."""
+    letters = "a" * (1 << 20)
+    name = _kept(text("torch"), text("int" + letters))
+    again = (get(0) + get(1) + b"\x93" + POP) * 3_000
+    # Equal, and not one object, so that each look-up compares them.
+    equal = _kept(text(letters), text(letters))
+    megabyte = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
+    raw = _kept(megabyte, megabyte)
+    tuples = _kept(tup(text(letters)), tup(text(letters)))
+    numbers = _kept(b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20))
+    filled = b"}" + get(0) + b"Ns" + (get(1) + b"Ns") * 50_000
+    return {
+        "a long name": name + again + b"N",
+        "a long module": _kept(text(letters), text("x")) + (get(0) + get(1) + b"\x93") + b"N",
+        "equal long keys": equal + filled,
+        "equal bytes as keys": raw + filled,
+        "tuples of equal text as keys": tuples + filled,
+        "equal long members": equal + b"\x8f(" + get(0) + get(1) * 50_000 + b"\x90",
+        "a long number again": numbers + b"](" + get(0) * 50_000 + b"e",
+        "long text as a storage's name": _kept(text(letters), text(letters)) + b"]("
+        + (get(0) + POP + get(1)) * 50_000 + b"e",
+    }  # fmt: skip
+
+
 def amplified():
     """Files that a naive reader would take hours or gigabytes for, within one entry."""
-    bodies = _endless() | _keys() | _copied()
+    bodies = _endless() | _keys() | _copied() | _long()
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
 
 

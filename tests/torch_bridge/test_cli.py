@@ -99,7 +99,7 @@ def test_names_from_a_file_are_escaped(call, tmp_path):
     code, _, err = call("to-flax", "odd.pt", *PARAMS, "--out", "o")
     assert (code, r"a\x1b[2Jb" in err) == (UNUSABLE, True)
     assert "\x1b" not in out + err
-    body = files.glob("os", "a\x1b[31m\u202e")  # in Python, too
+    body = files.stack_glob("os", "a\x1b[31m\u202e")  # in Python, too
     (tmp_path / "bad.pt").write_bytes(files.archive(files.whole(body)))
     with pytest.raises(torch_bridge.UnsafeCheckpoint, match=r"os\.a\\x1b\[31m\\u202e"):
         torch_bridge.load("bad.pt")

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-import torch_files as files
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers import torch_files as files
 from torch_bridge import (
     CheckpointMismatch,
     load,

@@ -22,11 +22,11 @@ _MAX_STEPS = 2**31  # jaxcomp counts in int32
 def random_state(
     key: Any, pos: Any, has_gauss: Any = 0, cached_gaussian: Any = 0.0
 ) -> np.random.RandomState:
-    """A generator in the state that a file says, as ``RandomState.get_state()`` has it.
+    """Makes a generator in the state that a file says, as ``RandomState.get_state()`` has it.
 
     Args:
       key: The Mersenne Twister's words, shape (624,), integers.
-      pos: Position in `key`, 0 to 624, which ``set_state`` does not check.
+      pos: Position in `key`, 0 to 624. NumPy does not check it, and would read beyond the array.
       has_gauss: 1 when one normal sample is kept back.
       cached_gaussian: That sample.
 
@@ -35,12 +35,20 @@ def random_state(
     """
     if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
         raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
-    if not 0 <= int(pos) <= _WORDS:
-        raise CheckpointMismatch(f"`rng` position must lie in 0 to {_WORDS}, got {pos}")
+    if not _is_integer(pos) or not 0 <= pos <= _WORDS:
+        raise CheckpointMismatch(f"`rng` must have its position in 0 to {_WORDS}")
+    if not _is_integer(has_gauss) or not 0 <= has_gauss <= 1:
+        raise CheckpointMismatch("`rng` must have 0 or 1 as `has_gauss`")
+    if not isinstance(cached_gaussian, float | np.floating):
+        raise CheckpointMismatch("`rng` must have a number as `cached_gaussian`")
     generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
-    state = ("MT19937", key.astype(np.uint32), int(pos), int(has_gauss), float(cached_gaussian))
-    generator.set_state(state)
+    words = key.astype(np.uint32)
+    generator.set_state(("MT19937", words, int(pos), int(has_gauss), float(cached_gaussian)))
     return generator
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,10 +123,9 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     rng = hook.get("rng")
     if rng is not None:
-        try:
-            rng = random_state(*(rng[name] for name in _RNG_FIELDS))
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}") from error
+        if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
+            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
+        rng = random_state(*[rng[name] for name in _RNG_FIELDS])
     first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
     records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
     for error in errors:

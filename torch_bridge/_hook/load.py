@@ -31,7 +31,7 @@ from torch_bridge._read.values import Forbidden, Global, Malformed, expect
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# `Malformed`; and should a value slip through that is not checked, the file is at fault.
+# Should a value slip through that is not checked, the file is at fault.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
@@ -120,12 +120,18 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         raise CheckpointMismatch(
             f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
         ) from error
+    except CheckpointMismatch as error:
+        raise _unreadable(file, f"{error!s:.400}", error.parameters) from error
     except _UNFORESEEN as error:
-        raise CheckpointMismatch(
-            f"{file} cannot be read: found {error!s:.400}. Expected {_EXPECTED}, complete and "
-            f"undamaged.",
-            parameters=getattr(error, "parameters", ()),
-        ) from error
+        # NumPy and Python say what they could not do, which says nothing about the file.
+        raise _unreadable(file, "an entry of another kind than torch writes") from error
+
+
+def _unreadable(
+    file: pathlib.Path, found: str, parameters: Sequence[str] = ()
+) -> CheckpointMismatch:
+    text = f"{file} cannot be read: found {found}. Expected {_EXPECTED}, complete and undamaged."
+    return CheckpointMismatch(text, parameters=parameters)
 
 
 def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRecord]]:

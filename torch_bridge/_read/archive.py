@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch_bridge._read.values import Budget, Malformed
 
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _CHUNK = 1 << 20
-_DIRECTORY_SIZE = 5  # its place in what ends a zip file
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _DIRECTORY_BYTES = 18  # of memory, for a byte of a zip directory: 800 for an entry of 46
 _UNCOUNTED = 4 << 20  # what is not charged one by one
 # Files that people take for a checkpoint of torch's: where which bytes are, and a sentence.
@@ -41,7 +41,7 @@ _OTHER_KINDS = (
 
 
 def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget]:
-    """The value that ``torch.save`` wrote to `path`, and the budget that it was charged to.
+    """Reads the value that ``torch.save`` wrote, and returns the budget that it was charged to.
 
     The arguments are those of `torch_bridge.load`. The value has plain containers, numbers, NumPy
     arrays and, for what has no plain form, `Global` tokens.
@@ -53,53 +53,117 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(512)
-        if head[:4] not in _ZIP:
-            other = (kind for at, mark, kind in _OTHER_KINDS if head[at:].startswith(mark))
-            raise Malformed(next(other) if head else "an empty file")
-        budget = Budget(size, max_bytes)
-        budget.claim(_UNCOUNTED if max_bytes is None else 0)
+        _refuse_other_kinds(file.read(512))
+    budget = Budget(size, max_bytes)
+    budget.claim(_UNCOUNTED if max_bytes is None else 0)
+    with _Charged(path, size, budget) as file:
         try:
-            # What ZipFile asks for the size of the directory that it is about to read.
-            if end := zipfile._EndRecData(file):  # type: ignore[attr-defined]
-                budget.claim(_DIRECTORY_BYTES * min(end[_DIRECTORY_SIZE], size))
             archive = zipfile.ZipFile(file)
         except (Malformed, MemoryError):
             raise
         except Exception as error:  # whatever the standard library says of a damaged archive
             raise Malformed("a damaged zip archive, cut short perhaps") from error
+        file.charges = False
         with archive:
-            read, keys = _reader(archive, budget), Keys(budget)
-            functions = functions_of(keys, budget) | {STORAGE: storage_reader(read)}
-            return unpickle(read("data.pkl"), functions, keys, budget), budget
+            entries = _Entries(archive, budget)
+            keys = Keys(budget)
+            functions = functions_of(keys, budget)
+            functions[STORAGE] = storage_reader(entries.read)
+            return unpickle(entries.read("data.pkl"), functions, keys, budget), budget
 
 
-def _reader(archive: zipfile.ZipFile, budget: Budget) -> Callable[..., np.ndarray]:
-    """What reads the entries of an archive that is laid out as torch does, their CRCs checked."""
-    names = archive.namelist()
-    roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")]
-    roots = [root for root in roots if root.count("/") == 1]
-    if len(roots) != 1:
-        raise Malformed("a zip archive without the one data.pkl that torch.save writes")
-    root = roots[0]
-    if f"{root}constants.pkl" in names:
-        raise Malformed("a TorchScript archive (torch.jit.save); save the state_dict instead")
+def _refuse_other_kinds(head: bytes) -> None:
+    """Refuses a file that does not begin as a zip archive.
 
-    def read(name: str, nbytes: int | None = None) -> np.ndarray:
-        """The bytes of an entry, uint8; `nbytes` is the size it must have, None for any."""
-        info = archive.NameToInfo.get(root + name)
-        if info is None:
+    Raises:
+      Malformed: With what it seems to be.
+    """
+    if head[:4] in _ZIP:
+        return
+    if not head:
+        raise Malformed("an empty file")
+    for position, mark, kind in _OTHER_KINDS:
+        if head[position:].startswith(mark):
+            raise Malformed(kind)
+
+
+class _Charged(io.BufferedReader):
+    """A file that charges what `zipfile` makes of a directory before it reads one.
+
+    Attributes:
+      charges: Whether it still does; entries are charged one by one.
+    """
+
+    def __init__(self, path: pathlib.Path, size: int, budget: Budget) -> None:
+        super().__init__(io.FileIO(path))
+        self._size = size
+        self._budget = budget
+        self.charges = True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.charges:
+            rest = self._size - self.tell()
+            wanted = rest if size is None or size < 0 else min(size, rest)
+            self._budget.claim(_DIRECTORY_BYTES * max(wanted, 0))
+        return super().read(size)
+
+
+class _Entries:
+    """The entries of an archive that is laid out as torch does.
+
+    Raises:
+      Malformed: It is laid out otherwise.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, budget: Budget) -> None:
+        self._archive = archive
+        self._budget = budget
+        roots = []
+        for name in archive.namelist():
+            if name.endswith("/data.pkl") and name.count("/") == 1:
+                roots.append(name.removesuffix("data.pkl"))
+        if len(roots) != 1:
+            raise Malformed("a zip archive without the one data.pkl that torch.save writes")
+        self._root = roots[0]
+        if self._has("constants.pkl"):
+            raise Malformed("a TorchScript archive (torch.jit.save); save the state_dict instead")
+        # torch.serialization.set_crc32_options(False) writes none at all.
+        self._has_sums = any(info.CRC for info in archive.infolist())
+        if self._has("byteorder") and self.read("byteorder").tobytes() != b"little":
+            raise Malformed("tensors of a big-endian machine; load and save them on another")
+
+    def _has(self, name: str) -> bool:
+        return self._root + name in self._archive.NameToInfo
+
+    def read(self, name: str, nbytes: int | None = None) -> np.ndarray:
+        """Reads an entry and checks its sum.
+
+        Args:
+          name: Without the folder that all entries are in.
+          nbytes: The size that it must have; None for any.
+
+        Returns:
+          Its bytes, uint8.
+
+        Raises:
+          Malformed: It is not there, of another size, or damaged.
+        """
+        if not self._has(name):
             raise Malformed(f"an archive without its entry {name!r:.60}")
+        info = self._archive.getinfo(self._root + name)
         if nbytes is not None and info.file_size != nbytes:
             raise Malformed(f"{info.file_size} bytes in {name!r:.60}, expected {nbytes}")
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        if info.compress_type not in _METHODS:
             # The header of an LZMA stream alone can ask for gigabytes.
             raise Malformed(f"compression method {info.compress_type} in {name!r:.60}")
         # Claimed before it is allocated: the directory of a bomb can promise any size.
-        budget.claim(info.file_size)
-        raw, filled = np.empty(info.file_size, np.uint8), 0
+        self._budget.claim(info.file_size)
+        if not self._has_sums and hasattr(info, "CRC"):
+            del info.CRC  # zipfile checks it where there is one
+        raw = np.empty(info.file_size, np.uint8)
+        filled = 0
         try:
-            with archive.open(info) as entry:
+            with self._archive.open(info) as entry:
                 into = entry.readinto  # type: ignore[attr-defined] (which typeshed's IO has not)
                 while count := into(raw.data[filled : filled + _CHUNK]):
                     filled += count  # zipfile checks the CRC at the end
@@ -107,10 +171,6 @@ def _reader(archive: zipfile.ZipFile, budget: Budget) -> Callable[..., np.ndarra
                 raise zipfile.BadZipFile("shorter than its directory says")
         except MemoryError:
             raise
-        except Exception as error:  # likewise
+        except Exception as error:  # whatever the standard library says of a damaged entry
             raise Malformed(f"a damaged entry {name!r:.60} ({error!s:.100})") from error
         return raw
-
-    if f"{root}byteorder" in names and read("byteorder").tobytes() != b"little":
-        raise Malformed("tensors of a big-endian machine; load and save them on another")
-    return read

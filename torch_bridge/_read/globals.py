@@ -42,6 +42,7 @@ _WAYS_OUT = {
     "torch.distributed._tensor": _FULL,
     "torch.distributed.device_mesh": _FULL,
     "torch._utils._rebuild_wrapper_subclass": _FULL,
+    "torch._utils._rebuild_meta": "A tensor on the meta device has no values; leave it out",
     "torch._utils._rebuild_sparse": "Save sparse tensors as to_dense()",
     "torch._utils._rebuild_qtensor": "Save quantized tensors as dequantize()",
     "torch._utils._rebuild_nested": "Save nested tensors as their unbind()",

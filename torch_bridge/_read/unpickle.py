@@ -1,23 +1,25 @@
-"""The unpickler of the standard library over values of ours that do nothing.
+"""What a pickle says, found out by a loop over its opcodes, with values of ours that do nothing.
 
-No function or class of torch, NumPy or Python that could do anything is ever on the stack: what a
-file names is a `Global`, and a call of it goes to what stands for it here. What the unpickler would
-do by itself is kept from it: hashing keys that were chosen to have one hash, a memo index of 2**31,
-setting attributes, filling whatever has a method ``append``.
+`pickletools.genops` splits a pickle into opcodes and their arguments. What each of them means is
+said here, for those that torch's pickler writes and for no others. No function or class of torch,
+NumPy or Python that could do anything is ever on the stack: what a file names is a `Global`, and a
+call of it goes to what stands for it here.
 
-It is the unpickler in Python, ``pickle._Unpickler``: only there can opcodes be left out.
+Two rules bound what a file can cost. Memory is claimed from a budget before it is taken. And what
+the memo shows once more is claimed once more, in proportion to its size, so that no operation costs
+more than what its operands have been charged with.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
-import pickle
+import codecs
+import pickletools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._read.globals import is_value, set_state
 from torch_bridge._read.keys import Keys
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, expect
@@ -25,193 +27,320 @@ from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, expe
 STORAGE = "storage"  # what a persistent id of torch's begins with
 Functions: TypeAlias = Mapping[str, Callable[..., Any]]
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_DEEPEST = 100
+_LATEST = 5  # protocol
+# genops decodes the argument of UNICODE before that can be refused. Its codec is imported now, so
+# that no file causes an import.
+codecs.lookup("raw-unicode-escape")
+_DEEPEST = 100  # containers in each other, through which everything else walks
+_LONGEST_NAME = 200  # of a global; the longest on the list has 80 characters
 # Of memory for a byte of a pickle: of it itself, and of text, which can take 4 bytes a character.
 _COPIES = 4
 # Bytes of memory: of a global that was not named before, of what is remembered of a container, and
-# for each value in one that a file shows once more, as every walk meets it again.
+# for each value that a file shows once more (64 characters count as one), as a walk meets it again.
 _NAME, _CONTAINER, _AGAIN = 512, 224, 64
-# Bytes of memory that an opcode takes at most, with its places on the stack and in a container;
-# what is not here only takes away from the stack.
-_CHARGES = {
-    **dict.fromkeys(b"qr\x94", 16),
-    **dict.fromkeys(b"\x80\x95N\x88\x89)hjc\x93iK", 32),
-    **dict.fromkeys(b"JMG\x8a\x8bt", 64),
-    **dict.fromkeys(b"\x85\x86\x87XU\x8cT\x8dCB\x8e\x96", 96),
-    **dict.fromkeys(b"](", 128),
-    **dict.fromkeys(b"}\x8f\x91R\x81Q", 208),
-}
-_LOADS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 
 
-class _Memo(list):
-    """What the file numbered, from 0 on, as every pickler does."""
+class _Unpickler:
+    """The stack and the memo of one pickle.
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if index == len(self):
-            self.append(value)
-        else:
-            super().__setitem__(index, value)
+    Args:
+      functions: What a global, and a storage's id, stand for.
+      keys: Fills dictionaries and sets.
+      budget: What everything is charged to.
+    """
 
-
-class _Unpickler(pickle._Unpickler):
-    append: Callable[[Any], None]
-    pop_mark: Callable[[], list[Any]]
-    read: Callable[[int], bytes]
-    stack: list[Any]
-
-    def __init__(self, data: bytes, functions: Functions, keys: Keys, budget: Budget) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin-1")
-        self.memo: Any = _Memo()
-        self._functions, self._keys, self._budget = functions, keys, budget
-        self._named: dict[str, Global] = {}
+    def __init__(self, functions: Functions, keys: Keys, budget: Budget) -> None:
+        self._functions = functions
+        self._keys = keys
+        self._budget = budget
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks below each mark
+        self._memo: list[Any] = []  # what the file numbered, from 0 on as every pickler does
+        self._globals: dict[str, Global] = {}
         self._measured: dict[int, tuple[Any, int, int]] = {}
 
-    def find_class(self, module: str, name: str) -> Global:
-        full = _canonical(module, name)
-        if full not in self._named:
-            if full not in self._functions and not is_value(full):
-                raise Forbidden(full)
-            self._budget.claim(_NAME)
-            self._named[full] = Global(full)
-        return self._named[full]
+    def run(self, data: bytes) -> Any:
+        """Carries out one opcode after the other; the value that is left at the end."""
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "STOP":
+                break
+            if opcode.name not in _ACTIONS:
+                raise Malformed(f"the opcode {opcode.name}, which torch does not write")
+            action, nbytes = _ACTIONS[opcode.name]
+            self._budget.claim(nbytes)
+            action(self, argument)
+        value = self._stack.pop()
+        self._measure(value)
+        return value
 
-    def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, tuple) and pid and isinstance(pid[0], str) and pid[0] == STORAGE:
-            return self._functions[STORAGE](*pid[1:])
-        raise Malformed("a reference to something that is no storage")
+    # --- the stack and the memo ---
 
-    def measured(self, value: Any, level: int = 0) -> tuple[int, int]:
-        """The values that a walk through `value` meets, and the containers in each other.
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
 
-        From now on `value` and what is in it are not filled any more.
+    def mark(self, _: None) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _since_mark(self) -> list[Any]:
+        values = self._stack
+        self._stack = self._below.pop()
+        return values
+
+    def pop(self, _: None) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:  # the mark itself
+            self._since_mark()
+
+    def pop_mark(self, _: None) -> None:
+        self._since_mark()
+
+    def memoize(self, _: None) -> None:
+        self._memo.append(self._stack[-1])
+
+    def put(self, index: int) -> None:
+        if index == len(self._memo):
+            self._memo.append(self._stack[-1])
+        else:
+            self._memo[index] = self._stack[-1]
+
+    def get(self, index: int) -> None:
+        value = self._memo[index]
+        size, _ = self._measure(value)
+        if size > 1 or isinstance(value, _CONTAINERS):
+            self._budget.claim(_AGAIN * size)
+        self.push(value)
+
+    def _measure(self, value: Any, level: int = 0) -> tuple[int, int]:
+        """Counts what a walk meets, in values, and the containers in each other.
+
+        Text, bytes and numbers count as the more, the longer they are. From now on `value` and what
+        is in it are not filled any more, so nothing holds itself.
 
         Raises:
           Malformed: There are too many containers in each other.
         """
+        if isinstance(value, str | bytes):
+            return 1 + len(value) // _AGAIN, 0
+        if isinstance(value, int):
+            return 1 + value.bit_length() // (8 * _AGAIN), 0
         if not isinstance(value, _CONTAINERS):
             return 1, 0
         _, size, depth = self._measured.get(id(value), (None, 0, 1))
         if level + depth > _DEEPEST:
             raise Malformed(f"more than {_DEEPEST} containers in each other")
-        if not size:
-            self._budget.claim(_CONTAINER)
-            size = 1
-            for part in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
-                inner_size, inner_depth = self.measured(part, level + 1)
-                size, depth = size + inner_size, max(depth, inner_depth + 1)
-            self._measured[id(value)] = value, size, depth  # which keeps it, and so its id
+        if size:
+            return size, depth
+        self._budget.claim(_CONTAINER)
+        parts = list(value)
+        if isinstance(value, dict):
+            parts.extend(value.values())
+        size = 1
+        for part in parts:
+            inner_size, inner_depth = self._measure(part, level + 1)
+            size += inner_size
+            depth = max(depth, inner_depth + 1)
+        self._measured[id(value)] = (value, size, depth)  # which keeps it, and so its id
         return size, depth
 
-    def _again(self, index: int) -> None:
-        value = self.memo[index]
-        if isinstance(value, _CONTAINERS):
-            self._budget.claim(_AGAIN * self.measured(value)[0])
-        self.append(value)
+    # --- containers ---
 
-    def _fill(self, kind: type, added: list[Any]) -> None:
-        """Add to the container at the top of the stack."""
-        into = expect(self._unshown(), kind, f"where a {kind.__name__} belongs")
-        if kind is list:
-            into += added
-        elif kind is set:
-            self._keys.members(added, into)
-        else:
-            parts = iter(added)
-            self._keys.mapping(zip(parts, parts, strict=True), into)
+    def tuple_of(self, count: int) -> None:
+        values = self._stack[len(self._stack) - count :]
+        if len(values) < count:
+            raise IndexError("too few values on the stack")
+        del self._stack[len(self._stack) - count :]
+        self.push(tuple(values))
 
-    def _frozen_set(self) -> None:
-        members = self._keys.members(self.pop_mark())  # which changes what `append` is
-        self.append(frozenset(members))
+    def tuple_since_mark(self, _: None) -> None:
+        self.push(tuple(self._since_mark()))
+
+    def frozen_set(self, _: None) -> None:
+        members = self._keys.members(self._since_mark())
+        self.push(frozenset(members))
+
+    def append(self, _: None) -> None:
+        value = self._stack.pop()
+        self._filled(list).append(value)
+
+    def extend(self, _: None) -> None:
+        values = self._since_mark()
+        self._filled(list).extend(values)
+
+    def add(self, _: None) -> None:
+        members = self._since_mark()
+        self._keys.members(members, self._filled(set))
+
+    def set_item(self, _: None) -> None:
+        value = self._stack.pop()
+        key = self._stack.pop()
+        self._keys.mapping([(key, value)], self._filled(dict))
+
+    def set_items(self, _: None) -> None:
+        values = self._since_mark()
+        items = zip(values[::2], values[1::2], strict=True)
+        self._keys.mapping(items, self._filled(dict))
+
+    def _filled(self, kind: type) -> Any:
+        """Returns the container at the top of the stack, which is about to be filled."""
+        return expect(self._unshown(), kind, f"where a {kind.__name__} belongs")
 
     def _unshown(self) -> Any:
-        """The top of the stack, which is not in anything yet, and so never in itself."""
-        if id(self.stack[-1]) in self._measured:
+        """Returns the top of the stack, which is in nothing yet, and so never in itself."""
+        if id(self._stack[-1]) in self._measured:
             raise Malformed("a container that holds itself, or is filled after it was shown")
-        return self.stack[-1]
+        return self._stack[-1]
 
-    def _reduce(self) -> None:
-        args, function = self.stack.pop(), self.stack[-1]
-        if not isinstance(function, Global) or not isinstance(args, tuple):
+    # --- globals, calls and storages ---
+
+    def name(self, text: str) -> None:
+        """Pushes a global by ``"module name"``."""
+        module, _, name = text.partition(" ")
+        self._name(module, name)
+
+    def name_on_stack(self, _: None) -> None:
+        name = expect(self._stack.pop(), str, "as a name")
+        module = expect(self._stack.pop(), str, "as a module")
+        self._name(module, name)
+
+    def _name(self, module: str, name: str) -> None:
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise Malformed(f"a global whose name has {len(module) + len(name)} characters")
+        full = _canonical(module, name)
+        if full not in self._globals:
+            if not (full in self._functions or is_value(full)):
+                raise Forbidden(full)
+            self._budget.claim(_NAME)
+            self._globals[full] = Global(full)
+        self.push(self._globals[full])
+
+    def instance(self, text: str) -> None:
+        self.name(text)  # so that what is not allowed is named
+        raise Malformed("the opcode INST, which torch does not write")
+
+    def call(self, _: None) -> None:
+        arguments = self._stack.pop()
+        function = self._stack.pop()
+        if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("a call of something that is no function")
         if function.name not in self._functions:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{function.name} (called)")
         otherwise = f"arguments that {function.name} cannot have"
-        self.stack[-1] = _called(self._functions[function.name], args, otherwise)
+        self.push(_called(self._functions[function.name], arguments, otherwise))
 
-    def _build(self) -> None:
-        state, value = self.stack.pop(), self._unshown()
-        _called(set_state, (value, state, self._budget), "attributes that an object cannot have")
+    def build(self, _: None) -> None:
+        state = self._stack.pop()
+        arguments = (self._unshown(), state, self._budget)
+        _called(set_state, arguments, "attributes that an object cannot have")
 
-    def _extension(self) -> NoReturn:
+    def storage(self, _: None) -> None:
+        identity = self._stack.pop()
+        is_tuple = isinstance(identity, tuple) and bool(identity)
+        if not is_tuple or not isinstance(identity[0], str) or identity[0] != STORAGE:
+            raise Malformed("a reference to something that is no storage")
+        self.push(self._functions[STORAGE](*identity[1:]))
+
+    def extension(self, _: int) -> None:
         # The standard library keeps such objects, so that one may come from another file.
         raise Forbidden("a copyreg extension code")
 
+    def protocol(self, number: int) -> None:
+        if number > _LATEST:
+            raise Malformed(f"a pickle of protocol {number}, which is later than {_LATEST}")
 
-def _called(function: Callable[..., Any], args: tuple[Any, ...], otherwise: str) -> Any:
-    """What a function of ours gives; `otherwise` says what was found where they do not fit it."""
+    def skip(self, _: Any) -> None:
+        """Does nothing: a frame only says how much to read at once."""
+
+
+def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise: str) -> Any:
+    """Calls a function of ours; `otherwise` says what was found where arguments do not fit it."""
     try:
-        return function(*args)
-    except Malformed:
+        return function(*arguments)
+    except CheckpointMismatch:
         raise
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise Malformed(otherwise) from error
 
 
-_OWN: dict[int, Callable[[Any], None]] = {
-    pickle.REDUCE[0]: _Unpickler._reduce,
-    pickle.NEWOBJ[0]: _Unpickler._reduce,
-    pickle.BUILD[0]: _Unpickler._build,
-    pickle.APPEND[0]: lambda self: self._fill(list, [self.stack.pop()]),
-    pickle.APPENDS[0]: lambda self: self._fill(list, self.pop_mark()),
-    pickle.ADDITEMS[0]: lambda self: self._fill(set, self.pop_mark()),
-    pickle.FROZENSET[0]: _Unpickler._frozen_set,
-    pickle.SETITEM[0]: lambda self: self._fill(dict, [self.stack.pop(-2), self.stack.pop()]),
-    pickle.SETITEMS[0]: lambda self: self._fill(dict, self.pop_mark()),
-    pickle.BINGET[0]: lambda self: self._again(self.read(1)[0]),
-    pickle.LONG_BINGET[0]: lambda self: self._again(int.from_bytes(self.read(4), "little")),
-    pickle.BYTEARRAY8[0]: _LOADS[pickle.BINBYTES8[0]],
-    pickle.FRAME[0]: lambda self: self.read(8),
-    **dict.fromkeys(b"\x82\x83\x84", _Unpickler._extension),
+_Action: TypeAlias = Callable[[_Unpickler, Any], None]
+# Each opcode that is carried out, and the bytes of memory that it takes at most, with its places on
+# the stack and in a container; what takes none only takes away from the stack.
+_ACTIONS: dict[str, tuple[_Action, int]] = {
+    "PROTO": (_Unpickler.protocol, 32),
+    "FRAME": (_Unpickler.skip, 32),
+    "NONE": (lambda unpickler, _: unpickler.push(None), 32),
+    "NEWTRUE": (lambda unpickler, _: unpickler.push(True), 32),
+    "NEWFALSE": (lambda unpickler, _: unpickler.push(False), 32),
+    "BININT1": (_Unpickler.push, 32),
+    "BININT2": (_Unpickler.push, 64),
+    "BININT": (_Unpickler.push, 64),
+    "LONG1": (_Unpickler.push, 64),
+    "LONG4": (_Unpickler.push, 64),
+    "BINFLOAT": (_Unpickler.push, 64),
+    "SHORT_BINSTRING": (_Unpickler.push, 96),
+    "BINSTRING": (_Unpickler.push, 96),
+    "SHORT_BINUNICODE": (_Unpickler.push, 96),
+    "BINUNICODE": (_Unpickler.push, 96),
+    "BINUNICODE8": (_Unpickler.push, 96),
+    "SHORT_BINBYTES": (_Unpickler.push, 96),
+    "BINBYTES": (_Unpickler.push, 96),
+    "BINBYTES8": (_Unpickler.push, 96),
+    "BYTEARRAY8": (lambda unpickler, raw: unpickler.push(bytes(raw)), 96),
+    "EMPTY_TUPLE": (lambda unpickler, _: unpickler.push(()), 32),
+    "TUPLE1": (lambda unpickler, _: unpickler.tuple_of(1), 96),
+    "TUPLE2": (lambda unpickler, _: unpickler.tuple_of(2), 96),
+    "TUPLE3": (lambda unpickler, _: unpickler.tuple_of(3), 96),
+    "TUPLE": (_Unpickler.tuple_since_mark, 64),
+    "EMPTY_LIST": (lambda unpickler, _: unpickler.push([]), 128),
+    "EMPTY_DICT": (lambda unpickler, _: unpickler.push({}), 208),
+    "EMPTY_SET": (lambda unpickler, _: unpickler.push(set()), 208),
+    "FROZENSET": (_Unpickler.frozen_set, 208),
+    "APPEND": (_Unpickler.append, 0),
+    "APPENDS": (_Unpickler.extend, 0),
+    "ADDITEMS": (_Unpickler.add, 0),
+    "SETITEM": (_Unpickler.set_item, 0),
+    "SETITEMS": (_Unpickler.set_items, 0),
+    "MARK": (_Unpickler.mark, 128),
+    "POP": (_Unpickler.pop, 0),
+    "POP_MARK": (_Unpickler.pop_mark, 0),
+    "MEMOIZE": (_Unpickler.memoize, 16),
+    "BINPUT": (_Unpickler.put, 16),
+    "LONG_BINPUT": (_Unpickler.put, 16),
+    "BINGET": (_Unpickler.get, 32),
+    "LONG_BINGET": (_Unpickler.get, 32),
+    "GLOBAL": (_Unpickler.name, 32),
+    "STACK_GLOBAL": (_Unpickler.name_on_stack, 32),
+    "INST": (_Unpickler.instance, 32),
+    "REDUCE": (_Unpickler.call, 208),
+    "NEWOBJ": (_Unpickler.call, 208),
+    "BUILD": (_Unpickler.build, 0),
+    "BINPERSID": (_Unpickler.storage, 208),
+    "EXT1": (_Unpickler.extension, 0),
+    "EXT2": (_Unpickler.extension, 0),
+    "EXT4": (_Unpickler.extension, 0),
 }
 
 
-def _charged(code: int) -> Callable[[Any], None]:
-    load, nbytes = _OWN.get(code) or _LOADS[code], _CHARGES.get(code, 0)
-
-    def charged(unpickler: Any) -> None:
-        unpickler._budget.claim(nbytes)
-        load(unpickler)
-
-    return charged
-
-
-# What torch writes, and INST, so that the global that it names is named in the error.
-_Unpickler.dispatch = {code: _charged(code) for code in (*_CHARGES, *_OWN, *b".01")}
-
-
 def unpickle(data: np.ndarray, functions: Functions, keys: Keys, budget: Budget) -> Any:
-    """What a pickle says; `functions` are what a global, and a storage's id, stand for.
+    """Reads a pickle into plain values; `functions` are what a global, and a storage, stand for.
 
     Raises:
       Malformed: It is damaged, is none that torch writes, or takes more than the budget.
       Forbidden: It asks for a global that is not allowed; the first one is named.
     """
     budget.claim(_COPIES * data.size)
-    unpickler = _Unpickler(data.tobytes(), functions, keys, budget)
     try:
-        value = unpickler.load()
-    except (Malformed, Forbidden, MemoryError):
+        return _Unpickler(functions, keys, budget).run(data.tobytes())
+    except (CheckpointMismatch, Forbidden, MemoryError):
         raise
     except Exception as error:  # whatever the standard library says of a damaged pickle
         raise Malformed(f"a damaged pickle ({error!s:.100})") from error
-    unpickler.measured(value)
-    return value
 
 
 def _canonical(module: str, name: str) -> str:
-    """``module.name`` as Python 3 and today's NumPy spell it."""
+    """Spells ``module.name`` as Python 3 and today's NumPy do."""
     module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
     if module == "numpy.core" or module.startswith("numpy.core."):
         module = "numpy._core" + module[len("numpy.core") :]
