@@ -29,23 +29,23 @@ class Streaming(NamedTuple):
 
     @property
     def keeps_local(self) -> bool:
-        """Whether replicas differ after a round."""
+        """Tells whether replicas differ after a round."""
         return len(self.ends) > 1 or self.alpha > 0
 
     def mix(self, shared: PyTree, local: PyTree) -> PyTree:
-        """What a replica goes on with: the average, and a share of its own parameters.
+        """Mixes the average with a share of a replica's parameters, for it to go on with.
 
-        An element of its own that is not finite is left out, so that it does not outlive the round.
+        An element that is not finite there is left out, so that it does not outlive the round.
         """
         if not self.alpha:
             return shared
 
-        def one(shared: Array, local: Array) -> Array:
+        def mixed(shared: Array, local: Array) -> Array:
             wide = compute_dtype(shared.dtype)
-            mixed = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
-            return jnp.where(jnp.isfinite(local), mixed.astype(shared.dtype), shared)
+            both = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
+            return jnp.where(jnp.isfinite(local), both.astype(shared.dtype), shared)
 
-        return jax.tree.map(one, shared, local)
+        return jax.tree.map(mixed, shared, local)
 
 
 def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Streaming:
@@ -55,10 +55,12 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
       ValueError: If one is unusable, or a round of `period` steps is too short for them.
     """
     if isinstance(fragments, (list, tuple)):
-        split, count = tuple(fragments), len(fragments)
+        split = tuple(fragments)
+        count = len(split)
         _check_patterns(split)
     else:
-        split = count = check_int("fragments", fragments, 1)
+        count = check_int("fragments", fragments, 1)
+        split = count
     delay = check_int("fragment_sync_delay", delay, 0)
     alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
     if count > period:
@@ -78,12 +80,13 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
 
 
 def _check_patterns(patterns: tuple[Any, ...]) -> None:
+    """Refuses what is not a list of regular expressions."""
     for pattern in patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"`fragments` has {pattern!r}, which is no regular expression: {error}. Pass a "
+                f"`fragments` has {pattern!r}, which is not a regular expression: {error}. Pass a "
                 "number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
             ) from error
     if not patterns:
@@ -93,83 +96,100 @@ def _check_patterns(patterns: tuple[Any, ...]) -> None:
 class Fragments(NamedTuple):
     """Which fragment each leaf belongs to, in flattening order; -1 for one that is not floating."""
 
-    owner: tuple[int, ...]
+    numbers: tuple[int, ...]
 
-    def take(self, tree: PyTree, k: int | None = None) -> PyTree:
-        """The tree with `optax.MaskedNode` in place of all leaves but fragment `k`'s.
+    def take(self, tree: PyTree, fragment: int | None = None) -> PyTree:
+        """Returns the tree with `optax.MaskedNode` in place of all leaves but a fragment's.
 
         Key paths stay as they are: a reducer may decide by a leaf's name. None for all fragments,
         which leaves out what is not floating.
         """
         leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, self._chosen(k), strict=True)
-        return treedef.unflatten([leaf if own else optax.MaskedNode() for leaf, own in pairs])
+        for position, number in enumerate(self.numbers):
+            if not _is_in(number, fragment):
+                leaves[position] = optax.MaskedNode()
+        return treedef.unflatten(leaves)
 
-    def put(self, tree: PyTree, part: PyTree, k: int | None = None) -> PyTree:
-        """`tree` with the leaves of fragment `k`, or of all, from `part`."""
+    def put(self, tree: PyTree, part: PyTree, fragment: int | None = None) -> PyTree:
+        """Returns `tree` with the leaves of a fragment, or of all, from `part`."""
         leaves, treedef = jax.tree.flatten(tree)
-        values, pairs = iter(jax.tree.leaves(part)), zip(leaves, self._chosen(k), strict=True)
-        return treedef.unflatten([next(values) if own else leaf for leaf, own in pairs])
+        values = iter(jax.tree.leaves(part))
+        for position, number in enumerate(self.numbers):
+            if _is_in(number, fragment):
+                leaves[position] = next(values)
+        return treedef.unflatten(leaves)
 
-    def _chosen(self, k: int | None) -> list[bool]:
-        return [owner >= 0 if k is None else owner == k for owner in self.owner]
+
+def _is_in(number: int, fragment: int | None) -> bool:
+    """Tells whether a leaf with this number is in a fragment, or in any."""
+    return number >= 0 if fragment is None else number == fragment
 
 
 def make_fragments(params: PyTree, split: Split = 1) -> Fragments:
     """Gives every floating leaf a fragment.
 
     A number of fragments: the largest leaf first, to the lightest fragment. Patterns: the first
-    that is found in the leaf's path, written as ``blocks/0/kernel``.
+    that matches within the leaf's path, written as ``blocks/0/kernel``.
 
     Raises:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
     """
-    names, sizes = list[str](), dict[int, int]()  # of all; bytes of the floating ones, by position
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0]):
-        dtype = leaf_dtype(leaf)
+    names: dict[int, str] = {}  # of the floating leaves, by position
+    sizes: dict[int, int] = {}  # their bytes
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for position, (path, leaf) in enumerate(leaves):
+        dtype = jnp.dtype(leaf_dtype(leaf))
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(
                 f"The parameter {leaf_name(path)} has dtype {dtype}, and only floating ones can be "
                 "averaged. Wrap the transformation in optax.contrib.split_real_and_imaginary."
             )
-        names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
         if jnp.issubdtype(dtype, jnp.floating):
-            sizes[i] = math.prod(np.shape(leaf)) * jnp.dtype(dtype).itemsize
+            names[position] = jax.tree_util.keystr(path, simple=True, separator="/")
+            sizes[position] = math.prod(np.shape(leaf)) * dtype.itemsize
     if isinstance(split, tuple):
-        owner = _by_pattern({i: names[i] for i in sizes}, split)
+        numbers = _by_pattern(names, split)
     else:
-        owner = _by_size(sizes, split)
-    return Fragments(tuple(owner.get(i, -1) for i in range(len(names))))
+        numbers = _by_size(sizes, split)
+    return Fragments(tuple(numbers.get(position, -1) for position in range(len(leaves))))
 
 
 def _by_pattern(names: dict[int, str], patterns: tuple[str, ...]) -> dict[int, int]:
-    owner = {}
-    for i, name in names.items():
-        found = [k for k, pattern in enumerate(patterns) if re.search(pattern, name)]
-        if not found:
+    """Gives each leaf the first pattern that matches within its name."""
+    numbers: dict[int, int] = {}
+    for position, name in names.items():
+        for number, pattern in enumerate(patterns):
+            if re.search(pattern, name):
+                numbers[position] = number
+                break
+        else:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
                 "be averaged. Add one for it, such as '.*' at the end for all that are left."
             )
-        owner[i] = found[0]
-    for k, pattern in enumerate(patterns):
-        if k not in owner.values():
+    for number, pattern in enumerate(patterns):
+        if number not in numbers.values():
             raise ValueError(
                 f"`fragments` has the pattern {pattern!r}, and no floating leaf is left for it. A "
                 "leaf belongs to the first pattern that is found in its path; correct it, or leave "
                 "it out."
             )
-    return owner
+    return numbers
 
 
 def _by_size(sizes: dict[int, int], count: int) -> dict[int, int]:
+    """Gives each leaf, the largest first, the fragment that is the lightest until then."""
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "
             "Pass at most as many fragments as leaves."
         )
-    owner, load = {}, [(0, 0)] * count  # bytes and leaves: empty leaves weigh nothing
-    for i in sorted(sizes, key=lambda i: (-sizes[i], i)):
-        k = load.index(min(load))
-        owner[i], load[k] = k, (load[k][0] + sizes[i], load[k][1] + 1)
-    return owner
+    numbers: dict[int, int] = {}
+    load = [0] * count  # bytes
+    leaves = [0] * count  # an empty leaf has no bytes, and yet its fragment is not empty
+    for position in sorted(sizes, key=lambda position: -sizes[position]):
+        number = min(range(count), key=lambda number: (load[number], leaves[number]))
+        numbers[position] = number
+        load[number] += sizes[position]
+        leaves[number] += 1
+    return numbers

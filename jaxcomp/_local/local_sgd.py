@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,23 @@ import optax
 from jaxcomp._base.leaves import widest
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._local.averages import average
 from jaxcomp._local.fragments import Fragments, make_fragments
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
-from jaxcomp._local.state import LocalSGDState
 from jaxcomp._local.sync import (
     AverageInnerState,
+    LocalSGDState,
     Part,
     Sync,
-    average,
     check_sync,
-    is_transformation,
+    check_transformation,
     total,
     wide_leaves,
 )
 from jaxcomp._mesh.collectives import as_local, owner_id, switch
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_gradients, takes_rows
-from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
+from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
 def local_sgd(
@@ -48,7 +48,7 @@ def local_sgd(
     offset: int | None = None,
     local_axis_name: AxisName | None = None,
 ) -> Transformation:
-    r"""Steps of each replica by itself, and an average of the parameters every `sync_every` steps.
+    r"""Lets each replica step by itself, and averages parameters every `sync_every` steps.
 
     With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w`
     of :math:`W` takes :math:`p_w \leftarrow p_w + u_w(g_w)`, and after every :math:`H` =
@@ -82,7 +82,7 @@ def local_sgd(
         and to the gradients before `start_step`. None averages exactly. Its state begins anew at
         `start_step`, because gradients and pseudo-gradients have different scales; and its own
         ``start_step`` counts averages, so give ``start_step=0`` to compress from the first.
-      outer: An Optax optimizer of the pseudo-gradients, with its state in this one's. In a
+      outer: An Optax optimizer of the pseudo-gradients, whose state is kept in this one's. In a
         hierarchy it and the reducer act at the widest level; narrower ones average parameters.
       average_inner_state: What happens to momenta at an average. False: each replica keeps its
         momenta, as in torch and DiLoCo. True: averaged too. "reset": begun anew; schedules go on.
@@ -121,16 +121,28 @@ def local_sgd(
       Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD. ICLR 2020.
       Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. 2023.
     """
-    made_by = call_text("local_sgd", locals())
     periods = check_periods(sync_every, axis_name, start_step, offset)
     sync = check_sync(axis_name, reducer, outer, average_inner_state)
     if local_axis_name is not None:
         check_known("local_axis_name", local_axis_name, axis_name)
-    if not is_transformation(inner):
-        raise ValueError(f"`inner` must be an Optax gradient transformation, got {inner!r}.")
+    check_transformation("inner", inner)
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, sync, local_axis_name)
+    made_by = (
+        f"local_sgd({shown(inner)}, sync_every={shown(sync_every)}, axis_name={axis_name!r}, "
+        f"start_step={start_step}, reducer={shown(reducer)}, outer={shown(outer)})"
+    )
     update = takes_rows(run.update, run.init)
     return Transformation(run.init, update, made_by=made_by, count_bytes=run.count_bytes)
+
+
+class _Step(NamedTuple):
+    """The inner optimizer's step, which an average may follow."""
+
+    floating: Fragments  # the parameters that are averaged
+    params: PyTree  # all, before the step
+    updates: PyTree  # the inner optimizer's
+    state: LocalSGDState  # after it
+    weight: Any  # this replica's; None if all count the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +155,7 @@ class _LocalSGD:
     local_axis_name: AxisName | None
 
     def init(self, params: PyTree) -> LocalSGDState:
+        """Makes the state before the first step."""
         # A copy, because a training step that donates its state must not see one buffer twice.
         anchor = () if self.sync.plain else jax.tree.map(jnp.copy, params)
         outer, reducer = self.sync.init(make_fragments(params).take(params))
@@ -160,138 +173,166 @@ class _LocalSGD:
         weight: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, LocalSGDState]:
+        """Takes the inner optimizer's step, and whatever is due after it."""
         if params is None:
             raise ValueError(
                 "local_sgd averages parameters, so its update needs them: "
                 "tx.update(grads, state, params)."
             )
-        axis_name, start = self.sync.axis_name, self.periods.start_step
+        axis_name = self.sync.axis_name
         check_gradients(updates, axis_name)
         floating = make_fragments(params)
         gradients, reducer = self._gradients(updates, state, floating, weight)
         inner = as_local(state.inner, axis_name)
-        step, inner = self.inner.update(gradients, inner, params, **extra)
-        step, inner = as_local((jax.tree.map(_widen, step, params), inner), axis_name)
+        updates, inner = self.inner.update(gradients, inner, params, **extra)
+        updates = jax.tree.map(_widened, updates, params)
+        updates, inner = as_local((updates, inner), axis_name)
         state = state._replace(reducer=reducer, inner=inner, owner=owner_id(axis_name))
+        step = _Step(floating, params, updates, state, weight)
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
-        last_sync = jnp.where((due > 0) | (count <= start), count, state.last_sync)
-        branches = self._branches(floating, params, step, state, weight)
-        if start and not self.sync.plain:
-            due = jnp.where(count == start, len(branches) - 1, due)
-        step, state = switch(due, branches)
-        return step, state._replace(count=count, last_sync=last_sync)
+        shared = (due > 0) | (count <= self.periods.start_step)
+        last_sync = jnp.where(shared, count, state.last_sync)
+        updates, state = self._what_is_due(due, count, step)
+        return updates, state._replace(count=count, last_sync=last_sync)
 
     def _gradients(
         self, updates: PyTree, state: LocalSGDState, floating: Fragments, weight: Any
     ) -> tuple[PyTree, PyTree]:
-        """The gradients that the inner optimizer sees, and the reducer's state."""
-        given = {} if weight is None else {"weight": weight}
+        """Returns the gradients that the inner optimizer sees, and the reducer's state."""
+        weights = {} if weight is None else {"weight": weight}
 
         def local() -> tuple[PyTree, PyTree]:
             if self.local_axis_name is None:
                 return updates, state.reducer
             mean = allreduce(axis_name=self.local_axis_name)
-            return mean.update(updates, optax.EmptyState(), **given)[0], state.reducer
+            means, _ = mean.update(updates, optax.EmptyState(), **weights)
+            return means, state.reducer
 
         def everywhere() -> tuple[PyTree, PyTree]:
             gradients = floating.take(updates)
-            reduced, reducer = self.sync.reducer.update(gradients, state.reducer, **given)
-            return floating.put(updates, reduced), reducer
+            means, reducer = self.sync.reducer.update(gradients, state.reducer, **weights)
+            return floating.put(updates, means), reducer
 
         if not self.periods.start_step:
             return local()
         started = state.count >= self.periods.start_step
         return switch(started.astype(jnp.int32), [everywhere, local])
 
-    def _branches(
-        self, floating: Fragments, params: PyTree, step: PyTree, state: LocalSGDState, weight: Any
-    ) -> list[Callable[[], tuple[PyTree, LocalSGDState]]]:
-        """What may follow the inner optimizer's step: nothing, each level, the rounds' beginning.
+    def _what_is_due(self, due: Array, count: Array, step: _Step) -> tuple[PyTree, LocalSGDState]:
+        """Does what follows the inner optimizer's step: nothing, or the average of a level."""
+        results: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [
+            lambda: (step.updates, step.state)
+        ]
+        for level in self.periods.levels[:-1]:
+            results.append(functools.partial(self._narrow_average, step, level.axes))
+        results.append(functools.partial(self._synchronised, step))
+        if self.periods.start_step and not self.sync.plain:
+            due = jnp.where(count == self.periods.start_step, len(results), due)
+            results.append(functools.partial(self._rounds_begun, step))
+        return switch(due, results)
 
-        Args:
-          floating: The parameters that are averaged.
-          params: All, before the step.
-          step: The inner optimizer's.
-          state: After it.
-          weight: Of this replica; None if all count the same.
-        """
-        sync, here, moved = self.sync, floating.take(params), floating.take(step)
+    def _narrow_average(self, step: _Step, axes: AxisName) -> tuple[PyTree, LocalSGDState]:
+        """Averages over some of the axes: neither the reducer nor the outer optimizer acts."""
+        new = self._new_part(step, (), axes)
+        return _towards(new.params, step), step.state._replace(inner=new.inner)
 
-        def towards(new: PyTree) -> PyTree:
-            """The update that leads to `new`; the inner optimizer's for what is not averaged."""
-            difference = lambda u, p, q: q.astype(u.dtype) - p.astype(u.dtype)  # noqa: E731
-            return floating.put(step, jax.tree.map(difference, moved, here, new))
+    def _synchronised(self, step: _Step) -> tuple[PyTree, LocalSGDState]:
+        """Averages over all axes, or takes the outer step."""
+        if self.sync.plain:
+            new = self._new_part(step, ())
+            anchor = step.state.anchor
+        else:
+            new = self._new_part(step, step.floating.take(step.state.anchor))
+            anchor = step.floating.put(step.state.anchor, new.params)
+        state = step.state._replace(
+            inner=new.inner, anchor=anchor, outer=new.outer, reducer=new.reducer
+        )
+        return _towards(new.params, step), state
 
-        def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
-            narrow = sync.plain or axes is not None
-            anchor = () if narrow else floating.take(state.anchor)
-            own = optax.apply_updates(here, moved)
-            new = sync.step(
-                anchor,
-                Part(own, state.inner, state.outer, state.reducer),
-                lambda part: self.inner.init(floating.put(params, part)),
-                weight,
-                axes=axes,
-            )
-            after = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
-            if not narrow:
-                after = after._replace(anchor=floating.put(state.anchor, new.params))
-            return towards(new.params), after
+    def _new_part(self, step: _Step, anchor: PyTree, axes: AxisName | None = None) -> Part:
+        """Runs the engine on the parameters after the inner optimizer's step."""
+        floating = step.floating
+        before = floating.take(step.params)
+        after = optax.apply_updates(before, floating.take(step.updates))
+        part = Part(after, step.state.inner, step.state.outer, step.state.reducer)
 
-        def rounds_begin() -> tuple[PyTree, LocalSGDState]:
-            # Replicas are equal here, in all but what the type checker knows: the average proves
-            # it. Their result is the anchor, and the reducer begins anew.
-            anchor = average(optax.apply_updates(params, step), sync.axis_name)
-            part = floating.take(anchor)
-            return towards(part), state._replace(anchor=anchor, reducer=sync.init(part)[1])
+        def begin(params: PyTree) -> PyTree:
+            return self.inner.init(floating.put(step.params, params))
 
-        narrow = [functools.partial(synchronised, x.axes) for x in self.periods.levels[:-1]]
-        branches = [lambda: (step, state), *narrow, lambda: synchronised(None)]
-        begins = self.periods.start_step and not sync.plain
-        return [*branches, rounds_begin] if begins else branches
+        return self.sync.step(anchor, part, begin, step.weight, axes=axes)
+
+    def _rounds_begun(self, step: _Step) -> tuple[PyTree, LocalSGDState]:
+        """Sets the first anchor, after the last step with a mean of gradients."""
+        # Replicas are equal here, in all but what the type checker knows: the average proves it.
+        # Their result is the anchor, and the reducer begins anew.
+        anchor = average(optax.apply_updates(step.params, step.updates), self.sync.axis_name)
+        shared = step.floating.take(anchor)
+        _, reducer = self.sync.init(shared)
+        return _towards(shared, step), step.state._replace(anchor=anchor, reducer=reducer)
 
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
-        """What a replica sends in a step, `local_axis_name` left out; see ``bytes``."""
-        periods, start = self.periods, self.periods.start_step
+        """Counts what a replica sends in a step, `local_axis_name` left out; see ``bytes``."""
         if step is None:
-            if periods.schedule is not None:
-                raise ValueError(
-                    "`sync_every` is a schedule, so there is no cycle of fixed length to average "
-                    "over. Pass `step`."
-                )
-            begin, cycle = max(start, periods.offset), periods.levels[-1].period
-            due = periods.between(begin, begin + cycle)
-            parts = [self._level_bytes(params, int(level), replicas, None) for level in due]
-            return total(params, parts).scaled(1 / cycle)
+            return self._mean_bytes(params, replicas)
+        periods = self.periods
+        start = periods.start_step
         if step >= start:
             due = periods.between(start, step + 1)
-            nth = int((due[:-1] == due[-1]).sum())
-            return total(params, [self._level_bytes(params, int(due[-1]), replicas, nth)])
-        parts = [dense_leaves(params)]
-        if not self.sync.exact:
+            earlier = int((due[:-1] == due[-1]).sum())
+            return total(params, [self._level_bytes(params, int(due[-1]), replicas, earlier)])
+        if self.sync.exact:
+            parts = [dense_leaves(params)]
+        else:
             parts = [list(bytes_of(self.sync.reducer, params, replicas, step).leaves)]
         if step == start - 1 and not self.sync.plain:
-            parts.append(wide_leaves(params))  # the anchor, of the rounds' beginning
+            parts.append(wide_leaves(params))  # the first anchor
         return total(params, parts)
+
+    def _mean_bytes(self, params: PyTree, replicas: int | None) -> CompressionStats:
+        """Counts what a step sends in the mean over a cycle of all levels."""
+        periods = self.periods
+        if periods.schedule is not None:
+            raise ValueError(
+                "`sync_every` is a schedule, so there is no cycle of fixed length to average "
+                "over. Pass `step`."
+            )
+        begin = max(periods.start_step, periods.offset)
+        cycle = periods.levels[-1].period
+        due = periods.between(begin, begin + cycle)
+        parts = [self._level_bytes(params, int(level), replicas, None) for level in due]
+        return total(params, parts).scaled(1 / cycle)
 
     def _level_bytes(
         self, params: PyTree, level: int, replicas: int | None, nth: int | None
     ) -> list[LeafStats]:
-        """What the average of a level sends; nothing for 0."""
+        """Lists what the average of a level sends; nothing for level 0."""
         if not level:
             return []
-        averaged = self.sync.average_inner is True
-        inner = jax.eval_shape(self.inner.init, params) if averaged else ()
-        part, narrow = make_fragments(params).take(params), level < len(self.periods.levels)
-        return self.sync.bytes(part, inner, replicas, nth, plain=narrow)
+        inner = ()
+        if self.sync.average_inner is True:
+            inner = jax.eval_shape(self.inner.init, params)
+        averaged = make_fragments(params).take(params)
+        narrow = level < len(self.periods.levels)
+        return self.sync.bytes(averaged, inner, replicas, nth, plain=narrow)
 
 
-def _widen(step: Array, param: Array) -> Array:
-    """An update in the wider of its and its parameter's dtype, as an average gives it."""
-    if not jnp.issubdtype(step.dtype, jnp.floating):
-        return step
-    return step.astype(widest([jnp.asarray(param).dtype], step.dtype))
+def _towards(new: PyTree, step: _Step) -> PyTree:
+    """Returns the update that leads to `new`; the inner optimizer's for what is not averaged."""
+
+    def difference(update: Array, param: Array, new: Array) -> Array:
+        return new.astype(update.dtype) - param.astype(update.dtype)
+
+    updates = step.floating.take(step.updates)
+    params = step.floating.take(step.params)
+    return step.floating.put(step.updates, jax.tree.map(difference, updates, params, new))
+
+
+def _widened(update: Array, param: Array) -> Array:
+    """Returns an update in the wider of its and its parameter's dtype, as an average gives it."""
+    if not jnp.issubdtype(update.dtype, jnp.floating):
+        return update
+    return update.astype(widest([jnp.asarray(param).dtype], update.dtype))

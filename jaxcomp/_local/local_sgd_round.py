@@ -1,8 +1,9 @@
-"""What `local_sgd_round` takes, and how it is checked."""
+"""The door to rounds of local SGD: what `local_sgd_round` takes, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -11,9 +12,8 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
-from jaxcomp._local.sync import AverageInnerState, InnerInit, Sync, check_sync
+from jaxcomp._local.sync import AverageInnerState, InnerInit, check_sync
 from jaxcomp._mesh.explicit import check_mesh_axes
-from jaxcomp._reducers.transformation import call_text
 
 
 def local_sgd_round(
@@ -22,7 +22,7 @@ def local_sgd_round(
     sync_every: int,
     axis_name: AxisName,
     reducer: optax.GradientTransformation | None = None,
-    outer: optax.GradientTransformation | None = None,
+    outer: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None = None,
     average_inner_state: AverageInnerState = False,
     fragments: int | Sequence[str] = 1,
     fragment_sync_delay: int = 0,
@@ -31,7 +31,7 @@ def local_sgd_round(
     inner_init: InnerInit | None = None,
     mesh: Mesh | None = None,
 ) -> LocalSGDRound:
-    r"""A round of local SGD or DiLoCo around an ordinary single-device training step.
+    r"""Makes a round of local SGD or DiLoCo of an ordinary single-device training step.
 
     .. math::
         p_w^{0} = p, \qquad p_w^{h+1} = \mathrm{step}(p_w^{h}), \qquad
@@ -63,8 +63,8 @@ def local_sgd_round(
       sync_every: Local steps in a round.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       reducer: A jaxcomp reducer for the pseudo-gradients, as in `local_sgd`.
-      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`; of each fragment it has
-        a state.
+      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`, with a state for each
+        fragment; or a list with an optimizer for each.
       average_inner_state: As in `local_sgd`. BatchNorm statistics, or anything else floating that
         shall always be averaged, can be a part of `params` where there is no outer optimizer.
       fragments: Average one such part of the leaves at a time: the same bytes in total, peaks that
@@ -122,13 +122,16 @@ def local_sgd_round(
       Those of `local_sgd`.
       Douillard et al.: Streaming DiLoCo with Overlapping Communication. 2025.
     """
-    made_by = call_text("local_sgd_round", locals())
     check_axis_name(axis_name)
     length = check_int("sync_every", sync_every, 1)
     streaming = check_streaming(fragments, fragment_sync_delay, fragment_update_alpha, length)
-    sync = check_sync(axis_name, reducer, outer, average_inner_state, drop_non_finite)
-    if len(streaming.ends) > 1 or streaming.delay:
-        _check_whole(sync)
+    syncs = []
+    for optimizer in _one_for_each(outer, len(streaming.ends)):
+        syncs.append(
+            check_sync(axis_name, reducer, optimizer, average_inner_state, drop_non_finite)
+        )
+    if len(syncs) > 1 or streaming.delay:
+        _check_whole(average_inner_state, drop_non_finite)
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
     if inner_init is not None and not callable(inner_init):
@@ -136,24 +139,45 @@ def local_sgd_round(
             f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
         )
     if (average_inner_state == "reset" or drop_non_finite) and inner_init is None:
-        asked = "drop_non_finite=True" if drop_non_finite else "average_inner_state='reset'"
+        option = "drop_non_finite=True" if drop_non_finite else "average_inner_state='reset'"
         raise ValueError(
-            f"{asked} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
+            f"{option} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
         )
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)
-    return LocalSGDRound(step_fn, length, streaming, sync, inner_init, mesh, made_by)
+    return LocalSGDRound(step_fn, length, axis_name, streaming, tuple(syncs), inner_init, mesh)
 
 
-def _check_whole(sync: Sync) -> None:
-    """Refuses what has no meaning for a part of the parameters."""
-    if sync.average_inner is not False:
+def _one_for_each(outer: Any, fragments: int) -> list[Any]:
+    """Returns the outer optimizer of each fragment.
+
+    Raises:
+      ValueError: If a list has not as many.
+    """
+    if type(outer) not in (list, tuple):  # an optimizer is a tuple, too, of a class of its own
+        return [outer] * fragments
+    if len(outer) != fragments:
         raise ValueError(
-            f"average_inner_state={sync.average_inner!r} needs fragments=1 and "
+            f"`outer` has {len(outer)} optimizers for {fragments} fragments. Pass one for each, in "
+            "the order of `fragments`, or a single one for all."
+        )
+    if None in outer:
+        raise ValueError(
+            "`outer` has None in its list. Pass an optimizer for each fragment, optax.sgd(1.0) for "
+            "one that takes the mean as it is."
+        )
+    return list(outer)
+
+
+def _check_whole(average_inner_state: Any, drop_non_finite: Any) -> None:
+    """Refuses what has no meaning for a part of the parameters."""
+    if average_inner_state is not False:
+        raise ValueError(
+            f"average_inner_state={average_inner_state!r} needs fragments=1 and "
             "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
             "part of them is averaged."
         )
-    if sync.drop_non_finite:
+    if drop_non_finite:
         raise ValueError(
             "drop_non_finite=True needs fragments=1 and fragment_sync_delay=0: what is not finite "
             "in one part spreads to the others before their turn."

@@ -33,24 +33,28 @@ class Periods(NamedTuple):
     offset: int
 
     def due(self, count: Any, last_sync: Any) -> Array:
-        """The widest level due after update number `count` (from 1); int32 scalar."""
+        """Returns the widest level due after update number `count` (from 1), as int32."""
         level = jnp.zeros([], jnp.int32)
         if self.schedule is not None:
             # The round's length is fixed when it begins. Schedules give floats: 7.9999 means 8.
             length = jnp.maximum(jnp.round(jnp.asarray(self.schedule(last_sync))), 1)
             level = (count - last_sync >= length.astype(jnp.int32)).astype(jnp.int32)
-        for number, found in enumerate(() if self.schedule else self.levels, start=1):
-            level = jnp.where((count - self.offset) % found.period == 0, number, level)
+        else:
+            for number, (_, period) in enumerate(self.levels, start=1):
+                level = jnp.where((count - self.offset) % period == 0, number, level)
         return jnp.where(count > self.start_step, level, 0)
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """The level after each of the updates numbered ``begin + 1`` to ``end`` (from 1)."""
+        """Returns the level after each of the updates numbered ``begin + 1`` to ``end``."""
         if self.schedule is None:
             return np.asarray(self.due(jnp.arange(begin + 1, end + 1), jnp.int32(0)))
-        levels, last = [], self.start_step
+        levels = []
+        last_sync = jnp.int32(self.start_step)
         for count in range(begin + 1, end + 1):
-            levels.append(int(self.due(jnp.int32(count), jnp.int32(last))))
-            last = count if levels[-1] else last
+            level = self.due(jnp.int32(count), last_sync)
+            levels.append(int(level))
+            if levels[-1]:
+                last_sync = jnp.int32(count)
         return np.asarray(levels)
 
 
@@ -60,41 +64,40 @@ def check_periods(
     """Reads the arguments of `local_sgd` that say when to average; refuses unusable ones."""
     check_axis_name(axis_name)
     start_step = check_int("start_step", start_step, 0)
-    schedule, period = None, sync_every
-    if callable(sync_every):
-        schedule, period = sync_every, 1
-        if offset is not None:
-            raise ValueError(
-                "`offset` needs a fixed period, and sync_every is a schedule, whose first round "
-                "begins at start_step. Leave offset out."
-            )
-    if isinstance(period, Mapping):
-        levels = _check_hierarchy(period, axis_name)
-    else:
-        levels = (Level(axis_tuple(axis_name), check_int("sync_every", period, 1)),)
+    if callable(sync_every) and offset is not None:
+        raise ValueError(
+            "`offset` needs a fixed period, and sync_every is a schedule, whose first round "
+            "begins at start_step. Leave offset out."
+        )
     offset = start_step if offset is None else check_int("offset", offset, 0)
-    return Periods(levels, schedule, start_step, offset)
+    axes = axis_tuple(axis_name)
+    if callable(sync_every):
+        return Periods((Level(axes, 1),), sync_every, start_step, offset)
+    if isinstance(sync_every, Mapping):
+        levels = _check_hierarchy(sync_every, axis_name)
+    else:
+        levels = (Level(axes, check_int("sync_every", sync_every, 1)),)
+    return Periods(levels, None, start_step, offset)
 
 
 def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str, ...]:
-    """`axes` as a tuple; refuses one that is not in `axis_name`."""
+    """Returns `axes` as a tuple; refuses one that is not in `axis_name`."""
     check_axis_name(axes)
-    unknown = [name for name in axis_tuple(axes) if name not in axis_tuple(axis_name)]
-    if unknown:
-        raise ValueError(
-            f"`{argument}` names the axis {unknown[0]!r}, which is not in "
-            f"axis_name={axis_name!r}. Name it there, or correct it."
-        )
+    for name in axis_tuple(axes):
+        if name not in axis_tuple(axis_name):
+            raise ValueError(
+                f"`{argument}` names the axis {name!r}, which is not in axis_name={axis_name!r}. "
+                "Name it there, or correct it."
+            )
     return axis_tuple(axes)
 
 
 def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) -> tuple[Level, ...]:
-    levels = [
-        Level(
-            check_known("sync_every", key, axis_name), check_int(f"sync_every[{key!r}]", period, 1)
-        )
-        for key, period in sync_every.items()
-    ]
+    """Reads a hierarchy, the narrowest level first; refuses one that is none."""
+    levels = []
+    for key, period in sync_every.items():
+        axes = check_known("sync_every", key, axis_name)
+        levels.append(Level(axes, check_int(f"sync_every[{key!r}]", period, 1)))
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))
     for narrow, wide in itertools.pairwise(levels):
@@ -104,10 +107,11 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
                 f"{wide.axes} every {wide.period}: each period must divide the next."
             )
         if not set(narrow.axes) <= set(wide.axes):
+            both = tuple(dict.fromkeys(narrow.axes + wide.axes))
             raise ValueError(
                 f"`sync_every` averages over {wide.axes} every {wide.period} steps, and these do "
                 f"not contain {narrow.axes}, averaged every {narrow.period}. Let a level contain "
-                f"the axes of the one before: {tuple(dict.fromkeys(narrow.axes + wide.axes))!r}."
+                f"the axes of the one before: {both!r}."
             )
     widest = levels[-1].axes if levels else ()
     if set(widest) != set(axis_tuple(axis_name)):

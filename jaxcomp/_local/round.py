@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import KeyPath, PyTree
-from jaxcomp._local.fragments import Streaming, make_fragments
-from jaxcomp._local.state import LocalSGDState
-from jaxcomp._local.sync import InnerInit, Part, Sync, total
+from jaxcomp._base.typing import AxisName, KeyPath, PyTree
+from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
+from jaxcomp._local.sync import InnerInit, LocalSGDState, Part, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import resharded
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._reducers.transformation import shown
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import split_spec
 from jaxcomp._training.on_mesh import check_params, check_replica_axis, weight_spec
@@ -37,17 +37,23 @@ class LocalSGDRound:
 
     step_fn: StepFn
     sync_every: int  # local steps in a round
+    axis_name: AxisName
     streaming: Streaming
-    sync: Sync
+    syncs: tuple[Sync, ...]  # the engine of each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
-    made_by: str = ""
 
     def __repr__(self) -> str:
-        return self.made_by
+        reducer = None if self.syncs[0].exact else self.syncs[0].reducer
+        outers = [sync.outer for sync in self.syncs]
+        return (
+            f"local_sgd_round(step_fn={shown(self.step_fn)}, sync_every={self.sync_every}, "
+            f"axis_name={self.axis_name!r}, reducer={shown(reducer)}, outer={shown(outers)}, "
+            f"streaming={self.streaming!r})"
+        )
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
-        """The state before the first round.
+        """Makes the state before the first round.
 
         Args:
           params: The parameters.
@@ -66,25 +72,30 @@ class LocalSGDRound:
                     "inner_init=optimizer.init."
                 )
             inner_state = self.inner_init(params)
-        fragments, sync = make_fragments(params, self.streaming.split), self.sync
-        states = [sync.init(fragments.take(params, k)) for k in range(len(self.streaming.ends))]
+        fragments = make_fragments(params, self.streaming.split)
+        outers: list[PyTree] = []
+        reducers: list[PyTree] = []
+        for number, sync in enumerate(self.syncs):
+            outer, reducer = sync.init(fragments.take(params, number))
+            outers.append(outer)
+            reducers.append(reducer)
         state = LocalSGDState.first(
-            sync.axis_name,
+            self.axis_name,
             inner_state,
-            fragments.take(params) if self.streaming.keeps_local else (),
             anchor=(),  # between rounds the parameters are the anchor
-            outer=tuple(outer for outer, _ in states) if sync.outer else (),
-            reducer=tuple(reducer for _, reducer in states),
+            outer=self._outer_states(outers),
+            reducer=tuple(reducers),
+            local=fragments.take(params) if self.streaming.keeps_local else (),
         )
-        if self.mesh is None or is_bound(sync.axis_name):
+        if self.mesh is None or is_bound(self.axis_name):
             return state
-        check_params(params, self.mesh, axis_tuple(sync.axis_name))
-        return shard_state(state, self.mesh, sync.axis_name)
+        check_params(params, self.mesh, axis_tuple(self.axis_name))
+        return shard_state(state, self.mesh, self.axis_name)
 
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """One round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
+        """Runs one round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
 
         Args:
           params: The parameters, the same on every replica.
@@ -105,96 +116,128 @@ class LocalSGDRound:
             three values, or the axis is not bound.
         """
         self._check_batches(batches)
-        if self.mesh is None or is_bound(self.sync.axis_name):
+        if self.mesh is None or is_bound(self.axis_name):
             return self._on_replica(params, state, batches, weight)
         return self._on_mesh(self.mesh, params, state, batches, weight)
 
     def _on_mesh(
         self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """The round as a `shard_map` over the replicas."""
-        axis_name = self.sync.axis_name
+        """Runs the round as a `shard_map` over the replicas."""
+        axis_name = self.axis_name
         axes = axis_tuple(axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, replicas)
         check_params(params, mesh, axes)
 
-        def rows(path: KeyPath, x: Any) -> P:
-            along = P(None, axis_name) if np.ndim(x) > 1 else P()
-            return split_spec(f"{leaf_name(path)} of the batches", x, along, axis_name, replicas)
+        def batch_spec(path: KeyPath, leaf: Any) -> P:
+            spec = P(None, axis_name) if np.ndim(leaf) > 1 else P()
+            name = f"{leaf_name(path)} of the batches"
+            return split_spec(name, leaf, spec, axis_name, replicas)
 
-        specs = (
-            P(),
-            state_specs(state, axis_name),
-            jax.tree_util.tree_map_with_path(rows, batches),
-            weight_spec(weight, {}, axis_name, replicas),
-        )
-        given = jax.tree.map(
-            lambda x, spec: resharded(jnp.asarray(x), mesh, spec, axes),
-            (state, batches, weight),
-            specs[1:],
-        )
+        def laid_out(leaf: Any, spec: P) -> Any:
+            return resharded(jnp.asarray(leaf), mesh, spec, axes)
 
         def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
             params, state, auxiliary = self._on_replica(params, state, batches, weight)
-            rows = jax.tree.map(lambda x: as_local(jnp.asarray(x), axis_name)[None], auxiliary)
-            return params, state, rows
+            auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
+            return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
 
+        specs = (
+            state_specs(state, axis_name),
+            jax.tree_util.tree_map_with_path(batch_spec, batches),
+            weight_spec(weight, {}, axis_name, replicas),
+        )
+        state, batches, weight = jax.tree.map(laid_out, (state, batches, weight), specs)
         mapped = jax.shard_map(
             on_replica,
             mesh=mesh,
-            in_specs=specs,
-            out_specs=(P(), specs[1], P(axis_name)),
+            in_specs=(P(), *specs),
+            out_specs=(P(), specs[0], P(axis_name)),
             axis_names=set(axes),
         )
-        return mapped(params, *given)
+        return mapped(params, state, batches, weight)
 
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """The round of one replica, whose state may have the row that shard_map leaves."""
+        """Runs the round of one replica, whose state may have the row that shard_map leaves."""
         if has_rows(state):
             params, state, auxiliary = self._on_replica(params, without_row(state), batches, weight)
             return params, with_row(state), auxiliary
-        streaming, fragments = self.streaming, make_fragments(params, self.streaming.split)
-        here = fragments.put(params, state.local) if streaming.keeps_local else params
-        inner, seen, averages = state.inner, list[Any](), list[Part]()
+        streaming = self.streaming
+        fragments = make_fragments(params, streaming.split)
+        local = fragments.put(params, state.local) if streaming.keeps_local else params
+        inner = state.inner
+        auxiliary: list[Any] = []  # of the steps, in pieces
+        averages: list[Part] = []
 
-        def average(k: int, here: PyTree, inner: PyTree) -> Part:
-            outer = state.outer[k] if state.outer else ()
-            part = Part(fragments.take(here, k), inner, outer, state.reducer[k])
-            init = self.inner_init or (lambda params: inner)
-            begin = lambda new: init(fragments.put(here, new, k))  # noqa: E731
-            return self.sync.step(fragments.take(params, k), part, begin, weight)
-
-        for k, end in enumerate(streaming.ends):
-            begin, sent = (0, *streaming.ends)[k], end - streaming.delay
-            here, inner = self._steps(here, inner, batches, begin, sent, seen)
-            new = average(k, here, inner)
+        begin = 0
+        for number, end in enumerate(streaming.ends):
+            sent = end - streaming.delay
+            local, inner = self._steps(local, inner, batches, begin, sent, auxiliary)
+            new = self._average(number, fragments, params, local, state, inner, weight)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
-            here, inner = self._steps(here, new.inner, batches, sent, end, seen, unroll=True)
-            own = streaming.mix(new.params, fragments.take(here, k))
-            here = fragments.put(here, own, k)
+            local, inner = self._steps(local, new.inner, batches, sent, end, auxiliary, unroll=True)
+            kept = streaming.mix(new.params, fragments.take(local, number))
+            local = fragments.put(local, kept, number)
             averages.append(new)
-        shared = here
-        for k, new in enumerate(averages):
-            shared = fragments.put(shared, new.params, k)
+            begin = end
+        shared = local
+        for number, new in enumerate(averages):
+            shared = fragments.put(shared, new.params, number)
+
+        kept = fragments.take(local) if streaming.keeps_local else ()
+        inner, kept = as_local((inner, kept), self.axis_name)
         count = state.count + self.sync_every
-        local = fragments.take(here) if streaming.keeps_local else ()
-        inner, local = as_local((inner, local), self.sync.axis_name)
         state = state._replace(
             count=count,
             last_sync=count,
             inner=inner,
-            outer=tuple(new.outer for new in averages) if state.outer else (),
+            outer=self._outer_states([new.outer for new in averages]),
             reducer=tuple(new.reducer for new in averages),
-            local=local,
-            owner=owner_id(self.sync.axis_name),
+            local=kept,
+            owner=owner_id(self.axis_name),
         )
-        if len(seen) > 1:
-            seen = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)]
-        return shared, state, seen[0]
+        if len(auxiliary) > 1:
+            auxiliary = [jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)]
+        return shared, state, auxiliary[0]
+
+    def _average(
+        self,
+        number: int,
+        fragments: Fragments,
+        params: PyTree,
+        local: PyTree,
+        state: LocalSGDState,
+        inner: PyTree,
+        weight: Any,
+    ) -> Part:
+        """Runs the engine on one fragment.
+
+        Args:
+          number: Which fragment.
+          fragments: Which leaves are in it.
+          params: The anchor.
+          local: What this replica has now.
+          state: From before the round.
+          inner: The inner state now.
+          weight: How much this replica counts.
+        """
+        outer = state.outer[number] if state.outer else ()
+        part = Part(fragments.take(local, number), inner, outer, state.reducer[number])
+
+        def begin(new: PyTree) -> PyTree:
+            if self.inner_init is None:
+                return inner
+            return self.inner_init(fragments.put(local, new, number))
+
+        return self.syncs[number].step(fragments.take(params, number), part, begin, weight)
+
+    def _outer_states(self, states: list[PyTree]) -> tuple[PyTree, ...]:
+        """Returns the states of the outer optimizers, one for each fragment; () without any."""
+        return tuple(states) if self.syncs[0].outer is not None else ()
 
     def _steps(
         self,
@@ -203,22 +246,19 @@ class LocalSGDRound:
         batches: Any,
         begin: int,
         end: int,
-        seen: list[Any],
+        auxiliary: list[Any],
         *,
         unroll: bool = False,
     ) -> tuple[PyTree, PyTree]:
-        """Local steps `begin` up to `end` of the round; what they return besides joins `seen`."""
+        """Takes local steps `begin` up to `end`; what else they return joins `auxiliary`."""
         if begin == end:
             return params, inner
-        axis_name = self.sync.axis_name
 
         def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
             # Floating ones only: others are not averaged, so they stay replicated.
-            floats = jax.tree.map(
-                lambda x: as_local(x, axis_name) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-                params,
-            )
-            return floats, as_local(inner, axis_name)
+            floating = make_fragments(params)
+            marked = as_local(floating.take(params), self.axis_name)
+            return floating.put(params, marked), as_local(inner, self.axis_name)
 
         def step(carry: Any, batch: Any) -> Any:
             params, inner = carry
@@ -228,22 +268,22 @@ class LocalSGDRound:
                     "`step_fn` must return a tuple (params, inner_state, auxiliary), got "
                     f"{jax.tree.structure(result)}. With nothing besides, return None third."
                 )
-            params, inner, auxiliary = result
+            params, inner, other = result
             # What a step sets anew, a constant say, would change the type of the carry.
-            return local(params, inner), auxiliary
+            return local(params, inner), other
 
         if end - begin < self.sync_every:
-            batches = jax.tree.map(lambda x: x[begin:end], batches)
-        carry, auxiliary = lax.scan(
+            batches = jax.tree.map(lambda leaf: leaf[begin:end], batches)
+        carry, others = lax.scan(
             step, local(params, inner), batches, length=end - begin, unroll=unroll
         )
-        seen.append(auxiliary)
+        auxiliary.append(others)
         return carry
 
     def bytes(
         self, params: PyTree, *, replicas: int | None = None, step: int | None = None
     ) -> CompressionStats:
-        """What each replica sends in a local step, as `Reducer.bytes`: a round ends in an average.
+        """Counts what each replica sends in a local step, as `Reducer.bytes`.
 
         Args:
           params: Parameters: arrays, or anything with ``shape`` and ``dtype``.
@@ -258,7 +298,7 @@ class LocalSGDRound:
             not known.
         """
         inner_state = None
-        if self.sync.average_inner is True:
+        if self.syncs[0].average_inner is True:
             if self.inner_init is None:
                 raise ValueError(
                     "The inner state is averaged too, and its size is not known. Make the round "
@@ -266,17 +306,18 @@ class LocalSGDRound:
                 )
             inner_state = jax.eval_shape(self.inner_init, params)
         fragments = make_fragments(params, self.streaming.split)
-        nth, place = (None, None) if step is None else divmod(step, self.sync_every)
-        parts = [
-            self.sync.bytes(fragments.take(params, k), inner_state, replicas, nth)
-            for k, end in enumerate(self.streaming.ends)
-            if place is None or end - self.streaming.delay == place + 1
-        ]
+        rounds, place = (None, None) if step is None else divmod(step, self.sync_every)
+        parts = []
+        for number, end in enumerate(self.streaming.ends):
+            if place is None or place + 1 == end - self.streaming.delay:
+                fragment = fragments.take(params, number)
+                parts.append(self.syncs[number].bytes(fragment, inner_state, replicas, rounds))
         sent = total(params, parts)
         return sent.scaled(1 / self.sync_every) if step is None else sent
 
     def _check_batches(self, batches: Any) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batches)[0]:
+        """Refuses batches that are not one for each step."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
             if np.shape(leaf)[:1] != (self.sync_every,):
                 raise ValueError(
                     f"The batches' leaf {leaf_name(path)} has shape {np.shape(leaf)}; a round of "

@@ -1,9 +1,12 @@
-"""What replicas do when they synchronise: an average, or a step of an outer optimizer."""
+"""The engine of local SGD: what replicas do when they synchronise, and the state they keep.
+
+`local_sgd` and `local_sgd_round` are two doors to it. They say when; this says what: an average of
+the parameters, or a step of an outer optimizer along the mean pseudo-gradient.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,17 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_flag
-from jaxcomp._base.leaves import (
-    all_finite,
-    compute_dtype,
-    in_compute_dtype,
-    leaf_dtype,
-    leaf_name,
-)
+from jaxcomp._base.leaves import all_finite, in_compute_dtype
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, mean_each, switch
-from jaxcomp._mesh.weights import share_of_mean, weighted
+from jaxcomp._local.averages import averaged, choose, unless_nobody
+from jaxcomp._mesh.collectives import as_local, axis_tuple, local_if_bound
+from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.transformation import bytes_of
 
@@ -30,78 +28,57 @@ AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
 
 
-def average(
-    tree: PyTree, axis_name: AxisName, *, when: Array | None = None, weight: Any = None
-) -> PyTree:
-    r"""The mean of every floating leaf over the replicas; the end of a run of local steps.
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds one, consolidated."""
 
-    .. math:: \bar x = \frac{1}{W} \sum_{w=1}^{W} x_w
+    # int32 scalar: optimizer steps taken; replicated. Named as in every Optax state, although a
+    # tuple has a method of that name.
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
+    inner: PyTree  # inner state; per replica
+    # Of `local_sgd` with a reducer or an outer optimizer: parameters after the last outer step;
+    # otherwise (). Replicated.
+    anchor: PyTree
+    outer: PyTree  # the outer optimizer's state, in rounds one for each fragment, or (); replicated
+    reducer: PyTree  # the reducer's state, in rounds one for each fragment; declares its own fields
+    # In rounds after which replicas differ: this replica's floating parameters; otherwise (). Per
+    # replica.
+    local: PyTree = ()
+    # float32 scalar: whose inner state it is, 0 for everybody's; per replica.
+    owner: PyTree = ()
 
-    A run of `local_sgd` that does not end on an average loses nothing with
-    ``params = average(params, axis_name)``. The same function averages what is neither parameter
-    nor optimizer state, such as BatchNorm statistics.
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("inner", "local", "owner")
 
-    Args:
-      tree: Any tree of arrays. Averaged in float32 even where stored narrower (one all-reduce for
-        all of it), then back to the stored dtype. Integers, flags and keys stay as they are.
-      axis_name: The mapped axis or axes of the replicas.
-      when: A boolean scalar, the same on every replica: average only if it is true. With
-        ``when=state.synced`` for a `LocalSGDState`, BatchNorm statistics are averaged together with
-        the parameters, and the steps in between still hold no collective.
-      weight: How much this replica counts, a number; what one of weight 0 holds, NaN or not, counts
-        for nothing. None if all count the same.
+    @property
+    def synced(self) -> Array:
+        """Tells whether the last step set parameters to an average; equal on all replicas."""
+        return (self.count == self.last_sync) & (self.count > 0)
 
-    Returns:
-      The same tree. Without `when` it is equal on every replica, bit for bit, and replicated under
-      ``shard_map(check_vma=True)``.
-
-    Raises:
-      ValueError: If the axis is not bound, or a leaf is complex.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxcomp
-      >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}  # two replicas
-      >>> jax.vmap(lambda p: jaxcomp.average(p, "data"), axis_name="data")(params)["w"].tolist()
-      [[2.0, 4.0], [2.0, 4.0]]
-    """
-    axis_size(axis_name)  # so that an unbound axis is named even if there is nothing to average
-    if when is not None:
-        return switch(
-            jnp.asarray(when).astype(jnp.int32),
-            [lambda: tree, lambda: average(tree, axis_name, weight=weight)],
+    @classmethod
+    def first(
+        cls,
+        axis_name: AxisName,
+        inner: PyTree,
+        *,
+        anchor: PyTree,
+        outer: PyTree,
+        reducer: PyTree,
+        local: PyTree = (),
+    ) -> LocalSGDState:
+        """Makes the state before the first step."""
+        inner, local = local_if_bound(jax.tree.map(jnp.asarray, (inner, local)), axis_name)
+        return cls(
+            # Two arrays: a training step that donates its state must not see one buffer twice.
+            count=jnp.zeros([], jnp.int32),
+            last_sync=jnp.zeros([], jnp.int32),
+            inner=inner,
+            anchor=anchor,
+            outer=outer,
+            reducer=reducer,
+            local=local,
+            owner=no_owner(axis_name),
         )
-    return _averaged(tree, axis_name, weight)[0]
-
-
-def _averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, Array | None]:
-    """The mean, and whether any replica counted; None if all do."""
-    leaves, treedef = jax.tree.flatten(tree)
-    positions = []
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(tree)[0]):
-        dtype = leaf_dtype(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
-                "averaged. Average its real and imaginary parts."
-            )
-        if jnp.issubdtype(dtype, jnp.floating):
-            positions.append(i)
-    stored = [jnp.asarray(leaves[i]) for i in positions]
-    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in stored], axis_name)
-    counted = None
-    if weight is not None:
-        share, mean_weight = share_of_mean(weight, axis_name)
-        wide, counted = weighted(wide, share), mean_weight != 0
-    for i, x, mean in zip(positions, stored, mean_each(wide, axis_name), strict=True):
-        leaves[i] = mean.astype(x.dtype)
-    return treedef.unflatten(leaves), counted
-
-
-def _unless_nobody(counted: Array | None, new: PyTree, before: PyTree) -> PyTree:
-    """What was averaged, or what was there before if the weights of all are 0."""
-    if counted is None:
-        return new
-    return jax.tree.map(functools.partial(jnp.where, counted), new, before)
 
 
 class Part(NamedTuple):
@@ -109,8 +86,8 @@ class Part(NamedTuple):
 
     params: PyTree  # all floating ones, or one fragment of them
     inner: PyTree
-    outer: PyTree  # of these parameters
-    reducer: PyTree  # of these parameters
+    outer: PyTree  # the outer optimizer's state for these parameters
+    reducer: PyTree  # the reducer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +97,20 @@ class Sync:
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
     outer: optax.GradientTransformationExtraArgs | None
-    exact: bool  # no reducer was given: pseudo-gradients too go through `average`
+    exact: bool  # no reducer was passed: pseudo-gradients too go through `average`
     average_inner: AverageInnerState
     drop_non_finite: bool  # who comes with a value that is not finite does not count
 
     @property
     def plain(self) -> bool:
-        """Whether the parameters themselves are averaged: neither reducer nor outer optimizer."""
+        """Tells whether parameters are averaged: there is no reducer and no outer optimizer."""
         return self.exact and self.outer is None
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The outer optimizer's and the reducer's state for these parameters."""
-        outer = self.outer.init(params) if self.outer else ()
+        """Makes the outer optimizer's and the reducer's state for these parameters."""
+        outer = ()
+        if self.outer is not None:
+            outer = self.outer.init(params)
         return outer, self.reducer.init(params)
 
     def step(
@@ -143,7 +122,7 @@ class Sync:
         *,
         axes: AxisName | None = None,
     ) -> Part:
-        """The average over all replicas, or the outer step with the mean pseudo-gradient.
+        """Averages over all replicas, or takes the outer step with the mean pseudo-gradient.
 
         Args:
           anchor: The parameters after the last outer step. For a plain average what all keep if
@@ -153,43 +132,57 @@ class Sync:
           weight: How much this replica counts; None if all count the same.
           axes: Take the plain average over these instead.
         """
-        plain, averages_inner = self.plain or axes is not None, self.average_inner is True
-        inner = part.inner if averages_inner else ()
+        plain = self.plain or axes is not None
+        momenta = part.inner if self.average_inner is True else ()
         dropped = None
         if self.drop_non_finite:
-            finite = all_finite(jax.tree.leaves((part.params, inner)))
+            finite = all_finite(jax.tree.leaves((part.params, momenta)))
             weight = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
-            weight, dropped = jnp.where(finite, weight, 0), ~finite
-
-        given = part.params if plain else jax.tree.map(lambda a, p: a - p, anchor, part.params)
-        outer, reducer = part.outer, part.reducer
-        if plain or self.exact:
-            (mean, inner), counted = _averaged((given, inner), axes or self.axis_name, weight)
-        else:
-            extra = {} if weight is None else {"weight": weight}
-            mean, reducer = self.reducer.update(given, reducer, anchor, **extra)
-            kept = weight if averages_inner else None  # with nothing to average, no all-reduce
-            inner, counted = _averaged(inner, self.axis_name, kept)
-        inner = _unless_nobody(counted, inner, part.inner) if averages_inner else part.inner
+            weight = jnp.where(finite, weight, 0)
+            dropped = ~finite
 
         if plain:
+            axes = self.axis_name if axes is None else axes
+            (means, momenta), counted = averaged((part.params, momenta), axes, weight)
             before = anchor if jax.tree.leaves(anchor) else part.params
-            params = _unless_nobody(counted, mean, before)
+            new = part._replace(params=unless_nobody(counted, means, before))
         else:
-            updates = jax.tree.map(jnp.negative, mean)
-            if self.outer:
-                updates, outer = self.outer.update(mean, outer, anchor)
-            params = optax.apply_updates(anchor, updates)
-            if self.exact:
-                before = anchor, part.outer
-                params, outer = _unless_nobody(counted, (params, outer), before)
+            new, momenta, counted = self._outer_step(anchor, part, momenta, weight)
+        if self.average_inner is True:
+            new = new._replace(inner=unless_nobody(counted, momenta, part.inner))
 
-        # Of who is dropped momenta are no more finite than what they led to.
+        # The momenta of one that is dropped are no more finite than what they led to.
         anew = jnp.array(True) if self.average_inner == "reset" else dropped
-        if anew is not None:
-            fresh = as_local(_reset(inner, begin(params)), self.axis_name)
-            inner = jax.tree.map(functools.partial(jnp.where, anew), fresh, inner)
-        return Part(params, inner, outer, reducer)
+        if anew is None:
+            return new
+        fresh = as_local(_begun_anew(new.inner, begin(new.params)), self.axis_name)
+        return new._replace(inner=choose(anew, fresh, new.inner))
+
+    def _outer_step(
+        self, anchor: PyTree, part: Part, momenta: PyTree, weight: Any
+    ) -> tuple[Part, PyTree, Array | None]:
+        """Steps from the anchor; returns averaged momenta too, and whether any replica counted."""
+        pseudo_gradient = jax.tree.map(jnp.subtract, anchor, part.params)
+        reducer = part.reducer
+        if self.exact:
+            sent = (pseudo_gradient, momenta)
+            (mean, momenta), counted = averaged(sent, self.axis_name, weight)
+        else:
+            extra = {} if weight is None else {"weight": weight}
+            mean, reducer = self.reducer.update(pseudo_gradient, reducer, anchor, **extra)
+            # With nothing to average, no all-reduce of weights.
+            counting = weight if self.average_inner is True else None
+            momenta, counted = averaged(momenta, self.axis_name, counting)
+
+        outer = part.outer
+        updates = jax.tree.map(jnp.negative, mean)
+        if self.outer is not None:
+            updates, outer = self.outer.update(mean, outer, anchor)
+        params = optax.apply_updates(anchor, updates)
+        if self.exact:
+            before = (anchor, part.outer)
+            params, outer = unless_nobody(counted, (params, outer), before)
+        return Part(params, part.inner, outer, reducer), momenta, counted
 
     def bytes(
         self,
@@ -200,34 +193,22 @@ class Sync:
         *,
         plain: bool = False,
     ) -> list[LeafStats]:
-        """What one average of these parameters sends.
+        """Lists what one average of these parameters sends.
 
-        It comes after `nth` averages, None for all exact ones. Of the inner state something is sent
-        only if it is averaged. `plain` goes without the reducer, as a narrow level of a hierarchy.
+        Args:
+          params: The parameters that are averaged.
+          inner: The inner state, of which something is sent only if it is averaged.
+          replicas: How many there are, if known.
+          nth: It comes after so many averages; None for all exact ones.
+          plain: Leaves the reducer out, as a narrow level of a hierarchy does.
         """
         if plain or self.exact:
             leaves = wide_leaves(params)
         else:
             leaves = list(bytes_of(self.reducer, params, replicas, nth).leaves)
-        return leaves + (wide_leaves(inner, "inner state ") if self.average_inner is True else [])
-
-
-def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
-    """What `average` sends: float32, or the leaf's own dtype where that is wider."""
-    leaves = dense_leaves(in_compute_dtype(tree))
-    return [dataclasses.replace(leaf, path=prefix + leaf.path) for leaf in leaves]
-
-
-def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
-    """The sum of several payloads, beside an all-reduce of the gradients."""
-    found = {leaf.path: dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)}
-    for leaf in (leaf for part in parts for leaf in part):
-        known = found.get(leaf.path, dataclasses.replace(leaf, bytes_before=0, bytes_after=0))
-        after = known.bytes_after + leaf.bytes_after
-        found[leaf.path] = dataclasses.replace(
-            leaf, bytes_before=known.bytes_before, bytes_after=after
-        )
-    return CompressionStats.of(found.values())
+        if self.average_inner is True:
+            leaves += wide_leaves(inner, "inner state ")
+        return leaves
 
 
 def check_sync(
@@ -239,10 +220,8 @@ def check_sync(
 ) -> Sync:
     """Reads the arguments that `local_sgd` and `local_sgd_round` share; refuses unusable ones."""
     for name, value in (("reducer", reducer), ("outer", outer)):
-        if not (value is None or is_transformation(value)):
-            raise ValueError(
-                f"`{name}` must be an Optax gradient transformation or None, got {value!r}."
-            )
+        if value is not None:
+            check_transformation(name, value, " or None")
     axes = getattr(reducer, "axis_name", axis_name)
     if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
         raise ValueError(
@@ -253,32 +232,59 @@ def check_sync(
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
+    exact = reducer is None
+    if exact:
+        reducer = allreduce(axis_name=axis_name)
+    if outer is not None:
+        outer = optax.with_extra_args_support(outer)
     return Sync(
         axis_name,
-        optax.with_extra_args_support(reducer or allreduce(axis_name=axis_name)),
-        None if outer is None else optax.with_extra_args_support(outer),
-        reducer is None,
+        optax.with_extra_args_support(reducer),
+        outer,
+        exact,
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
     )
 
 
-def is_transformation(value: Any) -> bool:
-    """Whether it looks like one of Optax's."""
-    return hasattr(value, "init") and hasattr(value, "update")
+def check_transformation(name: str, value: Any, otherwise: str = "") -> None:
+    """Refuses what is not one of Optax's transformations."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise ValueError(
+            f"`{name}` must be an Optax gradient transformation{otherwise}, got {value!r}."
+        )
 
 
-def _reset(state: PyTree, initial: PyTree) -> PyTree:
-    """`initial`, but schedules and injected hyperparameters go on from where `state` has them.
+def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
+    """Lists what `average` sends: float32, or the leaf's own dtype where that is wider."""
+    leaves = dense_leaves(in_compute_dtype(tree))
+    return [dataclasses.replace(leaf, path=prefix + leaf.path) for leaf in leaves]
+
+
+def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
+    """Adds several payloads up, beside an all-reduce of the gradients."""
+    sums = {leaf.path: dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)}
+    for part in parts:
+        for leaf in part:
+            before, after = 0, leaf.bytes_after
+            if leaf.path in sums:
+                before = sums[leaf.path].bytes_before
+                after += sums[leaf.path].bytes_after
+            sums[leaf.path] = dataclasses.replace(leaf, bytes_before=before, bytes_after=after)
+    return CompressionStats.of(sums.values())
+
+
+def _begun_anew(state: PyTree, initial: PyTree) -> PyTree:
+    """Returns `initial`, but schedules and injected hyperparameters as `state` has them.
 
     Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
     again in every round.
     """
     kept = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
 
-    def choose(old: Any, new: Any) -> Any:
+    def begun(old: Any, new: Any) -> Any:
         if isinstance(old, optax.InjectStatefulHyperparamsState):
-            return old._replace(inner_state=_reset(old.inner_state, new.inner_state))
+            return old._replace(inner_state=_begun_anew(old.inner_state, new.inner_state))
         return old if isinstance(old, optax.ScaleByScheduleState) else new
 
-    return jax.tree.map(choose, state, initial, is_leaf=lambda x: isinstance(x, kept))
+    return jax.tree.map(begun, state, initial, is_leaf=lambda node: isinstance(node, kept))

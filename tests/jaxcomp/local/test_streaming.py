@@ -115,6 +115,37 @@ def test_equals_numpy(case):
         assert "reducer" not in case or np.any(state.reducer[k].residual[name])
 
 
+@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+def test_a_list_of_outer_optimizers_has_one_for_each_fragment(mapping):
+    """As each fragment has it in a round with that optimizer for all."""
+    targets = random_grads(SHAPES, 4, 12)
+    first = optax.sgd(0.5)
+    second = optax.sgd(0.9, momentum=0.8, nesterov=True)
+    results = []
+    for outer in (first, second, [first, second], (first, second)):
+        round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(outer=outer))
+        results.append(rounds(round_, PARAMS, targets, mapping=mapping))
+    alone = [params for params, _, _ in results]
+    for params, state, _ in results[2:]:
+        np.testing.assert_array_equal(params["a"], alone[0]["a"])
+        for name in ("b", "c"):
+            np.testing.assert_array_equal(params[name], alone[1][name])
+        assert jax.tree.structure(state.outer[0]) != jax.tree.structure(state.outer[1])
+    assert np.all(alone[0]["b"] != alone[1]["b"])
+
+
+def test_a_list_of_one_is_the_optimizer_of_a_whole_round():
+    targets = random_grads(SHAPES, 2, 6)
+    whole = {"fragments": 1, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0}
+    results = []
+    for outer in (NESTEROV, [NESTEROV]):
+        round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(**whole, outer=outer))
+        results.append(rounds(round_, PARAMS, targets, mapping="vmap"))
+    jax.tree.map(np.testing.assert_array_equal, results[0], results[1])
+    with pytest.raises(ValueError, match=r"`outer` must be an Optax .* or None, got \["):
+        jaxcomp.local_sgd(INNER, sync_every=6, axis_name=AXIS, outer=[NESTEROV])
+
+
 def test_the_steps_after_an_average_was_sent_and_the_average_share_no_data():
     round_ = jaxcomp.local_sgd_round(
         sgd_step, **streaming(fragments=1, fragment_sync_delay=2, fragment_update_alpha=0.0)
@@ -174,10 +205,13 @@ BAD = [
     ({"fragment_sync_delay": 0.5}, "`fragment_sync_delay` must be"),
     ({"fragment_update_alpha": 1.5}, "at least 0 and at most 1, got 1.5"),
     ({"fragment_update_alpha": jnp.array(0.5)}, "must be a Python number"),
-    ({"outer": [NESTEROV, NESTEROV]}, r"`outer` must be an Optax .* or None, got \["),
+    ({"outer": [NESTEROV]}, "`outer` has 1 optimizers for 2 fragments"),
+    ({"outer": [NESTEROV, NESTEROV], "fragments": 1}, "`outer` has 2 optimizers for 1 fragments"),
+    ({"outer": [NESTEROV, None]}, "`outer` has None in its list"),
+    ({"outer": [NESTEROV, 0.7]}, "`outer` must be an Optax .* or None, got 0.7"),
     ({"fragments": []}, "`fragments` is empty"),
-    ({"fragments": ["a", "("]}, r"'\(', which is no regular expression"),
-    ({"fragments": ["a", 2]}, "has 2, which is no regular expression"),
+    ({"fragments": ["a", "("]}, r"'\(', which is not a regular expression"),
+    ({"fragments": ["a", 2]}, "has 2, which is not a regular expression"),
     ({"fragments": "a"}, "`fragments` must be"),
     ({"average_inner_state": "reset", "fragments": 1}, "fragment_sync_delay=0"),
     ({"fragments": 0}, "fragments=0"),
