@@ -299,8 +299,9 @@ def plan_leaves(
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     # `jaxcomp.stacked` knows names that the tree must have: a misspelt one would be silent.
-    if check := getattr(matrix_dims, "check_paths", None):
-        check([path for path, _ in leaves])
+    check_leaves = getattr(matrix_dims, "check_leaves", None)
+    if check_leaves is not None:
+        check_leaves(leaves)
     dims = matrix_dims or default_matrix_dims
     return [_plan(path, leaf, rank, min_compression_rate, dims) for path, leaf in leaves]
 

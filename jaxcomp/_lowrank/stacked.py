@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_dtype
+from jaxcomp._base.leaves import leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
 from jaxcomp._lowrank.matrices import default_matrix_dims
+
+_LEAST_AXES = 3  # of a stacked matrix
+_SHOWN = 4  # leaves in a message
 
 
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
@@ -26,7 +30,8 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
       A function of (key path, leaf) for `powersgd`.
 
     Raises:
-      ValueError: If no name is given; when it is used, if a name is none of the tree's.
+      ValueError: If no name is given; when it is used, if a name is none of the tree's, a leaf in
+        such a part has no axis of layers, or nothing in it could be compressed layer by layer.
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
@@ -40,29 +45,73 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         )
     rule = default_matrix_dims if matrix_dims is None else matrix_dims
 
-    def names_of(path: KeyPath) -> set[Any]:
-        return {getattr(key, "key", getattr(key, "name", None)) for key in path}
-
     def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
-        if not names_of(path) & set(names):
+        if not set(names) & set(_names_in(path)):
             return rule(path, leaf)
-        layer = rule(path, jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf)))
-        try:
-            parts = [
-                tuple(axis + 1 if axis >= 0 else axis for axis in part) for part in layer or ()
-            ]
-            batch, rows, cols = parts
-        except (TypeError, ValueError):
-            return layer  # None, or what is refused with the name of the leaf
-        return MatrixDims((0, *batch), rows, cols)
+        layer = jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf))
+        return _behind_layers(rule(path, layer))
 
-    def check_paths(paths: Sequence[KeyPath]) -> None:
-        found = set().union(*map(names_of, paths)) - {None}
-        if missing := sorted(set(names) - found):
-            raise ValueError(
-                f"stacked{tuple(missing)} names no part of this tree, whose parts are named "
-                f"{', '.join(sorted(map(str, found)))}."
-            )
-
-    dims.check_paths = check_paths  # pyright: ignore[reportFunctionMemberAccess]
+    # Called with all leaves of a tree before any of them is planned.
+    dims.check_leaves = functools.partial(_check_leaves, names)  # pyright: ignore[reportFunctionMemberAccess]
     return dims
+
+
+def _names_in(path: KeyPath) -> list[str | None]:
+    """Returns the name of each key of a path; None for a position in a list."""
+    return [getattr(key, "key", getattr(key, "name", None)) for key in path]
+
+
+def _behind_layers(layer: Any) -> Any:
+    """Moves the dims of one layer behind the axis that counts layers, which joins the batch axes.
+
+    What is no dims stays, to be refused with the name of the leaf.
+    """
+    try:
+        batch, rows, cols = layer
+        moved = [tuple(axis + 1 if axis >= 0 else axis for axis in part) for part in layer]
+    except (TypeError, ValueError):
+        return layer
+    batch, rows, cols = moved
+    return MatrixDims((0, *batch), rows, cols)
+
+
+def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
+    """Refuses names that are none of the tree's, and parts of it that are no stacked layers.
+
+    The leaves of such a part have one leading axis in common, and some leaf has two more. A bias of
+    each layer is a matrix too, so one leaf alone cannot tell.
+    """
+    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    known = set()
+    for path, leaf in leaves:
+        in_path = _names_in(path)
+        known.update(name for name in in_path if name is not None)
+        chosen = [i for i, name in enumerate(in_path) if name in names]
+        if chosen:
+            part = leaf_name(path[: chosen[0] + 1])
+            parts.setdefault(part, []).append((leaf_name(path), np.shape(leaf)))
+    missing = sorted(set(names) - known)
+    if missing:
+        raise ValueError(
+            f"stacked{tuple(missing)} names no part of this tree, whose parts are named "
+            f"{', '.join(sorted(map(str, known)))}."
+        )
+    for part, shapes in parts.items():
+        _check_part(part, shapes)
+
+
+def _check_part(part: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses leaves, by name and shape, that do not count the same layers, or no matrices."""
+    lengths = [shape[:1] for _, shape in shapes]
+    layers = max(lengths, key=lengths.count)
+    listed = ", ".join(f"{name} of shape {shape}" for name, shape in shapes[:_SHOWN])
+    if any(length != layers or not length for length in lengths):
+        raise ValueError(
+            f"`stacked` takes the leading axis of every leaf in {part} for that of the layers, and "
+            f"they differ: {listed}. Name only parts whose leaves are stacked layers."
+        )
+    if max(len(shape) for _, shape in shapes) < _LEAST_AXES:
+        raise ValueError(
+            f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
+            f"two more: {listed}. Leave its name out, and a matrix is compressed as one."
+        )

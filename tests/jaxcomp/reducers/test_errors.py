@@ -90,6 +90,32 @@ def test_init_refuses(tx, words):
         tx.init({"blocks": {"kernel": jnp.zeros((3, 16, 16))}})
 
 
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"blocks": (24, 16)}, r"would compress nothing in \['blocks'\].*shape \(24, 16\)"),
+        ({"blocks": {"w": (24, 16), "b": (24,)}}, r"nothing in .*\['blocks'\]\['w'\] of shape"),
+        ({"blocks": {"w": (3, 24, 16), "head": (24, 16)}}, r"differ: .*\['head'\] of shape"),
+        ({"blocks": {"w": (3, 24, 16), "scale": ()}}, r"differ: .*\['scale'\] of shape \(\)"),
+    ],
+    ids=["a matrix", "one layer", "a leaf beside the layers", "a scalar"],
+)
+def test_stacked_refuses_leaves_without_an_axis_of_layers(shapes, words):
+    tx = powersgd(2, matrix_dims=jaxcomp.stacked("blocks"))
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    for use in (tx.init, tx.bytes):
+        with pytest.raises(ValueError, match=words):
+            use(params)
+
+
+def test_stacked_takes_vectors_beside_its_matrices_and_other_numbers_of_layers_elsewhere():
+    tx = powersgd(2, matrix_dims=jaxcomp.stacked("blocks"))
+    encoder = {"w": jnp.zeros((3, 24, 16)), "bias": jnp.zeros((3, 16)), "scale": jnp.zeros(3)}
+    decoder = {"w": jnp.zeros((5, 24, 16))}
+    state = tx.init({"encoder": {"blocks": encoder}, "decoder": {"blocks": decoder}})
+    assert [q.shape for q in jax.tree.leaves(state.q)] == [(5, 24, 2), (3, 24, 2)]
+
+
 @pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.batched_powersgd])
 def test_torchs_names_are_answered_with_ours(make):
     with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
