@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
@@ -77,13 +76,21 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-def round_to(x: Array, dtype: Any) -> Array:
-    """Rounds to the precision of `dtype` without changing the dtype of `x`.
+def saturated(x: Array, dtype: Any) -> Array:
+    """Casts `x` to `dtype`; what is finite and beyond its range becomes its largest value.
 
-    `lax.reduce_precision` and not a cast there and back, which XLA may elide on GPU.
+    Of the 16-bit types only float16 ends before float32 does.
     """
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if jnp.finfo(dtype).nexp >= jnp.finfo(x.dtype).nexp:
+        return x.astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest)).astype(dtype)
+
+
+def excess(x: Array, dtype: Any) -> Array:
+    """Returns what `saturated` leaves out of `x`, in the dtype of `x`; zeros inside the range."""
+    largest = float(jnp.finfo(dtype).max)
+    return x - jnp.clip(x, -largest, largest)
 
 
 def checked_dtype(name: str, dtype: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.leaves import round_to, widest
+from jaxcomp._base.leaves import widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 # An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
@@ -189,7 +189,7 @@ def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[
 
 
 class Reduced(NamedTuple):
-    """What an all-reduce of several arrays gave."""
+    """What an average of several arrays gave."""
 
     means: list[Array]  # the averages, replicated
     sent: list[Array]  # this replica's own contributions as sent: what the means are the mean of
@@ -228,86 +228,142 @@ def reduce_mean(
       >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
       [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
-    parts, replicas, wire_dtype = list(parts), axis_size(axis_name), jnp.dtype(wire_dtype)
-    if not sum(part.size for part in parts):
+    parts = list(parts)
+    replicas = axis_size(axis_name)
+    wire_dtype = jnp.dtype(wire_dtype)
+    if sum(part.size for part in parts) == 0:
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, parts, jnp.array(True))
-    # A sum of float16 overflows where their mean does not, and neither 16-bit type holds the other.
-    dtypes = {part.dtype for part in parts} | {wire_dtype}
-    one = len(dtypes) == 1 and wire_dtype != jnp.float16
-    dtype = wire_dtype if one else widest(dtypes)
-    exact, automatic = dtype == wire_dtype, other_axes(AxisType.Auto)
-    values, unpack = _packed([part.astype(dtype) for part in parts], factors)
+    dtype = _dtype_to_compute_in(parts, wire_dtype)
+    operands = _operands_of([part.astype(dtype) for part in parts], factors)
+    values = operands.values
+    exact = dtype == wire_dtype
     if not exact:
-        values = [round_to(value / replicas, wire_dtype) for value in values]
-    totals = _psum(_spread(values, factors) if automatic else values, axis_name, wire_dtype)
-    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
-        # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
-        totals, values = (
-            [lax.optimization_barrier(x.astype(dtype)) for x in xs] for xs in (totals, values)
-        )
+        values = [_rounded_share(value, replicas, wire_dtype) for value in values]
+    automatic = other_axes(AxisType.Auto)
+    totals = _psum(_spread(values, factors) if automatic else values, axis_name, dtype)
     # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
     # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
     finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
-    means, sent = unpack(totals), parts
+    values = [value.astype(dtype) for value in values]
+    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
+        # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
+        totals = [lax.optimization_barrier(total) for total in totals]
+        values = [lax.optimization_barrier(value) for value in values]
+    means = operands.unpack(totals)
     if exact:
-        means = [x / replicas for x in means]
+        means = [mean / replicas for mean in means]
+        sent = parts
     else:
-        sent = [x * replicas for x in unpack(values)]
-    means = _gathered(means, factors) if automatic else means
-    cast = functools.partial(jax.tree.map, lambda x, part: x.astype(part.dtype))
-    return Reduced(cast(means, parts), cast(sent, parts), finite)
+        sent = [value * replicas for value in operands.unpack(values)]
+    if automatic:
+        means = _gathered(means, factors)
+    return Reduced(_in_dtypes_of(parts, means), _in_dtypes_of(parts, sent), finite)
 
 
-def _packed(
-    parts: list[Array], factors: int
-) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
-    """The operands of one all-reduce, and the way back: each large part alone, the rest as one.
+def _dtype_to_compute_in(parts: Sequence[Array], wire_dtype: Any) -> Any:
+    """Returns the dtype of sums and quotients: that of the wire, or one that holds all there are.
 
-    The first `factors` of the parts are alone only if nothing else is to be packed, or beside axes
-    that are left to the compiler.
+    A sum of float16 overflows where their mean does not, so float16 is widened in any case; and
+    neither of the two 16-bit types holds the other.
     """
-    sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(parts) if i >= factors}
-    large = [i for i, size in sizes.items() if size >= _OWN_OPERAND_BYTES]
-    alone = set(sorted(large, key=lambda i: -sizes[i])[:_MOST_OPERANDS])
+    dtypes = {part.dtype for part in parts} | {wire_dtype}
+    if len(dtypes) == 1 and wire_dtype != jnp.float16:
+        return wire_dtype
+    return widest(dtypes)
+
+
+def _rounded_share(value: Array, replicas: int, wire_dtype: Any) -> Array:
+    """Divides by the number of replicas and rounds to the wire's dtype, once.
+
+    A cast there and back may be left out by XLA, and what counts as sent would not be rounded. So
+    it is rounded before it is cast. But `lax.reduce_precision` has nothing but zeros below the
+    normal range of float16: there the cast alone rounds, and a barrier keeps it.
+    """
+    share = value / replicas
+    if wire_dtype == jnp.float16:
+        return lax.optimization_barrier(share.astype(wire_dtype))
+    info = jnp.finfo(wire_dtype)
+    rounded = lax.reduce_precision(share, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return rounded.astype(wire_dtype)
+
+
+def _in_dtypes_of(parts: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    return [x.astype(part.dtype) for x, part in zip(arrays, parts, strict=True)]
+
+
+class _Operands(NamedTuple):
+    """Arrays as the operands of one all-reduce: many as one flat vector, and others alone."""
+
+    values: list[Array]  # the flat vector first, if there is one
+    packed: list[int]  # positions of the arrays in the flat vector
+    alone: list[int]  # positions of the others
+    unravel: Callable[[Array], list[Array]]  # from the flat vector to its arrays
+
+    def unpack(self, values: Sequence[Array]) -> list[Array]:
+        """Returns the arrays in their order, from operands like these."""
+        arrays = list(values[-len(self.alone) :]) if self.alone else []
+        places = list(self.alone)
+        if self.packed:
+            arrays += self.unravel(values[0])
+            places += self.packed
+        in_order = sorted(zip(places, arrays, strict=True), key=lambda pair: pair[0])
+        return [array for _, array in in_order]
+
+
+def _operands_of(parts: list[Array], factors: int) -> _Operands:
+    """Packs small arrays, and the first `factors` whatever their size, into one vector.
+
+    These are alone only if nothing else is to be packed, or beside axes that are left to the
+    compiler.
+    """
+    everything = range(len(parts))
+    alone = _largest_of(parts, factors)
     if other_axes() or len(parts) - len(alone) == 1:  # a single one keeps its shape
-        alone = set(range(len(parts)))
-    order, rest = sorted(range(len(parts)), key=lambda i: i in alone), len(parts) - len(alone)
-    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in order[:rest]])
+        alone = list(everything)
+    packed = [i for i in everything if i not in alone]
+    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in packed])
+    values = [parts[i] for i in alone]
+    if packed:
+        values.insert(0, flat)
+    return _Operands(values, packed, alone, unravel)
 
-    def unpack(values: list[Array]) -> list[Array]:
-        each = [*unravel(values[0]), *values[1:]] if rest else values
-        return [x for _, x in sorted(zip(order, each, strict=True), key=lambda pair: pair[0])]
 
-    return [*([flat] if rest else []), *(parts[i] for i in order[rest:])], unpack
+def _largest_of(parts: list[Array], factors: int) -> list[int]:
+    """Returns the positions of arrays that are worth an operand of their own."""
+    sizes = [part.size * part.dtype.itemsize for part in parts]
+    large = [i for i in range(factors, len(parts)) if sizes[i] >= _OWN_OPERAND_BYTES]
+    large.sort(key=lambda i: -sizes[i])
+    return sorted(large[:_MOST_OPERANDS])
 
 
 def _spread(xs: list[Array], factors: int) -> list[Array]:
-    """The first arrays, `factors` in number, laid out over the automatic axes.
+    """Lays the first arrays, `factors` in number, out over the automatic axes.
 
     The compiler would copy a factor to every device that needs it and then let each of them send
     all of it.
     """
+    return [*map(_laid_out, xs[:factors]), *xs[factors:]]
+
+
+def _laid_out(x: Array) -> Array:
+    """Splits the longest axis that can be split over all devices of the automatic axes."""
     axes = other_axes(AxisType.Auto)
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
-
-    def lay_out(x: Array) -> Array:
-        length, axis = max(
-            ((n, i) for i, n in enumerate(x.shape) if n % devices == 0), default=(0, 0)
-        )
-        if not length:
-            return x
-        spec = [axes if i == axis else None for i in range(x.ndim)]
-        # Whole first: layouts travel backwards too, into the gradient and the model that made it.
-        x = lax.with_sharding_constraint(x, PartitionSpec())
-        return lax.with_sharding_constraint(x, PartitionSpec(*spec))
-
-    return [lay_out(x) if i < factors else x for i, x in enumerate(xs)]
+    divisible = [(length, axis) for axis, length in enumerate(x.shape) if length % devices == 0]
+    length, longest = max(divisible, default=(0, 0))
+    if length == 0:
+        return x
+    spec: list[Any] = [None] * x.ndim
+    spec[longest] = axes
+    # Whole first: layouts travel backwards too, into the gradient and the model that made it.
+    whole = lax.with_sharding_constraint(x, PartitionSpec())
+    return lax.with_sharding_constraint(whole, PartitionSpec(*spec))
 
 
 def _gathered(xs: list[Array], factors: int) -> list[Array]:
-    """The first arrays, `factors` in number, whole on every device.
+    """Makes the first arrays, `factors` in number, whole on every device.
 
     Left in the layout of `_spread`, they would move the weights that are made from them into it.
     """
@@ -339,6 +395,10 @@ def _one_call(axis_name: AxisName) -> bool:
 
 def exchange(x: Array, axis_name: AxisName) -> Array:
     """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
+    if axis_size(axis_name) == 1:
+        # Besides, `jax.vmap` gets the shape of a tiled all-to-all over a single replica wrong where
+        # the operand is not mapped (jax 0.10.2).
+        return x
     if _one_call(axis_name):
         return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
     axes = axis_tuple(axis_name)
@@ -374,18 +434,19 @@ def total(x: Array, axis_name: AxisName) -> Array:
     return lax.psum(as_local(x, axis_name), axis_name)
 
 
-def _psum(xs: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
-    """Sums values that are exact in `wire_dtype`, with that dtype on the wire where there is one.
+def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
+    """Sums arrays with their own dtype on the wire where there is one, and returns them in `dtype`.
 
     XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
     process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
     """
 
-    def summed(xs: list[Array], on_wire: Any) -> list[Array]:
-        totals = lax.psum([x.astype(on_wire) for x in xs], axis_name)
-        return [total.astype(x.dtype) for total, x in zip(totals, xs, strict=True)]
+    def summed(xs: list[Array]) -> list[Array]:
+        return [total.astype(dtype) for total in lax.psum(xs, axis_name)]
 
-    if jnp.dtype(wire_dtype) != jnp.bfloat16:
-        return summed(xs, wire_dtype)
-    wide, narrow = (functools.partial(summed, on_wire=x) for x in (jnp.float32, wire_dtype))
-    return lax.platform_dependent(xs, cpu=wide, default=narrow)
+    def summed_wide(xs: list[Array]) -> list[Array]:
+        return summed([x.astype(jnp.float32) for x in xs])
+
+    if xs[0].dtype != jnp.bfloat16:
+        return summed(xs)
+    return lax.platform_dependent(xs, cpu=summed_wide, default=summed)

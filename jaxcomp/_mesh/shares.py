@@ -4,15 +4,18 @@ An all-to-all and an all-gather, which together carry what a ring all-reduce wou
 share is decoded, so that what travels need not be what is summed: integers of 8 or 6 bits with a
 scale for each block (`BlockLayout`), or values as they are (`ExactLayout`). A sum of integers on
 the wire would overflow; here none is taken.
+
+Arrays of one layout travel as one array with an axis in front that counts them, and all arrays side
+by side in the bytes of a row. A row belongs to one replica.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,14 +43,14 @@ class BlockLayout:
 
     @classmethod
     def of(cls, size: int, replicas: int, block_size: int | None, bits: int = 8) -> BlockLayout:
-        """Blocks of at most `block_size` values, as equal as possible so that little is padded."""
+        """Makes blocks of at most `block_size` values, as equal as possible: little is padded."""
         share = _quotient_up(size, replicas)
         blocks = _quotient_up(share, block_size or max(share, 1))
         return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)), bits)
 
     @property
     def levels(self) -> int:
-        """Of either sign: symmetric, so that a gradient and its negative are treated alike."""
+        """The levels of either sign, equal: a gradient and its negative are treated alike."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -65,34 +68,29 @@ class BlockLayout:
         """Bytes of the whole array with its scales, in either of the two stages."""
         return self.replicas * self.row_bytes
 
-    def cut(self, x: Array) -> Array:
-        """From any shape to blocks."""
-        return _padded(x, self.replicas * self.blocks * self.length).reshape(
-            self.replicas, self.blocks, self.length
-        )
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """The shape in which one replica's share is rounded: an integer's block comes first."""
+        return (self.blocks, self.length)
 
-    def join(self, blocks: Array, like: Array) -> Array:
-        """The inverse of `cut`."""
-        return blocks.reshape(-1)[: self.size].reshape(like.shape)
-
-    def encode(self, blocks: Array) -> Array:
-        """Blocks ``(n, blocks, length)`` as ``(n, row_bytes)`` int8, rounded to nearest."""
-        integers, scales = _quantize(blocks, self.levels)
+    def encode(self, shares: Array) -> Array:
+        """Rounds shares ``(..., blocks, length)`` to nearest, as ``(..., row_bytes)`` int8."""
+        integers, scales = _quantize(shares, self.levels)
+        integers = _last_axes_as_one(integers, 2)
         if self.bits == 6:
-            integers = _packed(integers.reshape(integers.shape[0], -1))
-        return _rows([integers, lax.bitcast_convert_type(scales, jnp.int8)], self.row_bytes)
+            integers = _packed(integers)
+        scale_bytes = lax.bitcast_convert_type(scales, jnp.int8)
+        return _row([integers, _last_axes_as_one(scale_bytes, 3)], self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
-        """The inverse of `encode`, in the floating dtype asked for."""
-        n, used = rows.shape[0], self._integer_bytes
-        integers = rows[:, :used]
+        """Inverts `encode`, in the floating dtype asked for."""
+        scale_bytes = rows[..., self._integer_bytes :][..., : self.blocks * _SCALE_BYTES]
+        scale_bytes = scale_bytes.reshape(*rows.shape[:-1], self.blocks, 1, _SCALE_BYTES)
+        scales = lax.bitcast_convert_type(scale_bytes, jnp.float32)
+        integers = rows[..., : self._integer_bytes]
         if self.bits == 6:
-            integers = _unpacked(integers)[:, : self.blocks * self.length]
-        integers = integers.reshape(n, self.blocks, self.length)
-        scales = rows[:, used : used + self.blocks * _SCALE_BYTES]
-        scales = lax.bitcast_convert_type(
-            scales.reshape(n, self.blocks, 1, _SCALE_BYTES), jnp.float32
-        )
+            integers = _unpacked(integers)[..., : self.blocks * self.length]
+        integers = integers.reshape(*rows.shape[:-1], *self.share_shape)
         return integers.astype(dtype) * scales.astype(dtype)
 
 
@@ -110,32 +108,34 @@ class ExactLayout:
         return _quotient_up(self.size, self.replicas)
 
     @property
+    def _value_bytes(self) -> int:
+        return self.length * jnp.dtype(self.dtype).itemsize
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one share."""
-        return _whole_words(self.length * jnp.dtype(self.dtype).itemsize)
+        return _whole_words(self._value_bytes)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of the whole array, in either of the two stages."""
         return self.replicas * self.row_bytes
 
-    def cut(self, x: Array) -> Array:
-        """From any shape to shares."""
-        return _padded(x, self.replicas * self.length).reshape(self.replicas, self.length)
-
-    def join(self, shares: Array, like: Array) -> Array:
-        """The inverse of `cut`."""
-        return shares.reshape(-1)[: self.size].reshape(like.shape)
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """The shape of one replica's share."""
+        return (self.length,)
 
     def encode(self, shares: Array) -> Array:
-        """Shares ``(n, length)`` as ``(n, row_bytes)`` int8."""
+        """Writes shares ``(..., length)`` as ``(..., row_bytes)`` int8."""
         bits = lax.bitcast_convert_type(shares.astype(self.dtype), jnp.int8)
-        return _rows([bits], self.row_bytes)
+        return _row([_last_axes_as_one(bits, 2)], self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
-        """The inverse of `encode`, in the floating dtype asked for."""
-        n, itemsize = rows.shape[0], jnp.dtype(self.dtype).itemsize
-        bits = rows[:, : self.length * itemsize].reshape(n, self.length, itemsize)
+        """Inverts `encode`, in the floating dtype asked for."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        bits = rows[..., : self._value_bytes]
+        bits = bits.reshape(*rows.shape[:-1], self.length, itemsize)
         return lax.bitcast_convert_type(bits, self.dtype).astype(dtype)
 
 
@@ -171,103 +171,125 @@ def mean_by_shares(
       [2.0, -2.0]
     """
     replicas = axis_size(axis_name)
-    if not sum(part.size for part in parts):
+    if sum(part.size for part in parts) == 0:
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
-    # From here on each part has an axis in front that counts its arrays.
-    arrays = [part if i in stacks else part[None] for i, part in enumerate(parts)]
-    groups = _groups(arrays, layouts)
-    wire = _encode([_cut(group, arrays) for group in groups], groups)
-    received = _decode(exchange(wire, axis_name), groups)
-    means = [jax.vmap(_mean_of_rows)(x) for x in received]
-    second = _encode(means, groups)
-    outputs = _decode(gather(second[0], axis_name), groups)
+    groups = _alike(parts, layouts, stacks)
+    shares = [group.cut(parts) for group in groups]
+    wire = _encoded(groups, shares)
+    received = _decoded(groups, exchange(wire, axis_name))
+    means = [_mean_of_rows(x) for x in received]
+    wire_of_means = _encoded(groups, means)
+    outputs = _decoded(groups, gather(wire_of_means[0], axis_name))
+    finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
 
     # The second rounding of a share is known only to the replica that summed it. There it counts as
     # that replica's own, so that the mean of what was sent is the output.
-    owner, sent = lax.axis_index(axis_name), []
-    firsts, seconds = _decode(wire, groups), _decode(second, groups)
-    for first, mean, rounded in zip(firsts, means, seconds, strict=True):
-        own = lax.dynamic_index_in_dim(first, owner, axis=1)
-        both = own + replicas * (rounded - mean)
+    owner = lax.axis_index(axis_name)
+    sent = _decoded(groups, wire)
+    for i, rounded in enumerate(_decoded(groups, wire_of_means)):
+        once = lax.dynamic_index_in_dim(sent[i], owner)
+        twice = once + replicas * (rounded - means[i])
         # As many times the rounding may be more than the float range has left.
-        both = jnp.where(jnp.isfinite(both), both, own)
-        sent.append(lax.dynamic_update_index_in_dim(first, both, owner, axis=1))
-    finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
-
-    def restored(values: list[Array]) -> list[Array]:
-        joined = _joined(values, groups, arrays)
-        return [x if i in stacks else x[0] for i, x in enumerate(joined)]
-
-    return Reduced(restored(outputs), restored(sent), finite)
+        twice = jnp.where(jnp.isfinite(twice), twice, once)
+        sent[i] = lax.dynamic_update_index_in_dim(sent[i], twice, owner, axis=0)
+    return Reduced(_joined(groups, outputs, parts), _joined(groups, sent, parts), finite)
 
 
-class _Group(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Group:
     """Parts of one layout, which are treated together: a GPU launches a kernel for each otherwise.
 
-    What belongs to a group is an array with an axis of their arrays in front.
+    What belongs to a group is one array ``(replicas, arrays, *share)``.
     """
 
-    positions: list[int]
     layout: Layout
     dtype: Any
-    number: int  # of arrays, in all its parts
+    positions: list[int]  # of its parts
+    counts: list[int]  # how many arrays each part is
+
+    @property
+    def number(self) -> int:
+        """How many arrays there are in all parts."""
+        return sum(self.counts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one replica's shares of all arrays."""
+        return self.number * self.layout.row_bytes
+
+    def cut(self, parts: Sequence[Array]) -> Array:
+        """Cuts all arrays of the group into shares."""
+        layout = self.layout
+        width = layout.replicas * math.prod(layout.share_shape)
+        flat = []
+        for i, count in zip(self.positions, self.counts, strict=True):
+            values = parts[i].reshape(count, layout.size)
+            flat.append(jnp.pad(values, ((0, 0), (0, width - layout.size))))
+        together = flat[0] if len(flat) == 1 else jnp.concatenate(flat)  # one needs no copy
+        shares = together.reshape(self.number, layout.replicas, *layout.share_shape)
+        return shares.swapaxes(0, 1)
+
+    def join(self, shares: Array, like: Sequence[Array]) -> list[Array]:
+        """Inverts `cut`: the parts of the group, in their order."""
+        width = self.layout.replicas * math.prod(self.layout.share_shape)
+        together = shares.swapaxes(0, 1).reshape(self.number, width)[:, : self.layout.size]
+        parts = []
+        start = 0
+        for i, count in zip(self.positions, self.counts, strict=True):
+            parts.append(together[start : start + count].reshape(like[i].shape))
+            start += count
+        return parts
 
 
-def _groups(arrays: Sequence[Array], layouts: Sequence[Layout]) -> list[_Group]:
-    kinds: dict[Any, list[int]] = {}
-    for i, (x, layout) in enumerate(zip(arrays, layouts, strict=True)):
-        key = layout, x.shape[1:], x.dtype, i if x.size > _LARGE else None
-        kinds.setdefault(key, []).append(i)
-    return [
-        _Group(kind, layout, dtype, sum(arrays[i].shape[0] for i in kind))
-        for (layout, _, dtype, _), kind in kinds.items()
-    ]
+def _alike(
+    parts: Sequence[Array], layouts: Sequence[Layout], stacks: Collection[int]
+) -> list[_Group]:
+    """Groups the parts by layout; a large one is a group of its own."""
+    groups: dict[Any, _Group] = {}
+    for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+        alone = i if part.size > _LARGE else None
+        group = groups.setdefault((layout, part.dtype, alone), _Group(layout, part.dtype, [], []))
+        group.positions.append(i)
+        group.counts.append(part.shape[0] if i in stacks else 1)
+    return list(groups.values())
 
 
-def _cut(group: _Group, arrays: Sequence[Array]) -> Array:
-    own = [arrays[i] for i in group.positions]
-    # A single one needs no copy.
-    return jax.vmap(group.layout.cut)(own[0] if len(own) == 1 else jnp.concatenate(own))
-
-
-def _encode(values: Sequence[Array], groups: Sequence[_Group]) -> Array:
-    """The rows of all groups side by side."""
+def _encoded(groups: Sequence[_Group], shares: Sequence[Array]) -> Array:
+    """Writes the rows of all groups side by side, ``(replicas, bytes)``."""
     rows = []
-    for group, x in zip(groups, values, strict=True):
-        encoded = jax.vmap(group.layout.encode)(x)
-        width = group.number * group.layout.row_bytes
-        rows.append(encoded.swapaxes(0, 1).reshape(encoded.shape[1], width))
+    for group, x in zip(groups, shares, strict=True):
+        encoded = group.layout.encode(x)
+        rows.append(encoded.reshape(len(encoded), group.row_bytes))
     return jnp.concatenate(rows, axis=1)
 
 
-def _decode(rows: Array, groups: Sequence[_Group]) -> list[Array]:
-    values, start = [], 0
+def _decoded(groups: Sequence[_Group], rows: Array) -> list[Array]:
+    """Inverts `_encoded`."""
+    shares = []
+    start = 0
     for group in groups:
-        number, width = group.number, group.layout.row_bytes
-        own = rows[:, start : start + number * width]
-        own = own.reshape(rows.shape[0], number, width).swapaxes(0, 1)
-        values.append(jax.vmap(lambda x, g=group: g.layout.decode(x, g.dtype))(own))
-        start += number * width
-    return values
+        encoded = rows[:, start : start + group.row_bytes]
+        encoded = encoded.reshape(len(rows), group.number, group.layout.row_bytes)
+        shares.append(group.layout.decode(encoded, group.dtype))
+        start += group.row_bytes
+    return shares
 
 
 def _joined(
-    values: Sequence[Array], groups: Sequence[_Group], like: Sequence[Array]
+    groups: Sequence[_Group], shares: Sequence[Array], like: Sequence[Array]
 ) -> list[Array]:
-    results = list(like)
-    for group, x in zip(groups, values, strict=True):
-        start = 0
-        for i in group.positions:
-            end = start + like[i].shape[0]
-            results[i] = jax.vmap(group.layout.join)(x[start:end], like[i])
-            start = end
-    return results
+    """Returns the parts of all groups, in the order and the shapes of `like`."""
+    joined = list(like)
+    for group, x in zip(groups, shares, strict=True):
+        for i, part in zip(group.positions, group.join(x, like), strict=True):
+            joined[i] = part
+    return joined
 
 
 def _mean_of_rows(x: Array) -> Array:
-    """The mean over the first axis, which stays with length 1.
+    """Averages over the first axis, which stays with length 1.
 
     Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
     because XLA's CPU backend takes ten times as long for a sum over the first axis.
@@ -277,7 +299,7 @@ def _mean_of_rows(x: Array) -> Array:
 
 
 def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
-    """Integers up to `levels` in the shape of `x`, and a float32 scale for each of its last axes.
+    """Returns integers up to `levels` like `x`, and a float32 scale for each of its last axes.
 
     A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
     that the scale would be subnormal.
@@ -288,40 +310,40 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     # sum does; that of x - x is 0 or NaN.
     finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
     usable = scale >= jnp.finfo(jnp.float32).tiny
-    scaled = x / jnp.where(usable, scale, 1).astype(x.dtype)
-    integers = jnp.where(usable, jnp.clip(jnp.round(scaled), -levels, levels), 0).astype(jnp.int8)
+    rounded = jnp.round(x / jnp.where(usable, scale, 1).astype(x.dtype))
+    integers = jnp.where(usable, jnp.clip(rounded, -levels, levels), 0).astype(jnp.int8)
     return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
 
 
 def _packed(integers: Array) -> Array:
-    """6-bit integers ``(n, count)``, four in three bytes: ``(n, 3 * ceil(count / 4))`` int8."""
-    padded = jnp.pad(integers, ((0, 0), (0, -integers.shape[1] % 4)))
+    """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
+    leading = integers.shape[:-1]
+    padding = [(0, 0)] * len(leading) + [(0, -integers.shape[-1] % 4)]
+    unsigned = lax.bitcast_convert_type(jnp.pad(integers, padding), jnp.uint8) & 63
     # Shifts of unsigned bytes drop what leaves them, and carry no sign.
-    a, b, c, d = jnp.moveaxis(
-        lax.bitcast_convert_type(padded, jnp.uint8).reshape(padded.shape[0], -1, 4) & 63, -1, 0
-    )
+    a, b, c, d = jnp.moveaxis(unsigned.reshape(*leading, -1, 4), -1, 0)
     three = jnp.stack([a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)], axis=-1)
-    return lax.bitcast_convert_type(three, jnp.int8).reshape(padded.shape[0], -1)
+    return _last_axes_as_one(lax.bitcast_convert_type(three, jnp.int8), 2)
 
 
 def _unpacked(packed: Array) -> Array:
-    """The inverse of `_packed`, with up to three zeros at the end."""
-    x, y, z = jnp.moveaxis(
-        lax.bitcast_convert_type(packed, jnp.uint8).reshape(packed.shape[0], -1, 3), -1, 0
-    )
+    """Inverts `_packed`, with up to three zeros at the end."""
+    unsigned = lax.bitcast_convert_type(packed, jnp.uint8)
+    x, y, z = jnp.moveaxis(unsigned.reshape(*packed.shape[:-1], -1, 3), -1, 0)
     four = jnp.stack([x, (x >> 6) | (y << 2), (y >> 4) | (z << 4), z >> 2], axis=-1) & 63
     signed = lax.bitcast_convert_type(four ^ 32, jnp.int8) - 32
-    return signed.reshape(packed.shape[0], -1)
+    return _last_axes_as_one(signed, 2)
 
 
-def _rows(arrays: Sequence[Array], row_bytes: int) -> Array:
-    """int8 arrays ``(n, ...)`` as ``(n, row_bytes)``, one after the other, padded with zeros."""
-    rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
-    return jnp.pad(rows, ((0, 0), (0, row_bytes - rows.shape[1])))
+def _row(arrays: Sequence[Array], row_bytes: int) -> Array:
+    """Puts int8 arrays ``(..., n)`` one behind the other, padded with zeros to a row."""
+    row = jnp.concatenate(arrays, axis=-1)
+    padding = [(0, 0)] * (row.ndim - 1) + [(0, row_bytes - row.shape[-1])]
+    return jnp.pad(row, padding)
 
 
-def _padded(x: Array, size: int) -> Array:
-    return jnp.pad(x.reshape(-1), (0, size - x.size))
+def _last_axes_as_one(x: Array, number: int) -> Array:
+    return x.reshape(*x.shape[:-number], math.prod(x.shape[-number:]))
 
 
 def _quotient_up(dividend: int, divisor: int) -> int:

@@ -7,6 +7,8 @@ is one all-reduce of a scalar, which waits for no gradient.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +21,25 @@ from jaxcomp._mesh.collectives import as_local, reduce_mean
 
 # Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
 _LEAST = 1e-30
+# How much of a name has to be in common: two letters swapped, one missing or too many.
+_CLOSE = 0.8
+
+
+def refuse_misspelt_weight(extra_args: Mapping[str, Any]) -> None:
+    """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
+
+    Others are for other links of a chain. The last word of ``example_weights`` tells.
+
+    Raises:
+      ValueError: With the right name.
+    """
+    for name in extra_args:
+        last_word = name.lower().rpartition("_")[2]
+        if difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE):
+            raise ValueError(
+                f"update() has no argument `{name}`: it is `weight`, one number that says how much "
+                "this replica counts."
+            )
 
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:

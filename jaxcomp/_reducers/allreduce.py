@@ -12,7 +12,6 @@ from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.per_replica import is_reducer_state
-from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
 from jaxcomp._reducers.transformation import call_text
 
@@ -50,7 +49,7 @@ def allreduce(
       >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
       [[2.0, 3.0], [2.0, 3.0]]
     """
-    made_by = call_text("allreduce", locals())
+    made_by = call_text("allreduce", {"axis_name": axis_name, "comm_dtype": comm_dtype})
     check_axis_name(axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
@@ -59,30 +58,29 @@ def allreduce(
         return optax.EmptyState()
 
     def reduce(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree | None = None,
-        *,
-        weight: Any = None,
-        **extra_args: Any,
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
         if is_reducer_state(state):  # handed on, a residual would never be sent
             raise other_state("allreduce", "optax.EmptyState", state)
-        # Weighted ones are float32, but go out in the gradients' own dtypes.
-        dtypes = [wire or x.dtype for x in floating_leaves(updates)]
-        if weight is not None:
-            updates = weighted_gradients(updates, weight, axis_name)
         arrays = floating_leaves(updates)
-        means, sent = list(arrays), list(arrays)
+        means = list(arrays)
+        sent = list(arrays)
+        # An all-reduce for each dtype on the wire.
+        dtypes = [wire or x.dtype for x in arrays]
         for dtype in dict.fromkeys(dtypes):
-            chosen = [i for i, own in enumerate(dtypes) if own == dtype]
+            chosen = [i for i, other in enumerate(dtypes) if other == dtype]
             reduced = reduce_mean([arrays[i] for i in chosen], axis_name, dtype)
-            for i, mean, own in zip(chosen, reduced.means, reduced.sent, strict=True):
-                means[i], sent[i] = mean, own
+            for place, i in enumerate(chosen):
+                means[i] = reduced.means[place]
+                sent[i] = reduced.sent[place]
         # There is no state to protect, and what is finite stays so, as with any all-reduce.
-        mean_tree, sent_tree = (with_leaves(updates, x) for x in (means, sent))
-        return Reduction(mean_tree, state, sent_tree, all_finite(means))
+        return Reduction(
+            updates=with_leaves(updates, means),
+            state=state,
+            sent=with_leaves(updates, sent),
+            finite=all_finite(means),
+        )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del replicas, step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from jaxcomp._base.checks import check_int, names_checked
 from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, widest, with_leaves
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import AxisName, DType, MatrixDims, PyTree
+from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import call_text
@@ -22,9 +21,18 @@ from jaxcomp._reducers.transformation import call_text
 _ALL = "(all leaves)"
 
 
-@functools.partial(names_checked, options=powersgd, but=("min_compression_rate", "matrix_dims"))
+@names_checked
 def batched_powersgd(
-    rank: int = 1, *, axis_name: AxisName, comm_dtype: DType | None = None, **options: Any
+    rank: int = 1,
+    *,
+    axis_name: AxisName,
+    start_step: int = 1_000,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+    eps: float = 0.0,
+    seed: int = 0,
+    comm_dtype: DType | None = None,
+    residual_dtype: DType | None = None,
 ) -> Reducer:
     r"""PowerSGD of one square matrix of all gradients, as torch's ``batched_powerSGD_hook``.
 
@@ -40,8 +48,13 @@ def batched_powersgd(
     Args:
       rank: Columns of the two factors.
       axis_name: The mapped axis (or axes) along which the replicas lie.
+      start_step: As for `powersgd`, and so are the next four.
+      error_feedback: Keep what was not sent and add it to the next gradient.
+      warm_start: Start each power iteration from the last right factor.
+      eps: torch's ``orthogonalization_epsilon``.
+      seed: Seeds the first right factor.
       comm_dtype: What goes on the wire: bfloat16, float16, float32 or None.
-      **options: Of `powersgd`: start_step, error_feedback, warm_start, eps, seed, residual_dtype.
+      residual_dtype: How the residual is stored.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -61,44 +74,65 @@ def batched_powersgd(
       >>> bool(jnp.allclose(means["w"], 1, atol=1e-5))  # ones everywhere: rank 1
       True
     """
-    given = {"rank": rank, "axis_name": axis_name, "comm_dtype": comm_dtype, **options}
-    made_by = call_text("batched_powersgd", given)
+    options: dict[str, Any] = {
+        "start_step": start_step,
+        "error_feedback": error_feedback,
+        "warm_start": warm_start,
+        "eps": eps,
+        "seed": seed,
+        "comm_dtype": checked_dtype("comm_dtype", comm_dtype),
+        "residual_dtype": residual_dtype,
+    }
+    rank = check_int("rank", rank, 1)
     square = powersgd(
-        check_int("rank", rank, 1),
+        rank,
         axis_name=axis_name,
-        comm_dtype=checked_dtype("comm_dtype", comm_dtype),
         min_compression_rate=0.0,  # compress whatever the size, as torch does
-        matrix_dims=lambda path, leaf: MatrixDims(rows=(0,), cols=(1,)),
+        matrix_dims=_rows_and_cols,
         **options,
     )
 
-    def matrix_of(params: PyTree) -> jax.ShapeDtypeStruct:
-        """The smallest square that holds all floating values, in the widest of their dtypes."""
-        leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(leaf_dtype(x), jnp.floating)]
-        size = sum(math.prod(jnp.shape(x)) for x in leaves)
-        side = math.isqrt(size - 1) + 1 if size else 0
-        return jax.ShapeDtypeStruct((side, side), widest(map(leaf_dtype, leaves)))
-
     def init(params: PyTree) -> PyTree:
-        matrix = matrix_of(params)
+        matrix = _square_of(params)
         return square.init(jnp.zeros(matrix.shape, matrix.dtype))
 
     def reduce(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        matrix = matrix_of(updates)
-        flat, parts = ravel_pytree([x.astype(matrix.dtype) for x in floating_leaves(updates)])
-        padded = jnp.pad(flat, (0, math.prod(matrix.shape) - flat.size)).reshape(matrix.shape)
-        result = square.reduce(padded, state)
-        means, sent = (
-            with_leaves(updates, parts(x.reshape(-1)[: flat.size]))
-            for x in (result.updates, result.sent)
-        )
-        return result._replace(updates=means, sent=sent)
+        matrix = _square_of(updates)
+        leaves = [x.astype(matrix.dtype) for x in floating_leaves(updates)]
+        flat, leaves_of = ravel_pytree(leaves)
+        padded = jnp.pad(flat, (0, math.prod(matrix.shape) - flat.size))
+        result = square.reduce(padded.reshape(matrix.shape), state)
+
+        def unflattened(average: Array) -> PyTree:
+            return with_leaves(updates, leaves_of(average.reshape(-1)[: flat.size]))
+
+        return result._replace(updates=unflattened(result.updates), sent=unflattened(result.sent))
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        (leaf,) = square.bytes(matrix_of(params), replicas=replicas, step=step).leaves
+        (leaf,) = square.bytes(_square_of(params), replicas=replicas, step=step).leaves
         return CompressionStats.of([dataclasses.replace(leaf, path=_ALL)]).instead_of(params)
 
+    made_by = call_text("batched_powersgd", {"rank": rank, "axis_name": axis_name, **options})
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+
+
+def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:
+    """Returns the dims of the square matrix, which is the only leaf."""
+    del path, leaf
+    return MatrixDims(rows=(0,), cols=(1,))
+
+
+def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the smallest square that holds all floating values.
+
+    Its dtype is theirs if they have one in common, and else the widest of them and float32.
+    """
+    leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(leaf_dtype(x), jnp.floating)]
+    size = sum(math.prod(jnp.shape(x)) for x in leaves)
+    side = math.isqrt(size - 1) + 1 if size else 0
+    dtypes = {jnp.dtype(leaf_dtype(x)) for x in leaves}
+    dtype = dtypes.pop() if len(dtypes) == 1 else widest(dtypes)
+    return jax.ShapeDtypeStruct((side, side), dtype)

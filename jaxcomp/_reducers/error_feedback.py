@@ -13,11 +13,12 @@ from jaxcomp._base.checks import check_int, check_number, names_checked
 from jaxcomp._base.leaves import (
     checked_residual_dtype,
     compute_dtype,
+    excess,
     floating_leaves,
     in_compute_dtype,
     is_floating,
     leaf_dtype,
-    nan_unless,
+    saturated,
     with_leaves,
 )
 from jaxcomp._base.stats import CompressionStats
@@ -97,32 +98,31 @@ def error_feedback(
       Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
       ICML 2019.
     """
-    made_by = call_text("error_feedback", locals())
-    if not isinstance(reducer, Reducer):
-        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
-        if not isinstance(reducer, optax.GradientTransformation):
-            fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
-        raise ValueError(
-            "error_feedback needs a reducer, which says what a replica sent, got "
-            f"{shown(reducer)}. {fix}"
-        )
+    made_by = call_text(
+        "error_feedback",
+        {"reducer": reducer, "every": every, "decay": decay, "residual_dtype": residual_dtype},
+    )
+    _check_reducer(reducer)
     axis_name = reducer.axis_name
     every = check_int("every", every, 1)
-    decay = decay if callable(decay) else check_number("decay", decay, 0, 1)
+    if not callable(decay):
+        decay = check_number("decay", decay, 0, 1)
     dtype = checked_residual_dtype(residual_dtype)
 
     def init(params: PyTree) -> ErrorFeedbackState:
         def zeros(leaf: Any) -> Any:
-            kind = leaf_dtype(leaf)
-            if not jnp.issubdtype(kind, jnp.floating):
+            if not jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
                 return optax.MaskedNode()
-            return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(kind))
+            return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(leaf_dtype(leaf)))
 
-        residual = local_if_bound(jax.tree.map(zeros, params), axis_name)
-        inner_state = reducer.init(params)
-        _refuse_second_residual(reducer, inner_state)
-        owner = no_owner(axis_name)
-        return ErrorFeedbackState(residual, inner_state, jnp.zeros([], jnp.int32), owner)
+        inner = reducer.init(params)
+        _refuse_second_residual(reducer, inner)
+        return ErrorFeedbackState(
+            residual=local_if_bound(jax.tree.map(zeros, params), axis_name),
+            inner=inner,
+            count=jnp.zeros([], jnp.int32),
+            owner=no_owner(axis_name),
+        )
 
     def reduce(
         updates: PyTree,
@@ -131,28 +131,35 @@ def error_feedback(
         **extra_args: Any,
     ) -> Reduction:
         residual = as_local(_fitted_residual(updates, state), axis_name)
-        due = (state.count + 1) % every == 0
         scale: Any = decay(state.count) if callable(decay) else decay
+        due = (state.count + 1) % every == 0
         if every > 1:
             scale = jnp.where(due, scale, 0.0)
         gradients = floating_leaves(updates)
         totals = [_add(g, e, scale) for g, e in zip(gradients, residual, strict=True)]
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
-        finite, unsent = result.finite, []
-        for e, total, own in zip(residual, totals, floating_leaves(result.sent), strict=True):
-            remaining = total - own
+        means = floating_leaves(result.updates)
+        sent = floating_leaves(result.sent)
+        outputs = []
+        unsent = []
+        for i, gradient in enumerate(gradients):
+            # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
+            mean = jnp.where(result.finite, means[i], jnp.nan)
+            outputs.append(saturated(mean, gradient.dtype))
+            remaining = totals[i] - sent[i]
+            if gradient.dtype == jnp.float16:  # what was sent and does not fit the output
+                remaining += excess(mean, gradient.dtype)
             if every > 1:  # what was not added is still to come
-                remaining += jnp.where(due, 0, e.astype(remaining.dtype))
-            unsent.append(jnp.where(finite, remaining.astype(e.dtype), e))
+                remaining += jnp.where(due, 0, residual[i].astype(remaining.dtype))
+            old = residual[i]
+            unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
         new = ErrorFeedbackState(
-            jax.tree.structure(state.residual).unflatten(unsent),
-            result.state,
-            jnp.where(finite, optax.safe_increment(state.count), state.count),
-            jnp.where(finite, owner_id(axis_name), state.owner),
+            residual=jax.tree.structure(state.residual).unflatten(unsent),
+            inner=result.state,
+            count=jnp.where(result.finite, optax.safe_increment(state.count), state.count),
+            owner=jnp.where(result.finite, owner_id(axis_name), state.owner),
         )
-        # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
-        means = nan_unless(finite, floating_leaves(result.updates))
-        return result._replace(updates=with_leaves(updates, means), state=new)
+        return result._replace(updates=with_leaves(updates, outputs), state=new)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32, whatever the gradients are.
@@ -160,6 +167,19 @@ def error_feedback(
         return counted.instead_of(params)
 
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+
+
+def _check_reducer(reducer: Any) -> None:
+    """Refuses what does not say what a replica sent."""
+    if isinstance(reducer, Reducer):
+        return
+    fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
+    if isinstance(reducer, optax.GradientTransformation):
+        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
+    raise ValueError(
+        f"error_feedback needs a reducer, which says what a replica sent, got {shown(reducer)}. "
+        f"{fix}"
+    )
 
 
 def _refuse_second_residual(reducer: Any, state: PyTree) -> None:

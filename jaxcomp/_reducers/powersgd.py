@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxcomp._base.checks import names_checked
 from jaxcomp._base.typing import AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.per_replica import no_owner
-from jaxcomp._reducers.factor_bytes import count_bytes
+from jaxcomp._reducers.factor_wire import count_bytes
 from jaxcomp._reducers.low_rank import PowerSGDState, powersgd_step
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer
@@ -105,14 +105,32 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019.
     """
-    given = dict(locals())  # which a debugger would go on filling
-    options = LowRank(**given)
+    options = LowRank(
+        rank=rank,
+        axis_name=axis_name,
+        start_step=start_step,
+        min_compression_rate=min_compression_rate,
+        error_feedback=error_feedback,
+        warm_start=warm_start,
+        eps=eps,
+        seed=seed,
+        comm_dtype=comm_dtype,
+        residual_dtype=residual_dtype,
+        matrix_dims=matrix_dims,
+    )
 
     def init(params: PyTree) -> PowerSGDState:
-        residual, q = options.zero_residual(params), options.first_factors(params)
-        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, no_owner(axis_name))
+        return PowerSGDState(
+            count=jnp.zeros([], jnp.int32),
+            residual=options.zero_residual(params),
+            q=options.first_factors(params),
+            owner=no_owner(axis_name),
+        )
 
-    reduce = functools.partial(powersgd_step, options)
-    sent = functools.partial(count_bytes, options)
-    made_by = call_text("powersgd", given)
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=sent)
+    return Reducer(
+        init,
+        functools.partial(powersgd_step, options),
+        axis_name,
+        made_by=call_text("powersgd", vars(options)),
+        count_bytes=functools.partial(count_bytes, options),
+    )

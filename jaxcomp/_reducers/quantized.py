@@ -74,7 +74,6 @@ def quantized_allreduce(
       Alistarh et al.: QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding.
       NeurIPS 2017.
     """
-    made_by = call_text("quantized_allreduce", locals())
     check_axis_name(axis_name)
     if block_size is not None:
         block_size = check_int("block_size", block_size, 1)
@@ -89,21 +88,25 @@ def quantized_allreduce(
         del params, extra_args
         if is_reducer_state(state):  # handed on, a residual would never be sent
             raise other_state("quantized_allreduce", "optax.EmptyState", state)
-        arrays = [x.astype(jnp.float32) for x in floating_leaves(updates)]
         replicas = axis_size(axis_name)
+        arrays = [x.astype(jnp.float32) for x in floating_leaves(updates)]
         layouts = [BlockLayout.of(x.size, replicas, block_size) for x in arrays]
-        means, sent, finite = mean_by_shares(arrays, layouts, axis_name)
-        means = with_leaves(updates, nan_unless(finite, means))
-        return Reduction(means, state, with_leaves(updates, sent), finite)
+        reduced = mean_by_shares(arrays, layouts, axis_name)
+        return Reduction(
+            updates=with_leaves(updates, nan_unless(reduced.finite, reduced.means)),
+            state=state,
+            sent=with_leaves(updates, reduced.sent),
+            finite=reduced.finite,
+        )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del step
-        needed = needed_replicas(replicas)
-        return CompressionStats.of(
-            dataclasses.replace(
-                leaf, bytes_after=BlockLayout.of(leaf.size, needed, block_size).wire_bytes
-            )
-            for leaf in dense_leaves(params)
-        )
+        replicas = needed_replicas(replicas)
+        leaves = []
+        for leaf in dense_leaves(params):
+            layout = BlockLayout.of(leaf.size, replicas, block_size)
+            leaves.append(dataclasses.replace(leaf, bytes_after=layout.wire_bytes))
+        return CompressionStats.of(leaves)
 
+    made_by = call_text("quantized_allreduce", {"axis_name": axis_name, "block_size": block_size})
     return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)

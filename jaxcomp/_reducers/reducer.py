@@ -7,7 +7,6 @@ is seen as one replica's; behind it a reducer is arithmetic on plain trees.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -18,19 +17,17 @@ import optax
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import (
-    all_finite,
     boxed_as,
-    floating_leaves,
+    is_floating,
     leaf_name,
-    nan_unless,
+    saturated,
     unboxed,
-    with_leaves,
 )
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
-from jaxcomp._mesh.weights import weighted_gradients
+from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
@@ -63,8 +60,8 @@ class Reducer(Transformation):
         ``()`` if none does: states are placed, saved and found in an optimizer's by that.
       reduce: A function of local gradients, state, parameters or None, and extra arguments by name
         that returns a `Reduction`; updates and sent in any floating dtypes. Where they are not
-        finite it gives back the old state, and NaN as updates. With a parameter ``weight`` among
-        the extra ones it sees to weights itself.
+        finite it gives back the old state, and NaN as updates. It never sees a ``weight``: what it
+        gets is weighted.
       axis_name: The mapped axis or axes of the replicas.
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
@@ -141,16 +138,21 @@ def _enter(
 ) -> Reduction:
     """`reduce` of gradients that it can take, without their boxes, and weighted."""
 
-    def run(gradients: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Reduction:
+    def run(
+        gradients: PyTree, state: PyTree, params: PyTree, weight: Any, extra: dict[str, Any]
+    ) -> Reduction:
         check_gradients(gradients, axis_name)
-        averaged, weighs = gradients, "weight" in inspect.signature(reduce).parameters
-        if not weighs and (weight := extra.pop("weight", None)) is not None:
+        averaged = gradients
+        if weight is not None:
             averaged = weighted_gradients(gradients, weight, axis_name)
         result = reduce(averaged, state, params, **extra)
-        trees = (gradients, result.updates, result.sent)
-        wanted, *found = (jax.tree.flatten(jax.tree.map(lambda x: x.dtype, tree)) for tree in trees)
-        return result if found == [wanted] * 2 else _in_dtypes_of(gradients, result, state)
+        return result._replace(
+            updates=_in_dtypes_of(gradients, result.updates),
+            sent=_in_dtypes_of(gradients, result.sent),
+        )
 
+    weight = extra_args.pop("weight", None)
+    refuse_misspelt_weight(extra_args)
     gradients = unboxed(updates)
     if mesh_axes(jax.sharding.AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
@@ -160,24 +162,18 @@ def _enter(
         everywhere: Any = jax.sharding.PartitionSpec()
         typed = Reduction(like, of_state, like, everywhere)
         run = functools.partial(call_on_automatic_axes, run, typed)
-    result = run(gradients, state, unboxed(params), extra_args)
+    result = run(gradients, state, unboxed(params), weight, extra_args)
     means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
     return result._replace(updates=means, sent=sent)
 
 
-def _in_dtypes_of(updates: PyTree, result: Reduction, state: PyTree) -> Reduction:
-    """The same in the dtypes of the gradients; refused where what was finite does not fit."""
-    means, sent = (
-        jax.tree.map(lambda x, like: x.astype(like.dtype), tree, updates)
-        for tree in (result.updates, result.sent)
-    )
-    pairs = zip(jax.tree.leaves(result.updates), jax.tree.leaves(means), strict=True)
-    if all(old.dtype.itemsize <= new.dtype.itemsize for old, new in pairs):
-        return result._replace(updates=means, sent=sent)
-    finite = result.finite & all_finite(jax.tree.leaves(means))
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), result.state, state)
-    whole = with_leaves(means, nan_unless(finite, floating_leaves(means)))
-    return Reduction(whole, kept, sent, finite)
+def _in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
+    """Returns the averages in the dtypes of the gradients; what carries nothing as it is."""
+
+    def cast(average: Any, gradient: Any) -> Any:
+        return saturated(average, gradient.dtype) if is_floating(gradient) else average
+
+    return jax.tree.map(cast, averages, gradients)
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.leaves import unboxed
+from jaxcomp._base.leaves import Integers, unboxed
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
 
@@ -70,7 +70,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
           much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
           sends bfloat16 as float32; the figure is of backends that have it on the wire. A weight
           adds an all-reduce of four bytes, which is not counted, and leaves of 16 bits that are not
-          compressed then go as float32, but for `allreduce`'s.
+          compressed then go as float32, unless ``comm_dtype`` says otherwise.
 
         Raises:
           ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
@@ -135,7 +135,7 @@ def shown(value: Any) -> str:
     """An argument as one would write it; functions and dtypes by their names."""
     if isinstance(value, optax.GradientTransformation) and not isinstance(value, Transformation):
         return "optax.GradientTransformation(...)"
-    if isinstance(value, np.dtype):
+    if isinstance(value, (np.dtype, Integers)):
         return repr(value.name)
     if type(value) in (list, tuple):
         parts = ", ".join(map(shown, value))

@@ -112,6 +112,30 @@ def test_weights_and_residuals_stay_sharded_and_no_weight_is_gathered(layout, st
         assert state[0].residual[name].shape == (2, *SHAPES[name])
 
 
+def test_equal_leaves_are_no_stack_beside_an_automatic_axis():
+    """One array of them all would gather every leaf along the axis that it is sharded over."""
+    devices = mesh()
+    params = {}
+    for i in range(6):
+        spec = P(None, "ici") if i % 2 else P("ici", None)
+        params[f"layer{i}"] = placed(devices, jnp.ones((64, 64)), spec)
+    tx = jaxcomp.powersgd(2, axis_name="dcn", start_step=0)
+    state = jaxcomp.shard_state(tx.init(params), devices, "dcn")
+    specs = jaxcomp.state_specs(state, "dcn")
+
+    def step(params, state, x):
+        grads = jax.tree.map(lambda p: p * x.mean(), jaxcomp.as_local(params, "dcn"))
+        return tx.update(grads, state)
+
+    mapped = sharded(devices, step, (P(), specs, P("dcn")), (P(), specs), axis_names={"dcn"})
+    found = collectives(hlo.program(mapped, params, state, jnp.ones((8, 4))))
+    factors = 6 * 2 * (64 + 64)
+    assert crossing(found) == factors // 4
+    largest, total = moved(found)
+    assert largest <= 2 * 64  # a factor, and no leaf
+    assert total <= 3 * factors
+
+
 FLOAT16 = jaxcomp.allreduce(axis_name="dcn", comm_dtype=jnp.float16)
 
 

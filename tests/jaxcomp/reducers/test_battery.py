@@ -160,23 +160,6 @@ def test_bfloat16_training(name):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
 
 
-# Of float16 the range is short, and a user's own sends it.
-WIDE_RANGE = [name for name in REDUCERS if not name.endswith(("fp16", "own"))]
-
-
-@pytest.mark.parametrize("name", WIDE_RANGE)
-def test_outputs_are_of_the_size_of_the_gradients(name):
-    expected, _ = simulate("shard_map", reducer(name), GRADS)
-    for scale in (0.0, 2.0**-100, 2.0**100):
-        grads = jax.tree.map(lambda g, scale=scale: np.float32(g * scale), GRADS)
-        outputs, state = simulate("shard_map", reducer(name), grads)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-        for leaf in SMALL:
-            found = outputs[leaf].astype(np.float64)
-            atol = LEVEL if sends_int8(name) else 1e-4
-            np.testing.assert_allclose(found / (scale or 1), scale and expected[leaf], atol=atol)
-
-
 def test_what_was_sent_of_float16_in_bfloat16_is_what_was_averaged():
     tx, grads = reducer("allreduce-bf16"), np.float16(np.arange(64.0).reshape(2, 32) / 7)
     sent = jax.vmap(lambda g: tx.reduce(g, tx.init(g)).sent, axis_name=AXIS)(grads)
@@ -223,6 +206,21 @@ def test_of_no_tree_an_operand_is_broadcast_to_more_dimensions(name):
         with jax.numpy_rank_promotion("raise"):
             found = jax.eval_shape(jax.vmap(update, axis_name=AXIS), np.arange(2), many)
         assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, many)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_single_replica_needs_no_mapped_gradients(name):
+    """As beside automatic axes, where one replica's gradients are no operand with an axis."""
+    tx = reducer(name)
+    grads = {leaf: x[0, 0] for leaf, x in GRADS.items()}
+    state = tx.init(zeros(SMALL))
+    unmapped = jax.vmap(tx.update, in_axes=None, axis_name=AXIS, axis_size=1)
+    found, _ = jax.jit(unmapped)(grads, state)
+    mapped = jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS)
+    expected, _ = jax.jit(mapped)(jax.tree.map(lambda x: x[None], grads), state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize("name", [*REDUCERS, *BARE])

@@ -81,6 +81,24 @@ def test_weights_without_a_mean_leave_no_trace(name):
         jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
+@pytest.mark.parametrize("misspelt", ["weights", "wieght", "Weight", "example_weights"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_misspelt_weight_is_refused_with_the_right_name(name, misspelt):
+    tx = reducer(name)
+    chain = optax.chain(tx, optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("standard"):
+        for update in (tx.update, chain.update):
+            state = chain.init(zeros(SMALL)) if update == chain.update else tx.init(zeros(SMALL))
+            step = functools.partial(update, state=state, **{misspelt: 2.0})
+            with pytest.raises(ValueError, match=f"no argument `{misspelt}`: it is `weight`"):
+                jax.vmap(step, axis_name=AXIS)(gradients())
+
+
+def test_other_extra_arguments_are_for_other_links():
+    step = functools.partial(allreduce().update, state=optax.EmptyState(), weight_decay=0.1)
+    jax.vmap(functools.partial(step, value=1.0, key=None), axis_name=AXIS)(gradients())
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_no_wire_rounds_a_weight(dtype):
     tx = allreduce(comm_dtype=dtype)

@@ -1,0 +1,138 @@
+"""Number formats to their ends: gradients whose values are near the least and the largest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers.leaves import SMALL, random_grads
+from tests.helpers.reducers import REDUCERS, allreduce, batched, feedback, powersgd, quantized
+from tests.helpers.reducers import reducer as reducer_named
+from tests.helpers.runners import simulate
+
+# For float16 on the wire, factors of gradients near its end are beyond it: no range of its own.
+SIXTEEN_BITS = {"allreduce-fp16", "powersgd-fp16", "feedback-fp16", "own", "feedback-own"}
+GRADS = random_grads(SMALL, 2, 3)
+UNIT = {name: x / np.abs(x).max() for name, x in GRADS.items()}
+# Powers of two between which gradients lie, by their dtype; the last are those of float16's wire.
+SCALES = {
+    "float32": (2.0**-100, 2.0**-24, 2.0**15, 2.0**100),
+    "bfloat16": (2.0**-100, 2.0**-24, 2.0**15, 2.0**100),
+    "float16": (2.0**-24, 2.0**-16, 2.0**-8, 2.0**15),
+    "wire": (2.0**-16, 2.0**-8, 1.0, 2.0**8),
+}
+LEAST_HALF = 2.0**-24
+
+
+def relative_error(found, expected):
+    found, expected = np.float64(found), np.float64(expected)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def halves_summed(gradients):
+    """The mean as torch's fp16_compress_hook takes it: cast, divide, sum in half."""
+    total = np.float16(0)
+    for gradient in gradients:
+        total = total + np.float16(gradient) / np.float16(len(gradients))
+    return total
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("name", ["allreduce", "feedback", "powersgd", "batched"])
+def test_a_float16_wire_loses_no_more_than_torchs(name, scale):
+    """Gradients of eight replicas, at full rank where they are compressed."""
+    full = {"comm_dtype": jnp.float16, "error_feedback": False}
+    tx = {
+        "allreduce": allreduce(comm_dtype=jnp.float16),
+        "feedback": feedback(allreduce(comm_dtype=jnp.float16)),
+        "powersgd": powersgd(32, min_compression_rate=0.0, **full),
+        "batched": batched(32, **full),
+    }[name]
+    gradients = scale * (random_grads({"w": (32, 32)}, 8, 1)["w"] + 1)
+    outputs, _ = simulate("vmap", tx, {"w": gradients})
+    mean = np.float64(gradients[:, 0]).mean(0)
+    torchs = relative_error(halves_summed(gradients[:, 0]), mean)
+    assert relative_error(outputs["w"][0], mean) <= 3 * torchs
+
+
+def test_what_float16_rounds_away_goes_out_later():
+    """Of gradients below its least number nothing goes out at once, and with feedback all does."""
+    gradients = np.full((2, 32, 8), LEAST_HALF / 4, np.float32)
+    outputs, _ = simulate("vmap", feedback(allreduce(comm_dtype=jnp.float16)), {"w": gradients})
+    assert not np.any(outputs["w"][0])
+    np.testing.assert_allclose(outputs["w"].sum(0), 8 * LEAST_HALF, rtol=0.3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", REDUCERS)
+def test_the_result_is_the_same_at_every_size(name, dtype):
+    """Against the gradients of size 1, which are exactly as much larger, in float32."""
+    tx = reducer_named(name)
+    scales = set(SCALES[dtype])
+    if name in SIXTEEN_BITS:
+        scales &= set(SCALES["wire"])
+    for scale in scales:
+        grads = {leaf: (x * scale).astype(dtype) for leaf, x in UNIT.items()}
+        large = {leaf: np.float32(x) / np.float32(scale) for leaf, x in grads.items()}
+        expected, _ = simulate("vmap", tx, large)
+        outputs, state = simulate("vmap", tx, grads)
+        assert all(np.isfinite(np.float32(x)).all() for x in jax.tree.leaves(state))
+        # Two levels of an integer; else the rounding of the gradients' dtype, or of the wire's.
+        unit = 2.0**-6 if "int8" in name else float(jnp.finfo(dtype).eps)
+        if "int6" in name:
+            unit = 2.0**-4
+        if "fp16" in name or "bf16" in name or "own" in name:
+            unit = max(unit, 2.0**-7)
+        for leaf, x in outputs.items():
+            assert x.dtype == dtype
+            atol = 4 * max(unit, 2.0**-20)
+            if "float16" in (dtype, *(["float16"] if name in SIXTEEN_BITS else [])):
+                atol += 2 * LEAST_HALF / scale
+            np.testing.assert_allclose(np.float64(x) / scale, expected[leaf], rtol=0, atol=atol)
+
+
+NEAR_THE_END = {
+    "powersgd": powersgd(1),
+    "powersgd start": powersgd(1, start_step=2),
+    "powersgd int8": powersgd(1, comm_dtype=jnp.int8),
+    "powersgd int6": powersgd(1, comm_dtype="int6"),
+    "powersgd bf16": powersgd(1, residual_dtype=jnp.bfloat16),
+    "batched": batched(1),
+    "feedback": feedback(powersgd(1, error_feedback=False)),
+    "feedback int8": feedback(quantized()),
+    "feedback fp16": feedback(allreduce(comm_dtype=jnp.float16)),
+    "int8": quantized(),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_THE_END)
+def test_finite_float16_steps_near_the_end_of_the_range_are_taken(name):
+    """And what an output cannot hold goes out later."""
+    rng = np.random.default_rng(0)
+    signs = np.outer(np.sign(rng.normal(size=24)), np.sign(rng.normal(size=16)))
+    steps = []
+    for step in range(12):
+        common = 4e4 if step % 2 == 0 else 0.0
+        steps.append(np.stack([common + 2e4 * signs, common + 1.9e4 * signs]))
+    for _ in range(8):
+        steps.append(rng.normal(size=(2, 24, 16)))
+    gradients = np.stack(steps, axis=1).astype(np.float16)
+    outputs, state = simulate("vmap", NEAR_THE_END[name], {"w": gradients})
+    assert np.isfinite(outputs["w"]).all()
+    kept = jax.tree.leaves(getattr(state, "residual", 0.0))[0]
+    if name == "batched":
+        kept = np.asarray(kept).reshape(2, -1)[:, :384].reshape(2, 24, 16)
+    assert np.isfinite(np.float32(kept)).all()
+    if name != "int8":  # which keeps nothing
+        total = np.float64(outputs["w"]).sum(0) + np.float64(np.float32(kept)).mean(0)
+        expected = np.float64(gradients).mean(0).sum(0)
+        # Twenty roundings of an output to float16, or of a residual to bfloat16.
+        unit = 2.0**-8 if name == "powersgd bf16" else 2.0**-11
+        np.testing.assert_allclose(total, expected, rtol=0, atol=20 * unit * 2.0**17)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_zeros_give_zeros(name):
+    outputs, state = simulate("vmap", reducer_named(name), jax.tree.map(np.zeros_like, GRADS))
+    assert not any(np.any(x) for x in outputs.values())
+    assert all(np.isfinite(np.float32(x)).all() for x in jax.tree.leaves(state))
