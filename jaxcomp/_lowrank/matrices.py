@@ -31,8 +31,6 @@ _EXACT_ON_TENSOR_CORES = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 # matrix product, whose dense result would be written out and read again. It has the shape of the
 # leaf, not of the matrix: a reshape in between would keep XLA from updating the residual in place.
 _FUSED_RANK = 8
-# On GPUs a fused product reads each value of a factor on its own, which takes longer above.
-_FUSED_RANK_ON_GPU = 4
 # Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
 _BLOCK_BYTES = 1 << 20
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
@@ -142,29 +140,34 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     """Rebuilds ``P Q^T`` in the shape of the leaf."""
     # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
     if p.shape[-1] > _FUSED_RANK or view.is_group:
-        return _multiplied(view, p, q)
-    multiplied = functools.partial(_multiplied, view)
-    added_up = functools.partial(_added_up, view)
-    if p.shape[-1] > _FUSED_RANK_ON_GPU:
-        return lax.platform_dependent(p, q, cpu=added_up, default=multiplied)
-
-    def of_held_factors(p: Array, q: Array) -> Array:
-        # Held together, the factors of an output and of a residual are not the same to XLA. It
-        # would make one kernel of both, which cannot write the output in the place of the sum.
-        return added_up(*lax.optimization_barrier((p, q)))
-
-    return lax.platform_dependent(p, q, cpu=added_up, default=of_held_factors)
+        if view.cols_first:
+            return view.unmatricize(_dense(q, p))
+        return view.unmatricize(_dense(p, q))
+    as_they_lie = functools.partial(_sum_of_outer_products, view)
+    column_by_column = functools.partial(_sum_by_columns, view)
+    return lax.platform_dependent(p, q, cpu=as_they_lie, default=column_by_column)
 
 
-def _multiplied(view: MatrixView, p: Array, q: Array) -> Array:
-    """Computes `outer` as a matrix product."""
+def _sum_by_columns(view: MatrixView, p: Array, q: Array) -> Array:
+    """Computes `_sum_of_outer_products` from factors that lie in memory as a GPU reads them.
+
+    Threads that are neighbours read one column of the factor along the last axis, whose values are
+    `r` apart: up to three times the time of the whole kernel at rank 8. So its columns come behind
+    each other first. Only an array of one axis has no other layout that XLA could choose.
+    """
+    last, other = (p, q) if view.cols_first else (q, p)
+    columns = jnp.moveaxis(last, -1, 0)
+    # Held together, the factors of an output and of a residual are not the same to XLA. It would
+    # make one kernel of both, which cannot write the output in the place of the sum.
+    flat, other = lax.optimization_barrier((columns.reshape(-1), other))
+    last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
     if view.cols_first:
-        return view.unmatricize(_dense(q, p))
-    return view.unmatricize(_dense(p, q))
+        return _sum_of_outer_products(view, last, other)
+    return _sum_of_outer_products(view, other, last)
 
 
-def _added_up(view: MatrixView, p: Array, q: Array) -> Array:
-    """Computes `outer` as a sum over the columns, which XLA fuses with the arithmetic around it."""
+def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
+    """Computes `outer` in a form that XLA fuses with the arithmetic around it."""
     batch, rows, cols = view.dims
     products = []
     for k in range(p.shape[-1]):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxcomp._lowrank import orthogonalize as orthogonalize_module
 from jaxcomp.extend import orthogonalize
 from tests.helpers import hlo
 from tests.helpers.leaves import random_grads
@@ -85,6 +86,28 @@ def test_many_columns_of_which_few_differ(form, least):
     # Every direction that float32 tells from rounding is in the span.
     kept = basis[:, values > 1e-5]
     assert np.linalg.norm(kept - p @ (p.T @ kept), 2) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [("random", False), ("zeros", False), ("nearly equal", True), ("8 equal", True)],
+)
+def test_only_columns_close_to_each_other_take_further_rounds(name, further, monkeypatch):
+    """One matrix that needs them is enough: the others of its rank are in the same arrays."""
+    rng = np.random.default_rng(0)
+    random = rng.normal(size=(200, 8))
+    columns = {"random": random, "zeros": np.zeros((12, 8)), **HARD}[name]
+    factors = [jnp.float32(random), jnp.float32(columns[:, :8])]
+    monkeypatch.setattr(
+        orthogonalize_module, "_further_rounds", lambda x, **_: jnp.full_like(x, jnp.nan)
+    )
+    jax.clear_caches()
+    bases = orthogonalize_module.cholesky_bases(factors)
+    jax.clear_caches()
+    assert np.isnan(bases[0]).all() == further
+    if not further:
+        for basis in bases:
+            assert_orthonormal(basis, atol=2e-6)
 
 
 def test_many_matrices_take_memory_in_proportion():

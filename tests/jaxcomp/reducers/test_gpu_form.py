@@ -7,19 +7,46 @@ import pytest
 from jax import lax
 
 import jaxcomp
+from jaxcomp._lowrank import matrices, orthogonalize
 from tests.helpers.leaves import by_layer, random_grads
 from tests.helpers.runners import AXIS, simulate
 
 SHAPES = {"wide": (136, 200), "tall": (200, 136), "twin": (136, 200), "stack": (2, 150, 132)}
+# Pairs of parts whose products an NVIDIA GPU adds up, the smallest first.
+PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
+
+
+def parts_of(x):
+    """Splits float32 values into three parts in bfloat16, the largest first."""
+    parts = []
+    for _ in range(3):
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part)
+        x = x - part
+    return parts
+
+
+def product_of_parts(subscripts, first, second):
+    """Computes what ``DotAlgorithmPreset.BF16_BF16_F32_X6`` stands for."""
+    if first.dtype != jnp.float32:
+        return jnp.einsum(subscripts, first, second, precision="highest")
+    left = parts_of(first)
+    right = parts_of(second)
+    total = 0
+    for i, j in PAIRS:
+        total = total + jnp.einsum(subscripts, left[i], right[j], precision="highest")
+    return total
 
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Every choice by platform is the one for others than CPUs."""
+    """Takes the form for others than CPUs in every choice by platform, with products of parts."""
 
     def chosen():
         jax.clear_caches()
         monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+        monkeypatch.setattr(matrices, "exact_einsum", product_of_parts)
+        monkeypatch.setattr(orthogonalize, "exact_einsum", product_of_parts)
 
     yield chosen
     jax.clear_caches()
@@ -28,8 +55,10 @@ def on_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "dtype", "wire", "atol"),
     [
-        (4, jnp.float32, None, 1e-4),
-        (128, jnp.float32, None, 1e-4),
+        (1, jnp.float32, None, 2e-5),
+        (4, jnp.float32, None, 2e-5),
+        (8, jnp.float32, None, 2e-5),
+        (128, jnp.float32, None, 2e-5),
         (32, jnp.bfloat16, jnp.bfloat16, 6e-2),
         (32, jnp.float32, jnp.int8, 0.3),
     ],
@@ -47,3 +76,59 @@ def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
         for a, b in ((outputs, expected), (state.residual, after.residual)):
             a, b = np.asarray(a[name], np.float32), np.asarray(b[name], np.float32)
             assert np.abs(a - b).max() < atol * np.abs(b).max()
+
+
+def losses_of_training(rank):
+    """Trains a small network for 20 steps on two replicas; returns the losses."""
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    params = {"in": (rng.normal(size=(40, 64)) / 8), "out": (rng.normal(size=(64, 30)) / 8)}
+    params = jax.tree.map(jnp.float32, params)
+    inputs = jnp.float32(rng.normal(size=(32, 40)))
+    targets = jnp.float32(np.sin(inputs @ rng.normal(size=(40, 30))))
+
+    def loss(params, inputs, targets):
+        return jnp.mean((jnp.tanh(inputs @ params["in"]) @ params["out"] - targets) ** 2)
+
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    averaged = jaxcomp.value_and_grad(loss, tx, mesh=mesh)
+    state = averaged.init(params)
+
+    @jax.jit
+    def step(params, state):
+        (value, grads), state = averaged(state, params, inputs, targets)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), state, value
+
+    losses = []
+    for _ in range(20):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.parametrize("rank", [2, 12])
+def test_training_is_that_of_the_cpu(rank, on_gpus):
+    expected = losses_of_training(rank)
+    on_gpus()
+    np.testing.assert_allclose(losses_of_training(rank), expected, rtol=1e-5)
+    assert expected[-1] < 0.9 * expected[0]
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "first", "second"),
+    [
+        ("ij,jr->ir", (768, 3072), (3072, 32)),
+        ("ir,jr->ij", (768, 128), (768, 128)),
+        ("ki,kj->ij", (512, 32), (512, 32)),
+    ],
+)
+def test_products_of_parts_round_as_those_of_float32(subscripts, first, second):
+    """Six products of parts in bfloat16 leave no more than one product of float32 does."""
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=first), rng.normal(size=second)
+    a, b = jnp.float32(first), jnp.float32(second)
+    exact = np.einsum(subscripts, np.float64(a), np.float64(b))
+    errors = []
+    for result in (product_of_parts(subscripts, a, b), jnp.einsum(subscripts, a, b)):
+        errors.append(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+    assert errors[0] < max(2 * errors[1], 3e-7)
