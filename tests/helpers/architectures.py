@@ -31,35 +31,30 @@ class Case(NamedTuple):
 SMALL = {"growth": 8, "config": (2, 2, 2), "first": 16, "bn_size": 2}
 LARGER = {"growth": 32, "config": (2, 3, 4, 3), "first": 64, "bn_size": 4}
 IMAGE, IDS, SERIES, ROW = (2, 8, 8, 3), 6, (2, 5, 6), (2, 6)
-SQUARES = {"conv1d": ""}
-POOLED = {"flatten": {"classifier": None}}
+PLAIN = {"plain": True}
 CASES = {
-    "VGG": Case(models.vgg, (IMAGE,), {"flatten": {"7": (16, 2, 2)}}),
-    "ResNet-18": Case(partial(models.resnet, bottleneck=False), (IMAGE,), {}),
-    "ResNet-50": Case(partial(models.resnet, bottleneck=True), (IMAGE,), {}),
-    "DenseNet, small": Case(partial(models.densenet, **SMALL), (IMAGE,), POOLED),
-    "DenseNet-121": Case(partial(models.densenet, **LARGER), (IMAGE,), POOLED),
-    "MobileNet": Case(models.mobilenet, (IMAGE,), {}),
-    "EfficientNet": Case(models.efficientnet, (IMAGE,), {}),
-    "ConvNeXt": Case(models.convnext, (IMAGE,), {}),
+    "VGG": Case(models.vgg, (IMAGE,), {"flatten": {"7": (16, 2, 2)}, "plain": True}),
+    "ResNet-18": Case(partial(models.resnet, bottleneck=False), (IMAGE,), PLAIN),
+    "ResNet-50": Case(partial(models.resnet, bottleneck=True), (IMAGE,), PLAIN),
+    "DenseNet, small": Case(partial(models.densenet, **SMALL), (IMAGE,), PLAIN),
+    "DenseNet-121": Case(partial(models.densenet, **LARGER), (IMAGE,), PLAIN),
+    "MobileNet": Case(models.mobilenet, (IMAGE,), PLAIN),
+    "EfficientNet": Case(models.efficientnet, (IMAGE,), PLAIN),
+    "ConvNeXt": Case(models.convnext, (IMAGE,), PLAIN),
     "U-Net": Case(models.unet, (IMAGE,), {}),
-    "pooled head with tabular columns": Case(
-        models.tabular, (IMAGE, (2, 48)), {"flatten": {"fc": None}}
-    ),
+    "pooled head with tabular columns": Case(models.tabular, (IMAGE, (2, 48)), PLAIN),
     "BatchNorm everywhere": Case(models.normed, (IMAGE,), {"flatten": {"5": (8, 4, 4)}}),
-    "generator": Case(
-        models.generator, (ROW,), {"unflatten": {"0": (8, 4, 4)}, "flatten": {"0": None}}
-    ),
+    "generator": Case(models.generator, (ROW,), {"unflatten": {"0": (8, 4, 4)}, "plain": True}),
     "two heads of convolutions": Case(
-        models.two_heads, (IMAGE,), {"flatten": {"policy_fc": (2, 8, 8), "value_fc": None}}
+        models.two_heads, (IMAGE,), {"flatten": {"policy_fc": (2, 8, 8)}}
     ),
-    "ViT": Case(models.vit, (IMAGE,), {}),
+    "ViT": Case(models.vit, (IMAGE,), PLAIN),
     "LSTM": Case(partial(models.recurrent, kind="LSTM"), (SERIES,), {}),
     "GRU": Case(partial(models.recurrent, kind="GRU"), (SERIES,), {}),
     "GPT-2": Case(models.gpt2, (IDS,), {"conv1d": r".*attn\.c_proj"}),
-    "BERT": Case(models.bert, (IDS,), SQUARES),
-    "Whisper": Case(models.whisper, ((2, 12, 4), IDS), SQUARES),
-    "T5": Case(models.t5, (IDS, IDS), SQUARES),
+    "BERT": Case(models.bert, (IDS,), PLAIN),
+    "Whisper": Case(models.whisper, ((2, 12, 4), IDS), PLAIN),
+    "T5": Case(models.t5, (IDS, IDS), PLAIN),
 }
 
 
@@ -70,6 +65,11 @@ class Built(NamedTuple):
     twin: FlaxModel
     inputs: list[np.ndarray]
     like: Any
+
+    def example(self):
+        """Inputs and outputs of the torch module."""
+        outputs = self.module(*map(torch.from_numpy, self.inputs))
+        return tuple(self.inputs), outputs.detach().numpy()
 
     def outputs(self, variables):
         theirs = self.module(*map(torch.from_numpy, self.inputs)).detach().numpy()

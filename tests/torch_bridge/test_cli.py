@@ -214,7 +214,7 @@ FAILURES = [
     (("to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"), USAGE, "KeyError"),
     (("to-flax", "checkpoint.pt", "--params", "os:getcwd", "--out", "x"), USAGE, "is a str"),
     ((*TO_FLAX, "--rule", "x"), USAGE, "REGEX=PATH"),
-    ((*TO_FLAX, "--rule", "((=x"), USAGE, "no regular expression"),
+    ((*TO_FLAX, "--rule", "((=x"), USAGE, "not a regular expression"),
     ((*TO_FLAX, "--flatten", "a=b"), USAGE, "C,H,W"),
     ((*TO_FLAX, "--unflatten", "a=b"), USAGE, "--unflatten"),
     ((*TO_FLAX, "--ignore", "*"), USAGE, "'*'"),

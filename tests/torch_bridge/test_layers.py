@@ -196,7 +196,8 @@ def test_cells_layers_and_directions():
         params_from_torch(module.state_dict(), like)  # which of two is the backward one?
     assert not caught.value.missing + caught.value.unexpected
     like = jax.eval_shape(Stack(True).init, jax.random.key(0), jnp.asarray(x))
-    variables = params_from_torch(module.state_dict(), like)
+    rules = {r"l(\d)": r"forward_\1", r"l(\d)\.reverse": r"backward_\1"}
+    variables = params_from_torch(module.state_dict(), like, rules=rules)
     close(Stack(True).apply(variables, jnp.asarray(x)), output(module, x))
     cell = tnn.LSTMCell(4, 5)
     carry = (jnp.zeros((2, 5)),) * 2

@@ -49,7 +49,7 @@ PAIRED = {  # torch's layers and those of Flax, all of one shape; and the rules
     ),
     "projections of attention": (
         {f"h.{k}.attn.{a}_proj": f"Block_{k}/attn/{b}" for k in TWO for a, b in WORDS.items()},
-        (),
+        {rf"h\.(\d+)\.attn\.{a}_proj": rf"Block_\1/attn/{b}" for a, b in WORDS.items()},
     ),
     "rules with numbers": (
         {f"h.{k}.{a}": f"block_{k}/{b}" for k in TWO for a, b in ("uq", "vp")},
@@ -73,9 +73,9 @@ def test_what_belongs_together(case):
         for word in path.split("/"):
             node = node.setdefault(word, {})
         node["kernel"] = np.zeros((4, 4), np.float32)
-    found = {p.torch_name: "/".join(p.path) for p in pair(model, like, rules, conv1d="")}
+    found = {p.torch_name: "/".join(p.path) for p in pair(model, like, rules, plain=True)}
     assert found == {f"{name}.weight": f"{path}/kernel" for name, path in together.items()}
-    there_and_back(model, like, rules, conv1d="")
+    there_and_back(model, like, rules, plain=True)
 
 
 def test_every_difference_is_listed_at_once():
@@ -177,10 +177,13 @@ def test_bare_parameters_and_leaves_of_the_same_names():
     np.testing.assert_array_equal(params["norms_0"]["scale"], model["norms.0.scale"])
     square = {"fc.kernel": values(4, 4)}  # stored (in, out) or (out, in)
     tree = {"fc": {"kernel": np.zeros((4, 4))}}
-    assert refused(square, tree).unexpected
-    for conv1d, wanted in (("", square["fc.kernel"].T), (r"fc\.kernel", square["fc.kernel"])):
-        found = params_from_torch(square, tree, rules={r"fc\.kernel": "fc/kernel"}, conv1d=conv1d)
-        np.testing.assert_array_equal(found["fc"]["kernel"], wanted)
+    assert refused(square, tree).parameters == ("rules", "turned", "ignore", "apply")
+    for turned, expected in (
+        ({}, square["fc.kernel"]),
+        ({r"fc\.kernel": (1, 0)}, square["fc.kernel"].T),
+    ):
+        params = params_from_torch(square, tree, turned=turned)
+        np.testing.assert_array_equal(params["fc"]["kernel"], expected)
 
 
 def test_rules_take_layers_apart():
@@ -197,8 +200,8 @@ def test_rules_take_layers_apart():
     moved = model["fc.weight"].reshape(5, 8, 2, 2).transpose(2, 3, 1, 0).reshape(32, 5)
     np.testing.assert_array_equal(params["fc"]["w"], moved)
     np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
-    error = refused(model, like, {r"fc\.weight": "fc/w"}, flatten={"fc": None})
-    assert error.unexpected == ("fc.bias (5,)",)
+    params = params_from_torch(model, like, rules={r"fc\.weight": "fc/w"}, flatten={"fc": None})
+    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])  # the only one left
     two = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
     like = linears(x=(3, 4), y=(3, 4))
     error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": "y/bias", "b": "y"})
@@ -251,7 +254,7 @@ FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
         ({"flatten": {"fc": (8, -4, -4)}}, ValueError, "`flatten` must map"),
         ({"flatten": {"fc": (8, "4", 4)}}, ValueError, "`flatten` must map"),
         ({"rules": "fc"}, ValueError, "`rules` must map regular expressions to paths"),
-        ({"ignore": "("}, ValueError, "`ignore`: .* is no regular expression"),
+        ({"ignore": "("}, ValueError, "`ignore`: .* is not a regular expression"),
         ({"rules": {"fc": r"\2"}}, ValueError, "`rules`: the path .* cannot be used"),
         ({"flatten": {"fc": (8, 4, 5)}}, CheckpointMismatch, r"with flatten=\(8, 4, 5\)"),
         ({"flaten": {"fc": None}}, TypeError, "no argument 'flaten'"),
@@ -313,7 +316,7 @@ def test_one_question_for_all_square_matrices():
     like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4), wide=(8, 24), up=(8, 24))
     error = refused(model, like)
     assert [line.split(":")[0] for line in error.ambiguous] == [r"fc\d+|out"]
-    assert error.parameters == ("rules", "conv1d", "ignore")
+    assert error.parameters == ("rules", "conv1d", "ignore", "apply")
     params = there_and_back(model, like, conv1d=r"fc\d+")
     for name, turned in {"fc0": False, "out": True, "wide": False, "up": True}.items():
         weight = model[f"{name}.weight"]
@@ -364,7 +367,7 @@ def test_a_map_that_may_be_something_else_is_asked_about(case):
     (model, like), names, shape = MAPS[case]
     error = refused(model, like)
     assert [line.split()[0] for line in error.ambiguous] == names
-    assert error.parameters == ("rules", "flatten", "ignore")
+    assert error.parameters == ("rules", "flatten", "ignore", "apply")
     pooled, params = (
         there_and_back(model, like, flatten=dict.fromkeys(names, said)) for said in (None, shape)
     )
@@ -384,9 +387,10 @@ def test_a_head_with_the_values_of_the_embedding_is_tied():
     # In a file without shared storage:
     there_and_back({"tok_emb.weight": weight, "head.weight": weight.copy()}, embedding)
     untied = embedding | kernels(Dense_0=(6, 11))
-    there_and_back({"tok_emb.weight": weight, "head.weight": weight + 1}, untied)
+    rules = {"tok_emb": "Embed_0", "head": "Dense_0"}
+    there_and_back({"tok_emb.weight": weight, "head.weight": weight + 1}, untied, rules)
     names = ("tok_emb.weight", "head.weight")  # one in torch, two in Flax
-    found = {p.torch_name: p.aliases for p in pair(dict.fromkeys(names, weight), untied)}
+    found = {p.torch_name: p.aliases for p in pair(dict.fromkeys(names, weight), untied, rules)}
     assert found == dict(zip(names, [names[1:], names[:1]], strict=True))
 
 
@@ -423,7 +427,7 @@ def test_round_trip_and_column_order(shape, transposed, data):
         {"c.weight": weight},
         {"c": {"kernel": np.ones(flax_shape)}},
         conv_transpose=".*" if transposed else "-",
-        conv1d="",
+        plain=True,
     )
     leaf = found.to_flax(weight)
     assert leaf.shape == flax_shape
@@ -459,7 +463,7 @@ def test_random_stacks_there_and_back(kinds, data):
             turned = shape if leaf == "embedding" else (*shape[2:], *shape[1::-1])
             part = like["batch_stats" if leaf in ("mean", "var") else "params"]
             part.setdefault(f"{kind}_{kinds[:k].count(kind)}", {})[leaf] = np.zeros(turned)
-    there_and_back(model, like, flatten={".*": None}, conv1d="")
+    there_and_back(model, like, plain=True)
 
 
 def test_column_order_of_packed_flattened_and_unflattened_weights():

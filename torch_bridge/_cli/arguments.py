@@ -17,7 +17,7 @@ import jax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
-from torch_bridge._pairing.questions import Options
+from torch_bridge._pairing.options import Options
 from torch_bridge._read.values import Budget
 
 _DESCRIPTION = """\
@@ -54,7 +54,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options = main.parse_args(argv)
     if options.command != "inspect":
         said = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-        said |= {name: dict(said[name]) for name in ("flatten", "unflatten")}
+        for name in ("flatten", "unflatten", "turned"):
+            said[name] = dict(said[name]) if said[name] else None
         try:
             Options(**said)  # before large files are read
         except ValueError as error:
@@ -85,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     choices = ("error", "zero", "replicate")
     to_flax.add_argument("--missing-ranks", choices=choices, default="error")
     to_flax.add_argument("--params", required=True, metavar="MODULE:NAME", type=_params)
+    apply_help = "apply(params, *inputs) of the Flax model, which is run on the file's example"
+    to_flax.add_argument("--apply", metavar="MODULE:NAME", type=_function, help=apply_help)
     to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
     like = {"nargs": "+", "required": True, "metavar": "FILE", "type": pathlib.Path}
     to_torch.add_argument("--like", help="the torch checkpoint that the run came from", **like)
@@ -106,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
             ("--ignore", "torch tensors to leave out"),
         ):
             add(name, metavar="REGEX", help=what)
+        turned_help = "the order of the axes of a bare parameter in Flax"
+        turned = {"metavar": "REGEX=1,0", "type": _axes, "help": turned_help}
+        add("--turned", action="append", default=[], **turned)
+        add("--plain", action="store_true", help="whatever is left open is as usual")
     for command in (inspect, to_flax, to_torch):
         add = command.add_argument
         add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
@@ -147,19 +154,34 @@ def _names(text: str) -> Any:
     return names
 
 
-def _params(reference: str) -> Any:
-    """The tree that ``package.module:name`` names; a function is called."""
+def _function(reference: str) -> Any:
+    """Imports the function that ``package.module:name`` names."""
+    value = _imported(reference, call=False)
+    if not callable(value):
+        raise argparse.ArgumentTypeError(
+            f"{reference} is a {type(value).__name__}, and must be apply(params, *inputs)."
+        )
+    return value
+
+
+def _imported(reference: str, *, call: bool) -> Any:
+    """Imports what ``package.module:name`` names, and calls it if that is asked."""
     sys.path.insert(0, os.getcwd())
     try:
         if ":" not in reference:
             raise ValueError("must be MODULE:NAME")
         value: Any = pkgutil.resolve_name(reference)
-        value = value() if callable(value) else value
+        return value() if call and callable(value) else value
     except Exception as error:  # it is the user's code, so it may raise anything
         message = f"{reference}: {type(error).__name__}: {error}"
         raise argparse.ArgumentTypeError(message) from error
     finally:
         sys.path.pop(0)
+
+
+def _params(reference: str) -> Any:
+    """Imports the tree that ``package.module:name`` names; a function is called."""
+    value = _imported(reference, call=True)
     for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise argparse.ArgumentTypeError(
@@ -175,6 +197,13 @@ def _rule(text: str) -> tuple[str, str]:
     if not pattern or not path:
         raise argparse.ArgumentTypeError(f"must be REGEX=PATH, got {text!r}")
     return pattern, path
+
+
+def _axes(text: str) -> tuple[str, tuple[int, ...]]:
+    pattern, _, order = text.partition("=")
+    if not pattern or not re.fullmatch(r"[0-9](,[0-9])*", order):
+        raise argparse.ArgumentTypeError(f"must be REGEX=1,0, got {text!r}")
+    return pattern, tuple(map(int, order.split(",")))
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...] | None]:

@@ -47,6 +47,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     run = to_flax(
         checkpoint,
         options.params,
+        apply=options.apply,
         layout=options.layout,
         missing_ranks=options.missing_ranks,
         param_names=options.param_names,

@@ -6,16 +6,23 @@ from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
 from torch_bridge._base.tensors import is_tensor, to_tensor
+from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten as flatten_tree
-from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import Model, Pairs, named, paired_for, pairs_for
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
-from torch_bridge._pairing.questions import PairOptions
 
 
 def params_from_torch(
-    model: Model, like: Any, *, pairs: Pairs | None = None, **options: Unpack[PairOptions]
+    model: Model,
+    like: Any,
+    *,
+    apply: Apply | None = None,
+    example: Example | None = None,
+    pairs: Pairs | None = None,
+    **options: Unpack[PairOptions],
 ) -> Any:
-    r"""A Flax tree with the parameters, and where it has a place the running statistics, of torch.
+    r"""Fills a Flax tree with the parameters of torch, and running statistics if it has a place.
 
     Two biases that torch only ever adds (LSTM, RNN, two gates of a GRU) become their sum where Flax
     has one. The output is the same; in training the sum moves half as fast as the two together.
@@ -25,6 +32,10 @@ def params_from_torch(
       like: The tree to fill: linen parameters, linen variables
         ``{'params': ..., 'batch_stats': ...}``, an ``nnx.State`` or an nnx module. Only its
         structure and shapes are used, so ``jax.eval_shape`` is enough.
+      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `pair`.
+      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
+        With both, what names and shapes leave open is tried, and what does not give torch's outputs
+        is refused.
       pairs: What `pair` gave, in place of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
@@ -33,22 +44,28 @@ def params_from_torch(
       included). Leaves that no torch model has (random-number state, caches) are those of `like`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf. Or the Flax
+        outputs are not torch's.
 
     Example:
         >>> import numpy as np
-        >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
-        >>> like = {"fc": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
-        >>> params_from_torch(model, like)["fc"]["kernel"].shape
+        >>> model = {"fc.weight": np.ones((3, 2), np.float32), "fc.bias": np.zeros(3, np.float32)}
+        >>> like = {"out": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
+        >>> inputs = np.ones((1, 2), np.float32)
+        >>> outputs = inputs @ model["fc.weight"].T + model["fc.bias"]
+        >>> def apply(params, x):
+        ...     return x @ params["out"]["kernel"] + params["out"]["bias"]
+        >>> params = params_from_torch(model, like, apply=apply, example=((inputs,), outputs))
+        >>> params["out"]["kernel"].shape
         (2, 3)
     """
-    model = named(model)
-    found = pairs_for(model, like, pairs, options)
-    return flatten_tree(like).with_leaves(leaves_from_torch(found, model))
+    tensors = named(model)
+    paired = paired_for(model, like, pairs, options, apply, example)
+    return flatten_tree(like).with_leaves(leaves_from_torch(paired.pairs, tensors))
 
 
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:
-    """A torch state dict with the parameters of a Flax tree, ready for ``load_state_dict``.
+    """Fills a torch state dict with the parameters of a Flax tree, for ``load_state_dict``.
 
     Where torch has two biases for one of Flax, one of them gets the values and the other zeros.
 
@@ -78,7 +95,7 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
 
 
 def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
-    """Arrays as tensors, of which tied ones stay one; tensors as they are.
+    """Makes tensors of arrays, of which tied ones stay one; tensors stay as they are.
 
     Args:
       values: By name.

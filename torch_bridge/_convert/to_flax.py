@@ -20,11 +20,12 @@ from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
+from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
-from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
+from torch_bridge._pairing.options import PairOptions
+from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import leaves_from_torch
-from torch_bridge._pairing.questions import PairOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,8 @@ class FlaxRun:
       optimizer_state: Its state. Both states are as ``init(params)`` makes them, where linen
         variables and an ``nnx.State`` with statistics give the parameters only.
       step: Steps taken so far: the calls of the hook, or what Adam counted where there is none.
+      difference: How far the outputs of the Flax model were from torch's on the example, relative
+        to the largest; None where nothing was run.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
@@ -56,6 +59,7 @@ class FlaxRun:
     optimizer: optax.GradientTransformation | None
     optimizer_state: Any
     step: int
+    difference: float | None = None
 
     @property
     def transformation(self) -> optax.GradientTransformation:
@@ -77,6 +81,8 @@ def to_flax(
     checkpoint: Checkpoint,
     like: Any,
     *,
+    apply: Apply | None = None,
+    example: Example | None = None,
     axis_name: str | tuple[str, ...] = "data",
     layout: BucketLayout | None = None,
     missing_ranks: str = "error",
@@ -97,6 +103,11 @@ def to_flax(
       checkpoint: What `load` read.
       like: The Flax tree to fill, of which only structure and shapes are used: linen parameters,
         linen variables, an ``nnx.State`` or an nnx module.
+      apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
+        tree of the structure of `like`. It is run on the example, what names and shapes leave open
+        is tried, and what does not give torch's outputs is refused.
+      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode;
+        None for those of the file, which `save_checkpoint` stores.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       layout: As for `powersgd_from_torch`. What is in no bucket gets no gradient in torch, and is
         frozen here, whether the optimizer was given it or not.
@@ -118,7 +129,7 @@ def to_flax(
 
     Raises:
       ValueError: The optimizer has no equal in optax.
-      CheckpointMismatch: As `pair` and `powersgd_from_torch`.
+      CheckpointMismatch: As `pair` and `powersgd_from_torch`. Or the Flax outputs are not torch's.
       TypeError: `checkpoint` is something else, or there is no such option.
 
     Warns:
@@ -142,7 +153,10 @@ def to_flax(
       True
     """
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
-    pairs = pairs_for(checkpoint.model, like, pairs, options)
+    if apply is not None and example is None:
+        example = checkpoint.example
+    paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
+    pairs = paired.pairs
     own = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
     chosen = trained(params)
@@ -180,7 +194,8 @@ def to_flax(
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
     step = calls if step is None else step
-    return FlaxRun(params, reducer, state, optimizer, optimizer_state, step)
+    difference = paired.difference
+    return FlaxRun(params, reducer, state, optimizer, optimizer_state, step, difference)
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:

@@ -29,8 +29,8 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
+from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
-from torch_bridge._pairing.questions import PairOptions
 
 _SHOWN = 10  # names in a warning
 

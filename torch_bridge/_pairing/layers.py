@@ -1,37 +1,38 @@
 """A model as a list of layers, on the torch and on the Flax side.
 
-A layer owns the weight and bias of a Linear, everything of a MultiheadAttention, or one level and
+A layer holds the weight and bias of a Linear, everything of a MultiheadAttention, or one level and
 direction of an LSTM. Layers are what `match` brings together.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
 from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
 from torch_bridge._pairing.leaves import Tree
 
-Kind = Literal["weight", "norm", "attention", "recurrent", "array"]
-Shape = tuple[int, ...]
-Parts = dict[str, tuple[Any, Shape]]
+Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
+Shape: TypeAlias = tuple[int, ...]
+Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
+Parts: TypeAlias = dict[str, Part]
 
-_ATTENTION = {"query", "key", "value", "out"}
+_ATTENTION = frozenset({"query", "key", "value", "out"})
 _GATES = (
     {"ii", "if", "ig", "io", "hi", "hf", "hg", "ho"},
     {"ir", "iz", "in", "hr", "hz", "hn"},
     {"i", "h"},
     {"dense_i", "dense_h"},
 )
-_INNER = _ATTENTION.union(*_GATES)
 _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
+_RECURRENT_PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _PACKED = ("in_proj_weight", "q_proj_weight")
-# One word per idea, where the two sides are used to different ones.
-_SYNONYMS = {
-    "q": "query", "k": "key", "v": "value", "reverse": "backward", "o": "out",
-    "proj": "", "rnn": "", "cell": "", "forward": "",
-}  # fmt: skip
+# What torch's weight_norm keeps, in its old form and as a parametrization: length and direction.
+_LENGTHS = {"weight_g": "weight_g", "parametrizations.weight.original0": "weight_g"}
+_DIRECTIONS = {"weight_v": "weight", "parametrizations.weight.original1": "weight"}
+_NORM_PARTS = ("weight", "bias", *STATISTICS)
+_NORM_LEAVES = ("scale", "bias", "mean", "var", "negative_slope")
 
 
 class Layer:
@@ -40,70 +41,101 @@ class Layer:
     Attributes:
       segments: Its module name (without the prefixes of wrappers), or its path without the
         collection.
-      kind: What it is.
-      parts: What it owns: ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
+      sort: What its parts are called: a torch ``weight`` may be of a Linear, a Conv or an
+        Embedding, a Flax ``kernel`` of a Dense or a Conv.
+      parts: What it holds: ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
       sep: What joins `segments`: a dot in torch, a slash in Flax.
-      share: (k, n) for the k-th of the n equal parts of a packed Linear that a rule takes apart.
+      share: (k, n) for the k-th of the n equal parts of a packed Linear that is taken apart.
       name: The name as users write it.
-      exact: The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #).
-      words: `exact` in lower case.
+      words: The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #).
       numbers: The numbers of the name: (3, 1).
     """
 
     def __init__(
         self,
         segments: tuple[str, ...],
-        kind: Kind,
+        sort: Sort,
         parts: Parts,
         sep: str = ".",
         share: tuple[int, int] | None = None,
     ) -> None:
-        self.segments, self.parts, self.sep, self.share = segments, parts, sep, share
-        self.kind: Kind = kind
+        self.segments = segments
+        self.sort: Sort = sort
+        self.parts = parts
+        self.sep = sep
+        self.share = share
         self.name = sep.join(segments)
-        pieces = [piece for s in segments for piece in re.findall(r"\d+|[^\W\d_]+", s)]
-        self.exact = tuple("#" if piece.isdigit() else piece for piece in pieces)
-        self.words = tuple(piece.lower() for piece in self.exact)
-        self.numbers = tuple(int(piece) for piece in pieces if piece.isdigit())
+        self.words, self.numbers = words_of(segments)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name!r}, {self.sort})"
 
     @property
-    def signature(self) -> tuple[Kind, frozenset[tuple[str, Shape]]]:
-        """Kind and shapes."""
-        return self.kind, frozenset((key, shape) for key, (_, shape) in self.parts.items())
+    def label(self) -> str:
+        """The name, also of what has none."""
+        return self.name or "(root)"
 
     @property
-    def plain(self) -> frozenset[str]:
-        """The segments as both sides write them: ``q_proj`` is query."""
-        found = (re.findall(r"[^\W\d_]+", segment.lower()) for segment in self.segments)
-        return frozenset("".join(_SYNONYMS.get(str(w), str(w)) for w in ws) for ws in found) - {""}
+    def signature(self) -> tuple[Any, ...]:
+        """Sort, shapes and share: equal for layers that can stand for each other."""
+        shapes = frozenset((key, shape) for key, (_, shape) in self.parts.items())
+        return self.sort, shapes, self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
         """Whether it is a norm, or a bare parameter that may be one."""
-        return self.kind == "norm" or len(self.shape("")) == 1
+        return self.sort == "norm" or len(self.shape("")) == 1
+
+    @property
+    def parent(self) -> tuple[str, ...]:
+        """The module that holds it."""
+        return self.segments[:-1]
 
     def shape(self, part: str) -> Shape:
-        """Of one part; () if it is not there."""
+        """Returns the shape of one part; () if the layer does not have it."""
         return self.parts[part][1] if part in self.parts else ()
 
     def line(self, part: str) -> str:
-        """One part, as errors show it."""
+        """Shows one part as errors do."""
         name, shape = self.parts[part]
-        return f"{name if isinstance(name, str) else '/'.join(name)} {shape}"
+        text = name if isinstance(name, str) else "/".join(name)
+        return f"{text} {shape}"
 
     def shares(self, count: int) -> list[Layer]:
-        """The layer, or each of the equal parts that its rows are taken apart into."""
+        """Takes the layer apart into equal parts of its rows; into one, it stays as it is."""
         if count == 1:
             return [self]
-        numbers = range(count)
-        return [Layer(self.segments, self.kind, self.parts, share=(k, count)) for k in numbers]
+        return [Layer(self.segments, self.sort, self.parts, share=(k, count)) for k in range(count)]
+
+    def singles(self) -> list[Layer]:
+        """Takes the layer apart into its parts, each a bare parameter or a weight alone."""
+        layers: list[Layer] = []
+        for key, part in self.parts.items():
+            if key in ("weight", "kernel") and self.sort in ("weight", "kernel"):
+                layers.append(Layer(self.segments, self.sort, {key: part}, self.sep))
+            else:
+                layers.append(Layer((*self.segments, key), "bare", {key: part}, self.sep))
+        return layers
 
 
-NO_LAYER = Layer((), "array", {})
+def words_of(segments: Collection[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Splits a name into its words, with # for each number, and its numbers."""
+    words: list[str] = []
+    numbers: list[int] = []
+    for segment in segments:
+        for piece in re.findall(r"\d+|[^\W\d_]+", segment):
+            if piece.isdigit():
+                numbers.append(int(piece))
+                piece = "#"
+            words.append(piece)
+    return tuple(words), tuple(numbers)
+
+
+NO_LAYER = Layer((), "bare", {})
 
 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:
-    """The layers of both models: in the order of the state dict, and in the tree's.
+    """Lists the layers of both models: in the order of the state dict, and in the tree's.
 
     Where one side alone packs attention, it is taken as linear layers on both.
 
@@ -111,87 +143,135 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
       shapes: Tensor name -> shape of the torch model.
       tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
     """
-    children: dict[tuple[str, ...], set[str]] = {}
-    for path in tree.shapes:
-        children.setdefault(path[:-2], set()).update(name.rstrip("_") for name in path[-2:-1])
+    children = _children(tree)
     cleaned = clean_names(list(shapes))
-    packed = {c.rpartition(".")[0] for c in cleaned.values() if c.endswith(_PACKED)}
+    packed: set[str] = set()
+    for clean in cleaned.values():
+        if clean.endswith(_PACKED):
+            packed.add(clean.rpartition(".")[0])
     attention = bool(packed) and any(map(_ATTENTION.issubset, children.values()))
     modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
         module, _, local = clean.rpartition(".")
-        if local not in BUFFER_NAMES or (local in STATISTICS and tree.has_statistics):
-            module, local = _owner(module, local, packed, attention)
-            modules.setdefault(module, {})[local] = (name, shapes[name])
-    torch = [layer for module, parts in modules.items() for layer in _of_torch(module, parts)]
-    bare = {(a.words, a.numbers, a.shape("")) for a in torch if a.kind == "array"}
+        if local in BUFFER_NAMES and not (local in STATISTICS and tree.has_statistics):
+            continue
+        module, local = _torch_place(clean, packed, attention)
+        modules.setdefault(module, {})[local] = (name, shapes[name])
+    torch: list[Layer] = []
+    for module, parts in modules.items():
+        torch += _of_torch(module, parts)
+    bare: set[Any] = set()
+    for layer in torch:
+        if layer.sort == "bare":
+            bare.add((layer.words, layer.numbers, layer.shape("")))
     groups: dict[tuple[str, ...], Parts] = {}
     for path, shape in tree.shapes.items():
-        owner, part = path[:-1], path[-1]
-        names, child = children[path[:-2]], "".join(path[-2:-1]).rstrip("_")
-        is_head = attention and names >= _ATTENTION and child in _ATTENTION
-        if is_head or (child and names in _GATES):
-            owner, part = path[:-2], f"{child}.{part}"
-        groups.setdefault(owner, {})[part] = (path, shape)
-    return torch, [layer for owner, own in groups.items() for layer in _of_flax(owner, own, bare)]
+        module, part = _flax_place(path, children, attention)
+        groups.setdefault(module, {})[part] = (path, shape)
+    flax: list[Layer] = []
+    for module, parts in groups.items():
+        flax += _of_flax(module, parts, bare)
+    return torch, flax
 
 
-def _owner(module: str, local: str, packed: set[str], attention: bool) -> tuple[str, str]:
-    """The torch layer that a tensor belongs to, and what it is called there."""
+def _children(tree: Tree) -> dict[tuple[str, ...], set[str]]:
+    """Collects the names of the modules that lie in each module and hold leaves."""
+    children: dict[tuple[str, ...], set[str]] = {}
+    for path in tree.shapes:
+        names = children.setdefault(path[:-2], set())
+        names.update(name.rstrip("_") for name in path[-2:-1])
+    return children
+
+
+def _torch_place(clean: str, packed: Collection[str], attention: bool) -> tuple[str, str]:
+    """Finds the layer that a tensor belongs to, and what it is called there."""
+    for names in (_LENGTHS, _DIRECTIONS):
+        for ending, local in names.items():
+            if clean.endswith(f".{ending}"):
+                return clean.removesuffix(f".{ending}"), local
+    module, _, local = clean.rpartition(".")
     parent, _, last = module.rpartition(".")
     if module in packed and not attention and local.startswith("in_proj_"):
         return f"{module}.in_proj".lstrip("."), local.removeprefix("in_proj_")
     if last == "out_proj" and parent in packed and attention:
         return parent, f"out_proj.{local}"
-    if match := _RECURRENT.match(local):
-        tensor, level, reverse = (match.group(k) or "" for k in (1, 2, 3))
-        suffix = f"{level}{reverse}".lstrip("_").replace("_", ".")
-        return ".".join(part for part in (module, suffix) if part), tensor
-    return module, local
+    match = _RECURRENT.match(local)
+    if match is None:
+        return module, local
+    tensor, level, reverse = match.groups(default="")
+    suffix = f"{level}{reverse}".lstrip("_").replace("_", ".")
+    return ".".join(part for part in (module, suffix) if part), tensor
+
+
+def _flax_place(
+    path: tuple[str, ...], children: Mapping[tuple[str, ...], set[str]], attention: bool
+) -> tuple[tuple[str, ...], str]:
+    """Finds the layer that a leaf belongs to, and what it is called there."""
+    siblings = children[path[:-2]]
+    child = "".join(path[-2:-1]).rstrip("_")
+    is_head = attention and siblings >= _ATTENTION and child in _ATTENTION
+    if is_head or (child and siblings in _GATES):
+        return path[:-2], f"{child}.{path[-1]}"
+    return path[:-1], path[-1]
 
 
 def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
-    known: Iterable[str]
-    weight = parts.get("weight")
+    """Makes the layers of the tensors of one torch module."""
+    weight = parts["weight"][1] if "weight" in parts else ()
+    sort: Sort = "weight"
+    known: Collection[str] = ()
     if any(key in parts for key in _PACKED):
-        kind: Kind = "attention"
+        sort = "attention"
         known = [key for key in parts if "proj" in key]
     elif "weight_ih" in parts:
-        kind, known = "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    elif "running_mean" in parts or (weight and len(weight[1]) == 1):
-        kind, known = "norm", ("weight", "bias", *STATISTICS)
-    else:
-        kind, known = "weight", ("weight", "bias") if weight and len(weight[1]) > 1 else ()
+        sort = "recurrent"
+        known = _RECURRENT_PARTS
+    elif "running_mean" in parts or len(weight) == 1:
+        sort = "norm"
+        known = _NORM_PARTS
+    elif len(weight) > 1:
+        known = ("weight", "bias")
     segments = tuple(module.split(".")) if module else ()
-    return _divided(segments, kind, parts, known, ".")
+    return _divided(segments, sort, parts, known, ".")
 
 
-def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[Layer]:
-    """A norm or an embedding written by hand in torch is of `bare` parameters here, too."""
-    alone = [Layer((*module, key), "array", {"": part}, "/") for key, part in parts.items()]
-    known: Iterable[str] = ()
-    kind: Kind = "weight"
-    if inner := [key for key in parts if key.rpartition(".")[0] in _INNER]:
-        of_attention = inner[0].rpartition(".")[0] in _ATTENTION
-        kind, known = "attention" if of_attention else "recurrent", inner
-    elif "kernel" in parts:
+def _of_flax(module: tuple[str, ...], parts: Parts, bare: Collection[Any]) -> Iterator[Layer]:
+    """Makes the layers of the leaves of one Flax module.
+
+    A norm or an embedding written by hand in torch is of `bare` parameters here, too.
+    """
+    alone: list[Any] = []
+    for key, (_, shape) in parts.items():
+        alone.append((*words_of((*module, key)), shape))
+    modules = {key.rpartition(".")[0] for key in parts}
+    sort: Sort = "kernel"
+    known: Collection[str] = ()
+    if modules & _ATTENTION:
+        sort = "attention"
+        known = [key for key in parts if key.rpartition(".")[0] in _ATTENTION]
+    elif any(modules & gates for gates in _GATES):
+        sort = "recurrent"
+        known = [key for key in parts if "." in key]
+    elif "kernel" in parts and len(parts["kernel"][1]) > 1:
         known = ("kernel", "bias")
-    elif all((a.words, a.numbers, a.shape("")) in bare for a in alone):
-        pass
+    elif all(key in bare for key in alone):
+        known = ()
     elif "embedding" in parts:
+        sort = "embedding"
         known = ("embedding",)
     elif {"scale", "mean", "negative_slope"} & parts.keys():
-        kind, known = "norm", ("scale", "bias", "mean", "var", "negative_slope")
-    return _divided(module, kind, parts, known, "/")
+        sort = "norm"
+        known = _NORM_LEAVES
+    return _divided(module, sort, parts, known, "/")
 
 
 def _divided(
-    segments: tuple[str, ...], kind: Kind, parts: Parts, known: Iterable[str], sep: str
+    segments: tuple[str, ...], sort: Sort, parts: Parts, known: Collection[str], sep: str
 ) -> Iterator[Layer]:
-    """The layer of the known parts, and each other one as a bare parameter."""
-    own = {key: part for key, part in parts.items() if key in known}
-    if own:
-        yield Layer(segments, kind, own, sep)
+    """Makes the layer of the known parts, and a bare parameter of each other one."""
+    together = {key: part for key, part in parts.items() if key in known}
+    if together:
+        yield Layer(segments, sort, together, sep)
     for key, part in parts.items():
-        if key not in own:
-            yield Layer((*segments, key), "array", {"": part}, sep)
+        if key not in together:
+            yield Layer((*segments, key), "bare", {"": part}, sep)

@@ -1,108 +1,134 @@
-"""Which torch layer is which Flax layer: by a rule, by name, by number, or not at all.
+"""Which torch layer is which Flax layer: by a rule, by name, by shape, or not at all.
 
 A rule of the user's comes first. Else layers of equal names belong together (``layers.0.conv1`` and
-``layers_0/conv1``, whatever the case). Else layers whose names differ in numbers only form a group,
-and a group goes to the only group of the other side that fits, in the order of the numbers. What is
-left is listed, with the rules that would say it.
+``layers_0/conv1``). Else a layer goes to the only one that it fits, if its neighbours go the same
+way. What is left is listed, with the rules that would say it.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.build import build, orders
-from torch_bridge._pairing.layers import Kind, Layer, Shape
+from torch_bridge._pairing.kinds import IN_OUT, build, usual_form
+from torch_bridge._pairing.layers import Layer, Shape, Sort
 from torch_bridge._pairing.leaves import without_collection
 
-_EMBEDDING_WORDS = frozenset(
-    {"emb", "embed", "embedder", "embedding", "embeddings", "wte", "wpe", "tok", "token", "tokens"}
-)
+Two: TypeAlias = tuple[Layer, Layer]
+Partners: TypeAlias = dict[Layer, Layer]
 # Leaves that are never the turned matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
-Two: TypeAlias = tuple[Layer, Layer]
+
+
+class Fits:
+    """How well two layers fit, remembered by their shapes: a large model has few different ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def __call__(self, layer: Layer, target: Layer) -> int:
+        """Returns 2 if two layers fit, 1 if they do as a matrix stored (in, out), else 0."""
+        key = (layer.signature, target.signature)
+        if key not in self._known:
+            strength = 0
+            if build(layer, target).fits:
+                unusual = usual_form(layer, target) == IN_OUT and len(layer.shape("weight")) == 2
+                strength = 1 if unusual else 2
+            self._known[key] = strength
+        return self._known[key]
 
 
 class Match:
     """The layers of two models brought together.
 
     Attributes:
-      torch: The layers of the one; rules may have taken some apart. Likewise `flax`.
-      partners: Torch layer -> Flax layer.
-      ambiguous: A line for each group that fits several, and for each rule that cannot be followed.
+      torch: The layers of the one; rules may have taken some apart.
+      flax: The layers of the other.
+      partners: Torch layer -> Flax layer, of what is decided.
+      by_rule: The torch layers whose partner a rule names.
+      by_name: The torch layers whose partner has an equal name.
+      fits: How well two layers fit.
+      problems: A line for each rule that cannot be followed.
     """
 
     def __init__(
         self, torch: Sequence[Layer], flax: Sequence[Layer], rules: Sequence[tuple[str, str]]
     ) -> None:
-        self.torch, self.flax = list(torch), list(flax)
-        self.partners: dict[Layer, Layer] = {}
-        self.ambiguous: list[str] = []
-        self._undecided: set[Layer] = set()
-        self._known_fits: dict[Hashable, int] = {}
+        self.torch = list(torch)
+        self.flax = list(flax)
+        self.partners: Partners = {}
+        self.by_rule: set[Layer] = set()
+        self.by_name: set[Layer] = set()
+        self.fits = Fits()
+        self.problems: list[str] = []
         if rules:
             self._follow(rules)
-        self._by_name()
-        self._by_number()
+            self.by_rule.update(self.partners)
 
     @property
     def open_torch(self) -> list[Layer]:
-        """The torch layers without a partner, of which no line is in `ambiguous`."""
-        done = self.partners.keys() | self._undecided
-        return [layer for layer in self.torch if layer not in done]
+        """The torch layers without a partner."""
+        return [layer for layer in self.torch if layer not in self.partners]
 
     @property
     def open_flax(self) -> list[Layer]:
-        """Likewise of Flax."""
-        done = {*self.partners.values()} | self._undecided
-        return [layer for layer in self.flax if layer not in done]
+        """The Flax layers without a partner."""
+        taken = set(self.partners.values())
+        return [layer for layer in self.flax if layer not in taken]
 
     # --- by a rule ------------------------------------------------------------------------------
 
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
         """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
-        names = clean_names([name for layer in self.torch for name, _ in layer.parts.values()])
+        tensors: list[str] = []
+        for layer in self.torch:
+            tensors += [name for name, _ in layer.parts.values()]
+        names = clean_names(tensors)
         owners = {"/".join(layer.segments): layer for layer in self.flax}
         leaves: dict[str, str] = {}
         for target in self.flax:
             for leaf, (path, _) in target.parts.items():
-                place = "/".join(path)
-                owners[place], leaves[place] = target, leaf
+                owners["/".join(path)] = target
+                leaves["/".join(path)] = leaf
         for layer in self.torch.copy():
             sent: dict[tuple[Layer | None, ...], tuple[str, list[str]]] = {}
-            for part, (name, _) in [*layer.parts.items()]:
+            for part, (name, _) in list(layer.parts.items()):
                 pattern, paths = _first_rule(rules, [names[name], layer.name])
-                place = paths[0] if len(paths) == 1 else ""
-                target, leaf = owners.get(place), leaves.get(place)
+                if not paths:
+                    continue
+                target = owners.get(paths[0]) if len(paths) == 1 else None
+                leaf = leaves.get(paths[0]) if target else None
                 if target and leaf is not None and not _meet(layer, part, target, leaf, pattern):
-                    owners[place] = self._alone(layer, part, target, leaves.pop(place))
-                elif paths:
-                    sent.setdefault(tuple(map(owners.get, paths)), (pattern, paths))
+                    owners[paths[0]] = self._alone(layer, part, target, leaf)
+                    del leaves[paths[0]]
+                    continue
+                targets = tuple(owners.get(path) for path in paths)
+                sent.setdefault(targets, (pattern, paths))
             if sent:
                 self._send(layer, sent)
 
     def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
-        """Pairs a tensor and a leaf as layers of their own: kernels if it may be turned, or arrays.
+        """Pairs a tensor and a leaf as layers by themselves: kernels if turned, or bare ones.
 
         Returns the Flax layer.
         """
-        ours, theirs = layer.shape(part), target.shape(leaf)
-        named = "weight" in layer.parts[part][0].rpartition(".")[2] or leaf == "kernel"
-        usual, swapped = orders(ours, theirs)
-        turns = leaf not in _AS_THEY_ARE and (usual or (swapped and len(ours) > 2))
-        is_kernel = turns and (ours != theirs or named)
-        kind: Kind = "weight" if is_kernel else "array"
+        shape = layer.shape(part)
+        goal = target.shape(leaf)
+        name = layer.parts[part][0].rpartition(".")[2]
+        is_kernel = leaf not in _AS_THEY_ARE and len(shape) > 1 and goal == _turned(shape)
+        is_kernel = is_kernel and (shape != goal or "weight" in name or leaf == "kernel")
+        sorts: tuple[Sort, Sort] = ("weight", "kernel") if is_kernel else ("bare", "bare")
         segments = layer.segments if part in ("", "weight") else (*layer.segments, part)
         path = (*target.segments, leaf) if leaf else target.segments
-        own = Layer(segments, kind, {"weight" if is_kernel else "": layer.parts.pop(part)})
-        other = Layer(path, kind, {"kernel" if is_kernel else "": target.parts.pop(leaf)}, "/")
-        for layers, whole, alone in ((self.torch, layer, own), (self.flax, target, other)):
-            place = layers.index(whole)
-            layers[place : place + (not whole.parts)] = [alone]
-        self.partners[own] = other
+        torch_key = "weight" if is_kernel else ""
+        flax_key = "kernel" if is_kernel else ""
+        one = Layer(segments, sorts[0], {torch_key: layer.parts.pop(part)})
+        other = Layer(path, sorts[1], {flax_key: target.parts.pop(leaf)}, "/")
+        _exchange(self.torch, layer, one)
+        _exchange(self.flax, target, other)
+        self.partners[one] = other
         return other
 
     def _send(
@@ -110,181 +136,282 @@ class Match:
     ) -> None:
         """Pairs a layer with the one that a rule names, or its equal shares with several."""
         (targets, (pattern, paths)), *others = sent.items()
-        text = f"the rule {pattern!r} sends {layer.name or '(root)'} to"
-        shares, place = layer.shares(len(paths)), self.torch.index(layer)
+        text = f"the rule {pattern!r} sends {layer.label} to"
+        shares = layer.shares(len(paths))
+        place = self.torch.index(layer)
         self.torch[place : place + 1] = shares
         for share, target, path in zip(shares, targets, paths, strict=True):
             if target is None:
                 line = "which is neither a leaf nor a module of the Flax tree"
-                self.ambiguous.append(f"{text} {path}, {line}")
+                self.problems.append(f"{text} {path}, {line}")
             elif target in self.partners.values():
-                self.ambiguous.append(f"{text} {path}, where an earlier rule sends another")
+                self.problems.append(f"{text} {path}, where an earlier rule sends another")
             else:
                 self.partners[share] = target
-        self.ambiguous += [
-            f"{text} {'|'.join(paths)}, and {other!r} a part of it to {'|'.join(elsewhere)}: let "
-            "one rule name the whole layer"
-            for _, (other, elsewhere) in others
-        ]
-
-    # --- by name, and by number -----------------------------------------------------------------
-
-    def _by_name(self) -> None:
-        """Pairs layers of one kind whose names agree but for the numbers.
-
-        Their numbers need not be equal where both sides have as many. Those of exactly equal names
-        are paired even if their shapes differ, so that the difference is reported.
-        """
-        theirs = _grouped(self.open_flax, lambda layer: (layer.words, layer.kind))
-        for key, group in _grouped(self.open_torch, lambda a: (a.words, a.kind)).items():
-            targets = theirs.get(key, [])
-            two = _in_order(group, targets, same_words=True)
-            if not two:
-                by_number = {layer.numbers: layer for layer in targets}
-                two = [(a, by_number[a.numbers]) for a in group if a.numbers in by_number]
-            if all(a.exact == b.exact for a, b in two) or all(self._fit(a, b) for a, b in two):
-                self.partners.update(two)
-
-    def _by_number(self) -> None:
-        """Pairs groups with the only ones that fit; where several do, shapes and names decide.
-
-        Of what stays undecided it is said where it could go.
-        """
-        while True:
-            mine, theirs = (
-                _grouped(side, lambda a: (a.words, a.signature)).values()
-                for side in (self.open_torch, self.open_flax)
-            )
-            found: list[tuple[tuple[int, ...], list[Layer], list[Layer], list[Two]]] = []
-            for group, targets in itertools.product(mine, theirs):
-                if fit := self._fit(group[0], targets[0]):
-                    two = _in_order(group, targets, same_words=False)
-                    rank = (fit, *_said(group[0], targets[0])) if two else ()
-                    found.append((rank, group, targets, two))
-            settled = [
-                pair
-                for rank, group, targets, two in found
-                if all(rank > r for r, g, t, _ in found if (g is group) != (t is targets))
-                for pair in two
-            ]
-            if not settled:
-                break
-            self.partners.update(settled)
-        for group in mine:
-            if fitting := [targets for _, g, targets, _ in found if g is group]:
-                self._list(group, fitting)
-
-    def _fit(self, layer: Layer, target: Layer) -> int:
-        """2 if they fit, 1 if they do as a matrix stored (in, out), else 0."""
-        key = (layer.signature, target.signature)  # a large model has few different ones
-        if key not in self._known_fits:
-            found = build(layer, target)
-            conv1d = any(pair.kind == "conv1d.weight" for pair in found.pairs)
-            self._known_fits[key] = found.fits * (1 if conv1d else 2)
-        return self._known_fits[key]
-
-    def _list(self, group: Sequence[Layer], fitting: Sequence[Sequence[Layer]]) -> None:
-        """Says of a group where it could go, and the rules for it."""
-        self._undecided.update(group, *fitting)
-        rules = [rule for targets in fitting if (rule := _rule(group, targets))]
-        if len(rules) == len(fitting):
-            could_be = {rules[0][0]: [path for _, path in rules]}
-        else:
-            names = [layer.name or "(root)" for targets in fitting for layer in targets]
-            could_be = {layer.name or "(root)": names for layer in group}
-        shapes = ", ".join(str(shape) for _, shape in group[0].parts.values())
-        for pattern, names in could_be.items():
-            shown = " or ".join(names[:4]) + (" or ..." if len(names) > 4 else "")
-            self.ambiguous.append(
-                f"{pattern} {shapes} could be {shown}: say which, as in "
-                f"rules={{{pattern!r}: {names[0]!r}}}"
+        for _, (other, elsewhere) in others:
+            self.problems.append(
+                f"{text} {'|'.join(paths)}, and {other!r} a part of it to {'|'.join(elsewhere)}: "
+                "let one rule name the whole layer"
             )
 
+    # --- by name, and by shape ------------------------------------------------------------------
 
-def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
-    """Whether a tensor and a leaf that a rule names are paired where their layers are.
+    def match_names(self) -> None:
+        """Pairs layers of equal names, even where shapes differ, so that this is reported.
 
-    A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
-    """
-    two = layer.parts[part][0], target.parts[leaf][0]
-    pairs = [(pair.torch_name, pair.path) for pair in build(layer, target).pairs]
-    return two in pairs or (bool(pairs) and re.fullmatch(pattern, layer.name) is not None)
+        A series (``fc1``, ``fc2`` beside ``fc0``, ``fc1``) has equal names only if the numbers of
+        one side are among those of the other.
+        """
+        theirs = grouped(self.open_flax, lambda layer: layer.words)
+        for words, group in grouped(self.open_torch, lambda layer: layer.words).items():
+            targets = {layer.numbers: layer for layer in theirs.get(words, [])}
+            numbers = {layer.numbers for layer in group}
+            if not (numbers <= targets.keys() or numbers >= targets.keys()):
+                continue
+            for layer in group:
+                target = targets.get(layer.numbers)
+                if target is None or not _comparable(layer, target):
+                    continue
+                self.partners[layer] = target
+                self.by_name.add(layer)
+
+    def match_shapes(self) -> None:
+        """Pairs every layer that fits one other only, which fits no layer besides it.
+
+        Where modules of both sides have equal names, what is in them stays in them.
+        """
+        while self._settle():
+            pass
+
+    def _settle(self) -> bool:
+        candidates, back = self.candidates()
+        settled = False
+        for layer, targets in candidates.items():
+            if len(targets) == 1 and len(back[targets[0]]) == 1:
+                self.partners[layer] = targets[0]
+                settled = True
+        return settled
+
+    def candidates(self) -> tuple[dict[Layer, list[Layer]], dict[Layer, list[Layer]]]:
+        """Finds what each open layer could be, and the same seen from the other side.
+
+        A fit as a matrix stored (in, out) counts where a layer has no other.
+        """
+        torch = self.open_torch
+        flax = self.open_flax
+        inside = _shared_modules(self.torch, self.flax)
+        candidates: dict[Layer, list[Layer]] = {layer: [] for layer in torch}
+        back: dict[Layer, list[Layer]] = {target: [] for target in flax}
+        theirs = grouped(flax, lambda target: (inside(target), target.signature))
+        mine = grouped(torch, lambda layer: (inside(layer), layer.signature))
+        for (module, _), layers in mine.items():
+            strengths: dict[int, list[Layer]] = {1: [], 2: []}
+            for (place, _), targets in theirs.items():
+                strength = self.fits(layers[0], targets[0]) if place == module else 0
+                if strength:
+                    strengths[strength] += targets
+            for layer in layers:
+                candidates[layer] = strengths[2] or strengths[1]
+                for target in candidates[layer]:
+                    back[target].append(layer)
+        return candidates, back
+
+    def contradictions(self) -> list[str]:
+        """Lists the series whose numbers go both ways: one block's layers land in several blocks.
+
+        A number of torch may stand for several of Flax, and the other way round, but not both.
+        """
+        meetings: dict[Any, dict[tuple[int, int], Two]] = {}
+        for layer, target in self.partners.items():
+            if layer in self.by_rule:
+                continue
+            for series, number in _series(layer).items():
+                for other, place in _series(target).items():
+                    meeting = meetings.setdefault((series, other), {})
+                    meeting.setdefault((number, place), (layer, target))
+        lines: list[str] = []
+        for (series, other), meeting in meetings.items():
+            crossing = _crossing(meeting)
+            if crossing:
+                shown = ", but ".join(f"{a.label} is {b.label}" for a, b in crossing)
+                lines.append(
+                    f"{'.'.join(series)} does not go to {'/'.join(other)} block by block: by shape "
+                    f"and name {shown}. Say with rules which block is which"
+                )
+        return lines
 
 
-def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
-    """The rule that decides, the first to match one of some names, and the paths that it gives.
-
-    Of names that no rule matches no path.
-    """
-    for pattern, template in rules:
-        found = next((m for name in names if (m := re.fullmatch(pattern, name))), None)
-        if found:
-            try:
-                paths = found.expand(template).split("|")
-            except (re.error, IndexError) as error:
-                raise ValueError(
-                    f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
-                ) from error
-            words = (tuple(path.strip("/").split("/")) for path in paths)
-            return pattern, ["/".join(without_collection(path)) for path in words]
-    return "", []
-
-
-def _grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
-    groups: dict[Any, list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault(key(layer), []).append(layer)
-    return groups
-
-
-def _said(layer: Layer, target: Layer) -> tuple[bool, int]:
-    """What the names say for two layers: that both are embeddings, or none, and equal words."""
-    embeds = bool(_EMBEDDING_WORDS & set(layer.words)) == ("embedding" in target.parts)
-    return embeds, len(layer.plain & target.plain)
-
-
-def _in_order(mine: Sequence[Layer], theirs: Sequence[Layer], *, same_words: bool) -> list[Two]:
-    """The layers side by side in the order of their numbers, if these are nested alike.
+def pair_in_order(mine: Sequence[Layer], theirs: Sequence[Layer]) -> list[Two]:
+    """Pairs the layers of two series in the order of their numbers, if these are nested alike.
 
     Numbers need not be equal: ``0, 2, 4`` in a Sequential with activations between is ``Dense_0``,
     ``Dense_1``, ``Dense_2``. Nothing if the two sides cannot be put in correspondence.
     """
     if len(mine) != len(theirs) or not mine:
         return []
-    left, right = (sorted(side, key=lambda layer: layer.numbers) for side in (mine, theirs))
-    ours, others = (_nesting([layer.numbers for layer in side]) for side in (left, right))
-    flat = not same_words and (len(ours[0]) == 1 or len(others[0]) == 1)
-    distinct = all(len(set(side)) == len(side) for side in (ours, others))
-    return list(zip(left, right, strict=True)) if distinct and (ours == others or flat) else []
+    left = sorted(mine, key=lambda layer: layer.numbers)
+    right = sorted(theirs, key=lambda layer: layer.numbers)
+    ours = _nesting([layer.numbers for layer in left])
+    others = _nesting([layer.numbers for layer in right])
+    flat = len(ours[0]) == 1 or len(others[0]) == 1
+    if len(set(ours)) < len(ours) or len(set(others)) < len(others):
+        return []
+    if ours != others and not flat:
+        return []
+    return list(zip(left, right, strict=True))
+
+
+def common_rule(two: Sequence[Two]) -> tuple[str, str] | None:
+    """Writes one rule that sends each layer of a series to its own, where the numbers allow it."""
+    name, other = (layer.name for layer in two[-1])
+    if len(two) == 1:
+        return re.escape(name), other
+    varies: list[bool] = []
+    for column in zip(*(layer.numbers for layer, _ in two), strict=True):
+        varies.append(len(set(column)) > 1)
+    numbers = re.findall(r"\d+", name)
+    varying = [number for number, varied in zip(numbers, varies, strict=True) if varied]
+    turns = iter(varies)
+    pattern = re.sub(r"\d+", lambda n: r"(\d+)" if next(turns) else n[0], re.escape(name))
+
+    def group_of(number: re.Match[str]) -> str:
+        if number[0] in varying:
+            return f"\\{varying.index(number[0]) + 1}"
+        return number[0]
+
+    path = re.sub(r"\d+", group_of, other)
+    for layer, target in two:
+        match = re.fullmatch(pattern, layer.name)
+        if match is None or match.expand(path) != target.name:
+            return None
+    return pattern, path
+
+
+def grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
+    """Groups layers by what a function says of them, in their order."""
+    groups: dict[Any, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(key(layer), []).append(layer)
+    return groups
+
+
+def _turned(shape: Shape) -> Shape:
+    """Returns the shape of a kernel (out, in, *space) as Flax has it."""
+    return (*shape[2:], shape[1], shape[0])
+
+
+def _exchange(layers: list[Layer], whole: Layer, alone: Layer) -> None:
+    """Puts a new layer before the one that it was taken from, or in its place if that is empty."""
+    place = layers.index(whole)
+    stop = place if whole.parts else place + 1
+    layers[place:stop] = [alone]
+
+
+def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
+    """Tells whether a tensor and a leaf that a rule names are paired where their layers are.
+
+    A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
+    """
+    pairs = build(layer, target).pairs
+    for pair in pairs:
+        if (pair.torch_name, pair.path) == (layer.parts[part][0], target.parts[leaf][0]):
+            return True
+    return bool(pairs) and re.fullmatch(pattern, layer.name) is not None
+
+
+def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
+    """Finds the first rule that matches one of some names, and expands its paths; else none."""
+    for pattern, template in rules:
+        matches = [re.fullmatch(pattern, name) for name in names]
+        match = next((m for m in matches if m), None)
+        if match is None:
+            continue
+        try:
+            paths = match.expand(template).split("|")
+        except (re.error, IndexError) as error:
+            raise ValueError(
+                f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
+            ) from error
+        targets: list[str] = []
+        for path in paths:
+            words = tuple(path.strip("/").split("/"))
+            targets.append("/".join(without_collection(words)))
+        return pattern, targets
+    return "", []
+
+
+def _comparable(layer: Layer, target: Layer) -> bool:
+    """Tells whether two layers of equal names can be one: they have a part in common."""
+    built = build(layer, target)
+    return bool(built.pairs or built.mis_shaped)
+
+
+def _shared_modules(torch: Sequence[Layer], flax: Sequence[Layer]) -> Callable[[Layer], Any]:
+    """Returns a function that finds the innermost module around a layer that both sides have."""
+    modules: list[set[Any]] = []
+    for side in (torch, flax):
+        names: set[Any] = set()
+        for layer in side:
+            for length in range(1, len(layer.segments)):
+                names.add(words_key(layer.segments[:length]))
+        modules.append(names)
+    both = modules[0] & modules[1]
+
+    def inside(layer: Layer) -> Any:
+        for length in range(len(layer.segments) - 1, 0, -1):
+            key = words_key(layer.segments[:length])
+            if key in both:
+                return key
+        return ()
+
+    return inside
+
+
+def words_key(segments: tuple[str, ...]) -> Any:
+    """Returns what is equal for equal names: ``layers.0`` and ``layers_0``."""
+    layer = Layer(segments, "bare", {})
+    return layer.words, layer.numbers
+
+
+def _series(layer: Layer) -> dict[tuple[str, ...], int]:
+    """Returns for every number of a name what is before it, and the number."""
+    places: dict[Any, int] = {}
+    before: list[str] = []
+    for word in layer.words:
+        if word == "#":
+            number = layer.numbers[len(places)]
+            places[(*before, "#")] = number
+            word = str(number)
+        before.append(word)
+    return places
+
+
+def _crossing(meeting: Mapping[tuple[int, int], Two]) -> list[Two]:
+    """Finds three meetings of which the second shares a number with each of the others."""
+    by_first: dict[int, list[tuple[int, int]]] = {}
+    by_second: dict[int, list[tuple[int, int]]] = {}
+    for key in meeting:
+        by_first.setdefault(key[0], []).append(key)
+        by_second.setdefault(key[1], []).append(key)
+    for key, two in meeting.items():
+        if len(by_first[key[0]]) > 1 and len(by_second[key[1]]) > 1:
+            first = next(other for other in by_first[key[0]] if other != key)
+            return [two, meeting[first]]
+    return []
 
 
 def _nesting(numbers: Sequence[Shape]) -> list[Shape]:
-    """Sorted numbers as ranks within their parent, without the positions that never vary."""
-    varying = [k for k in range(len(numbers[0])) if len({index[k] for index in numbers}) > 1]
+    """Turns sorted numbers into ranks within their parent, without positions that never vary."""
+    varying: list[int] = []
+    for k in range(len(numbers[0])):
+        if len({index[k] for index in numbers}) > 1:
+            varying.append(k)
     kept = [tuple(index[k] for k in varying) for index in numbers]
-    ranked = []
+    ranked: list[Shape] = []
     for index in kept:
-        siblings = (
-            sorted({other[depth] for other in kept if other[:depth] == index[:depth]})
-            for depth in range(len(index))
-        )
-        ranked.append(tuple(s.index(n) for s, n in zip(siblings, index, strict=True)))
+        ranks: list[int] = []
+        for depth, number in enumerate(index):
+            siblings = {other[depth] for other in kept if other[:depth] == index[:depth]}
+            ranks.append(sorted(siblings).index(number))
+        ranked.append(tuple(ranks))
     return ranked
-
-
-def _rule(mine: Sequence[Layer], theirs: Sequence[Layer]) -> tuple[str, str] | None:
-    """One rule that sends a group to another, where the numbers of the one are in the other."""
-    two = _in_order(mine, theirs, same_words=True)
-    if not two:
-        return None
-    ours, other = (layer.name for layer in two[-1])
-    if len(two) == 1:
-        return ours, other
-    columns = zip(*(layer.numbers for layer, _ in two), strict=True)
-    varies = [len(set(column)) > 1 for column in columns]
-    found = [n for n, vary in zip(re.findall(r"\d+", ours), varies, strict=True) if vary]
-    turns = iter(varies)
-    pattern = re.sub(r"\d+", lambda n: r"(\d+)" if next(turns) else n[0], re.escape(ours))
-    path = re.sub(r"\d+", lambda n: f"\\{found.index(n[0]) + 1}" if n[0] in found else n[0], other)
-    sent = [(re.fullmatch(pattern, a.name), b.name) for a, b in two]
-    return (pattern, path) if all(m and m.expand(path) == name for m, name in sent) else None

@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxcomp import MatrixDims
-from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.layers import words_of
 from torch_bridge._pairing.leaves import plain_path
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import TRANSPOSED_WORDS
 
 MatrixDimsFn: TypeAlias = Callable[[Any, Any], MatrixDims | None]
+_TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
 # DenseGeneral layers of attention with several output axes, (embed, heads, head_dim) and the like.
 _SPLIT_OUTPUTS = frozenset({"query", "key", "value", "qkv", "in_proj"})
 
 
 def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
-    """The matrix that torch's PowerSGD makes of a leaf: a ``matrix_dims`` for `jaxcomp.powersgd`.
+    """Cuts a leaf as torch's PowerSGD does: a ``matrix_dims`` for `jaxcomp.powersgd`.
 
     Rows are the leaf axes that torch's first axis becomes: the output axis of a kernel (the input
     axis of a ConvTranspose), the heads of an attention projection, the vocabulary of an embedding.
@@ -56,13 +56,13 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
         rows = (ndim - 1,)
         if module in _SPLIT_OUTPUTS and ndim > 2:
             rows = tuple(range(1, ndim))
-        elif ndim > 2 and TRANSPOSED_WORDS.intersection(Layer((module,), "weight", {}).words):
+        elif ndim > 2 and _TRANSPOSED_WORDS.intersection(words_of([module.lower()])[0]):
             rows = (ndim - 2,)
     return MatrixDims(rows=rows, cols=tuple(axis for axis in range(ndim) if axis not in rows))
 
 
 def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
-    """`torch_matrix_dims` for the leaves of one model, whatever they are called.
+    """Makes a `torch_matrix_dims` for the leaves of one model, whatever they are called.
 
     Args:
       pairs: As `pair` found them.

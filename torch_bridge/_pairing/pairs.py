@@ -1,7 +1,7 @@
 """One torch tensor and its Flax leaf: the exact map between them, in both directions.
 
-A `Pair` is data: which rows of the tensor, seen in which shape, with which axes moved and which
-reversed, fill the leaf. Everything else follows from it: the values, their inverse,
+A `Pair` is data: which rows of the tensor, in which order, seen in which shape, with which axes
+moved and which reversed, fill the leaf. Everything else follows from it: the values, their inverse,
 and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)`` appear.
 """
 
@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import to_numpy
+
+# Parts of a row of values that are a flattened map: (first value, channels, places of a channel).
+# torch has the channels of such a part first, and Flax the places. H and W stay as they are to each
+# other, so that places need no shape.
+Maps: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Pair:
         the values, and the others get zeros.
       must_be_zero: The range of torch's first axis in which the leaf has no place for values.
       aliases: Further torch names of the same (tied) tensor, which may have leaves of their own.
+      row_maps: Parts of the selected rows that are a flattened map, each ``(first row, channels,
+        places)``: torch has ``(channels, places)``, Flax ``(places, channels)``.
+      column_maps: The same for the columns of ``view(shape[0], -1)``.
 
     Example:
       >>> kernel = Pair(
@@ -65,6 +73,8 @@ class Pair:
     terms: int = 1
     must_be_zero: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
+    row_maps: Maps = ()
+    column_maps: Maps = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,10 +86,12 @@ class Pair:
         """The range of torch's first axis that this pair covers."""
         if self.rows is not None:
             return self.rows
-        return (0, self.torch_shape[0] if self.torch_shape else 1)
+        if not self.torch_shape:
+            return (0, 1)
+        return (0, self.torch_shape[0])
 
     def to_flax(self, array: Any) -> np.ndarray:
-        """The leaf, of `shape`, that the whole torch tensor gives.
+        """Makes the leaf, of `shape`, out of the whole torch tensor.
 
         Args:
           array: The torch tensor or a NumPy array of shape `torch_shape`.
@@ -93,11 +105,16 @@ class Pair:
         values = self._checked(to_numpy(array), self.torch_shape)
         if self.rows is not None:
             values = values[self.rows[0] : self.rows[1]]
+        if self.row_maps:
+            values = values[_order(self.row_maps, len(values))]
+        if self.column_maps:
+            values = values.reshape(len(values), -1)
+            values = values[:, _order(self.column_maps, values.shape[1])]
         moved = np.flip(values.reshape(self.split).transpose(self.axes), self.flip)
         return np.array(moved, order="C").reshape(self.shape)
 
     def to_torch(self, array: Any) -> np.ndarray:
-        """The inverse of `to_flax`: the rows `row_range` of the torch tensor.
+        """Inverts `to_flax`: makes the rows `row_range` of the torch tensor.
 
         Args:
           array: The leaf.
@@ -111,12 +128,18 @@ class Pair:
         values = self._checked(to_numpy(array), self.shape)
         moved = values.reshape([self.split[axis] for axis in self.axes])
         back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
+        if not self.torch_shape:
+            return np.array(back, order="C").reshape(())
         start, stop = self.row_range
-        shape = (stop - start, *self.torch_shape[1:]) if self.torch_shape else ()
-        return np.array(back, order="C").reshape(shape)
+        matrix = back.reshape(stop - start, -1)
+        if self.column_maps:
+            matrix = matrix[:, np.argsort(_order(self.column_maps, matrix.shape[1]))]
+        if self.row_maps:
+            matrix = matrix[np.argsort(_order(self.row_maps, len(matrix)))]
+        return np.array(matrix, order="C").reshape(stop - start, *self.torch_shape[1:])
 
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The leaf axes that torch's first axis becomes (the rows) and the others (the columns).
+        """Returns the leaf axes that torch's first axis becomes (the rows), and the others.
 
         Raises:
           CheckpointMismatch: If one axis of the leaf mixes torch rows and columns.
@@ -135,11 +158,12 @@ class Pair:
                     f"Axis {axis} of {'/'.join(self.path)} holds rows and columns of "
                     f"{self.torch_name}, so it has no matrix in common with torch."
                 )
-            (rows if are_rows == {True} else cols).append(axis)
+            side = rows if are_rows == {True} else cols
+            side.append(axis)
         return tuple(rows), tuple(cols)
 
     def column_order(self, cols: Sequence[int]) -> np.ndarray:
-        """Where each column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
+        """Returns where each column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
 
         So a torch Q of shape ``(columns, r)`` becomes ``Q[column_order(cols)]``.
 
@@ -149,23 +173,22 @@ class Pair:
         Raises:
           CheckpointMismatch: If these are not the columns of torch's own cut of this leaf.
         """
-        own_rows, own_cols = self.matrix_axes()
+        torch_rows, torch_cols = self.matrix_axes()
         wide = {axis for axis, size in enumerate(self.shape) if size > 1}
-        if wide.intersection(cols) != wide.intersection(own_cols):
+        if wide.intersection(cols) != wide.intersection(torch_cols):
             raise CheckpointMismatch(
                 f"The matrix of {'/'.join(self.path)} with columns {tuple(cols)} is not torch's "
-                f"view(shape[0], -1) of {self.torch_name}, which has rows {own_rows} and columns "
-                f"{own_cols}. Use matrix_dims=torch_bridge.torch_matrix_dims."
+                f"view(shape[0], -1) of {self.torch_name}, which has rows {torch_rows} and columns "
+                f"{torch_cols}. Use matrix_dims=torch_bridge.torch_matrix_dims."
             )
-        index = np.arange(math.prod(self.torch_shape[1:]))
-        sizes = [1 if k < self.row_axes else n for k, n in enumerate(self.split)]
-        moved = np.flip(index.reshape(sizes).transpose(self.axes), self.flip)
+        index = _order(self.column_maps, math.prod(self.torch_shape[1:]))
+        one_row = (1,) * self.row_axes + self.split[self.row_axes :]
+        moved = np.flip(index.reshape(one_row).transpose(self.axes), self.flip)
         rows = [axis for axis in range(len(self.shape)) if axis not in cols]
-        return (
-            moved.reshape([1 if axis in rows else n for axis, n in enumerate(self.shape)])
-            .transpose(*cols, *rows)
-            .ravel()
-        )
+        sizes = list(self.shape)
+        for axis in rows:
+            sizes[axis] = 1
+        return moved.reshape(sizes).transpose(*cols, *rows).ravel()
 
     def _checked(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if values.shape != shape:
@@ -176,25 +199,41 @@ class Pair:
         return values
 
 
+def _order(maps: Maps, size: int) -> np.ndarray:
+    """Returns which of torch's values stands at each place of a row in Flax."""
+    order = np.arange(size)
+    for start, channels, places in maps:
+        stop = start + channels * places
+        order[start:stop] = order[start:stop].reshape(channels, places).T.ravel()
+    return order
+
+
 def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
-    """Those of the tensors that go to no leaf under any of their names."""
-    found = {name for pair in pairs for name in pair.names}
-    return [name for name in names if name not in found]
+    """Lists those of the tensors that go to no leaf under any of their names."""
+    paired: set[str] = set()
+    for pair in pairs:
+        paired.update(pair.names)
+    return [name for name in names if name not in paired]
 
 
 def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
-    """The names that a bucket layout has for torch tensors; none for what is frozen."""
-    found = {p.torch_name: next((name for name in p.names if name in known), None) for p in pairs}
-    return {tensor: name for tensor, name in found.items() if name}
+    """Finds the names that a bucket layout has for torch tensors; none for what is frozen."""
+    names: dict[str, str] = {}
+    for pair in pairs:
+        for name in pair.names:
+            if name in known:
+                names[pair.torch_name] = name
+                break
+    return names
 
 
 def leaves_from_torch(
     pairs: Sequence[Pair], tensors: Mapping[str, Any], *, mean: bool = False
 ) -> dict[tuple[str, ...], np.ndarray]:
-    """The Flax leaves that a set of torch tensors gives, by path.
+    """Makes the Flax leaves that a set of torch tensors gives, by path.
 
     Args:
-      pairs: As `pair` found them.
+      pairs: As `pair` made them.
       tensors: Name -> tensor, of the shapes of the pairs.
       mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
         right for gradients and what is made of them, instead of their sum.
@@ -202,7 +241,7 @@ def leaves_from_torch(
     Raises:
       CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
     """
-    missing = sorted({p.torch_name for p in pairs} - tensors.keys())
+    missing = sorted({pair.torch_name for pair in pairs} - tensors.keys())
     if missing:
         raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
     leaves: dict[tuple[str, ...], np.ndarray] = {}
@@ -215,36 +254,37 @@ def leaves_from_torch(
             )
         if mean and pair.terms > 1:
             part = part / np.asarray(pair.terms, part.dtype)
-        leaves[pair.path] = leaves[pair.path] + part if pair.path in leaves else part
+        if pair.path in leaves:
+            part = leaves[pair.path] + part
+        leaves[pair.path] = part
     return leaves
 
 
 def tensors_from_flax(
     pairs: Sequence[Pair], leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
 ) -> dict[str, np.ndarray]:
-    """The torch tensors that a set of Flax leaves gives, by name, aliases included.
+    """Makes the torch tensors that a set of Flax leaves gives, by name, aliases included.
 
     Args:
-      pairs: As `pair` found them.
+      pairs: As `pair` made them.
       leaves: Path -> leaf.
       mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
         ``mean=True``. Without it the first one gets the values and the others get zeros.
     """
     tensors: dict[str, np.ndarray] = {}
-    given = set[tuple[str, ...]]()
+    used: set[tuple[str, ...]] = set()
     for pair in pairs:
         part = pair.to_torch(leaves[pair.path])
-        if pair.path in given and not mean:
+        if pair.path in used and not mean:
             part = np.zeros_like(part)
-        given.add(pair.path)
+        used.add(pair.path)
         if pair.rows is None:
             tensors[pair.torch_name] = part
-        else:
-            whole = tensors.get(pair.torch_name)
-            if whole is None:
-                whole = tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
-            whole[slice(*pair.rows)] = part
+            continue
+        if pair.torch_name not in tensors:
+            tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
+        tensors[pair.torch_name][slice(*pair.rows)] = part
     for pair in pairs:
-        for alias in pair.aliases:  # of one that is not tied in Flax, its own leaf has the values
+        for alias in pair.aliases:  # one that is not tied in Flax has the values of its own leaf
             tensors.setdefault(alias, tensors[pair.torch_name])
     return tensors

@@ -1,0 +1,180 @@
+"""The options of `pair`: what the user says of two models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+from torch_bridge._pairing.kinds import AS_IT_IS, IN_OUT, OUT_IN, axes_name
+from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.maps import Flattened
+
+Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
+Flatten: TypeAlias = Mapping[str, Sequence[Any] | None]
+
+
+class PairOptions(TypedDict, total=False):
+    r"""The options of `pair`, which `to_flax`, `to_torch` and `params_from_torch` take, too.
+
+    Example:
+      >>> options: PairOptions = {"flatten": {"fc1": (64, 7, 7)}, "ignore": r"aux\..*"}
+    """
+
+    rules: Rules
+    flatten: Flatten | None
+    unflatten: Flatten | None
+    conv_transpose: str | None
+    conv1d: str | None
+    turned: Mapping[str, Sequence[int]] | None
+    plain: bool
+    ignore: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `pair`, see there, in one form.
+
+    Raises:
+      ValueError: One of them has another form, or is not a regular expression.
+    """
+
+    rules: Any = ()  # kept as pairs of a pattern and a path
+    flatten: Any = None  # kept as pattern -> Flattened or None, or as None
+    unflatten: Any = None
+    conv_transpose: str | None = None
+    conv1d: str | None = None
+    turned: Any = None  # kept as pattern -> tuple of axes, or None
+    plain: bool = False
+    ignore: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _rules(self.rules))
+        object.__setattr__(self, "turned", _turned(self.turned))
+        for name in ("flatten", "unflatten"):
+            object.__setattr__(self, name, _maps(name, getattr(self, name)))
+        for name, pattern in self.patterns():
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"`{name}`: {pattern!r} is not a regular expression: {error}"
+                ) from error
+
+    def patterns(self) -> Iterator[tuple[str, str]]:
+        """Lists every regular expression, with the option that it is of."""
+        for name, value in vars(self).items():
+            if isinstance(value, tuple | dict):
+                for pattern in dict(value):
+                    yield name, pattern
+            elif value and name != "plain":
+                yield name, value
+
+    def map_of(self, option: str, layer: Layer) -> tuple[Flattened | None] | None:
+        """Returns what the last pattern that names a layer says, in a tuple; None if none does."""
+        answer = None
+        for pattern, parts in (getattr(self, option) or {}).items():
+            if re.fullmatch(pattern, layer.name):
+                answer = (parts,)
+        return answer
+
+    def form_of(self, option: str, layer: Layer) -> str | None:
+        """Returns the form that an option says the weight of a layer has; None if it is open."""
+        said = getattr(self, option)
+        if option == "turned":
+            for pattern, axes in (said or {}).items():
+                if re.fullmatch(pattern, layer.name):
+                    return axes_name(axes)
+            usual = AS_IT_IS
+        else:
+            if said and re.fullmatch(said, layer.name):
+                return IN_OUT
+            usual = OUT_IN
+        return usual if said is not None or self.plain else None
+
+
+def idle_patterns(
+    options: Options,
+    tensors: Collection[str],
+    layers: Collection[str],
+    movable: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Lists patterns that match nothing, or with a shape no layer in which anything moves.
+
+    What is misspelled would be ignored without a word.
+
+    Args:
+      options: The options.
+      tensors: The names of all tensors of the model.
+      layers: The names of all its layers.
+      movable: By option the names of the layers that it can move.
+    """
+    modules = {name.rpartition(".")[0] for name in tensors} | {*layers}
+    idle: list[str] = []
+    for option, pattern in options.patterns():
+        names: Collection[str]
+        if option in ("rules", "turned"):
+            names = {*modules, *tensors}
+        elif option == "conv1d":
+            names = modules
+        elif option in movable:
+            names = movable[option] if getattr(options, option)[pattern] else modules
+        else:
+            continue
+        if pattern and not any(re.fullmatch(pattern, name) for name in names):
+            idle.append(f"{option}: {pattern}")
+    return idle
+
+
+def _rules(value: Any) -> tuple[tuple[str, str], ...]:
+    with contextlib.suppress(TypeError, ValueError):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        return tuple((pattern, path) for pattern, path in pairs)
+    raise ValueError(
+        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {value!r}."
+    )
+
+
+def _turned(value: Any) -> dict[str, tuple[int, ...]] | None:
+    if value is None:
+        return None
+    axes: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(TypeError, AttributeError):
+        for pattern, order in value.items():
+            axes[pattern] = tuple(map(operator.index, order))
+        if all(sorted(order) == list(range(len(order))) for order in axes.values()):
+            return axes
+    raise ValueError(
+        "`turned` must map regular expressions to orders of axes, as in {'projection': (1, 0)}, "
+        f"got {value!r}."
+    )
+
+
+def _maps(name: str, value: Any) -> dict[str, Flattened | None] | None:
+    if value is None:
+        return None
+    maps: dict[str, Flattened | None] = {}
+    with contextlib.suppress(TypeError, AttributeError, ValueError):
+        for pattern, said in value.items():
+            maps[pattern] = None if said is None else _parts(said)
+        return maps
+    raise ValueError(
+        f"`{name}` must map regular expressions to shapes (C, H, W), to lists of shapes and "
+        f"numbers of other values, or to None, as in {{'fc': (64, 7, 7)}}, got {value!r}."
+    )
+
+
+def _parts(said: Any) -> Flattened:
+    """Reads (C, H, W), or [(C, H, W), 10] where other values stand beside the map."""
+    if not any(isinstance(part, list | tuple) for part in said):
+        said = [said]
+    parts: list[tuple[int, ...]] = []
+    for part in said:
+        shape = tuple(map(operator.index, part if isinstance(part, list | tuple) else (part,)))
+        if not shape or min(shape) < 1:
+            raise ValueError
+        parts.append(shape)
+    return tuple(parts)
