@@ -229,6 +229,61 @@ FIRST_STEPS = Study(
     8,
 )
 # Far from those; what the law says of them was written down first.
+# Of another depth, context, text, width, length and batch than those that the law of the momentum's
+# tail was fitted to, each at one learning rate: their gaps were predicted before they were run.
+_OTHER = replace(_64, eval_every=480)
+PREDICTED = (
+    Study("adamw", "6 blocks", replace(_OTHER, layers=6), _with(0.8, 4e-3), _int6(8), 3),
+    Study(
+        "adamw",
+        "1 block, context 16",
+        replace(_OTHER, layers=1, context=16, batch_size=16),
+        _with(0.8, 4e-3),
+        _int6(8),
+        3,
+    ),
+    Study(
+        "adamw",
+        "context 128",
+        replace(_OTHER, context=128, batch_size=2),
+        _with(0.8, 4e-3),
+        _int6(8),
+        3,
+    ),
+    Study(
+        "adamw",
+        "C headers, width 64",
+        replace(_OTHER, text="headers"),
+        _with(0.8, 4e-3),
+        _int6(8),
+        3,
+    ),
+    Study(
+        "adamw",
+        "width 96, 2 replicas",
+        replace(_OTHER, width=96, replicas=2),
+        _with(0.8, 3e-3),
+        _int6(8),
+        3,
+    ),
+    Study(
+        "adamw",
+        "960 steps",
+        replace(_OTHER, steps=960, eval_every=960),
+        _with(0.8, 4e-3),
+        _int6(8),
+        3,
+    ),
+    Study(
+        "adamw",
+        "4,096 tokens, width 64",
+        replace(_OTHER, batch_size=16),
+        _with(0.8, 4e-3),
+        _int6(12),
+        3,
+    ),
+    Study("adamw", "Adam's usual momentum", _OTHER, _with(None, 2e-3), _int6(8), 3),
+)
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
     Study("adamw", "width 384, 3 replicas", _384, _with(None, 5e-4, 7e-4, 1e-3), _int6(36), 8),

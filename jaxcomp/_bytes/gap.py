@@ -61,8 +61,8 @@ class TailLaw:
 _LEAST_HALF_WIDTH = 0.002
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
-    "adamw": TailLaw(19, (0.045, 0.424), c=23.4, power=1.37, error=0.12),
-    "muon": TailLaw(4, (0.070, 0.507), c=54.9, power=1.46, error=0.15),
+    "adamw": TailLaw(19, (0.045, 0.417), c=23.3, power=1.35, error=0.16),
+    "muon": TailLaw(4, (0.058, 0.473), c=56.6, power=1.38, error=0.14),
 }
 
 

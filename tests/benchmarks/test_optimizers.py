@@ -1,16 +1,19 @@
 """`benchmarks.optimizers`: its runs, its tables, and the adviser's law are those of the runs."""
 
+import dataclasses
+
 import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
+import jaxcomp
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.runs import Runs
-from benchmarks.convergence.training import Config
-from benchmarks.optimizers import report
+from benchmarks.convergence.training import Config, Trainer
+from benchmarks.optimizers import report, scale, tail
 from benchmarks.optimizers.law import laws
-from benchmarks.optimizers.settings import UNSEEN, Setting
-from jaxcomp._bytes.gap import LAWS
+from benchmarks.optimizers.settings import UNSEEN, Setting, Study
+from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
 
 SIZES = {"replicas": 2, "batch_size": 1, "layers": 1, "width": 16, "heads": 2, "context": 8}
 TINY = Config(steps=4, eval_every=2, eval_sequences=64, **SIZES)
@@ -31,6 +34,7 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
 def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end():
     page, runs = report.PAGE.read_text(), read_runs(command.OUT)
     assert report.paged(page, runs) == page
+    assert tail.paged(page, runs, read_runs(tail.OUT)) == page
     with pytest.raises(ValueError, match="no search has come to its end"):
         report.paged(page, [])
 
@@ -51,3 +55,60 @@ def test_the_page_shows_the_runs_that_the_law_predicted(capsys):
     assert all(any(row.startswith(f"| {study.name}, ") for row in shown) for study in UNSEEN)
     assert len(UNSEEN) <= len(shown) < len(rows)
     assert all(row in report.PAGE.read_text() for row in shown)
+
+
+@pytest.mark.parametrize("name", TAIL_LAWS)
+def test_the_law_of_the_tail_is_fitted_to_the_committed_runs(name):
+    law = TAIL_LAWS[name]
+    fitted = tail.fitted(name, read_runs(command.OUT), read_runs(tail.OUT))
+    assert law.settings == fitted.settings
+    assert law.tails == pytest.approx(fitted.tails, abs=0.00051)
+    assert law.c == pytest.approx(fitted.c, abs=0.051)
+    assert law.power == pytest.approx(fitted.power, abs=0.0051)
+    assert law.error == pytest.approx(fitted.error, abs=0.0051)
+
+
+@pytest.fixture
+def standard_promotion():
+    """What Optax needs."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_tail_is_what_predict_gap_reads_and_is_read_once(tmp_path, capsys):
+    study = Study("adamw", "tiny", TINY, ((1e-3, None),), ({"rank": 2, "wire": "int6"},), 1)
+    path = tmp_path / "tails.jsonl"
+    config = dataclasses.replace(TINY, steps=8)
+    study = dataclasses.replace(study, config=config)
+    exact = Setting("adamw", 1e-3)
+    for _ in range(2):
+        tail.measure(path, "benchmarks.optimizers", study, exact)
+    assert capsys.readouterr().out.startswith("tiny: ")
+    (row,) = read_runs(path)
+    assert list(row["tails"]) == ["1", "2", "3", "4"]
+    trainer = Trainer(config, exact.build(config), local=False)
+    carry = trainer.advance(trainer.start(0), 0, 0, 4)
+    expected = jaxcomp.predict_gap(carry[1], 2).tail
+    assert row["tails"]["4"]["2"] == pytest.approx(expected, abs=1e-3)
+    (point,) = tail.points([study], [], [row])
+    assert point.tail == pytest.approx(
+        (row["tails"]["2"]["2"] + row["tails"]["3"]["2"] + row["tails"]["4"]["2"]) / 3
+    )
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_two_larger_models_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+    assert scale.estimated_seconds() < 8 * 60
+    monkeypatch.setattr(scale, "SETTINGS", [scale.small(scale.SETTINGS[0])])
+    out = tmp_path / "scale.jsonl"
+    scale.run("benchmarks.optimizers", dry=False, out=out)
+    rows = read_runs(out)
+    assert [("predicted" in row, "loss" in row) for row in rows] == 2 * [(False, True)] + [
+        (True, False),
+        (False, True),
+    ]
+    printed = capsys.readouterr().out
+    scale.run("benchmarks.optimizers", dry=False, out=out)
+    assert read_runs(out) == rows
+    assert len(capsys.readouterr().out) < len(printed)
