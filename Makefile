@@ -45,20 +45,23 @@ demo-local: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# The battery over all reducers, the NumPy reference, and torch's hook beside them.
+# The battery over all reducers, the NumPy reference, and torch beside them.
 QUICK := tests/jaxcomp/reducers/test_battery.py tests/jaxcomp/reducers/test_powersgd.py \
+	tests/jaxcomp/local/test_torch.py tests/examples/test_ddp_equivalence.py \
 	tests/torch_bridge/test_whole_run.py
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
 
-# What rounds otherwise must pass too: other kernels in OpenBLAS, shorter vectors in XLA. An
-# instruction that the processor lacks would end the process, so it is always an older one. Not as
-# old as SSE4_2, which has none for float16: jaxlib 0.10.2 cannot compile a cast to it there.
-OLDER = $(if $(shell grep -o -m1 avx512f /proc/cpuinfo),Haswell AVX2,Sandybridge AVX)
+# What rounds otherwise must pass too: older kernels in OpenBLAS, XLA, oneDNN and ATen. An
+# instruction that the processor lacks would end the process, so they are always older ones. XLA's
+# not as old as SSE4_2, which has none for float16: jaxlib 0.10.2 cannot compile a cast to it there.
+OLDER = $(if $(shell grep -o -m1 avx512f /proc/cpuinfo),Haswell AVX2 AVX2 avx2,Sandybridge AVX SSE41 default)
 
 elsewhere: export OPENBLAS_CORETYPE = $(word 1,$(OLDER))
 elsewhere: export XLA_FLAGS = --xla_cpu_max_isa=$(word 2,$(OLDER))
+elsewhere: export ONEDNN_MAX_CPU_ISA = $(word 3,$(OLDER))
+elsewhere: export ATEN_CPU_CAPABILITY = $(word 4,$(OLDER))
 elsewhere: quick
 
 check: $(VENV)/.test
