@@ -23,10 +23,9 @@ from jaxcomp._states.consolidate import consolidate
 from jaxcomp._states.diagnostics import diagnostics
 from jaxcomp._states.place import shard_state, stack_replicas, state_axes, state_specs
 from jaxcomp._training.accumulate import accumulate
-from jaxcomp._training.data_parallel import data_parallel
+from jaxcomp._training.data_parallel import data_parallel, value_and_grad
 from jaxcomp._training.gradients import local_value_and_grad
 from jaxcomp._training.hold_state import hold_state
-from jaxcomp._training.value_and_grad import value_and_grad
 from jaxcomp._version import __version__ as __version__
 from jaxcomp._wire.check import check
 from jaxcomp._wire.collectives import collectives

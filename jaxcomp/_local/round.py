@@ -24,8 +24,8 @@ from jaxcomp._mesh.explicit import resharded
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._reducers.transformation import shown
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.arguments import split_spec
-from jaxcomp._training.on_mesh import check_params, check_replica_axis, weight_spec
+from jaxcomp._training.arguments import split_spec, weight_spec
+from jaxcomp._training.on_mesh import check_params, check_replica_axis
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]

@@ -1,206 +1,269 @@
-"""The arguments of one call of `data_parallel`, flat: parameters, arrays, and how each is split."""
+"""The arguments of one call of `data_parallel`: which of them are arrays, and how each is split.
+
+What is not an array stays where it is: a flag that the function branches on, a ConfigDict, a
+module. A tree of arrays has None in the place of such a leaf.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes
+from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 from jaxcomp._states.place import known_spec
 
-_AS_IT_LIES = object()  # in the place of a specification that nobody gave
+# In the place of a specification that nobody gave. Not None, which is an empty tree.
+_AS_IT_LIES = object()
 
 
-class Arguments:
-    """What a gradient function is called with: arrays, by their places among all leaves, and more.
+def is_array(leaf: Any) -> bool:
+    """Tells whether a leaf is split or shared at all: a flag, a function, a ConfigDict is not."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
-    What is no array stays as it is: a flag that the function branches on, a ConfigDict, a module.
+
+def arrays_only(tree: PyTree) -> PyTree:
+    """Returns the tree with None in the place of what is not an array."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
+
+
+def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
+    """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
+
+    def chosen(leaf: Any, array: Any) -> Any:
+        return _on_replica(leaf) if array is None else array
+
+    return jax.tree.map(chosen, tree, arrays, is_leaf=lambda x: x is None)
+
+
+def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Returns which arguments are the parameters, counted from the first.
+
+    Raises:
+      ValueError: If some are missing.
     """
-
-    arrays: dict[int, Any]
-    specs: dict[int, PartitionSpec]  # of each array, over the replicas' axes; P() if all see it
-
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: int | tuple[int, ...]
-    ):
-        """Takes them apart.
-
-        Raises:
-          ValueError: If parameters are missing, or a batch comes by keyword.
-        """
-        several = argnums if isinstance(argnums, tuple) else (argnums,)
-        if not all(-len(args) <= index < len(args) for index in several):
-            raise ValueError(
-                f"This was called with {len(args)} arguments behind the state, and argnums="
-                f"{argnums}. Call it as (state, params, *batch), parameters by position."
-            )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]:
-            if not is_shared(leaf):
-                raise ValueError(
-                    f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
-                    "position, where `batch_specs` says how it is split between the replicas."
-                )
-        self._args, self._argnums = args, argnums
-        self._chosen = [index % len(args) for index in several]
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs))
-        self.arrays = {i: x for i, x in enumerate(self._leaves) if is_array(x)}
-
-    def split_by(
-        self, given: Any, axis_name: AxisName, *, mesh: Any = None, replicas: int = 1
-    ) -> None:
-        """Finds how each array is split: as `batch_specs` says, or as it lies on the mesh.
-
-        Without a mesh, where arrays are one replica's already, that is where their examples lie.
-
-        Raises:
-          ValueError: If there are too few specifications or too many, an array cannot be split so,
-            it is not clear what is a batch, or nothing is.
-        """
-        others = [i for i in range(len(self._args)) if i not in self._chosen]
-        if not isinstance(given, (tuple, list)) or isinstance(given, PartitionSpec):
-            given = [given] * len(others)
-        if len(given) != len(others):
-            raise ValueError(
-                f"`batch_specs` has {len(given)} entries, and the function was called with "
-                f"{len(others)} arguments besides the parameters. Give one specification for all "
-                "of them, or a tuple with one for each."
-            )
-        asked = jax.tree.map(
-            lambda spec: _AS_IT_LIES if spec is None else _checked(spec, axis_name, mesh),
-            dict(zip(others, given, strict=True)),
-            is_leaf=lambda x: x is None,
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(-len(args) <= index < len(args) for index in several):
+        raise ValueError(
+            f"This was called with {len(args)} arguments behind the state, and argnums={argnums}. "
+            "Call it as (state, params, *batch), parameters by position."
         )
-        wanted = tuple(asked.get(i, PartitionSpec()) for i in range(len(self._args)))
-        wanted = jax.tree.leaves(jax.tree.broadcast(wanted, self._args))
-        self.specs = dict.fromkeys(self.arrays, PartitionSpec())
-        rows, keys = list[tuple[str, int]](), list[str]()
-        paths = jax.tree_util.tree_flatten_with_path(self._args)[0]
-        for i, ((path, leaf), spec) in enumerate(zip(paths, wanted, strict=True)):
-            name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-            lies = _as_it_lies(leaf, axis_name, mesh) if spec is _AS_IT_LIES else spec
-            found = split_spec(name, leaf, lies, axis_name, replicas)
-            if i in self.arrays:
-                self.specs[i] = found
-            if spec is _AS_IT_LIES and (axis := split_axis(found)) is not None:
-                rows.append((name, np.shape(leaf)[axis]))
-            elif spec is _AS_IT_LIES and _is_raw_key(leaf):
-                keys.append(name)
-        if mesh is not None:
-            _check_rows(rows, keys)
-            self._check_something_is_split(axis_name)
+    return tuple(index % len(args) for index in several)
 
-    def _check_something_is_split(self, axis_name: AxisName) -> None:
-        """Refuses a batch that every replica would compute whole: that saves nobody any work."""
-        if not self.batch(self.arrays):
+
+def params_of(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> PyTree:
+    """Returns what gradients are taken of, arrays only: a tuple if `argnums` is one."""
+    several = tuple(arrays_only(args[i]) for i in positions(args, argnums))
+    return several if isinstance(argnums, tuple) else several[0]
+
+
+def check_keywords(kwargs: dict[str, Any]) -> None:
+    """Refuses a batch that comes by keyword.
+
+    Raises:
+      ValueError: Naming it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]:
+        if not is_shared(leaf):
+            raise ValueError(
+                f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
+                "position, where `batch_specs` says how it is split between the replicas."
+            )
+
+
+def split_specs(
+    args: tuple[Any, ...],
+    chosen: tuple[int, ...],
+    batch_specs: Any,
+    axis_name: AxisName,
+    *,
+    mesh: Any = None,
+    replicas: int = 1,
+) -> PyTree:
+    """Finds how each array is split: as `batch_specs` says, or as it lies on the mesh.
+
+    Args:
+      args: What the call got by position.
+      chosen: Which of them are the parameters.
+      batch_specs: As for `data_parallel`.
+      axis_name: The axis or axes of the replicas.
+      mesh: The mesh. None where arrays are one replica's already: then their examples lie so.
+      replicas: How many replicas there are.
+
+    Returns:
+      A tree like `args` with a specification over the axes of the replicas for each array, P() for
+      what they share, and None for what is not an array.
+
+    Raises:
+      ValueError: If there are too few specifications or too many, an array cannot be split so, it
+        is not clear what is a batch, or nothing is.
+    """
+    each = _one_each(batch_specs, args, chosen)
+    for spec in jax.tree.leaves(each):
+        if spec is not _AS_IT_LIES:
+            _check_spec(spec, axis_name, mesh)
+    rows: list[tuple[str, int]] = []
+    keys: list[str] = []
+
+    def spec_of(path: Any, leaf: Any, spec: Any) -> PartitionSpec | None:
+        name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
+        if spec is not _AS_IT_LIES:
+            kept = split_spec(name, leaf, spec, axis_name, replicas)
+            return kept if is_array(leaf) else None
+        kept = split_spec(name, leaf, _as_it_lies(leaf, axis_name, mesh), axis_name, replicas)
+        axis = split_axis(kept)
+        if axis is not None:
+            rows.append((name, np.shape(leaf)[axis]))
+        elif _is_raw_key(leaf):
+            keys.append(name)
+        return kept if is_array(leaf) else None
+
+    specs = jax.tree_util.tree_map_with_path(spec_of, args, jax.tree.broadcast(each, args))
+    if mesh is not None:
+        _check_rows(rows, keys)
+        if all(split_axis(spec) is None for spec in jax.tree.leaves(specs)):
+            # Every replica would compute the whole batch: that saves nobody any work.
             raise ValueError(
                 "No argument is split between the replicas: each would compute the whole batch. "
                 "Pass the batch as an argument, not in a closure, with batch_specs that name "
                 f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
                 "jax.random.split(key, replicas)."
             )
+    return specs
 
-    def batch(self, arrays: dict[int, Any]) -> dict[int, int]:
-        """Of these arrays those that hold examples, with the axis of them."""
-        axes = {i: split_axis(self.specs[i]) for i in arrays}
-        return {i: axis for i, axis in axes.items() if axis is not None}
 
-    def rows(self, arrays: dict[int, Any]) -> dict[int, int]:
-        """How many examples there are, by the axis that they lie along."""
-        return {axis: arrays[i].shape[axis] for i, axis in self.batch(arrays).items()}
+def shared_specs(tree: PyTree) -> PyTree:
+    """Returns a tree of P() for what is split nowhere."""
+    return jax.tree.map(lambda x: PartitionSpec(), arrays_only(tree))
 
-    def with_twice_the_batch(self, arrays: dict[int, Any]) -> dict[int, Any]:
-        """These arrays with the same examples once more behind them; to be traced only."""
-        return {**arrays, **{i: _twice(arrays[i], axis) for i, axis in self.batch(arrays).items()}}
 
-    def params(self, arrays: dict[int, Any]) -> PyTree:
-        """What gradients are taken of; None for what is no array, as functions in a model."""
-        args, _ = self.rebuilt(arrays)
-        several = tuple(arrays_only(args[i]) for i in self._chosen)
-        return several if isinstance(self._argnums, tuple) else several[0]
+def lengths(arrays: PyTree, specs: PyTree) -> dict[int, int]:
+    """Returns how many examples there are, by the axis that they lie along."""
+    by_axis: dict[int, int] = {}
+    for x, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
+        axis = split_axis(spec)
+        if axis is not None:
+            by_axis[axis] = x.shape[axis]
+    return by_axis
 
-    def rebuilt(self, arrays: dict[int, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments by position and by name, with these arrays in their places."""
-        args, kwargs = self._treedef.unflatten(
-            [arrays[i] if i in arrays else _on_replica(x) for i, x in enumerate(self._leaves)]
+
+def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
+    """Finds how weights are split: a number for each replica, or a mask or counts like the batch.
+
+    Args:
+      weight: An array, or None.
+      rows: From an axis of the batch to its length.
+      axis_name: The axis or axes of the replicas.
+      replicas: How many there are.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    if weight is None:
+        return None
+    shape = np.shape(weight)
+    if shape == (replicas,):
+        return PartitionSpec(axis_name)
+    other = ""
+    for axis, length in rows.items():
+        if len(shape) > axis and shape[axis] == length:
+            return PartitionSpec(*[None] * axis, axis_name)
+        other += f", or {length} along axis {axis} as the batch"
+    raise ValueError(
+        f"`weight` must have shape ({replicas},), a number for each replica{other}, got {shape}."
+    )
+
+
+def split_axis(spec: PartitionSpec) -> int | None:
+    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
+    for axis, part in enumerate(spec):
+        if part:
+            return axis
+    return None
+
+
+def is_shared(leaf: Any) -> bool:
+    """Tells what is the same for all replicas by default: a scalar, or a random key."""
+    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
+
+
+def _one_each(batch_specs: Any, args: tuple[Any, ...], chosen: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns a tree of specifications for each argument: P() for parameters."""
+    others = [i for i in range(len(args)) if i not in chosen]
+    several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
+    each = list(batch_specs) if several else [batch_specs] * len(others)
+    if len(each) != len(others):
+        raise ValueError(
+            f"`batch_specs` has {len(each)} entries, and the function was called with "
+            f"{len(others)} arguments besides the parameters. Give one specification for all of "
+            "them, or a tuple with one for each."
         )
-        return list(args), kwargs
-
-    def local(
-        self, arrays: dict[int, Any], axis_name: AxisName
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """The same on one replica: parameters are typed as its own."""
-        args, kwargs = self.rebuilt(arrays)
-        for i in self._chosen:
-            args[i] = jax.tree.map(lambda x: as_local(x, axis_name) if is_array(x) else x, args[i])
-        return args, kwargs
+    specs: list[Any] = [PartitionSpec()] * len(args)
+    for i, spec in zip(others, each, strict=True):
+        specs[i] = jax.tree.map(
+            lambda x: _AS_IT_LIES if x is None else x, spec, is_leaf=lambda x: x is None
+        )
+    return tuple(specs)
 
 
-def arrays_only(tree: PyTree) -> PyTree:
-    """The tree with None in the place of what is no array."""
-    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
-
-
-def _checked(spec: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """Refuses what would split nothing without a word: no PartitionSpec, or an unknown axis."""
+def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
+    """Refuses what would split nothing without a word: not a PartitionSpec, or an unknown axis."""
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
             f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
             f"them, got a {type(spec).__name__}: {spec!r}."
         )
-    names = [n for part in spec for n in (part if isinstance(part, tuple) else (part,))]
-    known = names if mesh is None else mesh.axis_names
-    if unknown := [n for n in names if isinstance(n, str) and n not in known]:
-        raise ValueError(
-            f"`batch_specs` names the axis {unknown[0]!r}; the mesh has "
-            f"{', '.join(map(repr, known))}."
-        )
-    return spec
+    if mesh is None:
+        return
+    for part in spec:
+        for name in part if isinstance(part, tuple) else (part,):
+            if isinstance(name, str) and name not in mesh.axis_names:
+                raise ValueError(
+                    f"`batch_specs` names the axis {name!r}; the mesh has "
+                    f"{', '.join(map(repr, mesh.axis_names))}."
+                )
 
 
 def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """How a leaf is known to be split between the replicas, else along axis 0."""
+    """Returns how a leaf is known to be split between the replicas, else along axis 0."""
     if is_shared(leaf):
         return PartitionSpec()
     known = () if mesh is None else known_spec(leaf, mesh)
-    lies = PartitionSpec(*(only(part, axis_tuple(axis_name)) for part in known))
-    return lies if any(lies) else PartitionSpec(axis_name)
+    parts = [_only(part, axis_tuple(axis_name)) for part in known]
+    return PartitionSpec(*parts) if any(parts) else PartitionSpec(axis_name)
 
 
 def split_spec(
     name: str, leaf: Any, spec: PartitionSpec, axis_name: AxisName, replicas: int
 ) -> PartitionSpec:
-    """A specification for one leaf of a batch, of the axes of the replicas only.
+    """Returns the part of a specification that is about the axes of the replicas.
 
     Raises:
-      ValueError: If an axis of it cannot be split so, with its `name`.
+      ValueError: If an axis of the leaf cannot be split so, with its `name`.
     """
-    kept = [only(part, axis_tuple(axis_name)) for part in spec]
+    kept = [_only(part, axis_tuple(axis_name)) for part in spec]
+    if not any(kept):
+        return PartitionSpec()
     shape = np.shape(leaf) if is_array(leaf) else ()
-    if any(part and (d >= len(shape) or shape[d] % replicas) for d, part in enumerate(kept)):
-        raise ValueError(
-            f"The leaf {name} has shape {shape}, which {PartitionSpec(*kept)} cannot split between "
-            f"{replicas} replicas. Give batch_specs with P() for what every replica shall see "
-            "whole, or a batch that the number of replicas divides."
-        )
-    return PartitionSpec(*kept) if any(kept) else PartitionSpec()
-
-
-def split_axis(spec: PartitionSpec) -> int | None:
-    """The axis along which a leaf is split between the replicas; None for what all see whole."""
-    return next((axis for axis, part in enumerate(spec) if part), None)
+    for axis, part in enumerate(kept):
+        if part and (axis >= len(shape) or shape[axis] % replicas):
+            raise ValueError(
+                f"The leaf {name} has shape {shape}, which {PartitionSpec(*kept)} cannot split "
+                f"between {replicas} replicas. Give batch_specs with P() for what every replica "
+                "shall see whole, or a batch that the number of replicas divides."
+            )
+    return PartitionSpec(*kept)
 
 
 def _check_rows(rows: list[tuple[str, int]], keys: list[str]) -> None:
-    """Refuses to take for a batch, unasked, what is none: a table, statistics, another model.
+    """Refuses to take for a batch, by default, what is none: a table, statistics, another model.
 
     Args:
-      rows: Of the leaves to be split that nobody said how to split, names and lengths.
+      rows: Of the leaves to be split without a specification, names and lengths.
       keys: Names of those that look like a random key.
 
     Raises:
@@ -215,26 +278,17 @@ def _check_rows(rows: list[tuple[str, int]], keys: list[str]) -> None:
                 "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
                 "shall see whole (tables, statistics, another model's weights)."
             )
-    if keys and (not rows or rows[0][1] == _raw_key().shape[0]):
+    key = _raw_key()
+    if keys and (not rows or rows[0][1] == key.shape[0]):
         raise ValueError(
-            f"The leaf {keys[0]} is {_raw_key().dtype} of shape {_raw_key().shape}: a key of "
+            f"The leaf {keys[0]} is {key.dtype} of shape {key.shape}: a key of "
             "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or batch_specs "
             "with P() for a key and the axis of the replicas for examples."
         )
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is split or shared at all; a flag, a function, a ConfigDict is neither."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def is_shared(leaf: Any) -> bool:
-    """Whether a leaf of the batch is the same for all by default: a scalar, or a random key."""
-    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
-
-
 def _is_raw_key(leaf: Any) -> bool:
-    """A key of `jax.random.PRNGKey` has an axis, which is not one of examples."""
+    """Tells a key of `jax.random.PRNGKey`, whose axis is not one of examples."""
     raw = _raw_key()
     return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (raw.shape, raw.dtype)
 
@@ -243,26 +297,22 @@ def _raw_key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.PRNGKey, 0)
 
 
-def only(part: Any, axes: tuple[str, ...]) -> Any:
-    """One entry of a specification with these axes alone."""
+def _only(part: Any, axes: tuple[str, ...]) -> Any:
+    """Returns one entry of a specification with these axes alone."""
     names = part if isinstance(part, tuple) else (part,)
     kept = tuple(name for name in names if name in axes)
     return kept[0] if len(kept) == 1 else kept or None
 
 
-def _twice(x: Array, axis: int) -> Array:
-    spec = jax.typeof(x).sharding.spec
-    if axis < len(spec) and spec[axis]:  # no concatenation along an Explicit axis
-        free = PartitionSpec(*(None if i == axis else part for i, part in enumerate(spec)))
-        x = jax.sharding.reshard(x, free)
-    double = jnp.concatenate([x, x], axis)
-    return jax.sharding.reshard(double, spec) if any(spec) else double
-
-
 def _on_replica(leaf: Any) -> Any:
-    """What is no array, on one replica: a sharding loses the axes that are mapped, as arrays do."""
-    mesh, mapped = jax.sharding.get_abstract_mesh(), mesh_axes(AxisType.Manual)
+    """Returns what is not an array as one replica takes it.
+
+    A sharding loses the axes that are mapped, as the shardings of arrays do.
+    """
+    mapped = mesh_axes(AxisType.Manual)
     if not (isinstance(leaf, NamedSharding) and mapped):
         return leaf
+    mesh = jax.sharding.get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name not in mapped)
-    return NamedSharding(mesh, PartitionSpec(*(only(part, others) for part in leaf.spec)))
+    parts = [_only(part, others) for part in leaf.spec]
+    return NamedSharding(mesh, PartitionSpec(*parts))

@@ -7,7 +7,6 @@ They come out averaged, as global arrays; the optimizer stays where it was.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +18,26 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import axis_tuple, is_bound
+from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
+from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.arguments import Arguments, arrays_only
+from jaxcomp._training import examine
+from jaxcomp._training.arguments import (
+    arrays_only,
+    check_keywords,
+    is_array,
+    lengths,
+    params_of,
+    positions,
+    shared_specs,
+    split_axis,
+    split_specs,
+    weight_spec,
+    with_arrays,
+)
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
@@ -34,15 +47,21 @@ from jaxcomp._training.on_mesh import (
     errors_explained,
     named_axis,
     the_mesh,
-    weight_spec,
 )
-from jaxcomp._training.outputs import Outputs, Reported, check_aux
+from jaxcomp._training.outputs import (
+    Outputs,
+    check_aux,
+    judged,
+    put_together,
+    reduced,
+    taken_apart,
+)
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: jax.jit may take it
 class DataParallel:
-    """What `data_parallel` returns: the gradients as a call, and `init` and `restore`."""
+    """What `data_parallel` returns: the gradients as a call, and `init`, `restore`, `outputs`."""
 
     grad_fn: Callable[..., Any]
     reducer: optax.GradientTransformation
@@ -54,7 +73,7 @@ class DataParallel:
     argnums: int | tuple[int, ...]  # which arguments are the parameters
 
     def init(self, params: PyTree) -> PyTree:
-        """The reducer's state before the first step, on the mesh.
+        """Makes the reducer's state before the first step, on the mesh.
 
         ``jaxcomp.shard_state(reducer.init(params), mesh, axis_name)`` is the same, where this
         object is out of reach.
@@ -79,7 +98,7 @@ class DataParallel:
         return shard_state(state, mesh, self.axis_name)
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
-        """The state of a checkpoint on this mesh: `shard_state`, compared with the parameters.
+        """Places the state of a checkpoint on this mesh, compared with the parameters.
 
         Args:
           state: Consolidated, or of any number of replicas.
@@ -95,7 +114,7 @@ class DataParallel:
         return shard_state(state, mesh, self.axis_name, like=self.reducer.init(arrays_only(params)))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
-        """Value and averaged gradients.
+        """Returns value and averaged gradients.
 
         Call it inside `jax.jit` with global arrays; or inside a function that is mapped over
         `axis_name`, with those of one replica, and without a mesh.
@@ -117,164 +136,220 @@ class DataParallel:
         Raises:
           ValueError: If there is no mesh, an argument does not fit its specification, none is
             split between the replicas, parameters are sharded over `axis_name`, the state is of
-            another number of replicas, or it is not clear what an auxiliary output is.
+            another number of replicas, or nothing is said of an auxiliary output.
         """
-        call = Arguments(args, kwargs, self.argnums)
-        own_state, put_back = state_in(state, self.reducer, lambda: call.params(call.arrays))
-        reported = Reported(self.aux, self.axis_name)
-        if is_bound(self.axis_name):
-            call.split_by(self.batch_specs, self.axis_name)
-            outputs, grads, own_state = self._on_replica(
-                call, reported, own_state, call.arrays, weight
-            )
-        else:
-            outputs, grads, own_state = self._on_mesh(call, reported, own_state, weight)
-        return (reported.together(outputs), grads), put_back(own_state)
+        check_keywords(kwargs)
+        params = params_of(args, self.argnums)
+        state, put_back = state_in(state, self.reducer, lambda: params)
+        call = self._on_one_replica if is_bound(self.axis_name) else self._on_mesh
+        whole, rows, means, state = call(state, args, kwargs, weight)
+        return (put_together(whole, rows), means), put_back(state)
 
-    def check_mean(self, params: PyTree, *batch: Any, **kwargs: Any) -> None:
-        """Refuses a loss that is not the mean of the examples that it is given.
+    def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
+        """Finds out what value and auxiliary outputs are, and prints it as a table.
 
-        One that divides by the size of the global batch, a constant, has values and gradients too
-        small by the number of replicas. Call it once, outside of `jax.jit`, on one small batch: it
-        compares the whole of it with its halves, on one device.
+        Call it once, outside of `jax.jit`, with a batch of a few examples whose number is even. It
+        runs the whole batch and its two halves, as one replica and as two, and compares: a mean is
+        the mean of the halves', a sum their sum, rows are those of the first half, then those of
+        the second. What is none of these is said to be so: "stack" it, or change what is returned.
+        Two halves that are alike tell little, and what a function draws at random tells nothing:
+        give it a key, or a rate, with which it draws alike.
 
         Args:
-          params: As for the call; `argnums` must be 0.
+          params: As for the call, where `argnums` says.
           *batch: As for the call.
+          weight: As for the call: what counts how much in the means.
           **kwargs: As for the call.
 
+        Returns:
+          The tree for ``aux=``, with None where no word fits; None if there is no auxiliary output.
+
         Raises:
-          ValueError: If the halves have half the value each.
+          ValueError: If the loss is not the mean of the examples that it is given: one that divides
+            by a constant, as the size of the global batch, has values and gradients too small by
+            the number of replicas. If the batch cannot be halved.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxcomp
+          >>> def loss_fn(w, x):
+          ...     losses = (x @ w - 1) ** 2
+          ...     return losses.mean(), {"losses": losses, "small": (losses < 1).sum()}
+          >>> value_and_grad = jaxcomp.value_and_grad(
+          ...     loss_fn, jaxcomp.allreduce(axis_name="data"), has_aux=True)
+          >>> aux = value_and_grad.outputs(jnp.ones(2), jnp.arange(8.0).reshape(4, 2) / 8)
+          output      type        aux
+          the loss    float32[]   'mean'
+          ['losses']  float32[4]  'join'  rows along axis 0
+          ['small']   int32[]     'sum'
+          aux={'losses': 'join', 'small': 'sum'}
         """
-        call = Arguments((params, *batch), kwargs, 0)
-        call.split_by(self.batch_specs, self.axis_name, replicas=2)
+        args = (params, *batch)
+        check_keywords(kwargs)
+        chosen = positions(args, self.argnums)
+        split = split_specs(args, chosen, self.batch_specs, self.axis_name, replicas=2)
+        arrays = arrays_only((args, kwargs))
+        specs = split, shared_specs(kwargs)
+        shares = (1.0, 1.0)
+        if weight is not None:
+            along = weight_spec(weight, lengths(arrays, specs), self.axis_name, 2)
+            halves = jnp.split(jnp.asarray(weight), 2, split_axis(along) or 0)
+            shares = float(halves[0].sum()), float(halves[1].sum())
 
-        def value(part: int | None) -> float:
-            arrays = dict(call.arrays)
-            if part is not None:
-                for i, axis in call.batch(arrays).items():
-                    arrays[i] = jnp.split(jnp.asarray(arrays[i]), 2, axis)[part]
-            args, kwargs = call.rebuilt(arrays)
-            # An axis of one replica, for what asks for its index.
-            run = jax.vmap(
-                lambda _: jax.tree.leaves(self.grad_fn(*args, **kwargs)[0])[0],
-                axis_name=self.axis_name,
-            )
-            return float(run(jnp.zeros(1))[0])
+        def outputs_of(arrays: PyTree) -> PyTree:
+            local_args, local_kwargs = with_arrays((args, kwargs), arrays)
+            return taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
 
-        whole, halves = value(None), (value(0), value(1))
-        if abs(sum(halves) - whole) < abs(sum(halves) / 2 - whole):
-            raise ValueError(
-                f"The loss of a batch is {whole:.4g}, and of its halves {halves[0]:.4g} and "
-                f"{halves[1]:.4g}: it divides by a constant, as the size of the global batch. "
-                "Divide by the number of examples that it is given, x.shape[0]."
-            )
+        runs = examine.run_batch_and_halves(outputs_of, arrays, specs, shares, self.axis_name)
+        verdicts = examine.verdicts_of(runs)
+        print(examine.table_of(runs, verdicts))
+        examine.check_loss_is_mean(runs, verdicts[0])
+        if not isinstance(runs.whole, tuple):
+            return None
+        words = [verdict.word for verdict in verdicts[1:]]
+        return jax.tree.structure(runs.whole[1]).unflatten(words)
 
     def _on_mesh(
-        self, call: Arguments, reported: Reported, state: PyTree, weight: Any
-    ) -> tuple[Outputs, PyTree, PyTree]:
-        """The step as a `shard_map` over the replicas."""
-        params = call.params(call.arrays)
-        mesh = the_mesh(self.mesh, self.axis_name, state, call.arrays)
+        self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
+    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
+        """Runs the step in a `jax.shard_map` over the replicas."""
         axes = axis_tuple(self.axis_name)
+        mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only((args, kwargs)))
         replicas = math.prod(mesh.shape[name] for name in axes)
+        params = params_of(args, self.argnums)
         check_replica_axis(state, replicas)
         check_params(params, mesh, axes)
-        call.split_by(self.batch_specs, self.axis_name, mesh=mesh, replicas=replicas)
 
+        chosen = positions(args, self.argnums)
+        split = split_specs(
+            args, chosen, self.batch_specs, self.axis_name, mesh=mesh, replicas=replicas
+        )
+        arrays = arrays_only((args, kwargs))
+        specs = split, shared_specs(kwargs)
         weight = None if weight is None else jnp.asarray(weight)
-        given = state, call.arrays, weight
+        along = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
         state_spec = state_specs(state, self.axis_name)
-        along = weight_spec(weight, call.rows(call.arrays), self.axis_name, replicas)
-        in_specs = state_spec, call.specs, along
-        given = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), given, in_specs)
+        in_specs = state_spec, specs, along
+        inputs = jax.tree.map(
+            lambda x, spec: resharded(x, mesh, spec, axes), (state, arrays, weight), in_specs
+        )
         boundary = Boundary(mesh, axes)
-        explicit = functools.partial(boundary.explicit, specs=typed_specs(given[1]))
+        types = typed_specs(inputs[1])
 
-        def on_replica(state: PyTree, arrays: dict[int, Any], weight: Any) -> Any:
-            return self._on_replica(call, reported, state, arrays, weight, explicit)
+        def on_replica(state: PyTree, arrays: PyTree, weight: Any) -> Any:
+            def gradients(arrays: PyTree) -> tuple[Outputs, PyTree]:
+                local_args, local_kwargs = with_arrays((args, kwargs), arrays)
+                return self._gradients(local_args, local_kwargs, split)
+
+            return self._step(state, boundary.explicit(gradients, types), arrays, weight)
 
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        others = [name for name, size in mesh.shape.items() if size > 1]
-        if replicas == 1 and any(kinds[name] == AxisType.Auto for name in others):
-            return _only_replica(on_replica, mesh, axes)(*given)
+        wide = [name for name, size in mesh.shape.items() if size > 1]
+        if replicas == 1 and any(kinds[name] == AxisType.Auto for name in wide):
+            return _only_replica(on_replica, mesh, axes)(*inputs)
+        shared = PartitionSpec()
+        rows = PartitionSpec(self.axis_name)
         mapped = jax.shard_map(
             on_replica,
             mesh=boundary.mesh,
             in_specs=in_specs,
-            out_specs=(reported.specs(), PartitionSpec(), state_spec),
+            out_specs=(shared, rows, shared, state_spec),
             axis_names=set(axes),
             check_vma=self.check_vma,
         )
-        like = reported.specs(), typed_specs(params), typed_specs(given[0])
+        like = shared, rows, typed_specs(params), typed_specs(inputs[0])
         with errors_explained(axes):
-            return boundary.automatic(mapped, like)(*given)
+            return boundary.automatic(mapped, like)(*inputs)
 
-    def _on_replica(
+    def _on_one_replica(
+        self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
+    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
+        """Runs the step inside of a function that is mapped over the replicas already."""
+        chosen = positions(args, self.argnums)
+        specs = split_specs(args, chosen, self.batch_specs, self.axis_name)
+
+        def gradients(arrays: PyTree) -> tuple[Outputs, PyTree]:
+            local_args, local_kwargs = with_arrays((args, kwargs), arrays)
+            return self._gradients(local_args, local_kwargs, specs)
+
+        return self._step(state, gradients, arrays_only((args, kwargs)), weight)
+
+    def _gradients(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: PyTree
+    ) -> tuple[Outputs, PyTree]:
+        """Calls the user's function on one replica, whose parameters are typed as its own."""
+        passed = list(args)
+        shared: list[Any] = [kwargs]
+        chosen = positions(args, self.argnums)
+        for i, arg in enumerate(args):
+            if i in chosen:
+                passed[i] = jax.tree.map(self._marked, arg)
+            else:
+                shared.append(_shared(arg, specs[i]))
+        outputs, gradients = taken_apart(self.grad_fn(*passed, **kwargs))
+        check_loss(outputs[0] if isinstance(outputs, tuple) else outputs, self.axis_name)
+        return judged(outputs, self.aux, self.axis_name, shared), gradients
+
+    def _marked(self, leaf: Any) -> Any:
+        return as_local(leaf, self.axis_name) if is_array(leaf) else leaf
+
+    def _step(
         self,
-        call: Arguments,
-        reported: Reported,
         state: PyTree,
-        arrays: dict[int, Any],
+        gradients_of: Callable[[PyTree], tuple[Outputs, PyTree]],
+        arrays: PyTree,
         weight: Any,
-        explicit: Callable[..., Any] = lambda function: function,
-    ) -> tuple[Outputs, PyTree, PyTree]:
-        """Outputs, averaged gradients and the new state of one replica.
+    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
+        """Computes and averages gradients on one replica.
 
         Args:
-          call: What this was called with.
-          reported: What becomes of value and auxiliary output.
           state: The reducer's, with the row that shard_map leaves or without.
-          arrays: This replica's, by their places in `call`.
+          gradients_of: Gives outputs and gradients of arrays.
+          arrays: This replica's arguments.
           weight: How much its examples count, or it does; None if all count the same.
-          explicit: Gives the user's function the types that its arguments had outside.
+
+        Returns:
+          Outputs that are equal on all replicas, rows, averaged gradients and the new state.
         """
+        outputs, gradients = gradients_of(arrays)
+        weight = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+        params = params_of(arrays[0], self.argnums)
+        means, state = self._reduce(gradients, state, params, weight)
+        check_averaged(means, self.axis_name)
+        whole, rows = reduced(outputs, weight, self.axis_name)
+        return whole, rows, means, state
 
-        def value_and_gradients(arrays: dict[int, Any]) -> Any:
-            args, kwargs = call.local(arrays, self.axis_name)
-            result = self.grad_fn(*args, **kwargs)
-            if not (isinstance(result, tuple) and len(result) in (2, 3)):
-                raise ValueError(
-                    "The gradient function must return (value, gradients), ((value, auxiliary), "
-                    "gradients) or (value, auxiliary, gradients), got "
-                    f"{jax.tree.structure(result)}."
-                )
-            return result if len(result) == 2 else (result[:2], result[2])
-
-        def inside(arrays: dict[int, Any]) -> Any:
-            value, grads = value_and_gradients(arrays)
-            check_loss(value[0] if isinstance(value, tuple) else value, self.axis_name)
-            of_twice = lambda x: value_and_gradients(call.with_twice_the_batch(x))[0]  # noqa: E731
-            rows = set(call.rows(arrays).values())
-            reported.decide(value, rows, lambda: jax.eval_shape(of_twice, arrays))
-            return value, grads
-
-        value, grads = explicit(inside)(arrays)
-        total = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
-        means, state = self._reduced(grads, state, call.params(arrays), total)
-        return reported.apart(value, total), means, state
-
-    def _reduced(
-        self, grads: PyTree, state: PyTree, params: PyTree, weight: Array | None
+    def _reduce(
+        self, gradients: PyTree, state: PyTree, params: PyTree, weight: Array | None
     ) -> tuple[PyTree, PyTree]:
-        """Averaged gradients and the new state."""
+        """Averages gradients; the state keeps the row that it has."""
+        rows = has_rows(state)
+        if rows:
+            state = without_row(state)
         update = optax.with_extra_args_support(self.reducer).update
         if weight is None:
-            means, state = update(grads, state, params)
+            means, state = update(gradients, state, params)
         elif isinstance(self.reducer, Reducer):
-            means, state = update(grads, state, params, weight=weight)
+            means, state = update(gradients, state, params, weight=weight)
         else:
-            # Each link of a chain would weigh along its own axis, and a plain one not at all.
-            means, state = update(weighted_gradients(grads, weight, self.axis_name), state, params)
-            means = jax.tree.map(lambda mean, g: mean.astype(g.dtype), means, grads)
-        check_averaged(means, self.axis_name)
-        return means, state
+            # Each link of a chain would weigh along its axis alone, and a plain one not at all.
+            shares = weighted_gradients(gradients, weight, self.axis_name)
+            means, state = update(shares, state, params)
+            means = jax.tree.map(lambda mean, g: mean.astype(g.dtype), means, gradients)
+        return means, with_row(state) if rows else state
+
+
+def _shared(arg: PyTree, specs: PyTree) -> PyTree:
+    """Returns the arrays of an argument that all replicas see whole."""
+    arrays = arrays_only(arg)
+    return jax.tree.map(lambda x, spec: x if split_axis(spec) is None else None, arrays, specs)
 
 
 def _only_replica(
     on_replica: Callable[..., Any], mesh: Any, axes: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """The step of one replica alone, beside automatic axes, where XLA compiles no all-reduce of it.
+    """Maps the step of one replica alone, beside automatic axes, without a `jax.shard_map`.
+
+    There XLA compiles no all-reduce of one replica:
 
     "Cross-partition allreduce must be in (partial) manual partitioning mode", it says of an array
     that is laid out over such an axis. Under `jax.vmap` an average over the replicas is a sum.
@@ -301,7 +376,7 @@ def data_parallel(
     axis_name: AxisName | None = None,
     check_vma: bool = True,
 ) -> DataParallel:
-    """Any gradient function of one replica, with its gradients averaged by a reducer.
+    """Averages the gradients of any gradient function of one replica by a reducer.
 
     In a `jit` loop over sharded arrays the compiler averages gradients, uncompressed. This takes
     the place of the gradient function there: it runs on each replica's part of the batch alone,
@@ -329,10 +404,12 @@ def data_parallel(
         random keys are the same for all: a function makes its own (dropout) with
         ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Axes of the mesh other than
         `axis_name` are left to the compiler.
-      aux: What becomes of auxiliary outputs. By default floating scalars are averaged, what grows
-        with the batch is joined in its order, other floating arrays (BatchNorm) are averaged, and
-        anything else is asked: "mean", "sum" (counts), "join" (rows), "stack" (an axis of
-        replicas), for all or as a tree, with None, or nothing in a dictionary, for the default.
+      aux: What becomes of auxiliary outputs, for all or as a tree that may end early: "mean"
+        averages floating values (what JAX knows to be equal on all replicas stays as it is, of any
+        dtype), "sum" adds up counts, "join" lays the rows of the examples one behind the other, an
+        integer does so along that axis instead of the first, "stack" gives an axis of replicas.
+        What is not said is refused, with the line to write, except what the function hands back
+        just as it got it. `DataParallel.outputs` finds out.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
         function that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent
@@ -361,11 +438,9 @@ def data_parallel(
       >>> float(value), grads["w"].shape, state.residual["w"].shape
       (1.0, (16, 16), (2, 16, 16))
     """
-    if isinstance(grad_fn, optax.GradientTransformation) or not callable(grad_fn):
-        raise ValueError(
-            f"The first argument must be a function, and the second the reducer, got {grad_fn!r}."
-        )
-    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple) else (argnums,))):
+    _check_function(grad_fn)
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(i, int) for i in several):
         raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")
     axis_name = named_axis(reducer, axis_name)
     check_axis_name(axis_name)
@@ -374,3 +449,82 @@ def data_parallel(
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)
     return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    reducer: optax.GradientTransformation,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    mesh: Mesh | None = None,
+    batch_specs: Any = None,
+    aux: PyTree = None,
+    axis_name: AxisName | None = None,
+    check_vma: bool = True,
+) -> DataParallel:
+    """Does what `jax.value_and_grad` does, and averages the gradients by a reducer.
+
+    For loops in `jax.jit`. Nothing but
+    ``data_parallel(jax.value_and_grad(fun, argnums, has_aux), reducer, ...)``.
+
+    Args:
+      fun: The mean loss of the examples that it is given: a scalar, or (scalar, auxiliary) with
+        `has_aux`. Parameters come first, or where `argnums` says.
+      reducer: As for `data_parallel`.
+      argnums: As for `jax.value_and_grad`.
+      has_aux: As for `jax.value_and_grad`.
+      mesh: As for `data_parallel`.
+      batch_specs: As for `data_parallel`, for the arguments that are not differentiated.
+      aux: As for `data_parallel`.
+      axis_name: As for `data_parallel`.
+      check_vma: As for `data_parallel`.
+
+    Returns:
+      A `DataParallel`; a call ``(state, params, *batch)`` gives ``((value, gradients), state)``.
+
+    Raises:
+      ValueError: If an argument is unusable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomp, optax
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean((x @ params["w"] - 1) ** 2)
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> value_and_grad = jaxcomp.value_and_grad(
+      ...     loss_fn, jaxcomp.powersgd(rank=2, axis_name="data", start_step=0), mesh=mesh)
+      >>> params, optimizer = {"w": jnp.zeros((16, 16))}, optax.sgd(0.1)
+      >>> state, opt_state = value_and_grad.init(params), optimizer.init(params)
+      >>> @jax.jit
+      ... def step(params, opt_state, state, x):
+      ...     (loss, grads), state = value_and_grad(state, params, x)
+      ...     updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state, state, loss
+      >>> params, opt_state, state, loss = step(params, opt_state, state, jnp.eye(16))
+      >>> float(loss), state.residual["w"].shape
+      (1.0, (2, 16, 16))
+    """
+    _check_function(fun)
+    has_aux = check_flag("has_aux", has_aux)
+    return data_parallel(
+        jax.value_and_grad(fun, argnums, has_aux),
+        reducer,
+        mesh=mesh,
+        argnums=argnums,
+        batch_specs=batch_specs,
+        aux=aux,
+        axis_name=axis_name,
+        check_vma=check_vma,
+    )
+
+
+def _check_function(function: Any) -> None:
+    """Refuses what is not a function, as a reducer that was passed first.
+
+    Raises:
+      ValueError: If it is none.
+    """
+    if isinstance(function, optax.GradientTransformation) or not callable(function):
+        raise ValueError(
+            f"The first argument must be a function, and the second the reducer, got {function!r}."
+        )

@@ -11,7 +11,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
@@ -131,34 +130,6 @@ def check_replica_axis(state: PyTree, replicas: int) -> None:
             )
 
     map_leaves(check, state)
-
-
-def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
-    """How the weights are split: a number for each replica, or a mask or counts like the batch.
-
-    Args:
-      weight: An array, or None.
-      rows: From an axis of the batch to its length.
-      axis_name: The axis or axes of the replicas.
-      replicas: How many there are.
-
-    Raises:
-      ValueError: If it is neither.
-    """
-    if weight is None:
-        return None
-    shape = np.shape(weight)
-    if shape == (replicas,):
-        return PartitionSpec(axis_name)
-    for axis, length in rows.items():
-        if len(shape) > axis and shape[axis] == length:
-            return PartitionSpec(*[None] * axis, axis_name)
-    wanted = "".join(
-        f", or {length} along axis {axis} as the batch" for axis, length in rows.items()
-    )
-    raise ValueError(
-        f"`weight` must have shape ({replicas},), a number for each replica{wanted}, got {shape}."
-    )
 
 
 def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:

@@ -1,184 +1,309 @@
-"""What becomes of the value and the auxiliary output of every replica.
+"""What becomes of the value and the auxiliary output of every replica: as the user says.
 
-Nothing is averaged that is not a mean. The loop without replicas says what is right: a floating
-scalar is a mean over the examples, what has a row for each example is as long as the whole batch,
-other floating arrays (BatchNorm's statistics) are means. Of all else nobody knows, so it is asked.
+Whether a number is a mean, a sum or one of a kind, no type tells. So nothing is averaged, added up
+or joined without a word for it. `jaxcomp._training.examine` finds the words.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, mean_each, total
 from jaxcomp._mesh.weights import weighted_gradients
+from jaxcomp._training.arguments import is_array
 
 CHOICES = ("mean", "sum", "join", "stack")
+# What a leaf is that all replicas hold alike: it stays as it is.
+_EQUAL = "equal"
+# In the place of a word that nobody gave. Not None, which is an empty tree.
+_UNSAID = object()
 
 
-class Outputs(NamedTuple):
-    """The leaves of one replica's value and auxiliary output, by what becomes of them."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The leaves of value and auxiliary output, and what becomes of each.
 
-    whole: dict[int, Any]  # equal on all replicas by now
-    rows: dict[int, Any]  # to be laid one after the other; that axis in front
+    The latter are static, so they pass through any mapping of JAX beside the arrays.
+    """
 
-
-class Reported:
-    """Value and auxiliary output of a step: judged, taken apart on a replica, and put together."""
-
-    def __init__(self, aux: PyTree, axis_name: AxisName):
-        """For one call; `aux` is the user's choice: None, one of `CHOICES`, or a tree of them."""
-        self._aux, self._axis_name = aux, axis_name
-        self._treedef: Any = None
-        # For each leaf "equal", one of CHOICES, or the axis along which its examples lie.
-        self._kinds: list[str | int] = []
-
-    def decide(self, value: Any, rows: set[int], larger: Callable[[], PyTree]) -> None:
-        """Finds what becomes of each output.
-
-        Args:
-          value: A scalar, or (scalar, auxiliary).
-          rows: How many examples this replica has.
-          larger: Gives the same as shapes for a batch twice as large. It may fail.
-
-        Raises:
-          ValueError: Naming an output of which nobody knows what it is, with the choice.
-        """
-        paths, self._treedef = jax.tree_util.tree_flatten_with_path(value)
-        leaves = [jnp.asarray(x) for _, x in paths]
-        choices = [
-            "equal" if c in (None, "mean") and known_equal(x, self._axis_name) else c
-            for x, c in zip(leaves, self._choices(value), strict=True)
-        ]
-        twice: list[Any] = [None] * len(leaves)
-        if any(x.ndim and choice is None for x, choice in zip(leaves, choices, strict=True)):
-            # Whatever a function does that wants the one size of its batch: then nothing is known.
-            with contextlib.suppress(Exception):
-                twice = jax.tree.leaves(larger())
-        self._kinds = [
-            _kind(path, x, choice, large, rows)
-            for (path, _), x, choice, large in zip(paths, leaves, choices, twice, strict=True)
-        ]
-
-    def apart(self, value: Any, weight: Array | None) -> Outputs:
-        """On a replica: the leaves, averaged, summed, or as rows.
-
-        Args:
-          value: As for `decide`.
-          weight: How much this replica counts; None if all count the same.
-        """
-        found = Outputs({}, {})
-        averaged: dict[int, Array] = {}
-        for i, (leaf, kind) in enumerate(zip(jax.tree.leaves(value), self._kinds, strict=True)):
-            x = jnp.asarray(leaf)
-            if kind == "equal":
-                found.whole[i] = x
-                continue
-            x = as_local(x, self._axis_name)
-            if kind == "mean":
-                averaged[i] = x
-            elif kind == "sum":
-                x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-                found.whole[i] = total(x, self._axis_name)
-            else:
-                found.rows[i] = x[None] if kind == "stack" else jnp.moveaxis(x, int(kind), 0)
-        wide = {i: x.astype(compute_dtype(x.dtype)) for i, x in averaged.items()}
-        if weight is not None and wide:
-            wide = weighted_gradients(wide, weight, self._axis_name)
-        means = mean_each(list(wide.values()), self._axis_name)
-        for i, mean in zip(averaged, means, strict=True):
-            found.whole[i] = mean.astype(averaged[i].dtype)
-        return found
-
-    def specs(self) -> Outputs:
-        """Where `apart` leaves its leaves, for ``out_specs``."""
-        whole: Any = PartitionSpec()
-        rows: Any = PartitionSpec(self._axis_name)
-        return Outputs(whole, rows)
-
-    def together(self, found: Outputs) -> Any:
-        """Outside, or where everybody keeps its own rows: in the form that the function gave."""
-        leaves = dict(found.whole)
-        for i, x in found.rows.items():
-            kind = self._kinds[i]
-            leaves[i] = x if kind == "stack" else jnp.moveaxis(x, 0, int(kind))
-        return self._treedef.unflatten([leaves[i] for i in range(len(leaves))])
-
-    def _choices(self, value: Any) -> list[str | None]:
-        """What the user asked for, for each leaf; the value itself is a mean."""
-        if not isinstance(value, tuple):
-            return ["mean"]
-        asked = jax.tree.broadcast(_whole(self._aux, value[1]), value[1])
-        return ["mean", *(choice or None for choice in jax.tree.leaves(asked))]
+    leaves: list[Any]
+    treedef: Any = dataclasses.field(metadata={"static": True})
+    # For each leaf "equal", "mean", "sum", "stack", or the axis along which its rows are joined.
+    kinds: tuple[str | int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def _whole(choice: PyTree, aux: Any) -> PyTree:
-    """The choice with "" for None, and for what a dictionary does not name.
+def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
+    """Returns ``value`` or ``(value, auxiliary)``, and the gradients, of a gradient function.
 
     Raises:
-      ValueError: If it names what is not there.
+      ValueError: If it returned something else.
     """
-    if not (isinstance(choice, Mapping) and isinstance(aux, Mapping)):
-        return jax.tree.map(lambda c: c or "", choice, is_leaf=lambda c: c is None)
-    if unknown := sorted(str(name) for name in choice if name not in aux):
+    if not (isinstance(result, tuple) and len(result) in (2, 3)):
         raise ValueError(
-            f"`aux` names {unknown[0]!r}; the auxiliary output has {', '.join(map(repr, aux))}."
+            "The gradient function must return (value, gradients), ((value, auxiliary), "
+            f"gradients) or (value, auxiliary, gradients), got {_shown(result)}."
         )
-    kind: Any = type(aux)
-    return kind({name: _whole(choice.get(name), x) for name, x in aux.items()})
+    *first, gradients = result
+    outputs = tuple(first) if len(first) == 2 else first[0]
+    pair = isinstance(outputs, tuple) and len(outputs) == 2
+    value = outputs[0] if pair else outputs
+    if not _is_floating_scalar(value):
+        raise ValueError(
+            "The value that the gradient function returns first must be a floating scalar, the "
+            f"mean loss of the examples, got {_shown(value)}. Return (loss, gradients), or what "
+            "else there is beside the loss: ((loss, auxiliary), gradients)."
+        )
+    return outputs, gradients
 
 
-def _kind(path: KeyPath, x: Array, choice: str | None, twice: Any, rows: set[int]) -> str | int:
-    """What becomes of an output: "equal", one of `CHOICES`, or the axis of its examples.
+def _is_floating_scalar(value: Any) -> bool:
+    if isinstance(value, float):
+        return True
+    return is_array(value) and not value.ndim and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def judged(outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree) -> Outputs:
+    """Says what becomes of each leaf of a replica's value and auxiliary output.
+
+    Args:
+      outputs: A scalar, or (scalar, auxiliary).
+      aux: What the user says: None, a word or an axis, or a tree of them.
+      axis_name: The axis or axes of the replicas.
+      shared: The arguments of the function that are the same on all replicas. What it hands back
+        as it got it is so too.
 
     Raises:
-      ValueError: If nobody knows, or it cannot be what the user chose.
+      ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
+        leaf that cannot be what is said of it.
     """
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    if choice == "mean" and not floating:
-        raise ValueError(_question(path, x, "has no mean over the replicas"))
-    if choice == "join" and not x.ndim:
-        raise ValueError(_question(path, x, "is a scalar, of which nothing can be joined"))
-    if choice is not None:
-        return 0 if choice == "join" else choice
-    if twice is not None and np.shape(twice) != x.shape:
-        pairs = enumerate(zip(np.shape(twice), x.shape, strict=False))
-        changed = [(axis, more, n) for axis, (more, n) in pairs if more != n]
-        if twice.ndim == x.ndim and len(changed) == 1 and changed[0][1] == 2 * changed[0][2]:
-            return changed[0][0]
-        raise ValueError(_question(path, x, "grows with the batch in an unusual way"))
-    if twice is None and rows & set(x.shape):
-        raise ValueError(_question(path, x, "may hold a row for each example, or may not"))
-    if not floating:
-        raise ValueError(_question(path, x, "has no rows of examples and no mean"))
-    return "mean"
+    paths, treedef = jax.tree_util.tree_flatten_with_path(outputs)
+    leaves = [_as_array(path, leaf) for path, leaf in paths]
+    words: list[Any] = ["mean"]
+    if isinstance(outputs, tuple):
+        words += words_of(aux, outputs[1])
+    same = {id(x) for x in jax.tree.leaves(shared)}
+    unsaid: list[int] = []
+    kinds: list[str | int] = []
+    for i, (path, leaf) in enumerate(paths):
+        if words[i] is None and id(leaf) not in same:
+            unsaid.append(i)
+        kinds.append(_kind(path[1:], leaves[i], words[i], axis_name))
+    if unsaid:
+        raise ValueError(_question(paths, words, unsaid, outputs[1], axis_name))
+    return Outputs(leaves, treedef, tuple(kinds))
+
+
+def _as_array(path: KeyPath, leaf: Any) -> Array:
+    """Returns a leaf as an array.
+
+    Raises:
+      ValueError: If it is nothing of the kind.
+    """
+    if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+        raise ValueError(
+            f"The auxiliary output {leaf_name(path[1:])} is a {type(leaf).__name__}, and what a "
+            "gradient function returns is arrays. Leave it out, or close over it."
+        )
+    return jnp.asarray(leaf)
+
+
+def _kind(path: KeyPath, x: Array, word: str | int | None, axis_name: AxisName) -> str | int:
+    """Returns what becomes of one leaf.
+
+    Raises:
+      ValueError: If it cannot be what is said of it.
+    """
+    if word is None or (word == "mean" and known_equal(x, axis_name)):
+        return _EQUAL
+    name = f"The auxiliary output {leaf_name(path)}, {_described(x)},"
+    if word == "mean" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f'{name} has no mean over the replicas. Say "sum" of a count; or "stack", for an axis '
+            "of replicas."
+        )
+    axis = 0 if word == "join" else word
+    if isinstance(axis, int):
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(f'{name} has no axis {axis} along which to join rows. Say "stack".')
+        return axis % x.ndim
+    return axis
+
+
+def reduced(
+    outputs: Outputs, weight: Array | None, axis_name: AxisName
+) -> tuple[Outputs, list[Array]]:
+    """Averages and sums the leaves of a replica, each as was judged.
+
+    Args:
+      outputs: This replica's.
+      weight: How much this replica counts; None if all count the same.
+      axis_name: The axis or axes of the replicas.
+
+    Returns:
+      The same with what is equal on all replicas by now, None in the place of rows; and the rows in
+      order, with the axis along which they are to be joined in front.
+    """
+    whole: list[Any] = [None] * len(outputs.leaves)
+    rows: list[Array] = []
+    averaged: list[int] = []
+    for i, (leaf, kind) in enumerate(zip(outputs.leaves, outputs.kinds, strict=True)):
+        if kind == _EQUAL:
+            whole[i] = leaf
+        elif kind == "mean":
+            averaged.append(i)
+        elif kind == "sum":
+            counts = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+            whole[i] = total(counts, axis_name)
+        elif kind == "stack":
+            rows.append(as_local(leaf[None], axis_name))
+        else:
+            rows.append(as_local(jnp.moveaxis(leaf, int(kind), 0), axis_name))
+    local = [as_local(outputs.leaves[i], axis_name) for i in averaged]
+    wide = [x.astype(compute_dtype(x.dtype)) for x in local]
+    if weight is not None and wide:
+        wide = weighted_gradients(wide, weight, axis_name)
+    for i, mean in zip(averaged, mean_each(wide, axis_name), strict=True):
+        whole[i] = mean.astype(outputs.leaves[i].dtype)
+    return dataclasses.replace(outputs, leaves=whole), rows
+
+
+def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
+    """Returns value and auxiliary output in the form that the function gave."""
+    leaves = list(whole.leaves)
+    following = iter(rows)
+    for i, kind in enumerate(whole.kinds):
+        if kind == "stack":
+            leaves[i] = next(following)
+        elif isinstance(kind, int):
+            leaves[i] = jnp.moveaxis(next(following), 0, kind)
+    return whole.treedef.unflatten(leaves)
 
 
 def check_aux(aux: PyTree) -> None:
-    """Refuses what is no choice.
+    """Refuses what is neither one of the words nor an axis.
 
     Raises:
       ValueError: Naming it.
     """
-    wrong = [kind for kind in jax.tree.leaves(aux) if kind not in CHOICES]
-    if wrong:
+    for word in jax.tree.leaves(aux):
+        axis = isinstance(word, int) and not isinstance(word, bool)
+        if word not in CHOICES and not axis:
+            raise ValueError(
+                f"`aux` must be one of {CHOICES}, an axis along which rows are joined, a tree of "
+                f"these, or None, got {word!r}."
+            )
+
+
+def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
+    """Returns what is said of each leaf of the auxiliary output; None where nothing is.
+
+    Raises:
+      ValueError: If `aux` has another form than the auxiliary output.
+    """
+    completed = _completed(aux, auxiliary)
+    try:
+        words = jax.tree.broadcast(completed, auxiliary)
+    except ValueError as error:
         raise ValueError(
-            f"`aux` must be one of {CHOICES}, a tree of them, or None, got {wrong[0]!r}."
-        )
+            f"`aux` has the form {_shown(aux)}, and the auxiliary output {_shown(auxiliary)}. Give "
+            "one word for all of it, or a tree like it that may end early."
+        ) from error
+    return [None if word is _UNSAID else word for word in jax.tree.leaves(words)]
 
 
-def _question(path: KeyPath, x: Array, why: str) -> str:
+def _completed(aux: PyTree, auxiliary: PyTree) -> PyTree:
+    """Returns `aux` with a mark for None, and for what a dictionary does not name.
+
+    Raises:
+      ValueError: If a dictionary names what the auxiliary output has not.
+    """
+    if not (isinstance(aux, Mapping) and isinstance(auxiliary, Mapping)):
+        return jax.tree.map(lambda x: _UNSAID if x is None else x, aux, is_leaf=lambda x: x is None)
+    for name in aux:
+        if name not in auxiliary:
+            raise ValueError(
+                f"`aux` names {name!r}; the auxiliary output has {', '.join(map(repr, auxiliary))}."
+            )
+    completed: dict[Any, PyTree] = {}
+    for name, part in auxiliary.items():
+        completed[name] = _completed(aux.get(name), part)
+    kind: Any = type(auxiliary)  # the same kind of mapping, or it is not a prefix
+    return kind(completed)
+
+
+def line_to_write(words: list[Any], auxiliary: PyTree) -> str:
+    """Returns ``aux=...`` with a word for each leaf, as short as it goes."""
+    _, treedef = jax.tree.flatten(auxiliary)
+    return f"aux={_written(treedef.unflatten(words), auxiliary)}"
+
+
+def _written(words: PyTree, auxiliary: PyTree) -> str:
+    if isinstance(auxiliary, dict) and type(words) is dict:
+        entries = [f"{name!r}: {_written(words[name], part)}" for name, part in auxiliary.items()]
+        return f"{{{', '.join(entries)}}}"
+    if type(auxiliary) in (list, tuple):
+        entries = [_written(word, part) for word, part in zip(words, auxiliary, strict=True)]
+        text = ", ".join(entries)
+        if type(auxiliary) is list:
+            return f"[{text}]"
+        return f"({text},)" if len(entries) == 1 else f"({text})"
+    leaves = jax.tree.leaves(words, is_leaf=lambda x: x is None)
+    # Of a class nobody knows how it is written; one word may do for all of it.
+    alike = leaves and all(leaf == leaves[0] for leaf in leaves)
+    return repr(leaves[0]) if alike else repr(words)
+
+
+def _question(
+    paths: Sequence[tuple[KeyPath, Any]],
+    words: list[Any],
+    unsaid: list[int],
+    auxiliary: PyTree,
+    axis_name: AxisName,
+) -> str:
+    """Asks about the outputs at some places of which nothing is said, with the line to write."""
+    listed = ""
+    possible = ["mean" if word is None else word for word in words]
+    for i in unsaid:
+        path, leaf = paths[i]
+        x = jnp.asarray(leaf)
+        listed += f"\n  {leaf_name(path[1:])}: {_described(x)}"
+        possible[i] = _possible(x, axis_name)
     return (
-        f"The auxiliary output {leaf_name(path[1:])}, {x.dtype} of shape {x.shape}, {why}. Say "
-        'what becomes of it: aux="sum" adds up counts, "join" lays rows in order, "stack" '
-        'gives an axis of replicas, "mean" averages; or a tree of these for single outputs, with '
-        "None for the others."
+        f"What becomes of these auxiliary outputs of the replicas is not said:{listed}\nWrite\n"
+        f'  {line_to_write(possible[1:], auxiliary)}\nwith one word in each place: "mean" '
+        'averages, "sum" adds up, "join" lays rows one behind the other (an axis but the first as '
+        'a number), "stack" gives an axis of replicas. To find out: outputs(params, *batch) of '
+        "this object, outside of jax.jit, with a small batch."
     )
+
+
+def _possible(x: Array, axis_name: AxisName) -> str:
+    """Returns the words that fit a type, of which one is to be kept."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    first = "join|" if x.ndim else ""
+    if floating or known_equal(x, axis_name):
+        return f"{first}mean|sum"
+    return f"{first}sum|stack"
+
+
+def _described(x: Array) -> str:
+    return f"{x.dtype} scalar" if not x.ndim else f"{x.dtype} of shape {x.shape}"
+
+
+def _shown(tree: Any) -> str:
+    """Returns a few words for what a function returned."""
+    if isinstance(tree, Mapping):
+        return f"a dict of {', '.join(map(repr, tree))}"
+    if isinstance(tree, tuple | list):
+        return f"a {type(tree).__name__} of {len(tree)}"
+    if hasattr(tree, "dtype"):
+        return f"an array, {_described(tree)}"
+    return "None" if tree is None else f"a {type(tree).__name__}"
