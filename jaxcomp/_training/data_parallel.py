@@ -138,8 +138,8 @@ class DataParallel:
             split between the replicas, parameters are sharded over `axis_name`, the state is of
             another number of replicas, or nothing is said of an auxiliary output.
         """
-        check_keywords(kwargs)
         params = params_of(args, self.argnums)
+        check_keywords(kwargs)
         state, put_back = state_in(state, self.reducer, lambda: params)
         call = self._on_one_replica if is_bound(self.axis_name) else self._on_mesh
         whole, rows, means, state = call(state, args, kwargs, weight)
@@ -439,9 +439,7 @@ def data_parallel(
       (1.0, (16, 16), (2, 16, 16))
     """
     _check_function(grad_fn)
-    several = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not all(isinstance(i, int) for i in several):
-        raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")
+    _check_argnums(argnums)
     axis_name = named_axis(reducer, axis_name)
     check_axis_name(axis_name)
     check_aux(aux)
@@ -505,6 +503,7 @@ def value_and_grad(
       (1.0, (2, 16, 16))
     """
     _check_function(fun)
+    _check_argnums(argnums)
     has_aux = check_flag("has_aux", has_aux)
     return data_parallel(
         jax.value_and_grad(fun, argnums, has_aux),
@@ -528,3 +527,14 @@ def _check_function(function: Any) -> None:
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {function!r}."
         )
+
+
+def _check_argnums(argnums: Any) -> None:
+    """Refuses what names no arguments.
+
+    Raises:
+      ValueError: With what does.
+    """
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(i, int) for i in several):
+        raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")

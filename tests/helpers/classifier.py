@@ -35,6 +35,18 @@ def batch(seed=1, size=16):
     return x, rng.integers(0, CLASSES, size=(size, LENGTH))
 
 
+# What each of the auxiliary outputs below is.
+AUX = {
+    "logits": "join",
+    "flat": "join",
+    "per_example": "join",
+    "hits": "join",
+    "accuracy": "mean",
+    "statistics": "mean",
+    "time_first": 1,
+}
+
+
 def loss_fn(params, x, y):
     """A sequence classifier, and everything that real loops return beside the loss."""
     hidden = jnp.tanh(x @ params["up"])

@@ -11,6 +11,7 @@ import pytest
 
 import jaxcomp
 from tests.helpers.classifier import (
+    AUX,
     CLASSES,
     KINDS,
     LENGTH,
@@ -36,7 +37,7 @@ P = jax.P
 def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind):
     mesh, params, data = grid(replicas, kind), new_params(), batch()
     expected = jax.value_and_grad(loss_fn, has_aux=True)(params, *data)
-    run = jaxcomp.value_and_grad(loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True)
+    run = jaxcomp.value_and_grad(loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True, aux=AUX)
     found = stepped(run, placed(mesh, params), *placed(mesh, data, P("data")))
     close(found, expected)
     assert found[0][1]["hits"].dtype == jnp.bool_
@@ -50,56 +51,11 @@ def test_value_auxiliary_and_gradients_may_also_come_as_three():
         (value, aux), grads = pair(params, *data)
         return value, aux, grads
 
-    runs = (jaxcomp.data_parallel(f, reducer("allreduce"), mesh=mesh) for f in (pair, three))
-    close(*(stepped(run, params, *data) for run in runs))
+    def outputs(grad_fn):
+        run = jaxcomp.data_parallel(grad_fn, reducer("allreduce"), mesh=mesh, aux=AUX)
+        return stepped(run, params, *data)
 
-
-def test_statistics_as_long_as_the_batch_are_not_taken_for_rows():
-    """16 features and 16 examples on one replica: what grows with the batch is told apart."""
-    mesh, params = grid(2), {"w": jnp.eye(16)}
-    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
-
-    def fun(params, x):
-        y = x @ params["w"]
-        return (y**2).mean(), (y.mean(0), y.sum(1))
-
-    make = functools.partial(
-        jaxcomp.value_and_grad, reducer=reducer("allreduce"), mesh=mesh, has_aux=True
-    )
-    close(stepped(make(fun), params, x), jax.value_and_grad(fun, has_aux=True)(params, x))
-
-    def fixed(params, x):  # of one size of the batch: nobody can tell
-        return fun(params, x.reshape(16, 16))
-
-    with pytest.raises(ValueError, match=r"\[0\].* may hold a row for each example, or may not"):
-        stepped(make(fixed), params, x)
-    close(stepped(make(fixed, aux=("mean", "join")), params, x)[0][1], fun(params, x)[1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_mean_is_asked_about(kind):
-    mesh, (x, y) = grid(4, kind), batch()
-    params, tx = placed(mesh, new_params()), reducer("allreduce")
-
-    def fun(params, x, y):
-        return bare_loss(params, x, y), {"tokens": jnp.sum(y > 0), "step": jnp.int32(7)}
-
-    def aux_of(choice):
-        run = jaxcomp.value_and_grad(fun, tx, mesh=mesh, has_aux=True, aux=choice)
-        return stepped(run, params, x, y)[0][1]
-
-    with pytest.raises(ValueError, match=r"\['tokens'\].* has no rows of examples .*sum"):
-        aux_of(None)
-    with pytest.raises(ValueError, match=r"`aux` names 'token'; .* has 'step', 'tokens'"):
-        aux_of({"token": "sum"})
-    found = aux_of({"tokens": "sum"})
-    assert int(found["tokens"]) == (y > 0).sum()
-    assert int(found["step"]) == 7  # JAX knows that it is the same everywhere
-    stacked = aux_of("stack")
-    np.testing.assert_array_equal(stacked["tokens"], (y > 0).reshape(4, -1).sum(1))
-    for choice, message in (("mean", "no mean over the replicas"), ("join", "is a scalar")):
-        with pytest.raises(ValueError, match=message):
-            aux_of(choice)
+    close(outputs(pair), outputs(three))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +78,7 @@ def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
         return mean, {"loss": mean}
 
     weight = {"mask": mask, "counts": mask.sum(1), "replicas": mask.reshape(4, -1).sum(1)}
-    run = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh, has_aux=True)
+    run = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh, has_aux=True, aux="mean")
     found = stepped(run, params, x, y, mask, weight=weight[weighted])
     close(found, jax.value_and_grad(fun, has_aux=True)(new_params(), x, y, mask))
     with pytest.raises(ValueError, match=r"must have shape \(4,\), .* or 16 along axis 0 as the b"):
@@ -135,8 +91,10 @@ def test_a_batch_is_split_as_its_sharding_says(known):
     params, (x, y) = placed(mesh, new_params()), batch()
     x, y = (placed(mesh, jnp.swapaxes(a, 0, 1), P(None, "data")) for a in (x, y))
     specs = P(None, "data") if known == "batch_specs" else None
+    # Time lies first, and "flat" has the rows of one time after the other: of no one axis.
+    aux = {**AUX, "logits": 1, "hits": 1, "time_first": 0, "flat": "stack", "per_example": "stack"}
     run = jaxcomp.value_and_grad(
-        jax.jit(loss_fn), reducer("allreduce"), mesh=mesh, has_aux=True, batch_specs=specs
+        jax.jit(loss_fn), reducer("allreduce"), mesh=mesh, has_aux=True, batch_specs=specs, aux=aux
     )
     step = run if known == "outside of jit" else jax.jit(run)
     mask = np.ones((LENGTH, 16))
@@ -144,7 +102,6 @@ def test_a_batch_is_split_as_its_sharding_says(known):
     arguments = jax.device_get((params, x, y))
     (value, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(*arguments)
     close((found[0][0], found[1]), (value, grads))
-    del aux["flat"], found[0][1]["flat"]  # rows of one time after the other: of no one axis
     for name in ("logits", "hits", "time_first", "statistics"):
         close(found[0][1][name], aux[name])
 
@@ -198,8 +155,8 @@ def test_any_gradient_function(grad_fn, kind):
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
     params, data, tx = new_params(), batch(), reducer("powersgd")
-    run = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True)
-    outside = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, mesh=grid(4))
+    run = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, aux=AUX)
+    outside = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, aux=AUX, mesh=grid(4))
     expected, after = jax.jit(outside)(outside.init(params), params, *data)
 
     def step(rows, state):
@@ -261,20 +218,3 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
         run.init(boxed("layers", "embed", "mlp"))
     run.init(boxed("experts", "embed", "mlp"))
-
-
-def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
-    @jax.jit  # or each operation is compiled by itself
-    def total(params, x, y):
-        return bare_loss(params, x, y) * len(x) / 16  # as if divided by a constant
-
-    @jax.jit
-    def dropped(params, x, y, key):
-        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        return bare_loss(params, x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype), y)
-
-    params, data, tx = new_params(), batch(), reducer("allreduce")
-    jaxcomp.value_and_grad(jax.jit(loss_fn), tx, has_aux=True).check_mean(params, *data)
-    jaxcomp.value_and_grad(dropped, tx).check_mean(params, *data, jax.random.key(0))
-    with pytest.raises(ValueError, match="divides by a constant"):
-        jaxcomp.value_and_grad(total, tx).check_mean(params, *data)

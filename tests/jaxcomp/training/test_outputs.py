@@ -1,0 +1,233 @@
+"""What becomes of auxiliary outputs: as said and then right, or refused; and found out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp
+from tests.helpers.classifier import KINDS, close, grid, placed, stepped
+from tests.helpers.reducers import reducer
+
+P = jax.P
+FEATURES, CLASSES, EXAMPLES = 16, 8, 32
+
+
+def data():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = jax.random.normal(keys[0], (FEATURES, CLASSES))
+    x = jax.random.normal(keys[1], (EXAMPLES, FEATURES))
+    y = jax.random.randint(keys[2], (EXAMPLES,), 0, CLASSES)
+    return params, x, y
+
+
+def per_example(params, x, y):
+    logits = x @ params
+    losses = jax.nn.logsumexp(logits, 1) - logits[jnp.arange(len(y)), y]
+    return logits, losses
+
+
+# Each kind of output, from logits, losses and labels; with the word for it, or None if there is
+# none but "stack".
+OUTPUTS = {
+    "mean": (lambda logits, losses, y: losses.mean(), "mean"),
+    "float sum": (lambda logits, losses, y: (logits.argmax(1) == y).astype("f4").sum(), "sum"),
+    "count": (lambda logits, losses, y: (logits.argmax(1) != y).sum(), "sum"),
+    "exp": (lambda logits, losses, y: jnp.exp(losses.mean()), None),
+    "max": (lambda logits, losses, y: losses.max(), None),
+    "sorted": (lambda logits, losses, y: jnp.sort(losses)[::-1], None),
+    "rows": (lambda logits, losses, y: logits, "join"),
+    "columns": (lambda logits, losses, y: logits.T, 1),
+    "views": (lambda logits, losses, y: jnp.concatenate([logits, -logits]), None),
+    "size": (lambda logits, losses, y: jnp.asarray(len(y)), "sum"),
+    "float size": (lambda logits, losses, y: jnp.float32(len(y)), "sum"),
+    "statistics": (lambda logits, losses, y: {"mean": logits.mean(0)}, {"mean": "mean"}),
+    "variance": (lambda logits, losses, y: logits.var(0), None),
+    "replica": (lambda logits, losses, y: jax.lax.axis_index("data"), None),
+}
+FITTING = {name: word for name, (_, word) in OUTPUTS.items() if word is not None}
+
+
+def loss_with(*names):
+    """Makes a loss with these outputs beside it."""
+
+    def loss(params, x, y):
+        logits, losses = per_example(params, x, y)
+        aux = {name: OUTPUTS[name][0](logits, losses, y) for name in names}
+        return losses.mean(), aux
+
+    return loss
+
+
+make = functools.partial(jaxcomp.value_and_grad, reducer=reducer("allreduce"), has_aux=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_what_is_said_is_as_without_replicas(replicas, kind):
+    if kind == "explicit" and replicas in (2, 8):
+        pytest.skip("as with 1 and 4")
+    mesh = grid(replicas, kind)
+    loss = loss_with(*FITTING)
+    run = make(loss, mesh=mesh, aux=FITTING)
+    params, x, y = data()
+    rows = placed(mesh, (x, y), P("data"))
+    (seen, _) = stepped(run, placed(mesh, params), *rows)
+    expected = jax.jit(loss)(params, x, y)
+    close(seen, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), seen, expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_what_is_not_said_is_refused_in_one_error_with_the_line(replicas):
+    names = [name for name in OUTPUTS if name != "float size"]
+    run = make(loss_with(*names), mesh=grid(replicas), aux={"float sum": "sum"})
+    with pytest.raises(ValueError, match="is not said") as error:
+        stepped(run, *data())
+    message = str(error.value)
+    for name in names:
+        listed = f"\n  ['{name}']" in message
+        assert listed == (name != "float sum")
+    (line,) = [line.strip() for line in message.splitlines() if "aux=" in line]
+    written = eval(f"dict({line})")["aux"]
+    assert set(written) == set(names)
+    assert written["float sum"] == "sum"
+    assert written["exp"] == "mean|sum"
+    assert written["rows"] == "join|mean|sum"
+    assert written["statistics"] == {"mean": "join|mean|sum"}
+    with pytest.raises(ValueError, match=r"must be one of .*, got 'join\|mean\|sum'"):
+        make(loss_with(*names), aux=written)
+
+
+def test_what_is_handed_back_as_it_came_needs_no_word():
+    def loss(params, x, y, carried):
+        value = per_example(params, x, y)[1].mean()
+        return value, {"same": carried, "next": carried["step"] + 1}
+
+    mesh = grid(4)
+    params, x, y = data()
+    carried = {"step": jnp.int32(7), "key": jax.random.key(3), "table": jnp.arange(6.0)}
+    specs = (P("data"), P("data"), P())
+    with pytest.raises(ValueError, match="is not said") as error:
+        stepped(make(loss, mesh=mesh, batch_specs=specs), params, x, y, carried)
+    assert "['next']" in str(error.value)
+    assert "['same']" not in str(error.value).split("Write")[0]
+    # What JAX knows to be equal everywhere has a mean of any type: itself.
+    run = make(loss, mesh=mesh, batch_specs=specs, aux={"next": "mean"})
+    aux = stepped(run, params, x, y, carried)[0][1]
+    assert aux["next"] == 8
+    jax.tree.map(np.testing.assert_array_equal, aux["same"]["table"], carried["table"])
+    assert aux["same"]["key"] == carried["key"]
+
+
+@pytest.mark.parametrize(
+    ("name", "aux", "message"),
+    [
+        ("count", "mean", "int32 scalar, has no mean over the replicas"),
+        ("max", "join", "has no axis 0 along which to join rows"),
+        ("rows", 2, "has no axis 2"),
+        ("count", {"counts": "sum"}, "`aux` names 'counts'; the auxiliary output has 'count'"),
+        ("count", ["sum"], "`aux` has the form a list of 1, and the auxiliary output a dict of"),
+    ],
+)
+def test_what_cannot_be_so_is_refused(name, aux, message):
+    with pytest.raises(ValueError, match=message):
+        stepped(make(loss_with(name), mesh=grid(2), aux=aux), *data())
+
+
+def test_stack_gives_an_axis_of_replicas_and_words_need_no_types():
+    run = make(loss_with("max", "replica"), mesh=grid(4), aux="stack", check_vma=False)
+    aux = stepped(run, *data())[0][1]
+    losses = per_example(*data())[1]
+    np.testing.assert_allclose(aux["max"], losses.reshape(4, -1).max(1), rtol=1e-6)
+    np.testing.assert_array_equal(aux["replica"], np.arange(4))
+
+
+def test_outputs_finds_out_what_each_of_them_is(capsys):
+    run = make(loss_with(*OUTPUTS), mesh=grid(4))
+    words = run.outputs(*data())
+    expected = {name: word for name, (_, word) in OUTPUTS.items()}
+    assert words == expected
+    *table, line = capsys.readouterr().out.splitlines()
+    assert eval(f"dict({line})")["aux"] == words
+    remarks = {row.split("'")[1]: row for row in table if "['" in row}
+    assert "the loss" in table[1]
+    assert "rows along axis 1" in remarks["columns"]
+    assert "the rows in another order" in remarks["sorted"]
+    assert "the rows in another order" in remarks["views"]
+    assert "the larger of both" in remarks["max"]
+    assert 'nearest is "mean"' in remarks["variance"]
+    # What has no word is refused as long as the user has given none.
+    with pytest.raises(ValueError, match="is not said"):
+        stepped(make(loss_with(*OUTPUTS), mesh=grid(4), aux=words), *data())
+
+
+def test_outputs_of_weighted_means_keys_and_other_axes(capsys):
+    def loss(params, x, y, mask, key):
+        _, losses = per_example(params, x.T, y)
+        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        mean = (losses * mask).sum() / mask.sum()
+        return mean, (mean, losses * mask, jax.random.uniform(key))
+
+    params, x, y = data()
+    mask = (jnp.arange(EXAMPLES) % 3 > 0).astype(jnp.float32).at[:8].set(0)
+    specs = (P(None, "data"), P("data"), P("data"), P())
+    run = make(loss, mesh=grid(2), batch_specs=specs)
+    arguments = (params, x.T, y, mask, jax.random.key(1))
+    assert run.outputs(*arguments, weight=mask) == ("mean", "join", None)
+    assert run.outputs(*arguments)[0] is None
+    assert 'nearest is "mean"' in capsys.readouterr().out
+    found = make(loss, mesh=grid(2), batch_specs=specs, aux=("mean", "join", "stack"))
+    (value, aux), _ = stepped(found, *arguments, weight=mask)
+    expected = jax.vmap(loss, (None, None, None, None, None), axis_name="data", axis_size=1)
+    np.testing.assert_allclose(value, expected(*arguments)[0][0], rtol=1e-5)
+    np.testing.assert_allclose(aux[1], expected(*arguments)[1][1][0], rtol=1e-5)
+
+
+def test_outputs_of_too_little_say_so():
+    def loss(params, x, y):
+        losses = per_example(params, x, y)[1]
+        return losses.mean(), {"none": (losses < 0).sum(), "all": losses.mean() / 0}
+
+    run = make(loss, mesh=grid(2))
+    assert run.outputs(*data()) == {"none": None, "all": None}
+    params, x, y = data()
+    with pytest.raises(ValueError, match=r"shape \(5, 16\), which .* cannot split between 2"):
+        run.outputs(params, x[:5], y[:5])
+
+
+def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
+    def total(params, x, y):  # as if divided by a constant
+        return per_example(params, x, y)[1].sum() / EXAMPLES
+
+    run = jaxcomp.value_and_grad(total, reducer("allreduce"))
+    with pytest.raises(ValueError, match="divides by a constant"):
+        run.outputs(*data())
+    right = jaxcomp.value_and_grad(lambda *args: per_example(*args)[1].mean(), reducer("allreduce"))
+    assert right.outputs(*data()) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss, grads: ({"loss": loss}, grads), "scalar, .*, got a dict of 'loss'"),
+        (lambda loss, grads: (({"loss": loss}, 1.0), grads), "scalar, .*, got a dict of 'loss'"),
+        (lambda loss, grads: (None, grads), "scalar, .*, got None"),
+        (lambda loss, grads: (loss[None], grads), r"scalar, .*, float32 of shape \(1,\)"),
+        (lambda loss, grads: (loss.astype("i4"), grads), "scalar, .*, int32 scalar"),
+        (lambda loss, grads: ((loss,), grads), "scalar, .*, got a tuple of 1"),
+        (lambda loss, grads: grads, "must return .*, got an array"),
+        (lambda loss, grads: [loss, grads], "must return .*, got a list of 2"),
+        (lambda loss, grads: ((loss, {"name": "x"}), grads), r"\['name'\] is a str"),
+    ],
+)
+def test_a_value_that_is_no_scalar_is_one_sentence(result, message):
+    def gradients(params, x, y):
+        loss = lambda params: per_example(params, x, y)[1].mean()  # noqa: E731
+        return result(*jax.value_and_grad(loss)(params))
+
+    run = jaxcomp.data_parallel(gradients, reducer("allreduce"), mesh=grid(2))
+    with pytest.raises(ValueError, match=message):
+        stepped(run, *data())
