@@ -13,7 +13,10 @@ from tests.helpers.paths import ROOT, imports
 from tests.helpers.script import python
 from torch_bridge.__main__ import USAGE, main
 
-SENTENCE = 'This needs torch, which is not installed: pip install "jaxcomp[torch]"'
+SENTENCE = (
+    "This needs torch, which is not installed: pip install torch. Reading a file and going to Flax "
+    "need no torch."
+)
 KERNEL = np.zeros((12, 8), np.float32)
 PARAMS = {"fc": {"kernel": KERNEL}}
 LIKE = torch_bridge.Checkpoint({"fc.weight": KERNEL.T})

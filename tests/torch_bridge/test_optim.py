@@ -306,9 +306,9 @@ def test_what_schedulers_and_people_note_in_a_group_is_no_other_algorithm(make):
     module = network()
     job = Job(make, module, 0, groups=[{"params": list(module.parameters()), "name": "all"}])
     schedulers = torch.optim.lr_scheduler
-    schedulers.OneCycleLR(job.optimizer, 0.2, 10, cycle_momentum=make is AdamW)
+    schedulers.OneCycleLR(job.optimizer, 0.2, 10, cycle_momentum=False)
     torch.optim.swa_utils.SWALR(job.optimizer, 0.1)
-    job.to_flax()
+    job.to_flax(learning_rate=0.1)
 
 
 def test_older_files_say_which_adam():

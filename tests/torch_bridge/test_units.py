@@ -7,13 +7,16 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import torch_files as files
 from torch_bridge import (
     CheckpointMismatch,
     load,
+    record_layout,
+    resume_powersgd,
     save_checkpoint,
     state_from_record,
     to_flax,
@@ -135,3 +138,239 @@ def test_a_loss_scale_that_is_none(tmp_path, scale):
     path.write_bytes(files.saved(files.own_format(loss_scale=scale)))
     with pytest.raises(CheckpointMismatch, match="`loss_scale` must be a positive number"):
         load(path)
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def square_layers(bias=False):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(6, 6, bias=bias) for _ in range(3)])
+
+
+SQUARES = {f"layers_{index}": {"kernel": np.zeros((6, 6), np.float32)} for index in range(3)}
+
+
+def stepped(optimizer, module, schedule=None, steps=3):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (module(torch.randn(8, 6)) ** 2).mean().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return optimizer
+
+
+def saved(tmp_path, module, optimizer):
+    """What `load` makes of the file that most loops write."""
+    document = {"state_dict": module.state_dict(), "optimizer": optimizer.state_dict()}
+    return written(tmp_path / "c.pt", document)
+
+
+MOMENTUM_DRIVERS = [
+    (torch.optim.AdamW, {}, "OneCycleLR", (2e-3, 40), {}, "betas"),
+    (torch.optim.SGD, {"momentum": 0.9}, "OneCycleLR", (0.1, 40), {}, "momentum"),
+    (torch.optim.SGD, {"momentum": 0.9}, "CyclicLR", (0.01, 0.1), {}, "momentum"),
+    (torch.optim.SGD, {"momentum": 0.9}, "OneCycleLR", (0.1, 40), {"cycle_momentum": False}, ""),
+    (torch.optim.SGD, {"momentum": 0.9}, "StepLR", (5,), {}, ""),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "name", "args", "more", "kind"), MOMENTUM_DRIVERS)
+def test_what_a_scheduler_drove_is_named(tmp_path, make, options, name, args, more, kind):
+    module = square_layers()
+    optimizer = make(module.named_parameters(), lr=1e-3, **options)
+    schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, *args, **more)
+    stepped(optimizer, module, schedule, steps=12)
+    checkpoint = saved(tmp_path, module, optimizer)
+    _, said = converted(checkpoint, SQUARES, conv1d="")
+    momenta = [text for text in said if f"drives the optimizer's `{kind}`" in text]
+    assert len(momenta) == bool(kind)
+    assert len([text for text in said if "Pass learning_rate=" in text]) == 1
+    assert len(said) == 1 + bool(kind)
+    _, said = converted(checkpoint, SQUARES, conv1d="", learning_rate=lambda step: 1e-3)
+    assert len(said) == bool(kind)
+
+
+def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
+    module = square_layers()
+    backwards = [parameter for _, parameter in module.named_parameters()][::-1]
+    optimizer = stepped(torch.optim.SGD(backwards, 0.1, momentum=0.9), module)
+    checkpoint = saved(tmp_path, module, optimizer)
+    _, said = converted(checkpoint, SQUARES, conv1d="")
+    assert [text for text in said if "0.weight and 1.weight" in text and "param_names=" in text]
+    names = [name for name, _ in module.named_parameters()][::-1]
+    run, said = converted(checkpoint, SQUARES, conv1d="", param_names=names)
+    assert not said
+    moved = run.optimizer_state[0].trace["layers_0"]["kernel"]
+    buffer = optimizer.state_dict()["state"][2]["momentum_buffer"]
+    np.testing.assert_array_equal(moved, buffer.numpy().T)
+
+
+def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
+    module = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(11)])
+    optimizer = stepped(torch.optim.Adam(module.parameters()), module)
+    document = {"optimizer": optimizer.state_dict()}
+    document["state_dict"] = dict(sorted(module.state_dict().items()))  # as safetensors does
+    checkpoint = written(tmp_path / "c.pt", document)
+    like = {
+        f"layers_{index}": {"kernel": np.zeros((6, 6)), "bias": np.zeros(6)} for index in range(11)
+    }
+    with pytest.raises(ValueError, match="names of the model are sorted, as safetensors"):
+        converted(checkpoint, like, conv1d="")
+    names = [name for name, _ in module.named_parameters()]
+    run, said = converted(checkpoint, like, conv1d="", param_names=names)
+    assert not said
+    kept = run.optimizer_state[0].mu["layers_10"]["bias"]
+    np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
+
+
+def test_names_that_only_count_up_are_in_order(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
+    checkpoint = saved(tmp_path, module, optimizer)
+    assert list(checkpoint.model) == sorted(checkpoint.model)
+    run, _ = converted(checkpoint, SQUARES, conv1d="")
+    assert run.optimizer is not None
+
+
+def test_moments_take_the_dtype_of_their_parameters(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.AdamW(module.named_parameters(), 0.1), module)
+    document = {"optimizer": optimizer.state_dict()}
+    document["state_dict"] = module.bfloat16().state_dict()
+    checkpoint = written(tmp_path / "c.pt", document)
+    run, said = converted(checkpoint, SQUARES, conv1d="")
+    assert ["exp_avg of 0.weight (float32 beside bfloat16)" in text for text in said] == [True]
+    fresh = run.optimizer.init(run.params)
+    dtypes = jax.tree.map(
+        lambda ours, theirs: ours.dtype == theirs.dtype, run.optimizer_state, fresh
+    )
+    assert all(jax.tree.leaves(dtypes))
+
+
+def test_a_file_without_an_optimizer_says_that_nothing_goes_downhill(tmp_path):
+    module = square_layers()
+    checkpoint = written(tmp_path / "c.pt", {"state_dict": module.state_dict()})
+    _, said = converted(checkpoint, SQUARES, conv1d="")
+    assert ["they lead uphill" in text for text in said] == [True]
+
+
+def test_an_optimizers_own_file_is_read(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.AdamW(module.named_parameters(), 0.1), module)
+    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    both = load(tmp_path / "pytorch_model.bin")
+    both = dataclasses.replace(both, optimizer=load(tmp_path / "optimizer.bin").optimizer)
+    run, _ = converted(both, SQUARES, conv1d="")
+    kept = run.optimizer_state[0].mu["layers_2"]["kernel"]
+    np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][2]["exp_avg"].numpy().T)
+
+
+def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, warm_start=False)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
+    save_checkpoint(tmp_path / "c.pt", ddp, state)
+    checkpoint = load(tmp_path / "c.pt")
+    run, said = converted(checkpoint)
+    assert [text for text in said if "warm_start=False" in text]
+    error = checkpoint.layout.parts(checkpoint.powersgd[0])["weight"].error
+    np.testing.assert_array_equal(run.reducer_state.residual["kernel"], error.T)
+    document = to_torch(run.params, run.opt_state, checkpoint)
+    np.testing.assert_array_equal(document["errors"][0][0][-24 * 16 :], error.reshape(-1))
+
+
+# --- jobs of other kinds ------------------------------------------------------------------------
+
+
+def test_complex_parameters_are_named(alone, tmp_path):
+    module = torch.nn.Linear(4, 3, dtype=torch.complex64)
+    like = {"kernel": np.zeros((4, 3), np.complex64), "bias": np.zeros(3, np.complex64)}
+    ddp = DistributedDataParallel(module)
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.Adam(module.parameters())
+    for _ in range(4):
+        ddp(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
+        optimizer.step()
+    with pytest.raises(CheckpointMismatch, match="twice as many real numbers") as error:
+        save_checkpoint(tmp_path / "c.pt", ddp, state)
+    assert error.value.unexpected == ("weight", "bias")
+    save_checkpoint(tmp_path / "c.pt", ddp, None, optimizer=optimizer)
+    checkpoint = load(tmp_path / "c.pt")
+    with pytest.raises(CheckpointMismatch, match="a complex parameter for two real ones"):
+        converted(checkpoint, like)
+    run, _ = converted(dataclasses.replace(checkpoint, optimizer=None, hook=None), like)
+    np.testing.assert_array_equal(run.params["kernel"], module.weight.detach().numpy().T)
+
+
+def test_a_state_of_post_local_sgd_is_named(alone, tmp_path):
+    module = torch.nn.Linear(24, 16)
+    ddp = DistributedDataParallel(module)
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    ddp(torch.ones(2, 24)).sum().backward()
+    for call in (
+        lambda: save_checkpoint(tmp_path / "c.pt", ddp, state),
+        lambda: record_layout(ddp, state),
+        lambda: resume_powersgd(ddp, state, record_layout(ddp), lambda: None),
+    ):
+        with pytest.raises(TypeError, match="must be the PowerSGDState, got a PostLocalSGDState"):
+            call()
+    document = {"state_dict": module.state_dict(), "comm_hook_state": state}
+    checkpoint = written(tmp_path / "c.pt", document)
+    assert checkpoint.extra["comm_hook_state"]["start_localSGD_iter"] == 100
+    with pytest.raises(ValueError, match=r"jaxcomp\.local_sgd \(or local_sgd_round\)"):
+        converted(checkpoint)
+
+
+def test_activation_checkpointing_changes_no_name(alone, tmp_path):
+    net = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(24, 16)), torch.nn.Linear(16, 24))
+    ddp = DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
+        optimizer.step()
+    save_checkpoint(tmp_path / "c.pt", ddp, state, optimizer=optimizer)
+    checkpoint = load(tmp_path / "c.pt")
+    assert set(checkpoint.layout.names) == set(net.state_dict())
+    like = {f"layers_{k}": {"kernel": np.zeros(s), "bias": np.zeros(s[1])}
+            for k, s in enumerate([(24, 16), (16, 24)])}  # fmt: skip
+    run, said = converted(checkpoint, like)
+    assert (run.step, said) == (4, [])
+    buffer = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    np.testing.assert_array_equal(
+        run.optimizer_state[0].trace["layers_0"]["kernel"], buffer.numpy().T
+    )
+    document = to_torch(run.params, run.opt_state, checkpoint)
+    net.load_state_dict(document["state_dict"])
+
+
+def test_one_name_with_and_without_a_wrappers_word(tmp_path):
+    both = {"0._checkpoint_wrapped_module.w": torch.ones(2), "0.w": torch.ones(2)}
+    with pytest.raises(CheckpointMismatch, match="once with a wrapper's words"):
+        written(tmp_path / "c.pt", both)
+
+
+DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+          "float8_e8m0fnu", "uint16", "uint64", "complex64", "bool")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_that_is_read_goes_back(tmp_path, name):
+    scale = torch.tensor([0, 1, 2]).to(getattr(torch, name))
+    document = {"state_dict": {"fc.weight": torch.ones(3, 2), "scale": scale}}
+    checkpoint = written(tmp_path / "c.pt", document)
+    params = {"fc": {"kernel": np.zeros((2, 3), np.float32)}}
+    back = to_torch(params, (), checkpoint, ignore="scale")["state_dict"]["scale"]
+    assert back.dtype == scale.dtype
+    assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))

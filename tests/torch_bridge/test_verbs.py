@@ -357,6 +357,7 @@ def test_an_optimizer_elsewhere_in_the_file_is_named(name):
     torch_bridge.to_flax(dataclasses.replace(checkpoint, extra={"epoch": 3}), LIKE)
 
 
+@pytest.mark.filterwarnings("ignore:Moments of another dtype")  # of this made-up file
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "bits"), [(np.float32, 24), (ml_dtypes.bfloat16, 8), (np.float16, 11)]

@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-_EXTRA = frozenset({"torch", "flax", "orbax"})
+# What may be missing -> what it is called where it is installed from.
+_PACKAGES = {"torch": "torch", "flax": "flax", "orbax": "orbax-checkpoint"}
 
 
 def import_torch(module: str = "torch") -> Any:
@@ -29,8 +30,16 @@ def import_torch(module: str = "torch") -> Any:
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """One sentence on what to install, if the missing module is one of the extra ``torch``."""
-    package = (error.name or "").partition(".")[0]
-    if package not in _EXTRA:
+    """Says in one sentence what to install, if the missing module is one that some functions need.
+
+    Example:
+      >>> not_installed(ModuleNotFoundError("No module named 'flax'", name="flax"))
+      'This needs flax, which is not installed: pip install flax.'
+    """
+    module = (error.name or "").partition(".")[0]
+    if module not in _PACKAGES:
         return str(error)
-    return f'This needs {package}, which is not installed: pip install "jaxcomp[torch]"'
+    sentence = f"This needs {module}, which is not installed: pip install {_PACKAGES[module]}."
+    if module == "torch":
+        sentence += " Reading a file and going to Flax need no torch."
+    return sentence

@@ -121,8 +121,35 @@ _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 
 def is_slots(value: object) -> bool:
-    """Whether `value` looks like what ``PowerSGDState.__getstate__()`` returns."""
+    """Tells what ``PowerSGDState.__getstate__()`` returns, by its entries."""
     return isinstance(value, Mapping) and all(name in value for name in _REQUIRED)
+
+
+def is_post_local(value: object) -> bool:
+    """Tells the state of ``post_localSGD_hook``, which holds nothing that training needs."""
+    return isinstance(value, Mapping) and "start_localSGD_iter" in value
+
+
+def is_optimizer(value: Any) -> bool:
+    """Tells what ``torch.optim.Optimizer.state_dict()`` returns, by its entries."""
+    if not isinstance(value, Mapping):
+        return False
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
+        return False
+    states = state.values()
+    return all(isinstance(entry, Mapping) for entry in states) and all(map(_is_group, groups))
+
+
+def _is_group(group: Any) -> bool:
+    if not isinstance(group, Mapping) or "lr" not in group:
+        return False
+    names = group.get("param_names", ())
+    return _is_list(group.get("params"), int | str) and _is_list(names, str)
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)
 
 
 def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:

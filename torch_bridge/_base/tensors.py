@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,62 +17,82 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 
-# torch dtype name -> (NumPy dtype of the same bits, the integer view that both sides know)
-_NARROW = {
-    "bfloat16": (ml_dtypes.bfloat16, "int16"),
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "uint8"),
-    "float8_e5m2": (ml_dtypes.float8_e5m2, "uint8"),
-}
+_OF_NUMPY = (
+    *("float64", "float32", "float16", "complex64", "complex128", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+)
+_OF_ML_DTYPES = (
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+# Every dtype that moves, by torch's name, in both directions.
+DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _OF_NUMPY}
+DTYPES.update({name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML_DTYPES})
 # What DDP, FSDP and torch.compile put into the names of parameters.
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
+# Of these torch itself frees the names of a state dict, and of parameters it does not.
+_NEVER_SAVED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # What a normalisation keeps in buffers, which have no gradient; nothing else marks them.
 STATISTICS = ("running_mean", "running_var")
+_WITH_GRADIENT = re.compile(r"(float|complex)\d\d")
 BUFFER_NAMES = (*STATISTICS, "num_batches_tracked")
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a torch tensor (or parameter), without importing torch."""
+    """Tells a torch tensor (or parameter), without importing torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """The values of a torch tensor, a JAX array or anything NumPy accepts, in the same dtype.
+    """Returns a torch tensor, a JAX array or anything NumPy accepts as an array of its dtype.
 
     A tensor on the CPU shares its memory with the result.
     """
     if not is_tensor(value):
         return np.asarray(value)
     tensor = value.detach().cpu()
-    narrow = _NARROW.get(str(tensor.dtype).removeprefix("torch."))
-    if narrow is None:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _OF_ML_DTYPES:
         return tensor.numpy()
-    dtype, integers = narrow
-    return tensor.view(getattr(import_torch(), integers)).numpy().view(dtype)
+    dtype = DTYPES[name]
+    return tensor.view(_integers(dtype)).numpy().view(dtype)
 
 
 def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
-    """A contiguous torch tensor with the values and dtype of `array`.
+    """Returns a contiguous torch tensor with the values and dtype of an array.
 
     Args:
       array: The values.
       copy: If False, a writable contiguous array shares its memory with the tensor.
+
+    Raises:
+      TypeError: This torch has no such dtype.
     """
     torch = import_torch()
     array = np.array(array, order="C") if copy else np.require(array, requirements=("C", "W"))
-    for name, (dtype, integers) in _NARROW.items():
-        if array.dtype == dtype:
-            return torch.from_numpy(array.view(integers)).view(getattr(torch, name))
-    return torch.from_numpy(array)
+    name = array.dtype.name
+    if name not in _OF_ML_DTYPES:
+        return torch.from_numpy(array)
+    if not hasattr(torch, name):
+        raise TypeError(f"torch {torch.__version__} has no dtype {name}")
+    integers = str(_integers(array.dtype)).removeprefix("torch.")
+    return torch.from_numpy(array.view(integers)).view(getattr(torch, name))
+
+
+def _integers(dtype: np.dtype) -> Any:
+    """Returns torch's dtype of integers of the same bits, which NumPy knows as well."""
+    torch = import_torch()
+    return torch.int16 if dtype.itemsize == 2 else torch.uint8
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of an array, a tensor, a shape struct or a Python number."""
+    """Returns the shape of an array, a tensor, a shape struct or a Python number."""
     return tuple(int(size) for size in getattr(value, "shape", ()))
 
 
 def storage_key(value: Any) -> tuple[Any, ...] | None:
-    """What is equal for two names of one (tied) array; None where it cannot be told."""
+    """Returns what two names of one (tied) array have in common; None where nothing tells."""
     shape = shape_of(value)
     if math.prod(shape) == 0:
         return None
@@ -85,31 +105,36 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors of one memory: each further name -> the first one."""
+    """Finds tensors of one memory: each further name -> the first one."""
     first: dict[Any, str] = {}
-    keys = {name: storage_key(value) for name, value in tensors.items()}
-    named = {name: first.setdefault(key, name) for name, key in keys.items() if key is not None}
-    return {name: other for name, other in named.items() if name != other}
+    further: dict[str, str] = {}
+    for name, value in tensors.items():
+        key = storage_key(value)
+        if key is None:
+            continue
+        other = first.setdefault(key, name)
+        if other != name:
+            further[name] = other
+    return further
 
 
 def trainable(model: Mapping[str, Any]) -> list[str]:
-    """What can be a parameter, in the order of the model: no buffer, and tied ones once.
+    """Lists what can be a parameter, in the order of the model: no buffer, and tied ones once.
 
     Integers (``position_ids``) and float8 have no gradient in torch.
     """
     again = tied(model)
-    return [
-        name
-        for name, value in model.items()
-        if name not in again
-        and name.rpartition(".")[2] not in BUFFER_NAMES
-        # A shape alone has no dtype.
-        and re.search(r"(float|complex)\d\d", str(getattr(value, "dtype", "float32")))
-    ]
+    names = []
+    for name, value in model.items():
+        is_buffer = name.rpartition(".")[2] in BUFFER_NAMES
+        dtype = str(getattr(value, "dtype", "float32"))  # a shape alone has none
+        if name not in again and not is_buffer and _WITH_GRADIENT.search(dtype):
+            names.append(name)
+    return names
 
 
 def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Matrices of equal values: what is tied, where a file has no shared storage."""
+    """Finds matrices of equal values: what is tied, where a file has no shared storage."""
     seen: dict[Any, list[str]] = {}
     equal: dict[str, str] = {}
     for name, value in tensors.items():
@@ -121,44 +146,58 @@ def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
         if np.all(row == row.flat[0]):
             continue  # constant values are fresh ones, not tied
         alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
-        found = next((n for n in alike if np.array_equal(to_numpy(tensors[n]), array)), None)
-        if found is None:
-            alike.append(name)
+        for other in alike:
+            if np.array_equal(to_numpy(tensors[other]), array):
+                equal[name] = other
+                break
         else:
-            equal[name] = found
+            alike.append(name)
     return equal
 
 
 def unwrapped(names: Sequence[str]) -> list[str]:
-    """The names without the wrappers' words that all of them begin with.
+    """Takes off the wrappers' words that all names begin with, and those that no state dict has.
 
     Example:
       >>> unwrapped(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
       ['fc.weight', 'fc.bias']
+      >>> unwrapped(["0._checkpoint_wrapped_module.weight", "1.weight"])
+      ['0.weight', '1.weight']
     """
-    shared = os.path.commonprefix(list(names)).split(".")[:-1]  # noqa: RUF071 (of characters)
-    length = next((k for k, word in enumerate(shared) if word not in _HEADS), len(shared))
-    cut = sum(len(word) + 1 for word in shared[:length])
-    return [name[cut:] for name in names]
+    kept = [_without(name, _NEVER_SAVED) for name in names]
+    shared = os.path.commonprefix(kept).split(".")[:-1]  # noqa: RUF071 (of characters)
+    cut = 0
+    for word in shared:
+        if word not in _HEADS:
+            break
+        cut += len(word) + 1
+    return [name[cut:] for name in kept]
+
+
+def _without(name: str, words: Collection[str]) -> str:
+    """Takes these words out of a name."""
+    kept = [word for word in name.split(".") if word not in words]
+    return ".".join(kept)
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Each name with what it reads without the wrappers' words, wherever they stand.
+    """Maps each name to what it reads without the wrappers' words, wherever they stand.
 
     Raises:
       CheckpointMismatch: Names become one, so that a tensor would be lost; all such are listed.
     """
-    kept = [".".join(word for word in name.split(".") if word not in _WORDS) for name in names]
+    kept = [_without(name, _WORDS) for name in names]
     cleaned = dict(zip(names, unwrapped(kept), strict=True))
-    first = {clean: name for name, clean in reversed(cleaned.items())}
-    if len(first) < len(cleaned):
+    first: dict[str, str] = {}
+    ambiguous = []
+    for name, clean in cleaned.items():
+        other = first.setdefault(clean, name)
+        if other != name:
+            ambiguous.append(f"{other} and {name}")
+    if ambiguous:
         raise CheckpointMismatch(
             "Names become one without the words of DDP, FSDP and torch.compile. Rename or drop one "
             "of each two before the conversion.",
-            ambiguous=[
-                f"{first[clean]} and {name}"
-                for name, clean in cleaned.items()
-                if first[clean] != name
-            ],
+            ambiguous=ambiguous,
         )
     return cleaned

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable
-from torch_bridge._convert.optimizer_groups import is_optimizer
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +16,15 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
-from torch_bridge._convert.optimizer_groups import MOMENTS, Entry, ParamNames, read_entries
+from torch_bridge._convert.optimizer_groups import (
+    MOMENTS,
+    Entry,
+    ParamNames,
+    note_on_order,
+    notes_on_dtypes,
+    notes_on_groups,
+    read_entries,
+)
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path
@@ -87,6 +96,11 @@ def optimizer_from_torch(
         are needed.
       CheckpointMismatch: If optimizer, model and parameters do not belong together.
 
+    Warns:
+      UserWarning: A scheduler ran in torch, of the rate or of the momentum. The optimizer does not
+        name parameters of one shape. Moments have another dtype than their parameters, and are
+        cast.
+
     Example:
       >>> import numpy as np
       >>> model = {"fc.weight": np.ones((3, 2), np.float32)}
@@ -102,6 +116,8 @@ def optimizer_from_torch(
     model = named(model)
     pairs = pairs_for(model, params, pairs)
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
+    for note in plan.notes(learning_rate is not None):
+        warnings.warn(note, stacklevel=2)
     tx = plan.transformation(params, learning_rate)
     return tx, plan.state(tx.init(params), plan.counted if step is None else step)
 
@@ -114,11 +130,15 @@ class OptimizerPlan:
       entries: Torch parameter -> what the optimizer has of it.
       pairs: Of these parameters.
       parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
+      doubts: What the file does not tell of the optimizer, each a sentence.
+      optimizer: As torch's ``state_dict()`` has it.
     """
 
     entries: Mapping[str, Entry]
     pairs: Pairs
     parts: Mapping[Path, _Part]
+    doubts: Sequence[str]
+    optimizer: Mapping[str, Any]
 
     @classmethod
     def of(
@@ -161,7 +181,18 @@ class OptimizerPlan:
                 "taken different numbers of steps, or are frozen in part.",
                 ambiguous=split,
             )
-        return cls(entries, pairs, {path: part for path, part in parts.items() if part})
+        moving = {path: part for path, part in parts.items() if part}
+        doubts = [*note_on_order(optimizer, entries, model, param_names)]
+        doubts.extend(notes_on_dtypes(entries, model))
+        return cls(entries, pairs, moving, doubts, optimizer)
+
+    def notes(self, scheduled: bool) -> list[str]:
+        """Lists what the file does not tell, each a sentence with the way out.
+
+        Args:
+          scheduled: Whether a learning rate is given.
+        """
+        return [*self.doubts, *notes_on_groups(self.optimizer, scheduled)]
 
     @property
     def counted(self) -> int:
@@ -218,7 +249,9 @@ class OptimizerPlan:
                 node = node._replace(count=jnp.asarray(max(steps, default=0), jnp.int32))
             for field, key in MOMENTS.get(type(node), {}).items():
                 leaves = jax.tree.map_with_path(
-                    lambda path, old, key=key: jnp.asarray(kept[key].get(plain_path(path), old)),
+                    lambda path, old, key=key: jnp.asarray(
+                        kept[key].get(plain_path(path), old), old.dtype
+                    ),
                     getattr(node, field),
                 )
                 node = node._replace(**{field: leaves})

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import is_optimizer
 from torch_bridge._base.tensors import clean_names, shape_of, trainable
 from torch_bridge._base.terminal import printable
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.pairs import Pair, unpaired
 
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
+_NUMBER = re.compile(r"\d+")
+_SHOWN = 3  # names in a sentence
 _MAX_STEPS = 2**31  # optax counts in int32
 # Field of Optax's state -> what torch calls it: one table for both directions.
 MOMENTS: dict[type, dict[str, str]] = {
@@ -212,6 +216,18 @@ def read_entries(
         for key, value in entry.state.items()
         if shape_of(value) and shape_of(value) != shape_of(model[name])
     ]
+    refused = [
+        name
+        for name, entry in found.items()
+        if entry.state and str(getattr(model.get(name), "dtype", "")).startswith("complex")
+    ]
+    if refused:
+        raise CheckpointMismatch(
+            "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
+            "are the conjugates of jax.grad's. Convert the parameters alone, with "
+            "params_from_torch, and begin the optimizer anew.",
+            unexpected=refused,
+        )
     if unknown or mis_shaped:
         raise CheckpointMismatch(
             "The optimizer does not belong to this model. Pass `param_names` in the order in which "
@@ -222,49 +238,31 @@ def read_entries(
     return found
 
 
-def is_optimizer(value: Mapping[str, Any]) -> bool:
-    """Whether it is laid out as ``torch.optim.Optimizer.state_dict()``."""
-    state, groups = (value.get(name) for name in ("state", "param_groups"))
-    return (
-        isinstance(state, Mapping)
-        and all(isinstance(entry, Mapping) for entry in state.values())
-        and isinstance(groups, list | tuple)
-        and all(isinstance(group, Mapping) and "lr" in group for group in groups)
-        and all(_is_list(group.get("params"), int | str) for group in groups)
-        and all(_is_list(group.get("param_names", ()), str) for group in groups)
-    )
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)
-
-
 def _names(
     optimizer: Mapping[str, Any],
     model: Mapping[str, Any],
-    said: ParamNames,
+    param_names: ParamNames,
     count: int,
     pairs: Sequence[Pair],
     layout: BucketLayout | None,
 ) -> list[str]:
-    """The names of the parameters, in the optimizer's order."""
+    """Names the parameters, in the optimizer's order.
+
+    Raises:
+      ValueError: Nothing tells the names.
+    """
     groups = optimizer["param_groups"]
-    if said is None and all("param_names" in group for group in groups):
-        said = [group["param_names"] for group in groups]
-    if said is None and len(groups) > 1:
+    recorded = recorded_names(optimizer, param_names)
+    if recorded is not None:
+        names = recorded
+    elif len(groups) > 1:
         raise ValueError(
             "An optimizer with several param groups numbers its parameters group by group. Pass "
             "`param_names`: one list of names for each group, in the order given to the optimizer."
         )
-    if said is None:
-        every, leftover = trainable(model), set(unpaired(model, pairs))
-        choices = (
-            [name for name in model if layout and name in layout.entries],
-            every,
-            [name for name in every if name not in leftover],
-        )
-        said = next((names for names in choices if len(names) == count), every)
-    names = [n for part in said for n in ([part] if isinstance(part, str) else part)]
+    else:
+        names = _names_by_order(model, count, pairs, layout)
+        _refuse_sorted(names, model)
     if len(names) != count:
         raise ValueError(
             f"The optimizer has {count} parameters and there are {len(names)} names: what "
@@ -272,3 +270,133 @@ def _names(
             "[name for name, p in model.named_parameters()] of those that it was given."
         )
     return names
+
+
+def recorded_names(optimizer: Mapping[str, Any], param_names: ParamNames) -> list[str] | None:
+    """Returns the names that the user says, or the optimizer has recorded; None where neither."""
+    if param_names is None:
+        recorded = [group.get("param_names") for group in optimizer["param_groups"]]
+        if any(names is None for names in recorded):
+            return None
+        param_names = recorded
+    flat: list[str] = []
+    for part in param_names:
+        if isinstance(part, str):
+            flat.append(part)
+        else:
+            flat.extend(part)
+    return flat
+
+
+def _names_by_order(
+    model: Mapping[str, Any], count: int, pairs: Sequence[Pair], layout: BucketLayout | None
+) -> list[str]:
+    """Names an optimizer's parameters by the order of the model, those that are as many."""
+    every = trainable(model)
+    leftover = set(unpaired(model, pairs))
+    bucketed = [name for name in model if layout and name in layout.entries]
+    paired = [name for name in every if name not in leftover]
+    for names in (bucketed, every, paired):
+        if len(names) == count:
+            return names
+    return every
+
+
+def _refuse_sorted(names: Sequence[str], model: Mapping[str, Any]) -> None:
+    """Refuses names in the order of the alphabet where another order would fit as well.
+
+    safetensors sorts its names, and an optimizer numbers its parameters in the module's order.
+
+    Raises:
+      ValueError: Two parameters of one shape may have been exchanged.
+    """
+    if list(names) != sorted(names):
+        return
+    last: dict[Any, str] = {}
+    for name in names:
+        before = last.get(shape_of(model[name]))
+        last[shape_of(model[name])] = name
+        if before is not None and not _counts_up(before, name):
+            raise ValueError(
+                f"The names of the model are sorted, as safetensors does it, so that they do not "
+                f"tell in which order the optimizer has {printable(before)} and {printable(name)}, "
+                f"which have one shape. Pass `param_names`: "
+                f"[name for name, p in model.named_parameters()]."
+            )
+
+
+def _counts_up(first: str, second: str) -> bool:
+    """Tells names that differ in their numbers alone, of which the first that differs is larger."""
+    if _NUMBER.sub("0", first) != _NUMBER.sub("0", second):
+        return False
+    return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))
+
+
+def notes_on_groups(optimizer: Mapping[str, Any], scheduled: bool) -> Iterator[str]:
+    """Says by name what drove the optimizer in torch and stands still here.
+
+    Args:
+      optimizer: Its ``state_dict()``.
+      scheduled: Whether a learning rate is given for Flax.
+    """
+    for group in optimizer["param_groups"]:
+        bounds = [group.get(name) for name in ("base_momentum", "max_momentum")]
+        if bounds != [None, None] and bounds[0] != bounds[1]:
+            kind = "betas" if "betas" in group else "momentum"
+            yield (
+                f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
+                f"the optimizer's `{kind}` as well, between base_momentum={bounds[0]} and "
+                f"max_momentum={bounds[1]}. No file holds its course: here `{kind}` stays at "
+                f"{group.get(kind)}, as in the file. To go on with a course, build the optimizer "
+                f"with optax.inject_hyperparams and put the state in."
+            )
+            break
+    if not scheduled and any("initial_lr" in group for group in optimizer["param_groups"]):
+        rates = sorted({f"{_number('lr', group['lr']):g}" for group in optimizer["param_groups"]})
+        yield (
+            f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
+            f"file holds its course: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
+            f"the Optax twin of the scheduler."
+        )
+
+
+def note_on_order(
+    optimizer: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    model: Mapping[str, Any],
+    param_names: ParamNames,
+) -> Iterator[str]:
+    """Says which parameters could be exchanged, where the optimizer does not name its own."""
+    if recorded_names(optimizer, param_names) is not None:
+        return
+    seen: dict[Any, str] = {}
+    for name, entry in entries.items():
+        other = seen.setdefault(shape_of(model[name]), name)
+        if other != name and entry.state:
+            yield (
+                f"The optimizer does not name its parameters, so that they are taken in the order "
+                f"of the model. If it was given them in another order, {printable(other)} and "
+                f"{printable(name)} (of one shape) have each other's state: pass param_names=."
+            )
+            return
+
+
+def _dtype_name(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def notes_on_dtypes(entries: Mapping[str, Entry], model: Mapping[str, Any]) -> Iterator[str]:
+    """Says which moments are cast to the dtype of their parameters."""
+    cast: list[str] = []
+    for name, entry in entries.items():
+        for key, value in entry.state.items():
+            kept = _dtype_name(value)
+            dtype = _dtype_name(model[name])
+            if shape_of(value) and kept and dtype and kept != dtype:
+                cast.append(f"{key} of {name} ({kept} beside {dtype})")
+    if cast:
+        more = f" and {len(cast) - _SHOWN} more" if len(cast) > _SHOWN else ""
+        yield (
+            f"Moments of another dtype than their parameters are cast to it, as torch's "
+            f"load_state_dict does: {printable(', '.join(cast[:_SHOWN]))}{more}."
+        )

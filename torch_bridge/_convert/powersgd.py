@@ -147,6 +147,12 @@ def filled_state(
             "never used, or the run diverged. It starts afresh, with a new Q and no residual.",
             stacklevel=3,
         )
+    if record.buckets and not record.warm_start:
+        warnings.warn(
+            "The hook has warm_start=False: each step draws a new Q, and JAX draws others than "
+            "torch, so the next steps are equivalent in kind, not equal.",
+            stacklevel=3,
+        )
     if packed:
         warnings.warn(
             f"{printable(', '.join(sorted(packed)))}: torch has one Q for all parts of a packed "

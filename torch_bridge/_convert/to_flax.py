@@ -248,11 +248,19 @@ def _doubts(
                 f"none; checkpoint.extra[{unread[0]!r}] looks like one, or a list of them. Go on "
                 "from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
             )
+        else:
+            yield (
+                "The checkpoint has no optimizer, so that run.transformation averages gradients "
+                "and no more: added to parameters as they are, they lead uphill. Put one behind "
+                "it: optax.chain(run.reducer, optax.sgd(...)), with the state "
+                "(run.reducer_state, optimizer.init(params))."
+            )
         return
     yield (
         "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
         "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
     )
+    yield from plan.notes(rates is not None)
     counted = plan.counted
     each = rates if isinstance(rates, Sequence) else [rates]
     if counted not in (0, calls) and any(map(callable, each)):

@@ -13,7 +13,13 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.files import no_file
-from torch_bridge._base.schema import PowerSGDRecord, is_slots, record_from_slots
+from torch_bridge._base.schema import (
+    PowerSGDRecord,
+    is_optimizer,
+    is_post_local,
+    is_slots,
+    record_from_slots,
+)
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -52,8 +58,9 @@ def load(
 
     Reads the zip files that ``torch.save`` writes since 1.6: the documented
     ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
-    ``__getstate__()`` dictionary, a bare ``state_dict``, and files of `save_checkpoint`. CUDA
-    tensors need no GPU; no process group is needed.
+    ``__getstate__()`` dictionary, a bare ``state_dict``, an optimizer's alone (``optimizer.bin`` of
+    accelerate), and files of `save_checkpoint`. CUDA tensors need no GPU; no process group is
+    needed.
 
     Args:
       paths: One file, or one per rank. Several files must agree in everything but their errors,
@@ -135,37 +142,49 @@ def _unreadable(
 
 
 def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRecord]]:
-    """The entries at the root of a file by the names of our own format, and the hook states."""
+    """Names the entries at the root of a file as our own format does, and reads the hook states."""
     kind = value.get("format")  # a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         entries = dict(value)
         entries["example"] = read_example(value)
         entries["loss_scale"] = read_loss_scale(value)
         return entries, read_records(value)
+    if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
+        return {"state_dict": {}, "optimizer": value}, []
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
+    hook = _take(rest, ("comm_hook",), Global)
+    name = None if hook is None else hook.name.rpartition(".")[2]
     # No tensors: a flat state_dict may have parameters of these names.
-    model, state = _take(rest, _MODEL_KEYS, dict), _take(rest, _HOOK_KEYS, dict | list | tuple)
-    if state is not None and not is_slots(state):
+    model = _take(rest, _MODEL_KEYS, dict)
+    state = _take(rest, _HOOK_KEYS, dict | list | tuple)
+    if is_post_local(state):
+        rest["comm_hook_state"] = dict(state)
+        name = name or "post_localSGD_hook"
+        state = None
+    elif state is not None and not is_slots(state):
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     optimizer = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
-    if model is None and state is None:
-        model, rest = rest, dict[Any, Any]()
-    hook = _take(rest, ("comm_hook",), Global)
+    layout = _take(rest, ("layout",), str)
+    if model is None and state is None and "comm_hook_state" not in rest:
+        model = rest
+        rest = dict[Any, Any]()
     entries = {
         "state_dict": {} if model is None else model,
         "optimizer": optimizer,
-        "layout": _take(rest, ("layout",), str),
+        "layout": layout,
         "extra": rest,
         "world_size": rest.get("world_size"),
-        "hook": None if hook is None else hook.name.rpartition(".")[2],
+        "hook": name,
     }
     return entries, [] if state is None else [record_from_slots(state)]
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
-    """The first of these entries that is of that kind, taken out; None where none is."""
-    found = next((name for name in names if isinstance(mapping.get(name), kind)), None)
-    return None if found is None else mapping.pop(found)
+    """Takes out the first of these entries that is of that kind; None where none is."""
+    for name in names:
+        if isinstance(mapping.get(name), kind):
+            return mapping.pop(name)
+    return None
 
 
 def _model(model: Any) -> dict[str, np.ndarray]:
@@ -177,7 +196,10 @@ def _model(model: Any) -> dict[str, np.ndarray]:
     if model != {} and not arrays:
         raise Malformed("no state_dict (name -> tensor) and no `comm_hook_state`")
     arrays = _text_keys(arrays, "the state_dict")
-    return dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
+    named = dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
+    if len(named) < len(arrays):
+        raise Malformed("tensors with one name, once with a wrapper's words in it and once without")
+    return named
 
 
 def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:

@@ -14,7 +14,13 @@ from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._job.save import awaits_rebuild, holds_buffers, record_layout, require_ddp
+from torch_bridge._job.save import (
+    awaits_rebuild,
+    holds_buffers,
+    record_layout,
+    require_ddp,
+    require_powersgd,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -99,6 +105,7 @@ def resume_powersgd(
     """
     torch = import_torch()
     require_ddp(ddp_model)
+    require_powersgd(state)
     count, start, begun = state.iter, state.start_powerSGD_iter, holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
     ddp_model.register_comm_hook(state, hook or _default_hook(state))

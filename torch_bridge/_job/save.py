@@ -56,6 +56,7 @@ def record_layout(
       (36,)
     """
     require_ddp(ddp_model)
+    require_powersgd(state)
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
     parameters = {
@@ -64,6 +65,14 @@ def record_layout(
         if parameter.requires_grad and name not in ignored
     }
     names = list(parameters)
+    complex_ones = [name for name in names if parameters[name].is_complex()]
+    if complex_ones:
+        raise CheckpointMismatch(
+            "DDP lays complex parameters into its buckets as twice as many real numbers, which the "
+            "hook compresses as another matrix. Their hook state cannot be converted; save the "
+            "checkpoint with state=None.",
+            unexpected=complex_ones,
+        )
     if rebuilt := _logged(ddp_model).get("rebuilt_per_bucket_param_indices"):
         order = [[names[int(index)] for index in bucket.split()] for bucket in rebuilt.split(",")]
     else:  # not rebuilt, or not logged; this takes the memory of all gradients for a moment
@@ -100,6 +109,20 @@ def require_ddp(ddp_model: Any) -> None:
             f"`ddp_model` must be the DistributedDataParallel model, got a "
             f"{type(ddp_model).__name__}; not the module in it."
         )
+
+
+def require_powersgd(state: Any) -> None:
+    """Refuses the state of another hook; None stands for no state.
+
+    Raises:
+      TypeError: It is no ``PowerSGDState``.
+    """
+    if state is None or hasattr(state, "error_dict"):
+        return
+    raise TypeError(
+        f"`state` must be the PowerSGDState, got a {type(state).__name__}. Pass None where the "
+        "hook is another: of post_localSGD_hook there is nothing to save but the step."
+    )
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
@@ -186,6 +209,7 @@ def save_checkpoint(
         )
     inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
+    require_powersgd(state)
     begun = state is not None and holds_buffers(state)
     layout = record_layout(ddp_model, state) if begun else None
     errors = [] if state is None else _gather_errors(state, group)

@@ -128,6 +128,7 @@ def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
         "pathlib._local.PosixPath": path,
         "argparse.Namespace": lambda *_: Attributes(),
         f"{_HOOKS}.powerSGD_hook.PowerSGDState": lambda *_: Attributes(),
+        f"{_HOOKS}.post_localSGD_hook.PostLocalSGDState": lambda *_: Attributes(),
         "numpy.dtype": _numpy_dtype,
         "numpy._core.multiarray._reconstruct": lambda *_: np.empty(0),
         "numpy._core.multiarray.scalar": lambda dtype, raw: array(raw, dtype, ())[()],

@@ -7,23 +7,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from torch_bridge._base.tensors import DTYPES
 from torch_bridge._read.values import Budget, Global, Malformed, brief, expect
 
-_NUMPY = (
-    "float64 float32 float16 complex64 complex128 int64 int32 int16 int8 uint8 uint16 uint32 uint64"
-)
-_ML_DTYPES = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-_DTYPES: dict[str, np.dtype] = {
-    **{name: np.dtype(name) for name in (*_NUMPY.split(), "bool")},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES.split()},
-}
 # torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
 # Each tensor of an untyped storage says its own type.
 STORAGES: dict[str, np.dtype] = {
-    f"torch.{place}{kind}Storage": _DTYPES[name]
+    f"torch.{place}{kind}Storage": DTYPES[name]
     for kind, name in {
         "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
         "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Long": "int64",
@@ -81,9 +73,9 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
         storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest
     ) -> np.ndarray:
         name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
-        if name not in _DTYPES:
+        if name not in DTYPES:
             raise Malformed(f"{name or brief(dtype):.60} where a dtype that NumPy has belongs")
-        return view(storage, _DTYPES[name], offset, size, stride, rest)
+        return view(storage, DTYPES[name], offset, size, stride, rest)
 
     def view(
         storage: Any, dtype: np.dtype | None, offset: Any, size: Any, stride: Any, metadata: Any
