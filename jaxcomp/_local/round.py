@@ -20,7 +20,7 @@ from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Part, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
-from jaxcomp._mesh.explicit import resharded
+from jaxcomp._mesh.explicit import Boundary, resharded, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._reducers.transformation import shown
 from jaxcomp._states.place import shard_state, state_specs
@@ -138,8 +138,13 @@ class LocalSGDRound:
         def laid_out(leaf: Any, spec: P) -> Any:
             return resharded(jnp.asarray(leaf), mesh, spec, axes)
 
+        def step(params: PyTree, inner: PyTree, batch: Any) -> Any:
+            explicit = boundary.explicit(lambda arrays: self.step_fn(*arrays), step_specs)
+            return explicit((params, inner, batch))
+
         def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
-            params, state, auxiliary = self._on_replica(params, state, batches, weight)
+            inside = dataclasses.replace(self, step_fn=step)
+            params, state, auxiliary = inside._on_replica(params, state, batches, weight)
             auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
             return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
 
@@ -149,14 +154,19 @@ class LocalSGDRound:
             weight_spec(weight, {}, axis_name, replicas),
         )
         state, batches, weight = jax.tree.map(laid_out, (state, batches, weight), specs)
+        boundary = Boundary(mesh, axes)
+        # A step sees one replica's row of the state, and one batch.
+        of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), typed_specs((state.inner, batches)))
+        step_specs = (typed_specs(params), *of_a_step)
         mapped = jax.shard_map(
             on_replica,
-            mesh=mesh,
+            mesh=boundary.mesh,
             in_specs=(P(), *specs),
             out_specs=(P(), specs[0], P(axis_name)),
             axis_names=set(axes),
         )
-        return mapped(params, state, batches, weight)
+        like = (typed_specs(params), typed_specs(state), P(axis_name))
+        return boundary.automatic(mapped, like)(params, state, batches, weight)
 
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any

@@ -100,6 +100,11 @@ def test_the_page_about_local_sgd_runs():
     assert names["stats"].ratio == 32
 
 
+def test_the_page_about_meshes_runs(capsys):
+    run("docs/meshes.md", {})
+    assert capsys.readouterr().out.count("bytes of s8 over ('data',)") == 4
+
+
 def test_the_page_about_choosing_runs():
     by_leaf = run("docs/choosing.md", {})["ranks"].by_leaf
     assert by_leaf["['sharp']"] < by_leaf["['flat']"]
