@@ -21,7 +21,8 @@ DEFAULT_STRATEGIES = (
     "int8",
 )
 # Kinds of strategy; those in the second set take a number, and powersgd may say how its factors
-# travel. PyTorch has no integer factors, and its quantization hooks work on GPUs only.
+# travel. In PyTorch "fp16" is its fp16_compress_wrapper around the hook; it has no integer factors,
+# and its quantization hooks work on GPUs only.
 _PLAIN = ("none", "allreduce", "fp16", "int8")
 _NUMBERED = {
     "powersgd": "rank",
@@ -101,8 +102,10 @@ class Strategy:
         return dataclasses.replace(then, every=1), then
 
     def runs_in(self, framework: str) -> bool:
-        """Whether the framework has it."""
-        return framework == "jax" or not (self.wire or self.every > 1 or self.kind == "int8")
+        """Tells whether the framework has it: torch has no integers, and no rounds of low rank."""
+        if framework == "jax":
+            return True
+        return self.wire in ("", "fp16") and self.every == 1 and self.kind != "int8"
 
 
 UNLIMITED = Rate("unlimited", None)

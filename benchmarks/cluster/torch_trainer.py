@@ -103,7 +103,10 @@ def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
         state = powerSGD_hook.PowerSGDState(
             None, strategy.number, start_powerSGD_iter=_START_ITERATION
         )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        hook = powerSGD_hook.powerSGD_hook
+        if strategy.wire == "fp16":
+            hook = default_hooks.fp16_compress_wrapper(hook)
+        wrapped.register_comm_hook(state, hook)
     elif strategy.kind == "local-sgd":
         state = post_localSGD_hook.PostLocalSGDState(
             None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False

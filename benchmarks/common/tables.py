@@ -6,16 +6,27 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import NormalDist, mean, stdev
 
-# 97.5% quantile of Student's distribution, by the number of values.
-_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+from scipy import stats
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """A table; all but the first `left` columns are aligned to the right."""
     rule = ["---" if i < left else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def student(number: int) -> float:
+    """Returns the 97.5% quantile of Student's distribution for the mean of so many values."""
+    if number < 2:
+        return NormalDist().inv_cdf(0.975)
+    return float(stats.t.ppf(0.975, number - 1))
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Returns that of the 95% interval of the mean of several values."""
+    return student(len(values)) * stdev(values) / len(values) ** 0.5
 
 
 def with_spread(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -40,7 +51,7 @@ def with_interval(values: Sequence[float], form: str, unit: str = "") -> str:
     """
     if len(values) < 2:
         return f"{values[0]:{form}}{unit}" if values else ""
-    half = _STUDENT.get(len(values), 2.3) * stdev(values) / len(values) ** 0.5
+    half = half_width(values)
     return f"{mean(values):{form}}{unit} ± {half:{form.lstrip('+')}}"
 
 
