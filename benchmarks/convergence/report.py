@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from benchmarks.common import style
 from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import made_on, provenance
-from benchmarks.common.tables import in_page, markdown, with_interval, with_spread
+from benchmarks.common.tables import half_width, in_page, markdown, with_interval, with_spread
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.strategies import EXACT, Strategy, by_name
 
@@ -88,7 +88,7 @@ def plot(found: Found, path: Path) -> None:
         gaps = result.gaps(exact)
         points.append((exact.sent / result.sent, mean(gaps)))
         axis.errorbar(
-            *points[-1], yerr=stdev(gaps) if len(gaps) > 1 else None, fmt="o", color=colour,
+            *points[-1], yerr=half_width(gaps) if len(gaps) > 1 else None, fmt="o", color=colour,
             markersize=5.5 if shown else 3.5, alpha=1 if shown else 0.5, capsize=2, linewidth=1,
         )  # fmt: skip
         if shown:
@@ -110,6 +110,7 @@ def plot(found: Found, path: Path) -> None:
     axis.xaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500]))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    style.note(axis, "grey: others of the table\nshaded: 20 times fewer bytes within 1%")
+    bars = "bars: 95% of the mean, where there are three seeds"
+    style.note(axis, f"{bars}\ngrey: others of the table\nshaded: 20 times fewer bytes within 1%")
     style.name_points(axis, named)
     style.save(figure, path)
