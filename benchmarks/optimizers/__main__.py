@@ -93,9 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 make(study, Runs(options.out, study.config, Setting, PROGRAM))
     if options.out == OUT:
         finished = read_runs(OUT)
-        tails = read_runs(tail.OUT)
-        return write_page(PROGRAM, report.PAGE, lambda page: tail.paged(page, finished, tails))
+        return write_page(PROGRAM, report.PAGE, lambda page: paged(page, finished))
     return 0
+
+
+def paged(page: str, finished: report.Finished) -> str:
+    """Returns the page with the tables of all studies, of the law and of the tails.
+
+    Raises:
+      ValueError: If no search has come to its end, or the page has no place for a table.
+    """
+    page = report.paged(page, finished)
+    page = law.paged(page, finished, read_runs(RESULTS / "time_to_loss.jsonl"))
+    return tail.paged(page, finished, read_runs(tail.OUT))
 
 
 if __name__ == "__main__":

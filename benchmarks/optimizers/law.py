@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.cluster.plan import parse_strategy
-from benchmarks.common.tables import markdown, with_interval
+from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.optimizers.report import Finished, made
 from benchmarks.optimizers.settings import STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, Law
 
+COMMAND = "python -m benchmarks.optimizers --law"
 _STEPS = 480  # runs of fewer are not fitted: they lose less
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
 
@@ -105,6 +106,11 @@ def compared(runs: Finished, links: Finished) -> str:
             ]
         )
     return markdown(_HEADER, rows)
+
+
+def paged(page: str, runs: Finished, links: Finished) -> str:
+    """Returns the page with the table of runs that were not fitted."""
+    return in_page(page, COMMAND, f"{compared(runs, links)}\n")
 
 
 def report(runs: Finished, links: Finished) -> str:

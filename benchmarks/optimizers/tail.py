@@ -21,7 +21,6 @@ from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import PACKAGES
 from benchmarks.convergence.training import Trainer
 from benchmarks.optimizers.report import Finished, made
-from benchmarks.optimizers.report import paged as studies_paged
 from benchmarks.optimizers.settings import PREDICTED, STUDIES, UNSEEN, Setting, Study
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, TailLaw, ranks_of, read_momentum
 
@@ -169,12 +168,11 @@ def table(several: Sequence[Point]) -> str:
 
 
 def paged(page: str, runs: Finished, rows: Finished) -> str:
-    """Returns the page with the tables of all studies and of what the momentum foretold.
+    """Returns the page with the tables of what the momentum foretold.
 
     Raises:
-      ValueError: If no search has come to its end, or the page has no place for a table.
+      ValueError: If the page has no place for a table.
     """
-    page = studies_paged(page, runs)
     fit = table(list(points((*STUDIES, *UNSEEN), runs, rows)))
     page = in_page(page, COMMAND, f"{fit}\n\n{made_on(provenance(rows))}\n")
     predictions = table(list(points(PREDICTED, runs, rows)))

@@ -33,10 +33,9 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
 
 def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end():
     page, runs = report.PAGE.read_text(), read_runs(command.OUT)
-    assert report.paged(page, runs) == page
-    assert tail.paged(page, runs, read_runs(tail.OUT)) == page
+    assert command.paged(page, runs) == page
     with pytest.raises(ValueError, match="no search has come to its end"):
-        report.paged(page, [])
+        command.paged(page, [])
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -48,13 +47,11 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
     assert (law.runs, law.widths, law.tokens) == (found.runs, found.widths, found.tokens)
 
 
-def test_the_page_shows_the_runs_that_the_law_predicted(capsys):
+def test_the_law_is_compared_with_every_run_that_it_has_not_seen(capsys):
     assert command.main(["--law"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("side |")]
-    shown = [row.rpartition(" | ")[0] for row in rows if "over links" not in row]
-    assert all(any(row.startswith(f"| {study.name}, ") for row in shown) for study in UNSEEN)
-    assert len(UNSEEN) <= len(shown) < len(rows)
-    assert all(row in report.PAGE.read_text() for row in shown)
+    assert all(any(row.startswith(f"| {study.name}, ") for row in rows) for study in UNSEEN)
+    assert any("over links" in row for row in rows)
 
 
 @pytest.mark.parametrize("name", TAIL_LAWS)
