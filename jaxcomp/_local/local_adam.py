@@ -21,7 +21,7 @@ def scale_by_local_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    r"""`optax.scale_by_adam` for the inner optimizer of `local_sgd`.
+    r"""Scales as `optax.scale_by_adam`, for the inner optimizer of `local_sgd`.
 
     Noise makes the square of a replica's gradient up to :math:`W` times that of the mean over
     :math:`W` replicas, and Adam's steps shorter. So from `start_step` on, with its gradient `g`,
@@ -60,15 +60,17 @@ def scale_by_local_adam(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
         (steps,), adam = state
-        counted = jnp.where(steps < start_step, 1.0, axis_size(axis_name) ** -0.5)
-        noise = jax.tree.map(lambda g: g * counted.astype(g.dtype), updates)
+        local = axis_size(axis_name) ** -0.5
+        scale = jnp.where(steps < start_step, 1.0, local)
+        noise = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
         mu = optax.tree.update_moment(updates, adam.mu, b1, 1)
         nu = optax.tree.update_moment(noise, adam.nu, b2, 2)
         count = optax.safe_increment(adam.count)
-        first = optax.tree.bias_correction(mu, b1, count)
-        second = optax.tree.bias_correction(nu, b2, count)
-        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), first, second)
+        adam = optax.ScaleByAdamState(count, mu, nu)
+        mu = optax.tree.bias_correction(mu, b1, count)
+        nu = optax.tree.bias_correction(nu, b2, count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
         taken = optax.ScaleByScheduleState(optax.safe_increment(steps))
-        return scaled, (taken, optax.ScaleByAdamState(count, mu, nu))
+        return updates, (taken, adam)
 
     return optax.GradientTransformation(init, update)

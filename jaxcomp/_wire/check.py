@@ -131,29 +131,27 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
     Raises:
       ValueError: If they do not belong together, or one is unusable.
     """
-    several = type(reducer) in (list, tuple)
-    reducers = list(reducer) if several else [reducer]
-    trees = params if several else [params]
-    counts = steps if isinstance(steps, (list, tuple)) else [steps] * len(reducers)
-    lengths = {
-        "`reducer`": len(reducers),
-        "`params`": len(trees) if isinstance(trees, (list, tuple)) else None,
-        "`steps`": len(counts),
-    }
-    if len(set(lengths.values())) > 1 or not reducers:
-        shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+    if type(reducer) not in (list, tuple):  # a reducer is a tuple, too, of a class of its own
+        reducer = [reducer]
+        params = [params]
+    if steps is None or isinstance(steps, int):
+        steps = [steps] * len(reducer)
+    same_length = isinstance(params, (list, tuple)) and len(params) == len(steps) == len(reducer)
+    if not same_length:
         raise ValueError(
-            f"A list of reducers needs the parameters of each, and as many steps if they are a "
-            f"list: {shown}. Pass check(compiled, [first, second], [params, others])."
+            f"`reducer` is a list of {len(reducer)}, so `params` must be one, and `steps` if it is "
+            f"a list; got params of type {type(params).__name__} and steps={steps}. Pass "
+            "check(compiled, [first, second], [params, others])."
         )
     networks = []
-    for each, tree, count in zip(reducers, trees, counts, strict=True):
+    for each, tree, count in zip(reducer, params, steps, strict=True):
         if not isinstance(each, Reducer):
             raise ValueError(
                 f"`reducer` must be a jaxcomp reducer, got {type(each).__name__}. Pass the first "
                 "link of the chain."
             )
-        count = count if count is None else check_int("steps", count, 1)
+        if count is not None:
+            check_int("steps", count, 1)
         networks.append(_Network(each, tree, count))
     return networks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,18 +44,13 @@ _SHAPE_ELEMENT = 2
 _SHAPE_DIMENSIONS = 3
 _SHAPE_PARTS = 4
 
-# Element types by XLA's numbers: name and bits.
-_ELEMENTS = {
-    1: ("pred", 8), 2: ("s8", 8), 3: ("s16", 16), 4: ("s32", 32), 5: ("s64", 64),
-    6: ("u8", 8), 7: ("u16", 16), 8: ("u32", 32), 9: ("u64", 64), 10: ("f16", 16),
-    11: ("f32", 32), 12: ("f64", 64), 15: ("c64", 64), 16: ("bf16", 16), 18: ("c128", 128),
-    19: ("f8e5m2", 8), 20: ("f8e4m3fn", 8), 21: ("s4", 4), 22: ("u4", 4),
-    23: ("f8e4m3b11fnuz", 8), 24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 26: ("s2", 2),
-    27: ("u2", 2), 28: ("f8e4m3", 8), 29: ("f8e3m4", 8), 30: ("s1", 1), 31: ("u1", 1),
-    32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
-}  # fmt: skip
-_TUPLE = 13
-_NOT_ARRAYS = (14, 17)  # opaque values and tokens
+# Element types by XLA's numbers. The first number in a name is that of its bits.
+_NAMES = (
+    "- pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 "
+    "f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn "
+    "f8e8m0fnu"
+)
+_ELEMENTS = _NAMES.split(" ")
 
 
 class ArrayType(NamedTuple):
@@ -144,12 +139,13 @@ def _instruction(fields: Fields) -> Instruction:
     called = _numbers(fields, _CALLED)
     if opcode.endswith(("-update", "-done")):
         called = ()  # they name what the -start runs
+    shape = _fields(fields[_SHAPE][0])
     operation = ""
     if _METADATA in fields:
         operation = _text(_fields(fields[_METADATA][0]), _METADATA_NAME)
     return Instruction(
         opcode,
-        arrays=tuple(_arrays(_fields(fields[_SHAPE][0]))),
+        arrays=tuple(_arrays(shape)),
         operands=_numbers(fields, _OPERANDS),
         called=called,
         element=_number(fields, _TUPLE_INDEX),
@@ -159,21 +155,26 @@ def _instruction(fields: Fields) -> Instruction:
     )
 
 
-def _arrays(shape: Fields) -> Iterator[ArrayType]:
+def _arrays(shape: Fields) -> list[ArrayType]:
     """Lists the arrays of a shape; those of a tuple one after the other."""
-    element = _number(shape, _SHAPE_ELEMENT)
-    if element == _TUPLE:
-        for part in shape.get(_SHAPE_PARTS, ()):
-            yield from _arrays(_fields(part))
-    elif element in _ELEMENTS:
-        name, bits = _ELEMENTS[element]
-        values = math.prod(_numbers(shape, _SHAPE_DIMENSIONS))
-        yield ArrayType(name, values, bytes=math.ceil(values * bits / 8))
-    elif element not in _NOT_ARRAYS:
+    number = _number(shape, _SHAPE_ELEMENT)
+    if number >= len(_ELEMENTS):
         raise ValueError(
-            f"XLA's element type {element} is not known here, so its bytes cannot be counted. "
+            f"XLA's element type {number} is not known here, so its bytes cannot be counted. "
             "Take an older jaxlib, or a newer jaxcomp."
         )
+    element = _ELEMENTS[number]
+    if element == "tuple":
+        arrays = []
+        for part in shape.get(_SHAPE_PARTS, ()):
+            arrays += _arrays(_fields(part))
+        return arrays
+    if element in ("opaque", "token"):
+        return []
+    bits = re.search(r"\d+", element)
+    size = int(bits[0]) if bits else 8  # a truth value takes a byte
+    values = math.prod(_numbers(shape, _SHAPE_DIMENSIONS))
+    return [ArrayType(element, values, bytes=math.ceil(values * size / 8))]
 
 
 def _trips(fields: Fields) -> int:
@@ -191,28 +192,26 @@ def _device_groups(fields: Fields) -> np.ndarray | None:
     Raises:
       ValueError: If they are in a form that is not known.
     """
-    if _PAIRS in fields:
-        return np.array([_pair(_fields(pair)) for pair in fields[_PAIRS]])
     if _COUNTED_DEVICES in fields:
         return _counted_groups(_fields(fields[_COUNTED_DEVICES][0]))
     if _MESH_AXES in fields:
         return _groups_along_axes(_fields(fields[_MESH_AXES][0]))
-    groups = fields.get(_GROUPS, [])
+    groups = []
+    for pair in map(_fields, fields.get(_PAIRS, [])):
+        groups.append((_number(pair, 1), _number(pair, 2)))
+    listed = fields.get(_GROUPS, [])
     if _DEVICE_LIST in fields:
-        groups = groups + _fields(fields[_DEVICE_LIST][0]).get(1, [])
-    elif not groups:
-        raise ValueError(
-            f"XLA says in a form unknown here which devices an {_text(fields, _OPCODE)} joins: the "
-            f"message has the fields {sorted(fields)}. Take an older jaxlib, or a newer jaxcomp."
-        )
-    if not groups:
+        listed = _fields(fields[_DEVICE_LIST][0]).get(1, [])
+    for group in map(_fields, listed):
+        groups.append(_numbers(group, 1))
+    if groups:
+        return np.array(groups)
+    if _DEVICE_LIST in fields:
         return None
-    return np.array([_numbers(_fields(group), 1) for group in groups])
-
-
-def _pair(fields: Fields) -> tuple[int, int]:
-    """Returns the device that sends and the one that receives."""
-    return _number(fields, 1), _number(fields, 2)
+    raise ValueError(
+        f"XLA says in a form unknown here which devices an {_text(fields, _OPCODE)} joins: the "
+        f"message has the fields {sorted(fields)}. Take an older jaxlib, or a newer jaxcomp."
+    )
 
 
 def _counted_groups(fields: Fields) -> np.ndarray:
@@ -225,32 +224,33 @@ def _groups_along_axes(fields: Fields) -> np.ndarray:
     """Reads groups of devices along axes of a mesh, or along parts of axes."""
     mesh = _fields(fields[1][0])
     sizes = [_number(_fields(axis), 2) for axis in mesh[1]]
-    order = _fields(mesh[3][0]) if 3 in mesh else {}
-    devices = _in_order(_numbers(order, 1) or sizes, _numbers(order, 2))
+    devices = np.arange(math.prod(sizes))
+    if 3 in mesh:
+        order = _fields(mesh[3][0])
+        devices = _in_order(_numbers(order, 1), _numbers(order, 2))
 
-    # Every axis is cut in three, of which a part of it takes the middle.
-    shape: list[int] = []
-    joined: list[int] = []
-    parts = {_number(axis, 1): axis for axis in map(_fields, fields.get(2, ()))}
-    for number, size in enumerate(sizes):
-        before, middle = 1, 1
-        if number in parts:
-            middle = size
-            joined.append(len(shape) + 1)
-            if 2 in parts[number]:
-                part = _fields(parts[number][2][0])
-                before = _number(part, 1)
-                middle = _number(part, 2)
-        shape += [before, middle, size // (before * middle)]
-    devices = devices.reshape(shape)
-    last = np.moveaxis(devices, joined, range(-len(joined), 0))
-    return last.reshape(-1, math.prod(shape[axis] for axis in joined))
+    # Every axis is cut in three: what is before the part that is joined, the part, the rest.
+    cuts = [(1, 1, size) for size in sizes]
+    for axis in map(_fields, fields.get(2, [])):
+        number = _number(axis, 1)
+        cuts[number] = (1, sizes[number], 1)
+        for part in map(_fields, axis.get(2, [])):
+            before = _number(part, 1)
+            joined = _number(part, 2)
+            cuts[number] = (before, joined, sizes[number] // (before * joined))
+    devices = devices.reshape(np.ravel(cuts))
+    parts = range(1, devices.ndim, 3)
+    devices = np.moveaxis(devices, parts, range(-len(parts), 0))
+    width = math.prod(joined for _, joined, _ in cuts)
+    return devices.reshape(-1, width)
 
 
-def _in_order(shape: tuple[int, ...] | list[int], order: tuple[int, ...]) -> np.ndarray:
+def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
     """Counts devices in a shape and puts its axes in another order, if there is one."""
     devices = np.arange(math.prod(shape)).reshape(shape)
-    return devices.transpose(order) if order else devices
+    if order:
+        devices = devices.transpose(order)
+    return devices
 
 
 def _fields(message: memoryview) -> Fields:
