@@ -1,10 +1,11 @@
 """Runs torch's own powerSGD_hook over gloo on recorded gradients; a script for subprocesses.
 
-    python -m tests.helpers.torch_hook INPUT.npz OUTPUT.npz START RANK [RANK ...]
+    python -m tests.helpers.torch_hook INPUT.npz OUTPUT.npz START RANK:EPS [RANK:EPS ...]
 
 INPUT holds one array ``(replicas, steps, *torch_shape)`` per parameter. OUTPUT gets the hook's
-result of every step (``RANK/out/NAME``: ``(steps, *torch_shape)``) and the right factors that the
-first compressed step draws (``RANK/q/NAME``: ``(cols, r)``), before torch orthogonalises them.
+result of every step (``RANK:EPS/out/NAME``: ``(steps, *torch_shape)``) and the right factors that
+the first compressed step draws (``RANK:EPS/q/NAME``: ``(cols, r)``), before torch orthogonalises
+them.
 """
 
 import sys
@@ -44,13 +45,20 @@ def first_factors(order, shapes, rank, min_rate):
     }
 
 
-def run(index, data, rank, start):
-    """Every step's result of the hook on this process, and the first factors."""
+def run(index, data, setting, start):
+    """Returns every step's result of the hook on this process, and the first factors."""
+    rank, eps = setting.split(":")
+    rank = int(rank)
     shapes = {name: x.shape[2:] for name, x in data.items()}
     module = Recorded(shapes)
     # One bucket: with several, the hook's collectives over gloo wait for each other for ever.
     model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1000)
-    state = hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+    state = hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=start,
+        orthogonalization_epsilon=float(eps),
+    )
     names = {p: n for n, p in module.named_parameters()}
     orders = []
 
@@ -66,20 +74,20 @@ def run(index, data, rank, start):
         for name, p in module.named_parameters():
             outputs[name].append(p.grad.numpy().copy())
     q = first_factors(orders[start], shapes, rank, state.min_compression_rate)
-    arrays = {f"{rank}/out/{n}": np.stack(x) for n, x in outputs.items()}
-    return arrays | {f"{rank}/q/{n}": x for n, x in q.items()}
+    arrays = {f"{setting}/out/{n}": np.stack(x) for n, x in outputs.items()}
+    return arrays | {f"{setting}/q/{n}": x for n, x in q.items()}
 
 
-def worker(index, source, target, start, ranks):
+def worker(index, source, target, start, settings):
     data = dict(np.load(source))
     arrays = {}
-    for rank in ranks:
-        arrays |= run(index, data, rank, start)
+    for setting in settings:
+        arrays |= run(index, data, setting, start)
     if index == 0:
         np.savez(target, **arrays)
 
 
 if __name__ == "__main__":
-    source, target, start, *ranks = sys.argv[1:]
+    source, target, start, *settings = sys.argv[1:]
     world = next(iter(np.load(source).values())).shape[0]
-    run_ranks(worker, world, source, target, int(start), [int(r) for r in ranks])
+    run_ranks(worker, world, source, target, int(start), settings)

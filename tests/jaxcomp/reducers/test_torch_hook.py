@@ -12,7 +12,9 @@ from tests.helpers.script import python
 pytestmark = pytest.mark.torch
 
 REPLICAS, START, STEPS = 3, 2, 12  # ten compressed steps
-RANKS = (1, 2, 4)
+# Rank and eps. The latter is as large as the columns of a factor, so that it changes them; above
+# rank 2, where both take QR, it has no part.
+SETTINGS = ("1:0", "2:0", "4:0", "1:3", "2:3", "4:3")
 TORCH_SHAPES = {
     "conv": (16, 4, 3, 3),
     "conv_bias": (16,),
@@ -38,7 +40,7 @@ def q_to_flax(name, q):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The gradients, and what torch's hook made of them at each rank."""
+    """The gradients, and what torch's hook made of them at each setting."""
     rng = np.random.default_rng(0)
     grads = {
         name: (rng.normal(size=shape) + rng.normal(size=(REPLICAS, STEPS, *shape))).astype("f4")
@@ -47,24 +49,25 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch")
     source, target = folder / "gradients.npz", folder / "outputs.npz"
     np.savez(source, **grads)
-    python("-m", "tests.helpers.torch_hook", source, target, START, *RANKS, cwd=ROOT)
+    python("-m", "tests.helpers.torch_hook", source, target, START, *SETTINGS, cwd=ROOT)
     return grads, dict(np.load(target))
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_every_output_equals_torchs(rank, recorded):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_output_equals_torchs(setting, recorded):
     grads, torch = recorded
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=START)
+    rank, eps = setting.split(":")
+    tx = jaxcomp.powersgd(int(rank), axis_name=AXIS, start_step=START, eps=float(eps))
     ours = {name: to_flax(name, x) for name, x in grads.items()}
     state = tx.init({name: x[0, 0] for name, x in ours.items()})
-    factors = {n.split("/")[-1]: q for n, q in torch.items() if n.startswith(f"{rank}/q/")}
+    factors = {n.split("/")[-1]: q for n, q in torch.items() if n.startswith(f"{setting}/q/")}
     assert set(factors) == {n for n, q in state.q.items() if hasattr(q, "shape")}
     assert {"conv", "dense", "embedding"} <= set(factors)
     q = {n: q_to_flax(n, factors[n]) if n in factors else x for n, x in state.q.items()}
     outputs, _ = simulate("vmap", tx, ours, state._replace(q=q))
 
     for name in TORCH_SHAPES:
-        expected = np.asarray(to_flax(name, torch[f"{rank}/out/{name}"]))
+        expected = np.asarray(to_flax(name, torch[f"{setting}/out/{name}"]))
         for t in range(STEPS):
             error = np.linalg.norm(outputs[name][t] - expected[t])
             assert error < 1e-4 * np.linalg.norm(expected[t]), (name, t)
