@@ -20,11 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def check_axis_name(axis_name: Any) -> None:
     """Refuses anything but a string or a non-empty tuple of distinct strings."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if (
-        not names
-        or not all(isinstance(n, str) and n for n in names)
-        or len(set(names)) < len(names)
-    ):
+    unnamed = [name for name in names if not isinstance(name, str) or not name]
+    if not names or unnamed or len(set(names)) < len(names):
         raise ValueError(
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
             "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
@@ -32,8 +29,8 @@ def check_axis_name(axis_name: Any) -> None:
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; refuses anything else, also what is traced."""
-    kind = {0: "a non-negative integer", 1: "a positive integer"}[minimum]
+    """Returns `value` as an int of at least `minimum`; refuses the rest, also what is traced."""
+    kind = "a positive integer" if minimum == 1 else "a non-negative integer"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"`{name}` must be {kind}, got {value!r}.{_static_hint(name, value)}")
     if value < minimum:
@@ -42,14 +39,14 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 
 
 def check_function(name: str, value: Any) -> Any:
-    """`value`, if it is None or can be called; refuses anything else."""
+    """Returns `value`, if it is None or can be called; refuses anything else."""
     if value is not None and not callable(value):
         raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` as a bool; refuses anything else, also what is traced."""
+    """Returns `value` as a bool; refuses anything else, also what is traced."""
     if not isinstance(value, (bool, np.bool_)):
         hint = _static_hint(name, value)
         raise ValueError(f"`{name}` must be True or False, got {value!r}.{hint}")
@@ -57,7 +54,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> Any:
-    """`value`, if it is a finite number in the closed interval; traced values pass unchecked.
+    """Returns `value`, if it is a number in the closed interval; traced values pass unchecked.
 
     A number is returned as a Python float, which takes on the dtype of what it meets; an array is
     returned as it is.
@@ -67,18 +64,22 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     """
     if isinstance(value, jax.core.Tracer):
         return value
-    array = (
-        isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
-    )
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.bool_))
-    if not (number or array) or not minimum <= float(value) <= maximum or math.isinf(value):
-        bounds = f"at least {minimum:g}" + (f" and at most {maximum:g}" * (maximum < math.inf))
-        raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
-    return value if array else float(value)
+    bounds = f"at least {minimum:g}"
+    if maximum < math.inf:
+        bounds += f" and at most {maximum:g}"
+    refusal = ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
+    is_array = isinstance(value, jax.Array)
+    if is_array and (value.ndim > 0 or not jnp.issubdtype(value.dtype, jnp.number)):
+        raise refusal
+    if not is_array and not isinstance(value, (int, float, np.number)):
+        raise refusal
+    if isinstance(value, bool) or not minimum <= float(value) <= maximum or math.isinf(value):
+        raise refusal
+    return value if is_array else float(value)
 
 
 def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:
-    """Like `check_number` for a value that shapes the program: refuses what is traced too."""
+    """Checks a number that shapes the program, and so refuses what is traced too."""
     if isinstance(value, jax.Array):
         raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
     return float(check_number(name, value, minimum, maximum))

@@ -36,17 +36,17 @@ _INTEGERS = {wire.name: wire for wire in (Integers(8), Integers(6))}
 
 
 def leaf_name(path: KeyPath) -> str:
-    """A key path as users write it: ``['layer']['kernel']``, or ``(root)`` for a bare array."""
+    """Writes a key path as users do: ``['layer']['kernel']``, or ``(root)`` for a bare array."""
     return jax.tree_util.keystr(path) or "(root)"
 
 
 def leaf_dtype(leaf: Any) -> Any:
-    """The dtype of an array, a shape struct or a Python number."""
+    """Returns the dtype of an array, a shape struct or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
-    """The floating dtype with the most bits among `least` and those given, the first of equals.
+    """Returns the floating dtype of the most bits among `least` and others, the first of equals.
 
     Written out because promotion of mixed dtypes is an error under
     ``jax_numpy_dtype_promotion='strict'``.
@@ -55,18 +55,18 @@ def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
 
 
 def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
-    """What an all-reduce of gradients of these dtypes has on the wire, which is no integers."""
+    """Returns what an all-reduce of gradients of these dtypes has on the wire: never integers."""
     exact = comm_dtype is None or isinstance(comm_dtype, Integers)
     return widest(dtypes) if exact else comm_dtype
 
 
 def compute_dtype(dtype: Any) -> Any:
-    """The dtype in which a leaf is compressed: float32, or the leaf's own where that is wider."""
+    """Returns the dtype in which a leaf is compressed: float32, or its own where that is wider."""
     return widest([dtype])
 
 
 def in_compute_dtype(tree: PyTree) -> PyTree:
-    """The shapes of a tree whose floating leaves are in their `compute_dtype`."""
+    """Returns the shapes of a tree whose floating leaves are in their `compute_dtype`."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf_dtype(leaf)
@@ -94,7 +94,7 @@ def excess(x: Array, dtype: Any) -> Array:
 
 
 def checked_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of an all-reduce, a NumPy dtype or None; refuses all but 32 and 16 bits."""
+    """Returns `dtype` of an all-reduce, a NumPy dtype or None; refuses all but 32 and 16 bits."""
     if _dtype_name(dtype) == "int8":
         raise ValueError(
             f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
@@ -105,13 +105,13 @@ def checked_dtype(name: str, dtype: Any) -> Any:
 
 
 def checked_factor_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
+    """Returns `dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
     known = dtype if isinstance(dtype, str) else _dtype_name(dtype)
     return _INTEGERS.get(known or "") or _checked(name, dtype, (*_WIRE, *_INTEGERS))
 
 
 def checked_residual_dtype(dtype: Any) -> Any:
-    """`dtype` of a stored residual or None; refuses all but float32 and bfloat16."""
+    """Returns `dtype` of a stored residual or None; refuses all but float32 and bfloat16."""
     # A residual may exceed what float16 holds, and would then be infinite for ever.
     return _checked("residual_dtype", dtype, ("float32", "bfloat16"))
 
@@ -131,7 +131,7 @@ def _dtype_name(dtype: Any) -> str | None:
 
 
 def floating_leaves(tree: PyTree) -> list[Array]:
-    """The leaves that a reducer averages, in flattening order.
+    """Returns the leaves that a reducer averages, in flattening order.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +143,7 @@ def floating_leaves(tree: PyTree) -> list[Array]:
 
 
 def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
-    """The tree with these arrays in the place of its `floating_leaves`; others as they are.
+    """Puts arrays in the place of a tree's `floating_leaves`; others as they are.
 
     Example:
       >>> import jax.numpy as jnp
@@ -157,23 +157,23 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf is one that a reducer averages."""
+    """Tells whether a leaf is one that a reducer averages."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def all_finite(leaves: Sequence[Array]) -> Array:
-    """Bool scalar: whether every floating value is finite."""
+    """Tells, in a bool scalar, whether every floating value is finite."""
     flags = [jnp.isfinite(x).all() for x in leaves if is_floating(x)]
     return jnp.stack(flags).all() if flags else jnp.array(True)
 
 
 def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
-    """The arrays, or NaN throughout."""
+    """Returns the arrays, or NaN throughout."""
     return [jnp.where(finite, x, jnp.nan) for x in values]
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The same tree with what is in each of linen's or nnx's boxes in the place of the box.
+    """Takes what is in each of linen's or nnx's boxes out of the box.
 
     Example:
       >>> import jax.numpy as jnp
@@ -185,7 +185,7 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def boxed_as(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `unboxed`: a tree of the same leaves, in the boxes of `like`."""
+    """Inverts `unboxed`: puts the leaves into the boxes of `like`."""
     return jax.tree.structure(like).unflatten(jax.tree.leaves(tree))
 
 

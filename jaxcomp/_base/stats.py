@@ -33,12 +33,12 @@ class LeafStats:
 
     @property
     def compressed(self) -> bool:
-        """Whether the leaf is sent as two factors."""
+        """Tells whether the leaf is sent as two factors."""
         return self.rank > 0
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes; 1.0 for an empty leaf."""
+        """Says how many times fewer bytes it is; 1.0 for an empty leaf."""
         return _ratio(self.bytes_before, self.bytes_after)
 
 
@@ -58,7 +58,7 @@ class CompressionStats:
         return cls(leaves, before, sum(leaf.bytes_after for leaf in leaves))
 
     def scaled(self, share: float) -> CompressionStats:
-        """The same if only this share of the steps sends it; rounded to a byte."""
+        """Returns the mean if only this share of the steps sends it; rounded to a byte."""
         leaves = tuple(
             dataclasses.replace(leaf, bytes_after=round(leaf.bytes_after * share))
             for leaf in self.leaves
@@ -85,7 +85,7 @@ class CompressionStats:
         return CompressionStats.of(leaves.values())
 
     def instead_of(self, tree: PyTree) -> CompressionStats:
-        """The same payload beside that of an all-reduce of another tree of these leaves."""
+        """Compares the same payload with that of an all-reduce of another tree of these leaves."""
         before = {leaf.path: leaf.bytes_before for leaf in dense_leaves(tree)}
         total = sum(before.values())
         leaves = tuple(
@@ -96,7 +96,7 @@ class CompressionStats:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes in total."""
+        """Says how many times fewer bytes there are in total."""
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _next_phase(
 
 
 def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
-    """Every floating leaf as it is, in its own dtype on the wire or in `wire`."""
+    """Lists every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         own, shape = jnp.dtype(leaf_dtype(leaf)), tuple(np.shape(leaf))
@@ -153,7 +153,7 @@ def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
 
 
 def needed_replicas(replicas: int | None) -> int:
-    """The number of replicas, where arrays are cut into as many shares; refuses None."""
+    """Returns the number of replicas, which arrays are cut into as many shares by; refuses None."""
     if replicas is None:
         raise ValueError(
             "`replicas` is missing: with integers on the wire arrays are cut into one share for "

@@ -18,7 +18,7 @@ _SHOWN = 4  # leaves in a message
 
 
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
-    """A ``matrix_dims=`` function for scanned layers, whose leaves have an axis that counts them.
+    """Makes a ``matrix_dims=`` function for scanned layers, which an axis of their leaves counts.
 
     Args:
       *names: Parts of the tree that hold stacked layers, as ``nn.scan`` and `jax.lax.scan` over

@@ -36,42 +36,44 @@ T = TypeVar("T")
 
 
 def mesh_axes(kind: AxisType) -> tuple[str, ...]:
-    """Axes of one kind: `jax.shard_map` maps over Manual ones; those of vmap are no mesh axes."""
+    """Returns the axes of one kind: `jax.shard_map` maps over Manual ones, `jax.vmap` over none."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, found in kinds if found == kind)
+    return tuple(name for name, other in kinds if other == kind)
 
 
 def other_axes(*kinds: AxisType) -> tuple[str, ...]:
-    """Mesh axes of more than one device that are not mapped here; all, or those of some kinds.
+    """Returns axes of more than one device that are not mapped here; all, or those of some kinds.
 
     An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
     flat vector of them all could not keep their shardings: the compiler would gather each first.
     """
     shape = jax.sharding.get_abstract_mesh().shape
-    found = map(mesh_axes, kinds or (AxisType.Auto, AxisType.Explicit))
-    return tuple(name for names in found for name in names if shape[name] > 1)
+    names: list[str] = []
+    for kind in kinds or (AxisType.Auto, AxisType.Explicit):
+        names += mesh_axes(kind)
+    return tuple(name for name in names if shape[name] > 1)
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
-    """Whether JAX knows `x` to be the same on all replicas: only ever under `check_vma=True`."""
+    """Tells whether JAX knows `x` to be equal on all replicas: only ever under `check_vma=True`."""
     known = axes_known_equal(x, axis_name)
     return bool(known) and known == vma_axes(axis_name)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
-    """Those of the axes over which JAX knows `x` to be the same."""
+    """Returns those of the axes over which JAX knows `x` to be the same."""
     known = varying(x)
     return tuple(name for name in vma_axes(axis_name) if name not in known)
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
-    """The mapped axes as a tuple of names."""
+    """Returns the mapped axes as a tuple of names."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Number of replicas along `axis_name`.
+    """Returns the number of replicas along `axis_name`.
 
     Raises:
       ValueError: If an axis is not bound where this is called.
@@ -90,7 +92,7 @@ def _not_bound(axis_name: AxisName) -> ValueError:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Whether this runs inside a function that is mapped over `axis_name`."""
+    """Tells whether this runs inside a function that is mapped over `axis_name`."""
     try:
         axis_size(axis_name)
     except ValueError:
@@ -99,14 +101,14 @@ def is_bound(axis_name: AxisName) -> bool:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which JAX knows `x` to differ; empty unless shard_map checks them."""
+    """Returns the mesh axes over which JAX knows `x` to differ; none unless shard_map checks."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     kind = aval.manual_axis_type
     return frozenset() if kind is None else kind.varying
 
 
 def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """The axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    """Returns the axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
     axis_size(axis_name)
     return tuple(name for name in axis_tuple(axis_name) if name in varying(lax.axis_index(name)))
 
@@ -142,7 +144,7 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """A fresh state, `as_local` where it is made inside of the mapped function.
+    """Marks a fresh state `as_local` where it is made inside of the mapped function.
 
     Under ``check_vma=True`` a scan can then carry it.
     """
@@ -150,13 +152,13 @@ def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _marked(x: Any, axes: frozenset[str]) -> Any:
-    """`x`, typed as varying over these axes too."""
+    """Types `x` as varying over these axes too."""
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def typed_like(x: Array, tree: PyTree) -> Array:
-    """`x`, typed as varying over all axes over which any array, or shape, of the tree does.
+    """Types `x` as varying over all axes over which any array, or shape, of the tree does.
 
     What a loop carries must have one type before and after, and an argument of the loop's body may
     vary over axes over which the carried array did not.
@@ -165,7 +167,7 @@ def typed_like(x: Array, tree: PyTree) -> Array:
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
-    """`lax.switch` whose branches may differ in what JAX knows to be local; index 0 is the first.
+    """Runs `lax.switch` of branches that may differ in what JAX knows to be local.
 
     A branch that ends in an average has replicated results where one that does not has this
     replica's own, and under ``check_vma=True`` a conditional wants one type for both.
@@ -184,7 +186,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
 
 
 def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
-    """`before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
+    """Runs `before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
     return switch((count >= step).astype(jnp.int32), [before, after]) if step else after()
 
 
@@ -383,12 +385,12 @@ def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
 
 
 def owner_id(axis_name: AxisName) -> Array:
-    """The owner of what this replica keeps: its index less the number of replicas, -n to -1."""
+    """Returns the owner of what this replica keeps: its index less their number, -n to -1."""
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 
 def _one_call(axis_name: AxisName) -> bool:
-    """Whether one collective takes all the axes. `jax.vmap` has rules for one axis at a time."""
+    """Tells whether one collective takes all the axes: `jax.vmap` has rules for one at a time."""
     axes = axis_tuple(axis_name)
     return len(axes) == 1 or set(axes) <= set(mesh_axes(AxisType.Manual))
 
@@ -409,7 +411,7 @@ def exchange(x: Array, axis_name: AxisName) -> Array:
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:
-    """Every replica's `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
+    """Gathers every `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
     if not _one_call(axis_name):
         rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
         return rows.reshape(-1, *x.shape)
@@ -419,7 +421,7 @@ def gather(x: Array, axis_name: AxisName) -> Array:
 
 
 def largest(leaf: Array, axis_name: AxisName) -> Array:
-    """The elementwise maximum over the replicas, for values that have no mean."""
+    """Takes the elementwise maximum over the replicas, for values that have no mean."""
     leaf = as_local(leaf, axis_name)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = lax.pmax(jax.random.key_data(leaf), axis_name)
@@ -430,7 +432,7 @@ def largest(leaf: Array, axis_name: AxisName) -> Array:
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
-    """The sum over the replicas, in its own dtype."""
+    """Sums over the replicas, in the array's own dtype."""
     return lax.psum(as_local(x, axis_name), axis_name)
 
 

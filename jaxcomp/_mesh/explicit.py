@@ -18,7 +18,7 @@ from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 
 
 def context_mesh() -> Any:
-    """The mesh of `jax.set_mesh`, inside `jax.jit` without its devices; or None."""
+    """Returns the mesh of `jax.set_mesh`, inside `jax.jit` without its devices; or None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
@@ -46,7 +46,7 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
 
 
 def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
-    """`x` laid out as `spec` says over `axes`, and as before over the other Explicit ones.
+    """Lays `x` out as `spec` says over `axes`, and as before over the other Explicit ones.
 
     `jax.shard_map` does this by itself for automatic axes; for Explicit ones it wants to be asked.
     """
@@ -66,7 +66,7 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
 
 
 def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The axes over which a specification splits one dimension."""
+    """Returns the axes over which a specification splits one dimension."""
     part = spec[dim] if dim < len(spec) else None
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
@@ -96,7 +96,7 @@ def call_on_automatic_axes(
 
 
 def typed_specs(tree: PyTree) -> PyTree:
-    """How the types of arrays say that they are sharded: over Explicit axes only."""
+    """Returns how the types of arrays say that they are sharded: over Explicit axes only."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 

@@ -50,7 +50,7 @@ class BlockLayout:
 
     @property
     def levels(self) -> int:
-        """The levels of either sign, equal: a gradient and its negative are treated alike."""
+        """Returns the levels of either sign: a gradient and its negative are treated alike."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -70,7 +70,7 @@ class BlockLayout:
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """The shape in which one replica's share is rounded: an integer's block comes first."""
+        """Returns the shape of one replica's share: blocks, and values in a block."""
         return (self.blocks, self.length)
 
     def encode(self, shares: Array) -> Array:
@@ -123,7 +123,7 @@ class ExactLayout:
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """The shape of one replica's share."""
+        """Returns the shape of one replica's share."""
         return (self.length,)
 
     def encode(self, shares: Array) -> Array:
@@ -211,7 +211,7 @@ class _Group:
 
     @property
     def number(self) -> int:
-        """How many arrays there are in all parts."""
+        """Counts the arrays in all parts."""
         return sum(self.counts)
 
     @property

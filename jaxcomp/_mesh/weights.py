@@ -43,7 +43,7 @@ def refuse_misspelt_weight(extra_args: Mapping[str, Any]) -> None:
 
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
-    """This replica's weight over the mean of all replicas' weights, and that mean.
+    """Returns this replica's weight over the mean of all replicas' weights, and that mean.
 
     Args:
       weight: How much this replica counts: one number, not negative; 0 sits out.
@@ -73,7 +73,7 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
 
 
 def weighted(tree: PyTree, share: Array) -> PyTree:
-    """Every floating leaf times `share`, in float32 or its own wider dtype; zeros where that is 0.
+    """Multiplies every floating leaf by `share`, in float32 or wider; zeros where that is 0.
 
     A replica that sits out may hold anything: a NaN times 0 would be NaN.
     """
@@ -88,7 +88,7 @@ def weighted(tree: PyTree, share: Array) -> PyTree:
 
 
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:
-    r"""Gradients :math:`g_w` as :math:`g_w a_w / \bar a`, whose plain mean is the weighted one.
+    r"""Makes :math:`g_w a_w / \bar a` of gradients :math:`g_w`: its plain mean is the weighted one.
 
     What ``update(..., weight=a)`` of every reducer does first. Call it yourself in front of a chain
     of reducers along different axes, with all of these axes.

@@ -12,7 +12,8 @@ from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import reduce_mean
 from jaxcomp._mesh.per_replica import is_reducer_state
-from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.refusals import other_state
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -58,7 +59,12 @@ def allreduce(
         return optax.EmptyState()
 
     def reduce(
-        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree | None = None,
+        *,
+        like: PyTree | None = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
         if is_reducer_state(state):  # handed on, a residual would never be sent
@@ -66,8 +72,9 @@ def allreduce(
         arrays = floating_leaves(updates)
         means = list(arrays)
         sent = list(arrays)
-        # An all-reduce for each dtype on the wire.
-        dtypes = [wire or x.dtype for x in arrays]
+        # An all-reduce for each dtype on the wire. Weighted gradients are float32, but go out in
+        # the dtypes that they had.
+        dtypes = [wire or x.dtype for x in floating_leaves(updates if like is None else like)]
         for dtype in dict.fromkeys(dtypes):
             chosen = [i for i, other in enumerate(dtypes) if other == dtype]
             reduced = reduce_mean([arrays[i] for i in chosen], axis_name, dtype)

@@ -97,14 +97,20 @@ def batched_powersgd(
         return square.init(jnp.zeros(matrix.shape, matrix.dtype))
 
     def reduce(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        like: PyTree | None = None,
+        **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
         matrix = _square_of(updates)
         leaves = [x.astype(matrix.dtype) for x in floating_leaves(updates)]
         flat, leaves_of = ravel_pytree(leaves)
         padded = jnp.pad(flat, (0, math.prod(matrix.shape) - flat.size))
-        result = square.reduce(padded.reshape(matrix.shape), state)
+        outputs = matrix if like is None else _square_of(like)
+        result = square.reduce(padded.reshape(matrix.shape), state, like=outputs)
 
         def unflattened(average: Array) -> PyTree:
             return with_leaves(updates, leaves_of(average.reshape(-1)[: flat.size]))

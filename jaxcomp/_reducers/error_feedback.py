@@ -25,7 +25,8 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.collectives import as_local, local_if_bound, owner_id
 from jaxcomp._mesh.per_replica import is_reducer_state, no_owner
-from jaxcomp._reducers.reducer import Reducer, Reduction, fitted
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.refusals import fitted
 from jaxcomp._reducers.transformation import call_text, shown
 
 
@@ -128,6 +129,8 @@ def error_feedback(
         updates: PyTree,
         state: ErrorFeedbackState,
         params: PyTree | None = None,
+        *,
+        like: PyTree | None = None,
         **extra_args: Any,
     ) -> Reduction:
         residual = as_local(_fitted_residual(updates, state), axis_name)
@@ -142,13 +145,13 @@ def error_feedback(
         sent = floating_leaves(result.sent)
         outputs = []
         unsent = []
-        for i, gradient in enumerate(gradients):
+        for i, output in enumerate(floating_leaves(updates if like is None else like)):
             # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
             mean = jnp.where(result.finite, means[i], jnp.nan)
-            outputs.append(saturated(mean, gradient.dtype))
+            outputs.append(saturated(mean, output.dtype))
             remaining = totals[i] - sent[i]
-            if gradient.dtype == jnp.float16:  # what was sent and does not fit the output
-                remaining += excess(mean, gradient.dtype)
+            if output.dtype == jnp.float16:  # what was sent and does not fit the output
+                remaining += excess(mean, output.dtype)
             if every > 1:  # what was not added is still to come
                 remaining += jnp.where(due, 0, residual[i].astype(remaining.dtype))
             old = residual[i]
@@ -198,7 +201,7 @@ def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
 
 
 def _add(gradient: Array, residual: Array, scale: Any) -> Array:
-    """Their sum in float32, or in the gradient's own dtype where that is wider."""
+    """Adds them in float32, or in the gradient's own dtype where that is wider."""
     dtype = compute_dtype(gradient.dtype)
     if not (isinstance(scale, (int, float)) and scale == 1):
         residual = residual * jnp.asarray(scale, residual.dtype)
@@ -206,7 +209,7 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
 
 
 def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
-    """The residuals of the floating leaves; refuses those that do not fit."""
+    """Returns the residuals of the floating leaves; refuses those that do not fit."""
     shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
     found = fitted(ErrorFeedbackState, state, updates, {"residual": shapes})["residual"]
     return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]

@@ -18,43 +18,50 @@ from jax import lax
 from jaxcomp._base.leaves import Integers, all_finite, compute_dtype, wire_dtype
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView
 from jaxcomp._mesh.collectives import Reduced, axis_size, mean_each, other_axes, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
-from jaxcomp._reducers.groups import Groups
+from jaxcomp._reducers.groups import Gradients
 from jaxcomp._reducers.options import LowRank
 
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
 
 
-def average_exactly(options: LowRank, groups: Groups, arrays: Sequence[Array]) -> Reduced:
-    """Averages arrays of any shapes in one all-reduce, without integers."""
-    dtype = _all_reduce_dtype(options, groups.leaf_plans)
-    return reduce_mean(arrays, options.axis_name, dtype)
+def average_exactly(options: LowRank, gradients: Gradients) -> Reduced:
+    """Averages all gradients in one all-reduce, without integers."""
+    arrays = [*gradients.compressed, *gradients.uncompressed]
+    return reduce_mean(arrays, options.axis_name, _all_reduce_dtype(options, arrays))
 
 
 def average_factors(
-    options: LowRank, groups: Groups, factors: Sequence[Array], uncompressed: Sequence[Array]
+    options: LowRank,
+    gradients: Gradients,
+    factors: Sequence[Array],
+    uncompressed: Sequence[Array],
 ) -> Reduced:
-    """Averages a factor ``(*batch, n, r)`` of each group, and uncompressed leaves behind them."""
+    """Averages a factor ``(*batch, n, r)`` of each compressed gradient, and others behind them."""
     number = len(factors)
     if not isinstance(options.comm_dtype, Integers):
-        dtype = _all_reduce_dtype(options, groups.leaf_plans)
-        return reduce_mean([*factors, *uncompressed], options.axis_name, dtype, factors=number)
+        dtype = _all_reduce_dtype(options, [*gradients.compressed, *gradients.uncompressed])
+        arrays = [*factors, *uncompressed]
+        return reduce_mean(arrays, options.axis_name, dtype, factors=number)
     columns = [_transposed(factor) for factor in factors]
-    reduced = _average_columns(options, groups, columns, uncompressed)
+    reduced = _average_columns(options, gradients.views, columns, uncompressed)
     means = [*map(_transposed, reduced.means[:number]), *reduced.means[number:]]
     sent = [*map(_transposed, reduced.sent[:number]), *reduced.sent[number:]]
     return Reduced(means, sent, reduced.finite)
 
 
-def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
-    floating = [plan.dtype for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
-    return wire_dtype(options.comm_dtype, floating)
+def _all_reduce_dtype(options: LowRank, gradients: Sequence[Any]) -> Any:
+    """Returns what goes on the wire for gradients, or plans of them, of these dtypes."""
+    return wire_dtype(options.comm_dtype, [x.dtype for x in gradients])
 
 
 def _average_columns(
-    options: LowRank, groups: Groups, columns: Sequence[Array], uncompressed: Sequence[Array]
+    options: LowRank,
+    views: Sequence[MatrixView],
+    columns: Sequence[Array],
+    uncompressed: Sequence[Array],
 ) -> Reduced:
     """Averages factors, by columns ``(*batch, r, n)``, as integers and other leaves exactly.
 
@@ -65,9 +72,9 @@ def _average_columns(
     replicas = axis_size(axis_name)
     layouts: list[Layout] = []
     stacks = set()
-    for i, (group, x) in enumerate(zip(groups.positions, columns, strict=True)):
+    for i, (view, x) in enumerate(zip(views, columns, strict=True)):
         shape = x.shape
-        if len(group) > 1:  # each leaf of a group is sent as it would be alone
+        if view.is_group:  # each leaf of a group is sent as it would be alone
             stacks.add(i)
             shape = shape[1:]
         layouts.append(factor_layout(shape, replicas, options.comm_dtype.bits))

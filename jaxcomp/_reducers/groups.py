@@ -36,6 +36,15 @@ class Groups(NamedTuple):
     views: list[MatrixView]  # how that array is a batch of matrices
 
 
+class Gradients(NamedTuple):
+    """The gradients of one replica."""
+
+    views: list[MatrixView]  # how each of the compressed ones is a batch of matrices
+    dtypes: list[Any]  # that their averages take
+    compressed: list[Array]  # an array for each group
+    uncompressed: list[Array]  # what is averaged as it is
+
+
 def grouped(plans: list[LeafPlan]) -> Groups:
     """Groups the compressed leaves."""
     uncompressed = []
@@ -98,4 +107,14 @@ def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> lis
         else:
             for place, i in enumerate(group):
                 result[i] = array[place]
+    return result
+
+
+def all_apart(
+    groups: Groups, arrays: Sequence[Array], uncompressed: Sequence[Array], leaves: Sequence[Any]
+) -> list[Any]:
+    """Returns all leaves as `apart` does, with the uncompressed ones in their places too."""
+    result = apart(groups, arrays, leaves)
+    for i, array in zip(groups.uncompressed, uncompressed, strict=True):
+        result[i] = array
     return result

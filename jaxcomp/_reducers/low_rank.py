@@ -1,6 +1,6 @@
-"""A step of PowerSGD, from gradients to updates and state.
+"""The arithmetic of a PowerSGD step, on lists of arrays.
 
-`powersgd_step` adds the residual, lets the replicas average (`exact_average` before `start_step`,
+`low_rank_step` adds the residual, lets the replicas average (`exact_average` before `start_step`,
 `low_rank_average` from then on), and keeps what was not sent.
 """
 
@@ -9,179 +9,149 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from jaxcomp._base.leaves import compute_dtype, excess, nan_unless, saturated
-from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
+from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._lowrank.matrices import MatrixView, outer, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
-from jaxcomp._mesh.collectives import axis_size, from_step, owner_id
+from jaxcomp._mesh.collectives import axis_size, from_step
 from jaxcomp._reducers.factor_wire import average_exactly, average_factors
-from jaxcomp._reducers.groups import Groups, apart, grouped, together
+from jaxcomp._reducers.groups import Gradients
 from jaxcomp._reducers.options import LowRank
-from jaxcomp._reducers.reducer import Reduction, fitted
 
 
-class PowerSGDState(NamedTuple):
-    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+class Averages(NamedTuple):
+    """Averages in the order and the dtypes of the gradients."""
 
-    # int32 scalar: finite updates seen; replicated
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
-    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
-    # float32 scalar: whose the residual is, 0 for everybody's; per replica
-    owner: Any = np.zeros((), np.float32)
-
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
-    per_replica = ("residual", "owner")
+    compressed: list[Array]
+    uncompressed: list[Array]
 
 
 class Average(NamedTuple):
-    """What the replicas made of their gradients together. A group's array is ``P Q^T``."""
+    """What the replicas made of their gradients together; a compressed mean is ``P Q^T``."""
 
-    p: list[Array]  # left factor of each group; zeros where nothing was compressed
-    q: list[Array]  # right factor: the mean over the replicas
-    q_sent: list[Array]  # right factor: this replica's own, as sent
-    means: list[Array]  # of each group, then of the uncompressed leaves; NaN unless finite
-    sent: list[Array]  # what this replica sent of them
+    p: list[Array]  # left factors; zeros where nothing was compressed
+    q: list[Array]  # right factors: the means over the replicas
+    q_sent: list[Array]  # right factors: this replica's own, as sent
+    means: Averages  # NaN unless finite
+    sent: Averages  # what this replica sent of them
     finite: Array  # bool scalar, equal on every replica
 
 
-def powersgd_step(
+class Step(NamedTuple):
+    """An average, and what is kept for the next step."""
+
+    average: Average
+    residual: list[Array]
+    commit: Array  # bool scalar: whether residual and right factors are new
+
+
+def low_rank_step(
     options: LowRank,
-    updates: PyTree,
-    state: PowerSGDState,
-    params: PyTree | None = None,
-    **extra_args: Any,
-) -> Reduction:
-    """Makes one update of `powersgd`, whose docstring has the equations.
+    gradients: Gradients,
+    residual: list[Array],
+    starts: list[Array],
+    count: Array,
+) -> Step:
+    """Makes one step of `powersgd`, whose docstring has the equations.
 
     Whatever comes out of a conditional is copied. So only factors and outputs do; the sums of
     gradient and residual go into it, and the residual stays outside and is updated in place.
 
     Args:
       options: The reducer's arguments.
-      updates: This replica's gradients.
-      state: This replica's state.
-      params: Not used, as of other Optax transformations.
-      **extra_args: Not used either.
+      gradients: This replica's.
+      residual: What it has not sent of the compressed ones; empty without error feedback.
+      starts: The right factors that the power iteration begins with.
+      count: How many finite updates there were.
     """
-    del params, extra_args
-    leaves, treedef = jax.tree.flatten(updates)
-    groups = grouped(options.plan(updates))
-    residual_leaves, q_leaves = _checked_leaves(options, groups.leaf_plans, updates, state)
-    residual = together(groups, residual_leaves) if options.error_feedback else []
-    q_before = together(groups, q_leaves) if options.warm_start else []
-
-    started = state.count >= options.start_step
-    gradients = together(groups, leaves)
-    totals = _with_residual(options, gradients, residual, started)
-    uncompressed = [leaves[i] for i in groups.uncompressed]
-    starts = _starting_factors(options, groups, q_before, state.count)
+    started = count >= options.start_step
+    totals = _with_residual(options, gradients.compressed, residual, started)
     average = from_step(
-        state.count,
+        count,
         options.start_step,
-        functools.partial(exact_average, options, groups, starts, totals, uncompressed),
-        functools.partial(low_rank_average, options, groups, starts, totals, uncompressed),
+        functools.partial(exact_average, options, gradients, totals, starts),
+        functools.partial(low_rank_average, options, gradients, totals, starts),
     )
-
     # The plain flag where it can be: XLA holds a copy of the gradients for the other.
     commit = average.finite & started if options.start_step else average.finite
-    count = jnp.where(average.finite, optax.safe_increment(state.count), state.count)
-    owner = jnp.where(commit, owner_id(options.axis_name), state.owner)
-    state = state._replace(count=count, owner=owner)
-    if options.error_feedback:
-        residual = _unsent(groups, average, totals, residual, commit)
-        residual_leaves = apart(groups, residual, residual_leaves)
-        state = state._replace(residual=treedef.unflatten(residual_leaves))
-    if options.warm_start:
-        q = _kept(commit, average.q, q_before)
-        q_leaves = apart(groups, q, q_leaves)
-        state = state._replace(q=treedef.unflatten(q_leaves))
-    means = treedef.unflatten(_all_leaves(groups, average.means, leaves))
-    sent = treedef.unflatten(_all_leaves(groups, average.sent, leaves))
-    return Reduction(means, state, sent, average.finite)
+    if residual:
+        residual = _unsent(gradients, average, totals, residual, commit)
+    return Step(average, residual, commit)
 
 
 def exact_average(
-    options: LowRank,
-    groups: Groups,
-    starts: list[Array],
-    totals: list[Array],
-    uncompressed: list[Array],
+    options: LowRank, gradients: Gradients, totals: list[Array], starts: list[Array]
 ) -> Average:
     """Averages everything in one all-reduce, as in all steps before `start_step`.
 
     The arguments are those of `low_rank_average`. Before the start the sums are the gradients: the
     gradients themselves would have to be kept beside them.
     """
-    arrays = [*_in_dtypes_of(groups, totals), *uncompressed]
-    reduced = average_exactly(options, groups, arrays)
-    p = [jnp.zeros(plan.p_shape, x.dtype) for plan, x in zip(groups.plans, totals, strict=True)]
-    q_sent = [jnp.zeros_like(q) for q in starts]
+    number = len(totals)
+    pairs = zip(totals, gradients.compressed, strict=True)
+    compressed = [total.astype(gradient.dtype) for total, gradient in pairs]
+    reduced = average_exactly(options, gradients._replace(compressed=compressed))
+    p = []
+    for view, total, start in zip(gradients.views, totals, starts, strict=True):
+        p.append(jnp.zeros((*view.batch, view.n_rows, start.shape[-1]), total.dtype))
+    q_sent = [jnp.zeros_like(start) for start in starts]
     means = nan_unless(reduced.finite, reduced.means)
-    return Average(p, starts, q_sent, means, reduced.sent, reduced.finite)
+    return Average(
+        p,
+        starts,
+        q_sent,
+        _averages_of(gradients, means[:number], means[number:]),
+        _averages_of(gradients, reduced.sent[:number], reduced.sent[number:]),
+        reduced.finite,
+    )
 
 
 def low_rank_average(
-    options: LowRank,
-    groups: Groups,
-    starts: list[Array],
-    totals: list[Array],
-    uncompressed: list[Array],
+    options: LowRank, gradients: Gradients, totals: list[Array], starts: list[Array]
 ) -> Average:
     """Averages by one power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
     Args:
       options: The reducer's arguments.
-      groups: Which leaves the arrays are.
-      starts: The right factors that the iteration begins with, of each group.
-      totals: Gradients plus residuals of each group.
-      uncompressed: The leaves that are averaged as they are, in the first of two all-reduces.
+      gradients: This replica's, of which the uncompressed ones ride along in the first of the two
+        all-reduces.
+      totals: Gradients plus residuals of the compressed ones.
+      starts: The right factors that the iteration begins with.
     """
+    views = gradients.views
     number = len(totals)
-    views = groups.views
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
     left = _products(views, totals, bases)
     left = _nan_if_too_large(views, left, options.axis_name)
-    first = average_factors(options, groups, left, uncompressed)
+    first = average_factors(options, gradients, left, gradients.uncompressed)
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:number]]
     p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
     right = _products(views, totals, p, transposed=True)
-    second = average_factors(options, groups, right, [])
+    second = average_factors(options, gradients, right, [])
     finite = first.finite & second.finite
 
     # One NaN in a row of a factor is NaN in the whole row of the product: no second look at what is
     # as large as the gradients.
-    means = _in_dtypes_of(groups, _outers(views, nan_unless(finite, p), second.means))
-    means += nan_unless(finite, first.means[number:])
+    means = _outers(views, nan_unless(finite, p), second.means)
+    uncompressed = nan_unless(finite, first.means[number:])
     # For a reducer around this one; XLA drops it where nobody asks.
-    sent = _in_dtypes_of(groups, _outers(views, p, second.sent))
-    sent += first.sent[number:]
-    return Average(p, second.means, second.sent, means, sent, finite)
-
-
-def _checked_leaves(
-    options: LowRank, plans: Sequence[LeafPlan], updates: PyTree, state: PowerSGDState
-) -> tuple[list[Any], list[Any]]:
-    """Returns the leaves of residual and right factor; refuses a state of other gradients."""
-    shapes: dict[str, list[tuple[int, ...] | None]] = {"residual": [], "q": []}
-    for plan in plans:
-        compressed = plan.view is not None
-        keeps_residual = compressed and options.error_feedback
-        keeps_q = compressed and options.warm_start
-        shapes["residual"].append(plan.shape if keeps_residual else None)
-        shapes["q"].append(plan.q_shape if keeps_q else None)
-    fields = fitted(PowerSGDState, state, updates, shapes)
-    return fields["residual"], fields["q"]
+    sent = _outers(views, p, second.sent)
+    return Average(
+        p,
+        second.means,
+        second.sent,
+        _averages_of(gradients, means, uncompressed),
+        _averages_of(gradients, sent, first.sent[number:]),
+        finite,
+    )
 
 
 def _with_residual(
@@ -193,24 +163,6 @@ def _with_residual(
         old = old.astype(totals[i].dtype)
         totals[i] += jnp.where(started, old, 0) if options.start_step else old
     return totals
-
-
-def _starting_factors(
-    options: LowRank, groups: Groups, q_before: list[Array], count: Array
-) -> list[Array]:
-    """Returns the last right factors, or fresh ones, other for every leaf and count."""
-    if options.warm_start:
-        wide = [compute_dtype(plan.dtype) for plan in groups.plans]
-        return [q.astype(dtype) for q, dtype in zip(q_before, wide, strict=True)]
-    fresh = []
-    for group in groups.positions:
-        plan = groups.leaf_plans[group[0]]
-        draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
-        if len(group) == 1:
-            fresh.append(draw(group[0], count))
-        else:
-            fresh.append(jax.vmap(draw, in_axes=(0, None))(jnp.array(group), count))
-    return fresh
 
 
 def _products(
@@ -241,13 +193,21 @@ def _nan_if_too_large(
     return checked
 
 
-def _in_dtypes_of(groups: Groups, arrays: list[Array]) -> list[Array]:
-    """Returns the arrays in the dtypes of the gradients; what float16 cannot hold at its end."""
-    return [saturated(x, plan.dtype) for x, plan in zip(arrays, groups.plans, strict=True)]
+def _averages_of(
+    gradients: Gradients, compressed: list[Array], uncompressed: list[Array]
+) -> Averages:
+    """Casts averages to the dtypes of the gradients, as far as these reach."""
+    pairs = zip(compressed, gradients.dtypes, strict=True)
+    compressed = [saturated(x, dtype) for x, dtype in pairs]
+    return Averages(compressed, uncompressed)
 
 
 def _unsent(
-    groups: Groups, average: Average, totals: list[Array], residual: list[Array], commit: Array
+    gradients: Gradients,
+    average: Average,
+    totals: list[Array],
+    residual: list[Array],
+    commit: Array,
 ) -> list[Array]:
     """Returns the new residuals: the sums less what was sent of them, and what did not fit.
 
@@ -255,24 +215,9 @@ def _unsent(
     output cannot hold was sent and reached nobody, so it stays, and goes out in later steps.
     """
     kept = []
-    for i, view in enumerate(groups.views):
+    for i, view in enumerate(gradients.views):
         total = totals[i]
-        dtype = groups.plans[i].dtype
-        if dtype == jnp.float16:
-            total += excess(outer(view, average.p[i], average.q[i]), dtype)
+        if gradients.dtypes[i] == jnp.float16:
+            total += excess(outer(view, average.p[i], average.q[i]), jnp.float16)
         kept.append(unsent(view, average.p[i], average.q_sent[i], total, residual[i], commit))
     return kept
-
-
-def _kept(commit: Array, new: list[Array], old: list[Array]) -> list[Array]:
-    """Returns the new factors in the dtype of the old, which stay where a step was refused."""
-    return [jnp.where(commit, x.astype(y.dtype), y) for x, y in zip(new, old, strict=True)]
-
-
-def _all_leaves(groups: Groups, arrays: list[Array], leaves: list[Any]) -> list[Any]:
-    """Returns all leaves, from the arrays of the groups and behind them the uncompressed leaves."""
-    number = len(groups.positions)
-    result = apart(groups, arrays[:number], leaves)
-    for i, array in zip(groups.uncompressed, arrays[number:], strict=True):
-        result[i] = array
-    return result

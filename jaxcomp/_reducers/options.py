@@ -67,7 +67,7 @@ class LowRank:
             object.__setattr__(self, name, value)
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
-        """What happens to each leaf of `tree`."""
+        """Plans what happens to each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
     def zero_residual(self, params: PyTree) -> PyTree:
@@ -84,7 +84,7 @@ class LowRank:
         return local_if_bound(residual, self.axis_name)
 
     def random_factor(self, shape: tuple[int, ...], dtype: Any, *path: Any) -> Array:
-        """A factor to start from: the same on every replica, another for every path of numbers."""
+        """Draws a factor to start from: the same on every replica, another for every path."""
         # Threefry whatever jax_default_prng_impl says: others differ between the lanes of a vmap.
         key = jax.random.key(self.seed, impl="threefry2x32")
         for number in path:
@@ -92,7 +92,7 @@ class LowRank:
         return jax.random.normal(key, shape, compute_dtype(dtype))
 
     def first_factors(self, params: PyTree) -> PyTree:
-        """A right factor for every leaf that is compressed, to warm-start from."""
+        """Draws a right factor for every leaf that is compressed, to warm-start from."""
         factors = [
             self.random_factor(plan.q_shape, plan.dtype, i, 0)
             if plan.view and self.warm_start

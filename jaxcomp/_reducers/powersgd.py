@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from jaxcomp._base.checks import names_checked
-from jaxcomp._base.typing import AxisName, DType, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.leaves import compute_dtype
+from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._lowrank.matrices import LeafPlan
+from jaxcomp._mesh.collectives import owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_wire import count_bytes
-from jaxcomp._reducers.low_rank import PowerSGDState, powersgd_step
+from jaxcomp._reducers.groups import Gradients, Groups, all_apart, apart, grouped, together
+from jaxcomp._reducers.low_rank import low_rank_step
 from jaxcomp._reducers.options import LowRank
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.refusals import fitted
 from jaxcomp._reducers.transformation import call_text
+
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+
+    # int32 scalar: finite updates seen; replicated
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
+    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    owner: Any = np.zeros((), np.float32)
+
+    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    per_replica = ("residual", "owner")
 
 
 @names_checked
@@ -134,3 +158,87 @@ def powersgd(
         made_by=call_text("powersgd", vars(options)),
         count_bytes=functools.partial(count_bytes, options),
     )
+
+
+def powersgd_step(
+    options: LowRank,
+    updates: PyTree,
+    state: PowerSGDState,
+    params: PyTree | None = None,
+    *,
+    like: PyTree | None = None,
+    **extra_args: Any,
+) -> Reduction:
+    """Makes one update: takes trees apart into groups of leaves, and puts them together again.
+
+    Args:
+      options: The reducer's arguments.
+      updates: This replica's gradients.
+      state: This replica's state.
+      params: Not used, as of other Optax transformations.
+      like: What has the dtypes that outputs take; None for those of the gradients.
+      **extra_args: Not used either.
+    """
+    del params, extra_args
+    leaves, treedef = jax.tree.flatten(updates)
+    groups = grouped(options.plan(updates if like is None else like))
+    residual_leaves, q_leaves = _checked_leaves(options, groups.leaf_plans, updates, state)
+    residual = together(groups, residual_leaves) if options.error_feedback else []
+    q = together(groups, q_leaves) if options.warm_start else []
+    starts = _starting_factors(options, groups, q, state.count)
+    gradients = Gradients(
+        views=groups.views,
+        dtypes=[plan.dtype for plan in groups.plans],
+        compressed=together(groups, leaves),
+        uncompressed=[leaves[i] for i in groups.uncompressed],
+    )
+    step = low_rank_step(options, gradients, residual, starts, state.count)
+
+    average = step.average
+    state = state._replace(
+        count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
+        owner=jnp.where(step.commit, owner_id(options.axis_name), state.owner),
+    )
+    if options.error_feedback:
+        new = apart(groups, step.residual, residual_leaves)
+        state = state._replace(residual=treedef.unflatten(new))
+    if options.warm_start:
+        for i, old in enumerate(q):
+            q[i] = jnp.where(step.commit, average.q[i].astype(old.dtype), old)
+        state = state._replace(q=treedef.unflatten(apart(groups, q, q_leaves)))
+    means = all_apart(groups, average.means.compressed, average.means.uncompressed, leaves)
+    sent = all_apart(groups, average.sent.compressed, average.sent.uncompressed, leaves)
+    return Reduction(treedef.unflatten(means), state, treedef.unflatten(sent), average.finite)
+
+
+def _checked_leaves(
+    options: LowRank, plans: Sequence[LeafPlan], updates: PyTree, state: PowerSGDState
+) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves of residual and right factor; refuses a state of other gradients."""
+    shapes: dict[str, list[tuple[int, ...] | None]] = {"residual": [], "q": []}
+    for plan in plans:
+        compressed = plan.view is not None
+        keeps_residual = compressed and options.error_feedback
+        keeps_q = compressed and options.warm_start
+        shapes["residual"].append(plan.shape if keeps_residual else None)
+        shapes["q"].append(plan.q_shape if keeps_q else None)
+    fields = fitted(PowerSGDState, state, updates, shapes)
+    return fields["residual"], fields["q"]
+
+
+def _starting_factors(
+    options: LowRank, groups: Groups, q: list[Array], count: Array
+) -> list[Array]:
+    """Returns the last right factors, or fresh ones, other for every leaf and count."""
+    if options.warm_start:
+        plans = groups.plans
+        return [x.astype(compute_dtype(plan.dtype)) for x, plan in zip(q, plans, strict=True)]
+    fresh = []
+    for group in groups.positions:
+        plan = groups.leaf_plans[group[0]]
+        draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
+        if len(group) == 1:
+            fresh.append(draw(group[0], count))
+        else:
+            fresh.append(jax.vmap(draw, in_axes=(0, None))(jnp.array(group), count))
+    return fresh

@@ -19,7 +19,8 @@ from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
-from jaxcomp._reducers.reducer import Reducer, Reduction, other_state
+from jaxcomp._reducers.reducer import Reducer, Reduction
+from jaxcomp._reducers.refusals import other_state
 from jaxcomp._reducers.transformation import call_text
 
 

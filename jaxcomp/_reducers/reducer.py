@@ -7,27 +7,20 @@ is seen as one replica's; behind it a reducer is arithmetic on plain trees.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import (
-    boxed_as,
-    is_floating,
-    leaf_name,
-    saturated,
-    unboxed,
-)
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
+from jaxcomp._base.leaves import boxed_as, is_floating, saturated, unboxed
+from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._mesh.collectives import mesh_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
+from jaxcomp._reducers.refusals import check_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
@@ -61,7 +54,8 @@ class Reducer(Transformation):
       reduce: A function of local gradients, state, parameters or None, and extra arguments by name
         that returns a `Reduction`; updates and sent in any floating dtypes. Where they are not
         finite it gives back the old state, and NaN as updates. It never sees a ``weight``: what it
-        gets is weighted.
+        gets is weighted, in float32 or wider, and the argument ``like`` then has the gradients as
+        they were, whose dtypes the updates will have.
       axis_name: The mapped axis or axes of the replicas.
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
@@ -89,7 +83,7 @@ class Reducer(Transformation):
     reduce: Callable[..., Reduction]
     axis_name: AxisName
     in_phases = True  # exact steps, if any, and after them compressed ones
-    _given: tuple[Callable[..., PyTree], Callable[..., Reduction]]
+    _parts: tuple[Callable[..., PyTree], Callable[..., Reduction]]  # what it was made of
 
     def __new__(
         cls,
@@ -100,71 +94,98 @@ class Reducer(Transformation):
         made_by: str = "",
         count_bytes: CountBytes | None = None,
     ) -> Self:
-        """`reduce` behind the door, and an ``update`` made of it."""
+        """Puts `reduce` behind the door, and makes an ``update`` of it."""
         check_axis_name(axis_name)
-        unboxed_init = lambda params: init(unboxed(params))  # noqa: E731
-        entered = takes_rows(functools.partial(_enter, reduce, axis_name), unboxed_init)
+
+        def unboxed_init(params: PyTree) -> PyTree:
+            return init(unboxed(params))
+
+        entered = functools.partial(enter, reduce, axis_name, unboxed_init)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> tuple[PyTree, PyTree]:
-            result = entered(updates, state, params, **extra_args)
-            return result.updates, result.state
+            reduction = entered(updates, state, params, **extra_args)
+            return reduction.updates, reduction.state
 
-        self = super().__new__(
-            cls,
-            unboxed_init,
-            update,
-            made_by=made_by or f"{cls.__name__}(axis_name={axis_name!r})",
-            count_bytes=count_bytes,
-        )
-        self.reduce, self.axis_name = entered, axis_name
-        self._given = init, reduce
+        made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
+        self = super().__new__(cls, unboxed_init, update, made_by=made_by, count_bytes=count_bytes)
+        self.reduce = entered
+        self.axis_name = axis_name
+        self._parts = (init, reduce)
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `copy` builds the copy from."""
+        """Returns what `copy` builds the copy from."""
         _, arguments = super().__getnewargs_ex__()
-        return (*self._given, self.axis_name), arguments
+        return (*self._parts, self.axis_name), arguments
 
 
-def _enter(
+def enter(
     reduce: Callable[..., Reduction],
     axis_name: AxisName,
+    init: Callable[[PyTree], PyTree],
     updates: PyTree,
     state: PyTree,
     params: PyTree | None = None,
+    *,
+    weight: Any = None,
     **extra_args: Any,
 ) -> Reduction:
-    """`reduce` of gradients that it can take, without their boxes, and weighted."""
+    """Reduces gradients that came through the door: what `Reducer.reduce` and ``update`` call.
 
-    def run(
-        gradients: PyTree, state: PyTree, params: PyTree, weight: Any, extra: dict[str, Any]
-    ) -> Reduction:
-        check_gradients(gradients, axis_name)
-        averaged = gradients
-        if weight is not None:
-            averaged = weighted_gradients(gradients, weight, axis_name)
-        result = reduce(averaged, state, params, **extra)
-        return result._replace(
-            updates=_in_dtypes_of(gradients, result.updates),
-            sent=_in_dtypes_of(gradients, result.sent),
-        )
-
-    weight = extra_args.pop("weight", None)
+    Args:
+      reduce: The reducer's arithmetic, on plain trees of one replica.
+      axis_name: The mapped axis or axes of the replicas.
+      init: From parameters to a fresh state.
+      updates: Gradients, possibly in boxes.
+      state: This replica's state, possibly as a row ``(1, *leaf)``.
+      params: Parameters or None.
+      weight: How much this replica counts, or None.
+      **extra_args: For `reduce`.
+    """
     refuse_misspelt_weight(extra_args)
+    rows = has_rows(state, lambda: init(updates if params is None else params))
+    if rows:
+        state = without_row(state)
     gradients = unboxed(updates)
-    if mesh_axes(jax.sharding.AxisType.Explicit):
+    average = functools.partial(_average, reduce, axis_name)
+    if mesh_axes(AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
         # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
         # what they replace.
-        like, of_state = typed_specs(gradients), typed_specs(state)
-        everywhere: Any = jax.sharding.PartitionSpec()
-        typed = Reduction(like, of_state, like, everywhere)
-        run = functools.partial(call_on_automatic_axes, run, typed)
-    result = run(gradients, state, unboxed(params), weight, extra_args)
-    means, sent = (boxed_as(x, updates) for x in (result.updates, result.sent))
-    return result._replace(updates=means, sent=sent)
+        like = typed_specs(gradients)
+        everywhere: Any = PartitionSpec()
+        types = Reduction(like, typed_specs(state), like, everywhere)
+        average = functools.partial(call_on_automatic_axes, average, types)
+    reduction = average(gradients, state, unboxed(params), weight, extra_args)
+    if rows:
+        reduction = reduction._replace(state=with_row(reduction.state))
+    return reduction._replace(
+        updates=boxed_as(reduction.updates, updates), sent=boxed_as(reduction.sent, updates)
+    )
+
+
+def _average(
+    reduce: Callable[..., Reduction],
+    axis_name: AxisName,
+    gradients: PyTree,
+    state: PyTree,
+    params: PyTree,
+    weight: Any,
+    extra_args: dict[str, Any],
+) -> Reduction:
+    """Checks and weighs the gradients, reduces them, and returns averages in their dtypes."""
+    check_gradients(gradients, axis_name)
+    averaged = gradients
+    if weight is not None:
+        averaged = weighted_gradients(gradients, weight, axis_name)
+        extra_args = extra_args | {"like": gradients}
+    reduction = reduce(averaged, state, params, **extra_args)
+    return reduction._replace(
+        updates=_in_dtypes_of(gradients, reduction.updates),
+        sent=_in_dtypes_of(gradients, reduction.sent),
+    )
 
 
 def _in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
@@ -176,163 +197,23 @@ def _in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
     return jax.tree.map(cast, averages, gradients)
 
 
-def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
-    """Refuses what no reducer can average.
-
-    ``float0`` leaves, the gradients of integer parameters, carry nothing and pass. Under
-    ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives summed
-    over the axis: reducing it again would put nothing new on the wire and save nothing.
-
-    Raises:
-      ValueError: If a leaf is neither floating nor ``float0``, or was already reduced over the
-        axis, or the axis is not bound. The message names the leaves.
-    """
-    axes = vma_axes(axis_name)
-    wrong, summed = [], []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-            summed += [(path, name) for name in axes if name not in varying(leaf)]
-        elif dtype != jax.dtypes.float0:
-            wrong.append((path, leaf))
-    if wrong:
-        raise _not_floating(wrong)
-    if summed:
-        raise _already_summed(axis_name, *summed[0])
-
-
-def _not_floating(leaves: Sequence[tuple[KeyPath, Any]]) -> ValueError:
-    listed = "; ".join(
-        f"{leaf_name(path)} has dtype {leaf.dtype}"
-        if hasattr(leaf, "dtype")
-        else f"{leaf_name(path)} is a {type(leaf).__name__} and no array"
-        for path, leaf in leaves
-    )
-    return ValueError(
-        f"Only floating gradients can be reduced: {listed}. Keep parameters that are "
-        "not trained out with optax.masked (of an Equinox module, differentiate "
-        "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
-        "optax.contrib.split_real_and_imaginary for complex ones."
-    )
-
-
-def _already_summed(axis_name: AxisName, path: KeyPath, axis: str) -> ValueError:
-    return ValueError(
-        f"The gradient {leaf_name(path)} is the same on every replica along {axis!r}: it was "
-        "already summed, by jax.grad inside shard_map(check_vma=True) or a pmean of your own, so "
-        "there is nothing left to reduce. Leave the pmean out, or take the gradient with "
-        f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
-        f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
-    )
-
-
 def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """The same update, also of a state whose per-replica leaves are rows ``(1, *leaf)``.
+    """Makes an Optax update that also takes a state whose per-replica leaves are rows.
 
-    So `jax.shard_map` hands a state over that is mapped by `state_specs`. What comes out has rows
-    where what went in had them. A state with an owner of its own shows it; any other is searched
-    for owners, or compared with a fresh one.
+    So `jax.shard_map` hands a state over that is mapped by `state_specs`: ``(1, *leaf)``. What
+    comes out has rows where what went in had them.
 
     Args:
-      update: An Optax update, for per-replica leaves of the shapes that `init` gives them. It
-        returns updates and state, or a `Reduction`.
+      update: For per-replica leaves of the shapes that `init` gives them.
       init: From parameters to a state, to tell rows by where no class in the state has an owner.
     """
 
-    def run(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> Any:
-        fresh = lambda: init(updates if params is None else params)  # noqa: E731
-        owned = "owner" in getattr(type(state), "per_replica", ())
-        if not (np.ndim(state.owner) if owned else has_rows(state, fresh)):
-            return update(updates, state, params, **extra)
-        result = update(updates, without_row(state), params, **extra)
-        if hasattr(result, "_replace"):
-            return result._replace(state=with_row(result.state))
-        outputs, new = result
-        return outputs, with_row(new)
+    def run(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        if not has_rows(state, lambda: init(updates if params is None else params)):
+            return update(updates, state, params, **extra_args)
+        outputs, state = update(updates, without_row(state), params, **extra_args)
+        return outputs, with_row(state)
 
     return run
-
-
-def fitted(
-    kind: type,
-    state: Any,
-    updates: PyTree,
-    shapes: Mapping[str, Sequence[tuple[int, ...] | None]],
-) -> dict[str, list[Any]]:
-    """The leaves of fields of a state, by name, in the order of the gradients.
-
-    Args:
-      kind: The state's class.
-      state: What the user passed.
-      updates: The gradients.
-      shapes: Of each field that is a tree like the gradients the shapes of its leaves; None where a
-        leaf has nothing and the field an `optax.MaskedNode`.
-
-    Raises:
-      ValueError: If it is another class; listing every leaf that only one of the trees has, or
-        whose shape is off.
-    """
-    if not isinstance(state, kind):
-        raise other_state("The reducer", kind.__name__, state)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    found, wrong = {}, []
-    for field, expected in shapes.items():
-        try:
-            found[field] = treedef.flatten_up_to(getattr(state, field))
-        except ValueError as error:
-            raise _other_leaves(kind, field, updates, state) from error
-        held = (None if isinstance(x, optax.MaskedNode) else np.shape(x) for x in found[field])
-        each = zip(paths, expected, held, strict=True)
-        wrong += [(field, path, want, shape) for (path, _), want, shape in each if want != shape]
-    if wrong:
-        raise _other_shapes(kind, wrong)
-    return found
-
-
-def _other_shapes(kind: type, wrong: Sequence[tuple[str, KeyPath, Any, Any]]) -> ValueError:
-    hint = "make a new state."
-    if hasattr(kind, "q"):
-        hint = (
-            "use the rank, matrix_dims, error_feedback and warm_start that it was made with, or "
-            "jaxcomp.adapt_state."
-        )
-    if "residual" in {field for field, *_ in wrong}:
-        hint = (
-            "place it with jaxcomp.shard_state and map it with jaxcomp.state_specs, if a residual "
-            f"has an axis of replicas too many or lacks one; otherwise {hint}"
-        )
-    shown = lambda shape: "none" if shape is None else shape  # noqa: E731
-    listed = "\n  ".join(
-        f"{field}{leaf_name(path)}: expected {shown(want)}, got {shown(shape)}"
-        for field, path, want, shape in wrong
-    )
-    return ValueError(
-        f"The {kind.__name__} does not fit these gradients and arguments:\n  {listed}\n"
-        f"{hint[0].upper()}{hint[1:]}"
-    )
-
-
-def _other_leaves(kind: type, field: str, updates: PyTree, state: Any) -> ValueError:
-    """The refusal of a tree that has not the gradients' leaves, which it names."""
-
-    def names(tree: PyTree) -> list[str]:
-        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, masked)]
-
-    want, have = names(updates), names(getattr(state, field))
-    only = [f"only among the gradients {name}" for name in want if name not in have]
-    only += [f"only in the state {name}" for name in have if name not in want]
-    return ValueError(
-        f"The gradients and the {kind.__name__}'s {field} have different tree structures: "
-        f"{', '.join(only) or 'the same leaves in other containers'}. Make the state with init() "
-        "of a tree like the gradients."
-    )
-
-
-def other_state(reducer: str, kind: str, state: PyTree) -> ValueError:
-    """The refusal of a state that is not this reducer's own."""
-    return ValueError(
-        f"{reducer}'s update needs its own {kind}, got {type(state).__name__}. Inside an "
-        "optax.chain the chain's update takes the chain's state; jaxcomp.adapt_state turns another "
-        "reducer's into this one's."
-    )

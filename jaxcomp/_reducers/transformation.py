@@ -39,7 +39,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         made_by: str = "",
         count_bytes: CountBytes | None = None,
     ) -> Self:
-        """A pair of functions, as Optax wants it, with two attributes."""
+        """Makes a pair of functions, as Optax wants it, with two attributes."""
         self = super().__new__(cls, init, update)
         self.made_by, self.count_bytes = made_by, count_bytes
         return self
@@ -70,7 +70,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
           much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
           sends bfloat16 as float32; the figure is of backends that have it on the wire. A weight
           adds an all-reduce of four bytes, which is not counted, and leaves of 16 bits that are not
-          compressed then go as float32, unless ``comm_dtype`` says otherwise.
+          compressed then go as float32, but for `allreduce`'s.
 
         Raises:
           ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
@@ -108,13 +108,13 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return self.made_by or f"{type(self).__name__}(...)"
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `copy` builds the copy from."""
+        """Returns what `copy` builds the copy from."""
         arguments = {"made_by": self.made_by, "count_bytes": self.count_bytes}
         return (self.init, self.update), arguments
 
 
 def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-    """What a transformation inside of another one sends.
+    """Counts what a transformation inside of another one sends.
 
     Raises:
       ValueError: If it is none that knows.
@@ -127,12 +127,12 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as one would write it: ``powersgd(rank=4, axis_name='data', ...)``."""
+    """Writes a call as one would: ``powersgd(rank=4, axis_name='data', ...)``."""
     return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
 
 
 def shown(value: Any) -> str:
-    """An argument as one would write it; functions and dtypes by their names."""
+    """Writes an argument as one would; functions and dtypes by their names."""
     if isinstance(value, optax.GradientTransformation) and not isinstance(value, Transformation):
         return "optax.GradientTransformation(...)"
     if isinstance(value, (np.dtype, Integers)):
