@@ -41,6 +41,7 @@ from jaxcomp._training.arguments import (
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
+    axes_of_state,
     check_differentiable,
     check_params,
     check_replica_axis,
@@ -95,7 +96,7 @@ class DataParallel:
         check_differentiable(params)
         state = self.reducer.init(params)
         note_stacked_layers(params, state)
-        return shard_state(state, mesh, self.axis_name)
+        return shard_state(state, mesh, self._axes_of_state(params, mesh))
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
         """Places the state of a checkpoint on this mesh, compared with the parameters.
@@ -110,8 +111,10 @@ class DataParallel:
         Raises:
           ValueError: Listing every leaf whose shape does not fit.
         """
+        params = arrays_only(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
-        return shard_state(state, mesh, self.axis_name, like=self.reducer.init(arrays_only(params)))
+        along = self._axes_of_state(params, mesh)
+        return shard_state(state, mesh, along, like=self.reducer.init(params))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Returns value and averaged gradients.
@@ -208,6 +211,9 @@ class DataParallel:
         words = [verdict.word for verdict in verdicts[1:]]
         return jax.tree.structure(runs.whole[1]).unflatten(words)
 
+    def _axes_of_state(self, params: PyTree, mesh: Any) -> AxisName:
+        return axes_of_state(self.reducer, params, mesh, self.axis_name)
+
     def _on_mesh(
         self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
@@ -216,7 +222,8 @@ class DataParallel:
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only((args, kwargs)))
         replicas = math.prod(mesh.shape[name] for name in axes)
         params = params_of(args, self.argnums)
-        check_replica_axis(state, replicas)
+        state_axis = self._axes_of_state(params, mesh)
+        check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
 
         chosen = positions(args, self.argnums)
@@ -227,7 +234,7 @@ class DataParallel:
         specs = split, shared_specs(kwargs)
         weight = None if weight is None else jnp.asarray(weight)
         along = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
-        state_spec = state_specs(state, self.axis_name)
+        state_spec = state_specs(state, state_axis)
         in_specs = state_spec, specs, along
         inputs = jax.tree.map(
             lambda x, spec: resharded(x, mesh, spec, axes), (state, arrays, weight), in_specs

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
-from jaxcomp._mesh.collectives import axis_tuple
+from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
 from jaxcomp._mesh.explicit import check_mesh_axes, context_mesh
 from jaxcomp._mesh.per_replica import map_leaves
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
 
 
@@ -72,6 +77,19 @@ def check_differentiable(params: PyTree) -> None:
 
 # What JAX says inside of a `jax.shard_map` that the user has not written, and what to do then.
 _NOTES = {
+    # An AssertionError of JAX that has no text.
+    "^$|Unhandled OpSharding type|only AbstractMesh exists": (
+        "If no assertion of yours failed, JAX did, as with jax.ensure_compile_time_eval in a "
+        "mapped function, under jax.set_mesh or beside Explicit axes. Compute what is constant "
+        "with NumPy (np.arange); or pass mesh= to jaxcomp.data_parallel, on Auto axes, in the "
+        "place of jax.set_mesh."
+    ),
+    "^ManualAxisType": (
+        "This is a fault of JAX: beside another mesh axis jnp.zeros_like takes no shape from "
+        "jax.eval_shape that is typed as each replica's own. Write jaxcomp.as_local(jnp.zeros("
+        "shape.shape, shape.dtype), axis_name), or zeros_like of the array itself; or pass "
+        "check_vma=False to jaxcomp.data_parallel."
+    ),
     "manual axis types": (
         "In jaxcomp.data_parallel what is trained or split is each replica's own, and what a loop "
         "carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
@@ -107,26 +125,109 @@ def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
     """Says what to do about a function that JAX refuses inside of a `jax.shard_map` over `axes`."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         notes = (note for words, note in _NOTES.items() if re.search(words, str(error)))
         if note := next(notes, None):
             error.add_note(note.replace("{axes}", " or ".join(map(repr, axes))))
         raise
 
 
-def check_replica_axis(state: PyTree, replicas: int) -> None:
-    """Refuses a state that was not made for so many replicas.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """Axes over which leaves of a state differ. Static, so that a mapped function can return it."""
+
+    by_leaf: tuple[frozenset[str], ...] = dataclasses.field(metadata={"static": True})
+
+
+def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) -> AxisName:
+    """Finds out along which axes of the replicas a reducer's state differs.
+
+    A `Reducer`'s differs along its own. In a chain of an exact average along one axis and a
+    compressed one along another it differs along the latter only, which the chain does not say. The
+    types of its update do: it is traced with a state that is the same everywhere, then with one
+    that differs as the first result, until nothing changes.
+
+    Args:
+      reducer: A transformation.
+      params: The parameters: arrays, or anything with ``shape`` and ``dtype``.
+      mesh: The mesh.
+      axis_name: All axes of the replicas.
+
+    Raises:
+      ValueError: If what replicas share differs along an axis.
+    """
+    names = axis_tuple(axis_name)
+    if isinstance(reducer, Reducer) or len(names) == 1:
+        return axis_name
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
+    like = jax.eval_shape(reducer.init, shapes)
+    update = optax.with_extra_args_support(reducer).update
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+    def trace() -> _Axes:
+        gradients = as_local(zeros(shapes), axis_name)
+        axes = (frozenset[str](),) * jax.tree.structure(like).num_leaves
+        while True:
+            leaves, treedef = jax.tree.flatten(zeros(like))
+            for i, differing in enumerate(axes):
+                if differing:
+                    leaves[i] = as_local(leaves[i], tuple(sorted(differing)))
+            _, state = update(gradients, treedef.unflatten(leaves), zeros(shapes))
+            new = tuple(varying(x) for x in jax.tree.leaves(state))
+            if new == axes:
+                return _Axes(axes)
+            axes = new
+
+    alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
+    with jax.sharding.use_abstract_mesh(alone):
+        mapped = jax.shard_map(trace, in_specs=(), out_specs=PartitionSpec())
+        axes = jax.eval_shape(mapped).by_leaf
+    return _common_axes(like, axes, names)
+
+
+def _common_axes(like: PyTree, axes: Sequence[frozenset[str]], names: tuple[str, ...]) -> AxisName:
+    """Returns the axes, in the order of `names`, along which per-replica leaves differ.
+
+    Raises:
+      ValueError: If what replicas share differs, too.
+    """
+    along: set[str] = set()
+
+    def collect(path: KeyPath, leaf: Any, local: bool, differing: frozenset[str]) -> None:
+        if local:
+            along.update(differing)
+        elif differing:
+            raise ValueError(
+                f"`reducer` leaves {leaf_name(path)} of its state different along "
+                f"{sorted(differing)}: its link does not average along that axis. Average exactly "
+                "along the fast axis first, and compress along the slow one: optax.chain("
+                'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
+            )
+
+    map_leaves(collect, like, jax.tree.structure(like).unflatten(axes))
+    common = tuple(name for name in names if name in along)
+    if not common:
+        return names
+    return common[0] if len(common) == 1 else common
+
+
+def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
+    """Refuses a state that was not made for as many replicas as the mesh has.
 
     Raises:
       ValueError: Naming a leaf.
     """
+    replicas = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
 
     def check(path: KeyPath, leaf: Any, local: bool) -> None:
         if local and np.shape(leaf)[:1] != (replicas,):
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the state has shape {np.shape(leaf)}, and "
                 f"{replicas} replicas need a leading axis of that length. Place the state with "
-                "jaxcomp.shard_state(state, mesh, axis_name)."
+                f"jaxcomp.shard_state(state, mesh, {axis_name!r})."
             )
 
     map_leaves(check, state)

@@ -1,5 +1,6 @@
 """jaxcomp.data_parallel: any gradient function; auxiliary outputs as in a loop without it."""
 
+import contextlib
 import functools
 
 import flax.linen as nn
@@ -218,3 +219,70 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
         run.init(boxed("layers", "embed", "mlp"))
     run.init(boxed("experts", "embed", "mlp"))
+
+
+def two_level(kind):
+    """Makes a mesh of two hosts with four devices each, and parameters and examples."""
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), axis_types=(KINDS[kind],) * 2)
+    rng = np.random.default_rng(5)
+    params = {"w": rng.normal(size=(24, 16)).astype(np.float32)}
+    return mesh, params, rng.normal(size=(32, 24)).astype(np.float32)
+
+
+def squares(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def chain_of(rank):
+    slow = jaxcomp.powersgd(rank, axis_name="slow", start_step=0, min_compression_rate=0.1)
+    return optax.chain(jaxcomp.allreduce(axis_name="fast"), slow)
+
+
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, context):
+    """As two replicas of twice the batch each; there is one residual for each host."""
+    mesh, params, x = two_level(kind)
+    given = None if context else mesh
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+        run = jaxcomp.value_and_grad(squares, chain_of(2), mesh=given, axis_name=("slow", "fast"))
+        step = jax.jit(run)
+        state = run.init(params)
+        assert state[1].residual["w"].shape == (2, 24, 16)
+        for _ in range(3):
+            found, state = step(state, params, x)
+        found = jax.device_get(found)
+        restored = run.restore(jax.device_get(jaxcomp.consolidate(state)), params)
+        there, here = restored[1].residual["w"], state[1].residual["w"]
+        assert there.sharding.is_equivalent_to(here.sharding, here.ndim)
+    hosts = jaxcomp.powersgd(2, axis_name="data", start_step=0, min_compression_rate=0.1)
+    other = jaxcomp.value_and_grad(squares, hosts, mesh=grid(2))
+    after = other.init(params)
+    for _ in range(3):
+        expected, after = jax.jit(other)(after, params, x)
+    close(found, jax.device_get(expected), rtol=1e-4, atol=1e-5)
+    close(jax.device_get(state[1].residual), jax.device_get(after.residual), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_of_two_levels_weighs_along_both(kind):
+    """At full rank the weighted mean of all eight replicas."""
+    mesh, params, x = two_level(kind)
+    run = jaxcomp.value_and_grad(squares, chain_of(16), mesh=mesh, axis_name=("slow", "fast"))
+    weight = np.arange(8.0, dtype=np.float32)
+    (_, grads), _ = jax.jit(lambda s: run(s, params, x, weight=weight))(run.init(params))
+    each = jax.vmap(jax.grad(squares), (None, 0))(params, x.reshape(8, 4, 24))
+    expected = np.average(each["w"], axis=0, weights=weight)
+    close(jax.device_get(grads["w"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_chains_that_compress_before_they_have_averaged_are_refused():
+    mesh, params, _ = two_level("auto")
+    fast = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="fast"))
+    slow = jaxcomp.powersgd(2, axis_name="slow", start_step=0)
+    for links in (fast, slow), (slow, jaxcomp.allreduce(axis_name="fast")):
+        run = jaxcomp.value_and_grad(
+            squares, optax.chain(*links), mesh=mesh, axis_name=("slow", "fast")
+        )
+        with pytest.raises(ValueError, match="Average exactly along the fast axis first"):
+            run.init(params)

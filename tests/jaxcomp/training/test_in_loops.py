@@ -23,6 +23,7 @@ from tests.helpers.classifier import (
     placed,
 )
 from tests.helpers.reducers import reducer
+from tests.helpers.runners import MAPPINGS, over_replicas, start
 
 P = jax.P
 
@@ -162,3 +163,112 @@ def test_a_model_may_hold_functions():
     run = jaxcomp.data_parallel(gradients, reducer("powersgd"), mesh=mesh)
     (_, grads), _ = jax.eval_shape(lambda x, y: run(run.init(model), model, x, y), x, y)
     assert jax.tree.structure(grads) == jax.tree.structure(arrays)
+
+
+def frozen(held):
+    """Makes optimizers that train a part, and hold the state for it."""
+    labels = {"up": "trained", "down": "frozen"}
+    parts = {"trained": optax.chain(held, optax.sgd(0.1)), "frozen": optax.set_to_zero()}
+    return {
+        "partition": optax.partition(parts, labels),
+        "masked": optax.masked(held, {"up": True, "down": False}),
+    }
+
+
+@pytest.mark.parametrize("name", ["partition", "masked"])
+def test_a_state_held_for_a_part_of_the_parameters_is_refused(name):
+    mesh, params, tx = grid(2), new_params(), reducer("powersgd")
+    optimizer = frozen(jaxcomp.hold_state(tx))[name]
+    run = jaxcomp.value_and_grad(bare_loss, tx, mesh=mesh)
+    state = jaxcomp.shard_state(optimizer.init(params), mesh, "data")
+    with pytest.raises(ValueError, match=r"of other parameters .* To freeze a part, pass it"):
+        run(state, params, *batch())
+
+
+def test_hold_state_around_frozen_parts():
+    """As the error says: around the partition, or with what is frozen as an argument."""
+    mesh, params, tx = grid(2), new_params(), reducer("powersgd")
+    inner = frozen(optax.identity())["partition"]
+    optimizer = optax.chain(jaxcomp.hold_state(tx), inner)
+    run = jaxcomp.value_and_grad(bare_loss, tx, mesh=mesh)
+    state = jaxcomp.shard_state(optimizer.init(params), mesh, "data")
+    (_, grads), state = jax.jit(run)(state, params, *batch())
+    updates, _ = optimizer.update(grads, state, params)
+    assert not np.any(updates["down"])
+    np.testing.assert_allclose(updates["up"], -0.1 * grads["up"], rtol=1e-6)
+
+    def part(up, down, x, y):
+        return bare_loss({"up": up, "down": down}, x, y)
+
+    alone = jaxcomp.value_and_grad(part, tx, mesh=mesh, batch_specs=(P(), P("data"), P("data")))
+    up, down = params["up"], params["down"]
+    (_, grad), _ = jax.jit(alone)(alone.init(up), up, down, *batch())
+    assert grad.shape == grads["up"].shape
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_hold_state_averages_nothing_in_a_mapped_function_and_says_so(mapping):
+    tx = reducer("powersgd")
+    chain = optax.chain(jaxcomp.hold_state(tx), optax.sgd(0.1))
+    params = new_params()
+    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), batch())
+    state, specs = start(mapping, chain.init(params), 4)
+
+    def step(rows, state, params):
+        _, grads = jaxcomp.local_value_and_grad(bare_loss, "data")(params, *rows)
+        return chain.update(grads, state, params)
+
+    mapped = over_replicas(mapping, step, 4, specs, shared=1)
+    with pytest.raises(ValueError, match="hold_state averages nothing, and here"):
+        mapped(rows, state, params)
+
+
+def test_hold_state_behind_averaged_gradients_in_a_mapped_function():
+    """JAX knows there that they are the same on all replicas."""
+    tx = reducer("powersgd")
+    chain = optax.chain(jaxcomp.hold_state(tx), optax.sgd(0.1))
+    run = jaxcomp.value_and_grad(bare_loss, tx)
+    params = new_params()
+    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), batch())
+    state, specs = start("shard_map", chain.init(params), 4)
+
+    def step(rows, state, params):
+        (_, grads), state = run(state, params, *rows)
+        return chain.update(grads, state, params)
+
+    updates, _ = over_replicas("shard_map", step, 4, specs, shared=1)(rows, state, params)
+    assert np.abs(updates["up"]).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "fails"), [((2, 0), AssertionError), ((2, 2), NotImplementedError)]
+)
+def test_faults_of_jax_in_a_mapped_function_are_explained(shape, fails):
+    def rotary(params, x, y):
+        with jax.ensure_compile_time_eval():
+            angles = jnp.arange(32.0) * 2.0
+        return jnp.mean(jnp.cos(x @ params["up"] * angles) ** 2)
+
+    mesh, params = grid(shape[0], model=shape[1]), new_params()
+    run = jaxcomp.value_and_grad(rotary, reducer("allreduce"), mesh=mesh)
+    assert jax.eval_shape(run, run.init(params), params, *batch())[0][0].shape == ()
+    with jax.set_mesh(mesh), pytest.raises(fails) as error:
+        jax.jit(run).lower(run.init(params), params, *batch())
+    assert "ensure_compile_time_eval" in error.value.__notes__[0]
+
+
+def test_zeros_like_of_a_shape_beside_another_axis_is_explained():
+    def gradients(params, x, y):
+        shapes = jax.eval_shape(jax.value_and_grad(bare_loss), params, x, y)
+        zeros = jax.tree.map(jnp.zeros_like, shapes)
+        return jax.tree.map(jnp.add, zeros, jax.value_and_grad(bare_loss)(params, x, y))
+
+    mesh, params = grid(2, model=1), new_params()
+    make = functools.partial(jaxcomp.data_parallel, gradients, reducer("allreduce"), mesh=mesh)
+    unchecked, checked = make(check_vma=False), make()
+    with jax.set_mesh(mesh):
+        arguments = unchecked.init(params), params, *batch()
+        assert jax.eval_shape(unchecked, *arguments)[0][0].shape == ()
+        with pytest.raises(AssertionError) as error:
+            jax.eval_shape(checked, *arguments)
+    assert "check_vma=False" in error.value.__notes__[0]
