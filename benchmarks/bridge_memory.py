@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 
+from benchmarks.common.arguments import call
+
 _WIDTH = 2048
 _RANK = 4
 # Each weight is there three times: itself, its momentum, its error.
@@ -97,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import command_line
+from benchmarks.common.arguments import call, command_line
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import ROOT
 from benchmarks.overhead.trees import gpt2, torch_layout
@@ -248,4 +248,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    call(main)

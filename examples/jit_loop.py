@@ -5,6 +5,7 @@ what crosses the data axis, and restores its checkpoint on half as many replicas
 """
 
 import argparse
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     arguments = parser.parse_args()
+    if arguments.steps < 3:
+        parser.error(f"--steps must be at least 3, got {arguments.steps}")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     step, value_and_grad, optimizer, reducer = training(mesh, arguments.steps)
@@ -76,4 +79,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("jit_loop.py: interrupted")

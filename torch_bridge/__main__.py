@@ -14,6 +14,7 @@ from torch_bridge._cli import arguments
 from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
+INTERRUPTED = 130  # as a shell has it
 # The options of arguments that are written otherwise on the command line.
 _AS_OPTIONS = {
     "rules": "--rule REGEX=PATH",
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
     except ModuleNotFoundError as error:
         return _fail(not_installed(error), USAGE)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     except OSError as error:
         return _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), UNUSABLE)
     return OK

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -17,6 +18,15 @@ def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def call(main: Callable[[], int | None]) -> NoReturn:
+    """Ends the process with what `main` returns; Ctrl-C is a sentence and exit code 130."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def at_least(name: str, value: N, least: N) -> N:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomp
-from benchmarks.common.arguments import command_line, listed, one_of, positive_int
+from benchmarks.common.arguments import call, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
@@ -160,4 +160,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    call(main)

@@ -22,11 +22,10 @@ made again: stop the command whenever you like and start it again.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common.arguments import command_line, listed, one_of
+from benchmarks.common.arguments import call, command_line, listed, one_of
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import write_page
@@ -109,4 +108,4 @@ def paged(page: str, finished: report.Finished) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    call(main)

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, command_line, listed, one_of, positive_int
+from benchmarks.common.arguments import at_least, call, command_line, listed, one_of, positive_int
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD, describe
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.overhead.report import plot, plot_growth, table
@@ -169,4 +169,4 @@ def report(run: dict[str, Any], stem: Path, draw: Callable[[dict[str, Any], Path
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    call(main)

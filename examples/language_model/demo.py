@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,10 @@ from typing import Any
 import optax
 import pictures
 from jax.sharding import AxisType, Mesh
+from rich.console import Console
+from rich.progress import track
 from train import Parser, local_devices, readable
-from training import AXIS, Run, RunConfig, UsageError
+from training import AXIS, Record, Run, RunConfig, UsageError
 
 import jaxcomp
 
@@ -63,20 +66,28 @@ class Result:
         return f"{self.ratio:.1f} times fewer bytes, loss {abs(self.excess):.1%} {direction}"
 
 
+def progress(records: Iterable[Record], name: str, steps: int) -> Iterable[Record]:
+    """Shows in a terminal how far a run is; in a file nothing of that is left."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return records
+    return track(records, name, total=steps, console=console, transient=True)
+
+
 def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[Result, Any]:
     """Runs one strategy; its result, and Adam's first moment after a quarter of the steps."""
     records, record, momentum = [], None, None
     run = Run(config, mesh, ranks=ranks)
-    for record in run.steps():
+    for record in progress(run.steps(), name, config.steps):
         if record.held_out is not None:
             records.append(record)
-            print(f"\r{name:23} step {record.step:5}  {record.held_out:.3f}", end="", flush=True)
         if config.strategy == "allreduce" and record.step == max(1, config.steps // 4):
             momentum = optax.tree.get(run.consolidated().opt_state, "mu")
     assert record is not None  # `RunConfig.check` asks for at least one step
     share = run.carried()
     carried = "" if share is None else f", the factors carried {share:.0%} in the last step"
-    print(f"  {record.seconds:4.0f} s{carried}")
+    last = f"step {record.step:5}  {records[-1].held_out:.3f}"
+    print(f"{name:23} {last}  {record.seconds:4.0f} s{carried}", flush=True)
     steps, held_out = [r.step for r in records], [r.held_out for r in records]
     sent = [r.bytes_sent for r in records]
     return Result(name, steps, held_out, sent, record.bytes_step, record.seconds), momentum

@@ -9,6 +9,7 @@ split; then gradients are averaged exactly over "fast", and compressed over "slo
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from typing import Any
 
@@ -130,4 +131,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("hybrid_mesh.py: interrupted")

@@ -64,6 +64,11 @@ class RunConfig:
         ]
         if not wrong and self.width % self.heads:
             wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
+        if self.strategy != "powersgd" and self.comm_dtype != "float32":
+            wrong.append(
+                f"--comm-dtype {self.comm_dtype} is of the factors of --strategy powersgd, "
+                f"which {self.strategy} has not"
+            )
         if wrong:
             raise UsageError("; ".join(wrong))
 

@@ -25,11 +25,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import FLAX_MODELS, flax_batch, flax_loss
 from plan import CASES, MOVES, STEPS, WORLD, Case
 
 import jaxcomp
 import torch_bridge
+
+try:
+    from models import FLAX_MODELS, flax_batch, flax_loss
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit(
+        'from_torch.py: this needs torch, which is not installed: pip install "jaxcomp[torch]"'
+    )
 
 # A run that moves rounds differently in every operation, the control once a step.
 TIMES_CONTROL = 10
@@ -175,4 +183,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("from_torch.py: interrupted")

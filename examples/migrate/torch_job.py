@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import sys
 from typing import Any
 
@@ -109,6 +110,7 @@ def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
 def main() -> None:
     """Run all cases as one rank."""
     phase, rank, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process says that it was interrupted
     torch.set_num_threads(1)
     store = f"file://{folder / f'{phase}.store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)

@@ -29,10 +29,15 @@ from tests.helpers.many_faults import MODEL, curve, losses_of, saved
 from tests.helpers.paths import EXAMPLES
 
 STEPS, STOP = 12, 6
-# A program without functions, like a module of which the program is one.
-RESUME = SimpleNamespace(
-    __name__="resume", main=partial(runpy.run_path, str(EXAMPLES / "resume.py"))
-)
+
+
+def program(name):
+    """Returns a program to copy as if it were a module: its `main` runs all of it."""
+    path = str(EXAMPLES / f"{name}.py")
+    return SimpleNamespace(__name__=name, main=partial(runpy.run_path, path, run_name="__main__"))
+
+
+PROGRAMS = {name: program(name) for name in ("resume", "jit_loop")}
 # What the interrupted run was made with, and what it was not.
 SAVED = {"--width": (32, 64), "--rank": (2, 3), "--strategy": ("powersgd", "allreduce")}
 TINY = [*MODEL, "--steps", STEPS, "--eval-every", 3, "--checkpoint-every", 2]
@@ -134,6 +139,7 @@ def test_resuming_on_another_number_of_devices(
         ("train --strategy magic", "invalid choice: 'magic'"),
         ("train --batch-size 9 --devices 4", "--batch-size 9 is not a multiple of the 4"),
         ("train --rank 0 --steps -1", "--rank must be positive; --steps must be positive"),
+        ("train --strategy int8 --comm-dtype int6", "--comm-dtype int6 is of the factors of"),
         ("train --width 30 --heads 4", "--width 30 is not a multiple of --heads 4"),
         ("train --devices 9999", "at most 8, got 9999"),
         ("train --context 999999999", "is longer than the text"),
@@ -152,6 +158,7 @@ def test_resuming_on_another_number_of_devices(
         ("resume {tmp}/run --replicas 3", "--replicas must divide the batch of 64, got 3"),
         ("resume {tmp}/file", "/file is a file; checkpoints need a directory"),
         ("resume", "required: directory"),
+        ("jit_loop --steps -3", "--steps must be at least 3, got -3"),
         ("hybrid_mesh --rank -1", "--rank positive or 0"),
         ("hybrid_mesh --width 24", "--width must be a multiple of 16"),
         ("local_sgd --width 30", "--width must be a multiple of 4"),
@@ -168,10 +175,10 @@ def test_wrong_input_gives_one_sentence(command, message, capsys, tmp_path, inte
     if name == "train":
         arguments = [*TINY, *([] if "--devices" in arguments else ["--devices", 4]), *arguments]
     with pytest.raises(SystemExit) as exit_:
-        here(RESUME if name == "resume" else importlib.import_module(name), *arguments)
+        here(PROGRAMS.get(name) or importlib.import_module(name), *arguments)
     assert exit_.value.code == 2
     *usage, line = capsys.readouterr().err.strip().splitlines()
-    assert not usage or name == "resume"
+    assert not usage or name in PROGRAMS
     assert line.startswith(f"{name}.py: error: ")
     assert message in line
 

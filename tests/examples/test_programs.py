@@ -1,6 +1,9 @@
 """The programs to copy, run as a user runs them, and what they say."""
 
 import re
+import signal
+import subprocess
+import sys
 
 import include
 import pytest
@@ -31,6 +34,17 @@ def test_a_program_is_one_file_that_needs_nothing_of_ours_but_jaxcomp(program):
 @pytest.mark.parametrize("page", include.pages(), ids=lambda path: path.name)
 def test_the_documents_show_the_programs_as_they_are(page):
     assert page.read_text() == include.included(page.read_text()), "run python docs/include.py"
+
+
+def test_ctrl_c_ends_a_program_with_a_sentence():
+    command = [sys.executable, EXAMPLES / "jit_loop.py", "--steps", "100000000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    assert errors == "jit_loop.py: interrupted\n"
 
 
 def excess_and_ratio(printed):
