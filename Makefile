@@ -1,5 +1,8 @@
 # `make demo` and `make test` set themselves up: a virtual environment in .venv, filled by pip.
 PYTHON ?= python3
+# What the tests are run with: of pyproject.toml, and a constraint or version for pip.
+EXTRAS ?= test,lint
+VERSIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Of each QR on CPU: where the cores are busy, more threads spin for 15 times as long.
@@ -28,7 +31,7 @@ $(VENV)/.examples: $(BIN)/python pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" $(if $(VERSIONS),"$(VERSIONS)")
 	@touch $@
 
 $(VENV)/.docs: $(BIN)/python pyproject.toml
