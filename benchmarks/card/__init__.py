@@ -1,0 +1,1 @@
+"""What an update and a training step cost on a GPU, and whether every form is right there."""

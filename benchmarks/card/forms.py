@@ -1,0 +1,172 @@
+"""Every form of every reducer on a GPU and on the CPU: both must agree to rounding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcomp
+
+AXIS = "data"
+# How far the two may be apart, of the largest value: rounding that an orthogonalisation enlarges.
+EXACT = 1e-3
+# Of values that are sent or kept in bfloat16: four units of its rounding.
+BFLOAT16 = 4 * 2.0**-8
+KINDS = ("random", "zero", "collinear", "1e-30", "1e35", "nan")
+SHAPES = {
+    "dense": (300, 270),
+    "twin": (300, 270),
+    "large": (1200, 1000),
+    "embedding": (5003, 130),
+    "conv": (3, 3, 64, 96),
+    "bias": (9,),
+}
+_STEPS = 4
+
+
+class Form(NamedTuple):
+    """A reducer, what it is given, and what is expected of it."""
+
+    reducer: Any
+    dtype: str  # of the gradients
+    allowed: float  # how far GPU and CPU may be apart
+
+
+def levels(bits: int) -> float:
+    """Returns one and a half steps of integers of so many bits, of the largest value.
+
+    Rounding decides now and then which of two neighbours is sent, and the rest comes on top.
+    """
+    return 1.5 / (2 ** (bits - 1) - 1)
+
+
+def forms(quick: bool = False) -> dict[str, Form]:
+    """Lists the forms by name, the most used first."""
+
+    def powersgd(rank: int = 4, **options: Any) -> Any:
+        options = {"start_step": 0, "min_compression_rate": 0.0} | options
+        return jaxcomp.powersgd(rank, axis_name=AXIS, **options)
+
+    quantized = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    feedback = jaxcomp.error_feedback(quantized)
+    every = {
+        "rank 4": Form(powersgd(4), "float32", EXACT),
+        "rank 32": Form(powersgd(32), "float32", EXACT),
+        "rank 128": Form(powersgd(128), "float32", EXACT),
+        "rank 32, int6": Form(powersgd(32, comm_dtype="int6"), "float32", levels(6)),
+        "gradients in bfloat16": Form(powersgd(), "bfloat16", BFLOAT16),
+        "allreduce": Form(jaxcomp.allreduce(axis_name=AXIS), "float32", EXACT),
+    }
+    if quick:
+        return every
+    for rank in (1, 2, 8):
+        every[f"rank {rank}"] = Form(powersgd(rank), "float32", EXACT)
+    return every | {
+        "start_step 2": Form(powersgd(start_step=2), "float32", EXACT),
+        "no warm start": Form(powersgd(warm_start=False), "float32", EXACT),
+        "no error feedback": Form(powersgd(error_feedback=False), "float32", EXACT),
+        "eps 1e-8": Form(powersgd(eps=1e-8), "float32", EXACT),
+        "sent in bfloat16": Form(powersgd(comm_dtype="bfloat16"), "float32", BFLOAT16),
+        "sent in int8": Form(powersgd(comm_dtype="int8"), "float32", levels(8)),
+        "sent in int6": Form(powersgd(comm_dtype="int6"), "float32", levels(6)),
+        "residual in bfloat16": Form(powersgd(residual_dtype="bfloat16"), "float32", BFLOAT16),
+        "int8 all-reduce": Form(quantized, "float32", levels(8)),
+        "error feedback of int8": Form(feedback, "float32", levels(8)),
+    }
+
+
+def gradients(kind: str, seed: int, small: bool) -> dict[str, np.ndarray]:
+    """Draws gradients; hard ones, too: without a direction, with one, at both ends of float32."""
+    rng = np.random.default_rng(seed)
+    grads = {}
+    for name, shape in SHAPES.items():
+        x = rng.normal(size=[min(n, 24) for n in shape] if small else shape)
+        if kind == "zero":
+            x = np.zeros_like(x)
+        elif kind == "collinear" and x.ndim > 1:
+            x = np.broadcast_to(x[..., :1], x.shape)
+        elif kind.startswith("1e"):
+            x = x * float(kind)
+        elif kind == "nan" and name == "twin":
+            x[3, 4] = np.nan
+        grads[name] = np.asarray(x, np.float32)
+    return grads
+
+
+def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[Any], Any]]:
+    """Yields for each kind of gradients the outputs of some steps and the residual in the end."""
+    mesh = jax.sharding.Mesh([device], (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(params: Any, grads: Any) -> Any:
+        # Its gradient is what it is given.
+        terms = [jnp.sum(params[name] * grads[name][0]) for name in params]
+        return sum(terms[1:], start=terms[0])
+
+    averaged = jaxcomp.value_and_grad(loss, form.reducer, mesh=mesh)
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    shapes = gradients("zero", 0, small)
+    params = {name: jnp.zeros(x.shape, form.dtype) for name, x in shapes.items()}
+    params = jax.device_put(params, whole)
+    step = jax.jit(lambda state, grads: averaged(state, params, grads))
+    for kind in KINDS:
+        state = averaged.init(params)
+        outputs = []
+        for seed in range(_STEPS):
+            drawn = gradients(kind, seed, small)
+            grads = {name: jnp.asarray(x[None], form.dtype) for name, x in drawn.items()}
+            (_, means), state = step(state, jax.device_put(grads, whole))
+            outputs.append(jax.device_get(means))
+        kept = jax.device_get(jaxcomp.consolidate(state))
+        yield kind, outputs, getattr(kept, "residual", None)
+
+
+def apart(one: Any, other: Any, largest: float = 0.0) -> float:
+    """Returns the largest difference of two trees, of their largest value.
+
+    It is infinite where one has a NaN that the other has not.
+    """
+    worst = 0.0
+    for first, second in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        a = np.asarray(first, np.float64)
+        b = np.asarray(second, np.float64)
+        if not np.array_equal(np.isnan(a), np.isnan(b)):
+            return float("inf")
+        a = np.nan_to_num(a)
+        b = np.nan_to_num(b)
+        scale = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0), largest)
+        if scale:
+            worst = max(worst, float(np.abs(a - b).max(initial=0) / scale))
+    return worst
+
+
+def compare(name: str, form: Form, small: bool) -> dict[str, Any]:
+    """Compares a form on the first device with itself on the CPU, for every kind of gradients."""
+    row: dict[str, Any] = {"kind": "form", "form": name, "allowed": form.allowed, "apart": {}}
+    start = time.monotonic()
+    try:
+        first = steps_on(jax.devices()[0], form, small)
+        second = steps_on(jax.devices("cpu")[-1], form, small)
+        for (kind, outputs, residual), (_, expected, kept) in zip(first, second, strict=True):
+            drawn = gradients(kind, 0, small)
+            scale = max(float(np.nanmax(np.abs(x))) for x in drawn.values())
+            # Of a gradient of low rank only rounding is left: compared with the gradient. What
+            # four steps keep may be four times as far apart as what one step sends.
+            kept_apart = apart(residual, kept, scale) / _STEPS
+            row["apart"][kind] = max(apart(outputs, expected), kept_apart)
+        row["right"] = max(row["apart"].values()) <= form.allowed
+    except Exception as error:  # the next form may work
+        row["right"] = False
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    row["seconds"] = round(time.monotonic() - start, 1)
+    return row
+
+
+def rows(small: bool, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields a row for each form."""
+    for name, form in forms(quick).items():
+        yield compare(name, form, small)

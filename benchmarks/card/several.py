@@ -1,0 +1,70 @@
+"""Several devices of one machine: replicas stay equal bit for bit, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcomp
+from benchmarks.card import step
+from benchmarks.card.updates import AXIS, queued_ms, tree
+
+
+def equal_everywhere(values: Any) -> bool:
+    """Returns whether every device holds the same bits of every array, all of them replicated."""
+    for x in jax.tree.leaves(values):
+        copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
+        if len(copies) > 1:
+            return False
+    return True
+
+
+def update(name: str, reducer: Any, mesh: Any, small: bool) -> dict[str, Any]:
+    """Runs updates of gradients that differ by device; looks at the outputs, counts the bytes."""
+    params = {path: jnp.zeros(shape) for path, shape in tree(small).items()}
+    state = jaxcomp.shard_state(reducer.init(params), mesh, AXIS)
+    specs = jaxcomp.state_specs(state, AXIS)
+
+    def run(state: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(AXIS))
+        grads = {}
+        for i, (path, x) in enumerate(params.items()):
+            grads[path] = jax.random.normal(jax.random.fold_in(key, i), x.shape)
+        return reducer.update(grads, state)
+
+    # Without a check by type: what counts here is what the devices hold.
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(specs,), out_specs=(jax.P(), specs), check_vma=False
+    )
+    compiled = jax.jit(mapped).lower(state).compile()
+    outputs, after = compiled(state)
+    sent = jaxcomp.collectives(compiled, mesh=mesh)
+    row: dict[str, Any] = {"kind": "replicas", "reducer": name, "devices": mesh.size}
+    row["right"] = equal_everywhere((outputs, getattr(after, "q", ())))
+    row["collectives"] = [str(collective) for collective in sent]
+    row["bytes"] = sum(collective.bytes for collective in sent)
+    row["bytes_expected"] = reducer.bytes(params, replicas=mesh.size).bytes_after
+    row["queued_ms"] = queued_ms(lambda: compiled(state), 3 if small else 20)
+    return row
+
+
+def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
+    """Yields, for all devices and then for fewer, an update and a step with each reducer."""
+    counts = [n for n in (2, 4, 8) if n < devices] + [devices]
+    for count in reversed(counts):
+        mesh = jax.make_mesh(
+            (count,),
+            (AXIS,),
+            axis_types=(jax.sharding.AxisType.Auto,),
+            devices=jax.devices()[:count],
+        )
+        reducers = step.strategies(quick)
+        del reducers["none"]
+        reducers["all-reduce"] = jaxcomp.allreduce(axis_name=AXIS)
+        for name, reducer in reducers.items():
+            yield update(name, reducer, mesh, small)
+            yield step.timed(name, reducer, mesh, small)

@@ -1,0 +1,81 @@
+"""How long the kernels of an optimised program take on an H200, without one.
+
+The constants were fitted by hand to the kernels of one update of `powersgd` at ranks 4 and 32 on
+GPT-2 small's gradients, as one H200 ran them (jax 0.11.2, 26 November 2026). What that card took
+for whole updates at seven ranks is in `MEASURED`; docs/performance.md has the model beside it. No
+product of parts in 16 bits was timed: `SPLIT_FLOPS` is two fifths of what the data sheet has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from benchmarks.gpu_program.kernels import Kernel, kernels
+
+# Milliseconds of an update of GPT-2 small's 124.4 million values, by rank, at commit bb9bc2e: 30
+# without a wait in between. At ranks 8 and 16 other programs were compiled on the card meanwhile.
+MEASURED = {1: 2.27, 4: 2.76, 8: 4.37, 16: 4.25, 32: 4.43, 64: 5.90, 128: 9.88}
+SEVEN_WORDS = 1.03  # ms of one kernel that reads and writes seven words for each of them
+
+# Microseconds until the first byte, and bytes per microsecond from then on.
+_LAUNCH = 1.2
+_BANDWIDTH = 4.4e6
+# Copies by the driver, and kernels that read more than `_MANY` arrays, are slower.
+_COPY_LAUNCH = 1.5
+_COPY_BANDWIDTH = 2.9e6
+_MANY = 8
+_MANY_BANDWIDTH = 1.5e6
+_MANY_REDUCED = 0.4e6
+_MANY_REDUCED_LATENCY = 25.0
+_MANY_REDUCED_BANDWIDTH = 2.5e6
+# A value of a factor whose neighbours are not beside it.
+_STRIDED = 1.22e-6
+# Products: tiles are filled first. Operations per microsecond.
+_PRODUCT_LAUNCH = 4.0
+_PLAIN_FLOPS = 33e6
+SPLIT_FLOPS = 400e6
+# Of a library call on all matrices together, by the rank: constant, linear and quadratic.
+_CHOLESKY = (1.0, 0.3, 0.003)
+_SOLVE = (2.5, 0.27, 0.0016)
+
+
+def microseconds(kernel: Kernel) -> float:
+    """Returns the time of one kernel, or of one call of a library."""
+    if kernel.kind == "cholesky":
+        return _polynomial(_CHOLESKY, kernel.rank)
+    if kernel.kind == "triangular solve":
+        return _polynomial(_SOLVE, kernel.rank)
+    if kernel.kind == "product":
+        compute = kernel.plain_flops / _PLAIN_FLOPS + kernel.split_flops / SPLIT_FLOPS
+        return _PRODUCT_LAUNCH + max(kernel.bytes / _BANDWIDTH, compute)
+    if kernel.kind == "copy":
+        return _COPY_LAUNCH + kernel.bytes / _COPY_BANDWIDTH
+    many = kernel.operands > _MANY
+    if kernel.kind == "reduction" and many:
+        steady = _MANY_REDUCED_LATENCY + kernel.bytes / _MANY_REDUCED_BANDWIDTH
+        return _LAUNCH + min(kernel.bytes / _MANY_REDUCED, steady)
+    memory = kernel.bytes / (_MANY_BANDWIDTH if many else _BANDWIDTH)
+    return _LAUNCH + max(memory, kernel.strided * _STRIDED)
+
+
+def _polynomial(coefficients: tuple[float, float, float], rank: int) -> float:
+    constant, linear, quadratic = coefficients
+    return constant + linear * rank + quadratic * rank**2
+
+
+def by_kind(listed: Iterable[Kernel]) -> dict[str, float]:
+    """Returns the microseconds of an ordinary step by kind of kernel."""
+    total: Counter[str] = Counter()
+    for kernel in listed:
+        if not kernel.in_branch:
+            total[kernel.kind] += microseconds(kernel)
+    return dict(total)
+
+
+def milliseconds(text: str) -> float:
+    """Returns the time of an ordinary step, from the text of its optimised program.
+
+    Collectives are counted as the copies that they are on one device.
+    """
+    return sum(by_kind(kernels(text)).values()) / 1e3
