@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, command_line, listed, one_of
+from benchmarks.common.arguments import at_least, call, command_line, listed, one_of
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import markdown
@@ -270,4 +270,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    call(main)

@@ -1,15 +1,16 @@
-"""Kernels and collectives of an update as XLA compiles it for a GPU, on a machine that has none.
+"""Time, kernels and memory of an update on H200s, predicted on a machine that has none.
 
     python -m benchmarks.gpu_program
-    python -m benchmarks.gpu_program --trees mlp --ranks 4
+    python -m benchmarks.gpu_program --trees mlp --ranks 4 --devices 1
 
-Compiles one update of each reducer for eight H200s, without autotuning, and counts in the optimised
-program: kernels, collectives, memory beside gradients and state as a multiple of the gradients, and
-seconds to compile. Of a conditional the branch with more kernels counts, a loop's body as often as
-it runs. No program is run.
+Compiles one update of each reducer without autotuning, and reads the optimised program: for each
+kernel the bytes that it moves and the operations of its products, and from these its time on one
+card (`benchmarks.gpu_program.model`, whose error stands below the table); collectives, memory
+beside gradients and state as a multiple of the gradients, and seconds to compile. Of a conditional
+the branch that ordinary steps take counts, a loop's body as often as it runs. No program is run.
 
-Needs an environment of its own, 5.6 GB: pip install "jax[cuda12]" optax. Prints the table that is
-in docs/compatibility.md, and writes gpu_program.json.
+Needs an environment of its own, 5 GB: pip install "jax[cuda13]" optax. Prints the table that is in
+docs/compatibility.md, and writes gpu_program.json.
 """
 
 from __future__ import annotations
@@ -30,18 +31,16 @@ from benchmarks.common.arguments import call, command_line, listed, one_of, posi
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
+from benchmarks.gpu_program.kernels import kernels
+from benchmarks.gpu_program.model import ERROR, microseconds
 from benchmarks.gpu_program.target import AXIS, NEEDED, compiler_found, mesh_of, placed
 from benchmarks.overhead.trees import TREES
-from jaxcomp._wire.program import Instruction, Program, read_program
 
 OUT = RESULTS / "gpu_program.json"
-_DEVICES = 8
-# Names for a part of the memory, which cost nothing.
-_FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
-    "partition-id", "replica-id",
-}  # fmt: skip
-_HEADER = ("tree", "reducer", "kernels", "collectives", "temporary memory", "seconds to compile")
+_HEADER = (
+    "tree", "reducer", "predicted, ms", "launches", "words per value", "products, Gflop",
+    "collectives", "temporary / gradients", "seconds to compile",
+)  # fmt: skip
 
 REDUCERS: dict[str, Callable[[int], Any]] = {
     "allreduce": lambda rank: jaxcomp.allreduce(axis_name=AXIS),
@@ -53,35 +52,12 @@ REDUCERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def count(program: Program, computation: int | None = None) -> tuple[int, int]:
-    """Counts kernels and collectives of a computation with all that it calls; by default of all."""
-    kernels = collectives = 0
-    computation = program.entry if computation is None else computation
-    for x in program.computations[computation].instructions.values():
-        if x.opcode in _FREE or x.opcode.endswith("-done"):
-            continue
-        if x.kind is not None:
-            collectives += 1
-        elif x.opcode in ("while", "conditional", "call", "async-start"):
-            more = _called(program, x)
-            kernels, collectives = kernels + more[0], collectives + more[1]
-        else:
-            kernels += 1
-    return kernels, collectives
-
-
-def _called(program: Program, x: Instruction) -> tuple[int, int]:
-    """Counts what an instruction runs: a loop's body as often as it does, the largest branch."""
-    counted = [count(program, computation) for computation in x.called]
-    if x.opcode == "while":
-        return x.times * sum(k for k, _ in counted), x.times * sum(c for _, c in counted)
-    return max(counted)
-
-
-def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:
-    """What is counted of one update; gradients and state are donated."""
+def compiled(tree: str, reducer: str, rank: int, devices: int) -> dict[str, Any]:
+    """Compiles one update, whose gradients and state are donated, and reads the program."""
     grads = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
-    tx, mesh = REDUCERS[reducer](rank), mesh_of("h200", _DEVICES)
+    values = sum(x.size for x in grads.values())
+    tx = REDUCERS[reducer](rank)
+    mesh = mesh_of("h200", devices)
     state = jax.eval_shape(tx.init, grads)
     specs = jaxcomp.state_specs(state, AXIS)
     step = jax.shard_map(
@@ -95,67 +71,79 @@ def compiled(tree: str, reducer: str, rank: int) -> dict[str, Any]:
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
         placed(grads, jax.P(AXIS), mesh), placed(state, specs, mesh)
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     program: Any = lowered.compile()
-    seconds = time.perf_counter() - began
-    kernels, collectives = count(read_program(program))
+    row: dict[str, Any] = {"tree": tree, "reducer": reducer, "devices": devices}
+    row["compile_seconds"] = time.perf_counter() - start
+    if "powersgd" in reducer:
+        row["reducer"] = f"{reducer}, rank {rank}"
     memory = program.memory_analysis().temp_size_in_bytes
+    row["temporary"] = memory / 4 / values
+    return row | counted(program.as_text(), values)
+
+
+def counted(text: str, values: int) -> dict[str, Any]:
+    """Counts what an ordinary step of an optimised program does to so many gradient values."""
+    ordinary = [kernel for kernel in kernels(text) if not kernel.in_branch]
+    collectives = [kernel for kernel in ordinary if kernel.kind == "collective"]
     return {
-        "tree": tree,
-        "reducer": reducer if "powersgd" not in reducer else f"{reducer}, rank {rank}",
-        "kernels": kernels,
-        "collectives": collectives,
-        "temporary": memory / 4 / sum(x.size for x in grads.values()),
-        "compile_seconds": seconds,
+        "predicted_ms": sum(microseconds(kernel) for kernel in ordinary) / 1e3,
+        "launches": len(ordinary) - len(collectives),
+        "collectives": len(collectives),
+        "words": sum(kernel.bytes for kernel in ordinary) / 4 / values,
+        "plain_flops": sum(kernel.plain_flops for kernel in ordinary),
+        "split_flops": sum(kernel.split_flops for kernel in ordinary),
     }
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """Markdown, a row for each program."""
-    rows = [
-        [
-            case["tree"],
-            case["reducer"],
-            f"{case['kernels']:,}",
-            str(case["collectives"]),
-            f"{case['temporary']:.2f}",
-            f"{case['compile_seconds']:.0f}",
-        ]
-        for case in cases
-    ]
+    """Returns Markdown, a row for each program."""
+    rows = []
+    for case in cases:
+        row = [case["tree"], case["reducer"], f"{case['predicted_ms']:.1f}"]
+        row += [f"{case['launches']:,}", f"{case['words']:.1f}"]
+        row.append(f"{(case['plain_flops'] + case['split_flops']) / 1e9:,.0f}")
+        row += [str(case["collectives"]), f"{case['temporary']:.2f}"]
+        row.append(f"{case['compile_seconds']:.0f}")
+        rows.append(row)
     return markdown(_HEADER, rows, left=2)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, checked."""
+    """Returns the arguments, checked."""
     parser = command_line("benchmarks.gpu_program", __doc__)
     parser.add_argument("--trees", default="mlp,gpt2-small", help=", ".join(TREES))
+    parser.add_argument("--reducers", default=";".join(REDUCERS), help="by semicolons")
     parser.add_argument("--ranks", default="4,32")
+    parser.add_argument("--devices", type=int, default=8, help="H200s to compile for")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
-        given.ranks = listed("--ranks", given.ranks, positive_int("--ranks"))
+        arguments.trees = listed("--trees", arguments.trees, one_of("--trees", TREES))
+        arguments.ranks = listed("--ranks", arguments.ranks, positive_int("--ranks"))
+        known = one_of("--reducers", REDUCERS)
+        arguments.reducers = [known(name.strip()) for name in arguments.reducers.split(";")]
     except ValueError as error:
         parser.error(str(error))
-    return given
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    given = parse_arguments(argv)
+    """Runs the command line; returns the exit code."""
+    arguments = parse_arguments(argv)
     if not compiler_found():
         print(f"gpu_program: {NEEDED}", file=sys.stderr)
         return 1
-    cases = [
-        compiled(tree, reducer, rank)
-        for tree in given.trees
-        for reducer in REDUCERS
-        for rank in (given.ranks if "powersgd" in reducer else given.ranks[:1])
-    ]
+    cases = []
+    for tree in arguments.trees:
+        for reducer in arguments.reducers:
+            ranks = arguments.ranks if "powersgd" in reducer else arguments.ranks[:1]
+            for rank in ranks:
+                cases.append(compiled(tree, reducer, rank, arguments.devices))
     run = {**describe("benchmarks.gpu_program", ["jax", "jaxlib"]), "cases": cases}
-    given.out.write_text(json.dumps(run, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(run, indent=1) + "\n")
     print(table(cases))
+    print(f"\n{ERROR}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The counts of `benchmarks.gpu_program`, by hand for a stored program; needs no GPU compiler.
+"""What `benchmarks.gpu_program` reads, by hand for a stored program; needs no GPU compiler.
 
 The program, compiled for eight H200s, from 64 x 64 x (donated) and y and 8 x 8 matrices q::
 
@@ -8,17 +8,51 @@ The program, compiled for eight H200s, from 64 x 64 x (donated) and y and 8 x 8 
 """
 
 import pathlib
+from collections import Counter
 
-from jaxlib import _hlo
+import pytest
 
 from benchmarks.gpu_program import __main__ as gpu_program
-from jaxcomp._wire.program import read_message
+from benchmarks.gpu_program import model
+from benchmarks.gpu_program.kernels import Kernel, kernels
 
-PROGRAM = pathlib.Path(__file__).parent / "data" / "gpu_program.hlo"
+PROGRAM = (pathlib.Path(__file__).parent / "data" / "gpu_program.hlo").read_text()
 
 
-def test_kernels_are_those_of_the_entry_its_loops_and_its_largest_branch():
-    # Nine in the entry computation, three in each of five turns, one in either branch.
-    module = _hlo.hlo_module_from_text(PROGRAM.read_text())
-    program = read_message(module.as_serialized_hlo_module_proto())
-    assert gpu_program.count(program) == (9 + 5 * 3 + 1, 1)
+def test_kernels_are_those_of_the_entry_its_loops_and_its_branches():
+    """Nine in the entry computation, three in each of five turns, one in either branch."""
+    listed = kernels(PROGRAM)
+    kinds = Counter(kernel.kind for kernel in listed)
+    assert len(listed) == 9 + 5 * 3 + 2 + 1
+    assert kinds["collective"] == 1
+    assert kinds["cholesky"] == 1
+    assert [kernel.in_branch for kernel in listed].count(True) == 1
+    counted = gpu_program.counted(PROGRAM, 64 * 64)
+    assert (counted["launches"], counted["collectives"]) == (9 + 5 * 3 + 1, 1)
+
+
+def test_bytes_and_operations_are_those_of_the_shapes():
+    products = [kernel for kernel in kernels(PROGRAM) if kernel.kind == "product"]
+    flops = sorted(kernel.plain_flops for kernel in products)
+    assert flops[-1] == 2 * 64**3
+    largest = max(products, key=lambda kernel: kernel.plain_flops)
+    assert largest.bytes >= 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "measured"),
+    [
+        # Of one update at ranks 4, 8, 32 and 128, in microseconds, as an H200 ran them.
+        (Kernel("loop_add_fusion", "elementwise", 463_170_000), 104.7),
+        (Kernel("loop_select_fusion_54", "elementwise", 37_750_000), 9.8),
+        (Kernel("loop_select_fusion_237", "elementwise", 10_000), 1.3),
+        (Kernel("loop_add_select_fusion", "elementwise", 618_390_000, strided=4 * 38_597_376), 189),
+        (Kernel("loop_add_select_fusion", "elementwise", 618_390_000, strided=8 * 38_597_376), 382),
+        (Kernel("gemm_fusion_dot_67", "product", 11_400_000, 151_000_000), 8.4),
+        (Kernel("gemm_fusion_dot_25", "product", 156_520_000, 309_900_000), 46.7),
+        (Kernel("potrf", "cholesky", 0, rank=128), 89),
+        (Kernel("trsm", "triangular solve", 0, rank=32), 12.4),
+    ],
+)
+def test_the_time_of_a_kernel_is_near_what_a_card_took(kernel, measured):
+    assert model.microseconds(kernel) == pytest.approx(measured, rel=0.2)
