@@ -39,45 +39,52 @@ def streaming(**kwargs):
 sgd_step = step_of(INNER)
 
 
+def recorded_round(recording):
+    """A round of torchft's test: two layers of one weight, SGD(2) outside, steps of -2 inside."""
+
+    def step(params, state, batch):
+        params = jax.tree.map(lambda leaf: leaf - 2.0, params)
+        return params, state, [layer["weight"] for layer in params["layers"]]
+
+    return jaxcomp.local_sgd_round(
+        step,
+        sync_every=6,
+        axis_name=AXIS,
+        fragments=["layers/0", "layers/1"],
+        outer=optax.sgd(2.0),
+        fragment_sync_delay=recording["fragment_sync_delay"],
+        fragment_update_alpha=recording["fragment_update_alpha"],
+    )
+
+
 @pytest.mark.parametrize("recording", RECORDED["recordings"], ids=range(6))
 def test_torchfts_recorded_runs(recording):
     expected = np.asarray(recording["parameters"])
-    kwargs = {
-        "sync_every": 6,
-        "axis_name": AXIS,
-        "fragments": ["layers/0", "layers/1"],
-        "outer": optax.sgd(2.0),
-        "fragment_sync_delay": recording["fragment_sync_delay"],
-        "fragment_update_alpha": recording["fragment_update_alpha"],
-    }
+    round_ = recorded_round(recording)
     params = {"layers": [{"weight": jnp.ones((1, 1))}, {"weight": jnp.ones((1, 1))}]}
 
-    def step(params, state, batch):
-        params = jax.tree.map(lambda p: p - 2.0, params)
-        return params, state, [layer["weight"] for layer in params["layers"]]
-
-    round_ = jaxcomp.local_sgd_round(step, **kwargs)
-
     def train(params):
-        state, seen = round_.init(params, ()), []
+        state = round_.init(params, ())
+        results = []
         for _ in range(2):
             params, state, ends = round_(params, state, jnp.zeros((6, 1)))
-            seen.append((params, state.local, ends))
-        return seen
+            results.append((params, state.local, ends))
+        return results
 
-    seen = jax.jit(jax.vmap(train, in_axes=None, axis_name=AXIS, axis_size=2))(params)
-    for number, (shared, local, ends) in enumerate(seen):
-        for i, layer in enumerate(shared["layers"]):
-            at = 6 * number
-            anchor = recording["global_parameters"][str(at + 6)][i]
-            np.testing.assert_allclose(np.ravel(layer["weight"]), [anchor] * 2, rtol=1e-5)
-            here = np.ravel(local["layers"][i]["weight"])
-            np.testing.assert_allclose(here, [expected[at + 6, i]] * 2, rtol=1e-5)
+    results = jax.jit(jax.vmap(train, in_axes=None, axis_name=AXIS, axis_size=2))(params)
+    for number, (shared, local, ends) in enumerate(results):
+        begin = 6 * number
+        for i in range(2):
+            anchor = recording["global_parameters"][str(begin + 6)][i]
+            weights = np.ravel(shared["layers"][i]["weight"])
+            np.testing.assert_allclose(weights, [anchor] * 2, rtol=1e-5)
+            kept = np.ravel(local["layers"][i]["weight"])
+            np.testing.assert_allclose(kept, [expected[begin + 6, i]] * 2, rtol=1e-5)
             # What a step ends with comes before the average, which is used after steps 3 and 6.
-            steps = [t for t in range(6) if t != (2, 5)[i]]
-            for replica in np.reshape(ends[i], (2, 6))[:, steps]:
-                wanted = expected[at + 1 : at + 7, i][steps]
-                np.testing.assert_allclose(replica, wanted, rtol=1e-5, atol=1e-5)
+            steps = [step for step in range(6) if step != (2, 5)[i]]
+            after_steps = expected[begin + 1 : begin + 7, i][steps]
+            for replica in np.reshape(np.asarray(ends[i]), (2, 6)):
+                np.testing.assert_allclose(replica[steps], after_steps, rtol=1e-5, atol=1e-5)
 
 
 CASES = [
@@ -94,25 +101,35 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case):
     kwargs = streaming(**case)
-    every, delay = kwargs["sync_every"], kwargs["fragment_sync_delay"]
-    alpha, turns = kwargs["fragment_update_alpha"], [3, every] if "fragments" not in case else [6]
+    every = kwargs["sync_every"]
+    turns = {"a": 3, "b": every, "c": every}
+    if "fragments" in case:
+        turns = dict.fromkeys("abc", 6)
+    atol = 5e-3 if "reducer" in case else 2e-6
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
+
     targets = random_grads(SHAPES, 4, 2 * every)
     shared, state, ends = rounds(jaxcomp.local_sgd_round(sgd_step, **kwargs), PARAMS, targets)
-    for name in SHAPES:
-        turn = turns[0 if name == "a" else -1]
-        local, anchors = in_numpy(0.5, targets[name], every, turn, delay, alpha)
-        atol = 5e-3 if "reducer" in case else 2e-6
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
+    for name, turn in turns.items():
+        local, anchors = in_numpy(
+            0.5,
+            targets[name],
+            every,
+            turn,
+            kwargs["fragment_sync_delay"],
+            kwargs["fragment_update_alpha"],
+        )
         for copy in shared[name]:  # equal bit for bit on each device
             np.testing.assert_array_equal(copy, shared[name][0])
         close(shared[name][0], anchors[-1])
         if state.local:
             close(state.local[name].reshape(local[:, -1].shape), local[:, -1])
         # What a step ends with comes before the average.
-        steps = [t for t in range(2 * every) if (t + 1 - turn) % every]
+        steps = [step for step in range(2 * every) if (step + 1 - turn) % every]
         close(ends[name][:, steps], local[:, steps])
-    for k, name in enumerate("ab"):  # a residual for each fragment
-        assert "reducer" not in case or np.any(state.reducer[k].residual[name])
+    if "reducer" in case:
+        for number, name in enumerate("ab"):  # a residual for each fragment
+            assert np.any(state.reducer[number].residual[name])
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
@@ -146,52 +163,64 @@ def test_a_list_of_one_is_the_optimizer_of_a_whole_round():
         jaxcomp.local_sgd(INNER, sync_every=6, axis_name=AXIS, outer=[NESTEROV])
 
 
+def with_nan(targets, replica, steps):
+    """The targets of fragment "a" with NaN on one replica in some steps."""
+    spoilt = {name: np.array(leaf) for name, leaf in targets.items()}
+    spoilt["a"][replica, steps] = np.nan
+    return spoilt
+
+
 def test_the_steps_after_an_average_was_sent_and_the_average_share_no_data():
     round_ = jaxcomp.local_sgd_round(
         sgd_step, **streaming(fragments=1, fragment_sync_delay=2, fragment_update_alpha=0.0)
     )
-    targets = {name: np.array(x) for name, x in random_grads(SHAPES, 2, 6).items()}
-    first, _, steps = rounds(round_, PARAMS, targets)
-    late = jax.tree.map(lambda x: np.where(np.arange(6).reshape(1, 6, *[1] * (x.ndim - 2)) < 4, x,
-                                           np.nan), targets)  # fmt: skip
-    np.testing.assert_array_equal(rounds(round_, PARAMS, late)[0]["a"], first["a"])
-    targets["a"][1] = np.nan  # from the other replica: in the average, and nowhere else
-    spoilt, _, others = rounds(round_, PARAMS, targets)
+    targets = random_grads(SHAPES, 2, 6)
+    whole, _, steps = rounds(round_, PARAMS, targets)
+    late = with_nan(targets, slice(None), slice(4, None))
+    unchanged, _, _ = rounds(round_, PARAMS, late)
+    np.testing.assert_array_equal(unchanged["a"], whole["a"])
+    # From the other replica: in the average, and nowhere else.
+    spoilt, _, others = rounds(round_, PARAMS, with_nan(targets, 1, slice(None)))
     assert np.isnan(spoilt["a"]).all()
     np.testing.assert_array_equal(others["a"][0], steps["a"][0])
 
 
 def test_a_round_that_is_not_finite_leaves_no_trace():
-    targets = {name: np.array(x) for name, x in random_grads(SHAPES, 2, 12).items()}
-    targets["a"][1, 6] = np.nan  # in the second round, before fragment "a" is sent
+    targets = random_grads(SHAPES, 2, 12)
+    first_round = jax.tree.map(lambda leaf: leaf[:, :6], targets)
+    spoilt = with_nan(targets, 1, 6)  # in the second round, before fragment "a" is sent
     round_ = jaxcomp.local_sgd_round(
         sgd_step, **streaming(outer=optax.apply_if_finite(NESTEROV, 3), reducer=HALF_PRECISION)
     )
-    half = jax.tree.map(lambda x: x[:, :6], targets)
-    before, kept, _ = rounds(round_, PARAMS, half)
-    after, state, _ = rounds(round_, PARAMS, targets)
+    before, kept, _ = rounds(round_, PARAMS, first_round)
+    after, state, _ = rounds(round_, PARAMS, spoilt)
     np.testing.assert_array_equal(after["a"], before["a"])
     jax.tree.map(np.testing.assert_array_equal, state.reducer[0], kept.reducer[0])
-    momenta = [jax.tree.leaves(x.outer[0].inner_state) for x in (state, kept)]
-    jax.tree.map(np.testing.assert_array_equal, *momenta)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((after, state.local)))
+    momenta = state.outer[0].inner_state
+    jax.tree.map(np.testing.assert_array_equal, momenta, kept.outer[0].inner_state)
+    for leaf in jax.tree.leaves((after, state.local)):
+        assert np.isfinite(leaf).all()
 
 
 def test_bytes_of_the_compiled_round_are_those_of_its_steps():
     round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=3, fragment_sync_delay=1))
-    targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, 6, *x.shape), x.dtype), PARAMS)
 
     def train(params, targets):
-        batches = jax.tree.map(lambda x: x[0], targets)
-        return round_(params, round_.init(params, INNER.init(params)), batches)[0]
+        batches = jax.tree.map(lambda leaf: leaf[0], targets)
+        params, _, _ = round_(params, round_.init(params, INNER.init(params)), batches)
+        return params
+
+    def shape(leaf):
+        return jax.ShapeDtypeStruct((2, 6, *leaf.shape), leaf.dtype)
 
     mapped = sharded(2, train, (jax.P(), jax.P(AXIS)), jax.P())
-    program = hlo.program(mapped, PARAMS, targets)
-    steps = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
-    assert steps == [48, 0, 20, 0, 4, 0]  # for use after 2, 4 and 6 steps
-    assert [sent_bytes([sent]) for sent in hlo.collectives(program.as_text())] == [48, 20, 4]
+    program = hlo.program(mapped, PARAMS, jax.tree.map(shape, PARAMS))
+    promised = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
+    assert promised == [48, 0, 20, 0, 4, 0]  # for use after 2, 4 and 6 steps
+    sent = [sent_bytes([one]) for one in hlo.collectives(program.as_text())]
+    assert sent == [48, 20, 4]
     assert not any(collective.in_loop for collective in jaxcomp.collectives(program))
-    assert round_.bytes(PARAMS).bytes_after == sum(steps) / 6
+    assert round_.bytes(PARAMS).bytes_after == sum(promised) / 6
 
 
 BAD = [
