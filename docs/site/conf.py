@@ -10,13 +10,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
+import jaxcomp
+import torch_bridge
+
 project = "jaxcomp"
 author = "The jaxcomp authors"
+release = jaxcomp.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["site/conf.py"]
@@ -31,7 +38,7 @@ nb_execution_raise_on_error = True
 nb_output_stderr = "remove-warn"
 
 html_theme = "furo"
-html_title = "jaxcomp"
+html_title = f"jaxcomp {release}"
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
@@ -40,7 +47,10 @@ copybutton_exclude = ".linenos, .gp"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # the docstrings give shapes and units, which types do not
+autodoc_typehints = "signature"  # shapes and units are in the text
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 napoleon_numpy_docstring = False
@@ -53,6 +63,33 @@ LINK = re.compile(
 MULTILINE = re.MULTILINE | re.DOTALL
 # Single backticks, and not those of a role such as :math:`x` or of what is code already.
 CODE = re.compile(r":\w+:`[^`]*`|``[^`]*``|`([^`]+)`")
+
+
+def _public_names() -> dict[str, str]:
+    """Every public name, by its last part: `DataParallel` -> `jaxcomp.types.DataParallel`."""
+    names = {}
+    for module in (torch_bridge, jaxcomp.types, jaxcomp.extend, jaxcomp):
+        for name in module.__all__:
+            names[name] = f"{module.__name__}.{name}"
+    return names
+
+
+PUBLIC = _public_names()
+# Pages of others, by the first part of a name. optax has many names on a page.
+JAX = "https://docs.jax.dev/en/latest/_autosummary/{}.html"
+NUMPY = "https://numpy.org/doc/stable/reference/generated/{}.html"
+OPTAX = "https://optax.readthedocs.io/en/latest/api/{page}.html#{name}"
+OPTAX_PAGES = {
+    "GradientTransformation": "transformations",
+    "GradientTransformationExtraArgs": "transformations",
+    "TransformUpdateFn": "transformations",
+    "chain": "combining_optimizers",
+    "apply_updates": "apply_updates",
+    "MultiSteps": "transformations",
+    "adam": "optimizers",
+    "adamw": "optimizers",
+    "sgd": "optimizers",
+}
 
 
 def _repository_links(text: str) -> str:
@@ -90,10 +127,53 @@ def _read_included(app: Any, path: Path, parent: str, source: list[str]) -> None
     source[0] = _repository_links(source[0])
 
 
+def _reference(found: re.Match[str]) -> str:
+    """A name in code as a link to its entry, here or on the pages of jax or numpy."""
+    code = found[1]
+    if not code:
+        return found[0]
+    if code in PUBLIC:
+        return f":py:obj:`{code} <{PUBLIC[code]}>`"
+    if _page_of(code):
+        return f":py:obj:`{code}`"
+    return f"``{code}``"
+
+
+def _page_of(name: str) -> str | None:
+    """The page that another project has of a name."""
+    if not re.fullmatch(r"[\w.]+", name):
+        return None
+    package, _, rest = name.partition(".")
+    if package == "jax" and rest:
+        # Types are written with the module that defines them; pages have the public name.
+        return None if "._" in name else JAX.format(name)
+    if package == "numpy" and rest and rest[0].islower():
+        return NUMPY.format(name)
+    if package == "optax" and rest in OPTAX_PAGES:
+        return OPTAX.format(page=OPTAX_PAGES[rest], name=name)
+    return None
+
+
+def _missing_reference(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Resolves names of jax, numpy and optax, and ours by the module that defines them."""
+    target = node.get("reftarget", "")
+    name = target.rpartition(".")[2]
+    if target.startswith(("jaxcomp._", "torch_bridge._")) and name in PUBLIC:
+        domain = env.get_domain("py")
+        document, builder = node["refdoc"], app.builder
+        return domain.resolve_xref(env, document, builder, "obj", PUBLIC[name], node, content)
+    page = _page_of(target)
+    if page is None:
+        return None
+    link = nodes.reference("", "", internal=False, refuri=page)
+    link += content
+    return link
+
+
 def _markdown_code(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]):
     """Docstrings write code between single backticks, as comments and documents do."""
     del app, what, name, thing, options
-    text = CODE.sub(lambda found: f"``{found[1]}``" if found[1] else found[0], "\n".join(lines))
+    text = CODE.sub(_reference, "\n".join(lines))
     lines[:] = text.split("\n")
 
 
@@ -102,3 +182,4 @@ def setup(app: Any) -> None:
     app.connect("source-read", _read_page)
     app.connect("include-read", _read_included)
     app.connect("autodoc-process-docstring", _markdown_code)
+    app.connect("missing-reference", _missing_reference)
