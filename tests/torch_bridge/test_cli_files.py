@@ -1,9 +1,13 @@
 """The files that the command line writes: whole or not there, checked, in little memory."""
 
 import errno
+import io
 import json
 import os
 import pathlib
+import resource
+import sys
+import time
 
 import orbax.checkpoint as ocp
 import pytest
@@ -13,7 +17,8 @@ import torch_bridge
 from benchmarks import bridge_memory
 from tests.helpers.cli_model import PARAMS, document
 from tests.helpers.script import python
-from torch_bridge.__main__ import OK, UNUSABLE, main
+from torch_bridge.__main__ import INTERRUPTED, OK, UNUSABLE, main
+from torch_bridge._cli import convert, progress
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out")
 BACK = ("--like", "checkpoint.pt", "--out", "back.pt")
@@ -135,6 +140,46 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(fails, monkeypatch):
     monkeypatch.setattr(ocp.CheckpointManager, "save", save)
     assert fails(*TO_FLAX, "run", said="error: run: No space left on device\n")
     assert not list(pathlib.Path("run").iterdir())
+
+
+@pytest.mark.parametrize("values", [1, 100_000])  # noticed at the end, and while it is written
+def test_a_full_disk_on_the_way_back_is_one_sentence_and_leaves_the_old_file(fails, values):
+    torch.save(document() | {"more": torch.ones(values)}, "checkpoint.pt")
+    assert main([*TO_FLAX, "run"]) == OK
+    pathlib.Path("back.pt").write_bytes(b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        assert fails("to-torch", "run", *BACK, "--force", said="error: back.pt: File too large\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert pathlib.Path("back.pt").read_bytes() == b"old"
+    assert not list(pathlib.Path().glob(".*.tmp"))
+
+
+def test_an_interrupt_is_one_line(call, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "load", interrupted)
+    assert call(*TO_FLAX, "run") == (INTERRUPTED, "", "error: interrupted\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_a_terminal_sees_what_a_long_conversion_is_at_and_a_file_does_not(monkeypatch, kind):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    stderr = kind()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress.steps(2) as begin:
+        begin("reading")
+        time.sleep(0.3)
+    assert ("reading" in stderr.getvalue()) == stderr.isatty()
 
 
 def test_a_pipe_is_not_waited_for_nor_one_behind_a_linked_folder(fails, tmp_path):

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its name when the block ends, and goes if it fails.
+    """Opens a new file that takes the name `path` when the block ends, and goes if it fails.
 
     The bytes are on the disk before the name changes, so that a crash leaves the old file or the
     new one. The new file has the mode of the old one.
@@ -22,7 +22,7 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
       path: The file to replace; its folder must exist.
 
     Raises:
-      OSError: The folder cannot be written to.
+      OSError: The folder cannot be written to, or the disk is full; with the path.
     """
     # Not tempfile: that would make the file readable by its owner only. An exclusive name that
     # cannot be foreseen, so that nobody's link is followed and no other writer's file is taken.
@@ -35,8 +35,12 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # as it writes what is left
+                file.close()
             temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)  # of a write the system does not say it
             raise
     with contextlib.suppress(OSError):  # not every file system lets a folder be synced
         folder = os.open(path.parent, os.O_RDONLY)
@@ -47,7 +51,7 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def no_file(path: pathlib.Path) -> str | None:
-    """What lies at `path` where it is no file, as a pipe would be waited for; None for a file.
+    """Says what lies at `path` where it is no file, as a pipe would be waited for; else None.
 
     Raises:
       OSError: There is nothing.

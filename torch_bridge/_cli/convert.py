@@ -17,6 +17,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli.files import FlaxFile, write_flax
+from torch_bridge._cli.progress import steps
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_groups import MOMENTS
 from torch_bridge._convert.to_flax import FlaxRun, to_flax
@@ -35,50 +36,64 @@ _STATES: dict[frozenset[str], Any] = {
 
 
 def convert_to_flax(options: argparse.Namespace) -> None:
-    """``to-flax``: torch files to an orbax directory."""
+    """Converts torch files to an orbax directory (``to-flax``)."""
     _check_out(options)
-    checkpoint = load(options.files, max_bytes=options.max_bytes)
-    config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
-    if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
-        if "comm_dtype" in kwargs:
-            kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
-        config = {"powersgd": kwargs}
-    run = to_flax(
-        checkpoint,
-        options.params,
-        apply=options.apply,
-        layout=options.layout,
-        missing_ranks=options.missing_ranks,
-        param_names=options.param_names,
-        consume=True,
-        **options.pairing,
-    )
-    state = _entries(run)
-    write_flax(options.out, state, config, force=options.force)
+    with steps(3) as begin:
+        begin(f"reading {len(options.files)} file(s)")
+        checkpoint = load(options.files, max_bytes=options.max_bytes)
+        config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
+        if checkpoint.powersgd:
+            kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
+            if "comm_dtype" in kwargs:
+                kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
+            config["powersgd"] = kwargs
+        begin("converting")
+        run = to_flax(
+            checkpoint,
+            options.params,
+            apply=options.apply,
+            layout=options.layout,
+            missing_ranks=options.missing_ranks,
+            param_names=options.param_names,
+            consume=True,
+            **options.pairing,
+        )
+        state = _entries(run)
+        begin("writing")
+        write_flax(options.out, state, config, force=options.force)
     size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
     print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
 
 
 def convert_to_torch(options: argparse.Namespace) -> None:
-    """``to-torch``: what a training script or ``to-flax`` wrote, as `save_checkpoint` writes."""
+    """Converts what a training script or ``to-flax`` wrote to a torch file (``to-torch``)."""
     import_torch()  # before large files are read
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _check_out(options)
-    like = load(options.like, max_bytes=options.max_bytes)
-    file = FlaxFile(options.checkpoint)
-    pairs = pairs_for(like.model, _parts(file.shapes)[-1], None, options.pairing)
-    layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
-    for record in like.powersgd:  # the way back needs their shapes only
-        record.error_dict.update(hollow(record.error_dict))
-    like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
-    run = _parts(file.read())
-    names = options.param_names
-    # What only the call holds is dropped part by part.
-    document = to_torch(run.pop(), run.pop(), like, layout=layout, param_names=names, pairs=pairs)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_document(options.out, document)
+    with steps(3) as begin:
+        begin("reading")
+        like = load(options.like, max_bytes=options.max_bytes)
+        file = FlaxFile(options.checkpoint)
+        pairs = pairs_for(like.model, _parts(file.shapes)[-1], None, options.pairing)
+        layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
+        for record in like.powersgd:  # the way back needs their shapes only
+            record.error_dict.update(hollow(record.error_dict))
+        like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
+        run = _parts(file.read())
+        begin("converting")
+        # What only the call holds is dropped part by part.
+        document = to_torch(
+            run.pop(),
+            run.pop(),
+            like,
+            layout=layout,
+            param_names=options.param_names,
+            pairs=pairs,
+        )
+        begin("writing")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 

@@ -183,7 +183,10 @@ def to_flax(
         for each in checkpoint.powersgd:
             each.error_dict.clear()
     rates = learning_rate if step is None else None
-    for text in _doubts(checkpoint, layout, plan, calls, rates):
+    doubts = list(_doubts(checkpoint, layout, plan, calls, rates))
+    if plan:
+        doubts.extend(plan.notes(scheduled=learning_rate is not None))
+    for text in doubts:
         warnings.warn(text, stacklevel=2)
     optimizer = optimizer_state = None
     if plan:
@@ -260,7 +263,6 @@ def _doubts(
         "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
         "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
     )
-    yield from plan.notes(rates is not None)
     counted = plan.counted
     each = rates if isinstance(rates, Sequence) else [rates]
     if counted not in (0, calls) and any(map(callable, each)):

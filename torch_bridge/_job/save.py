@@ -298,7 +298,17 @@ def _record_of(state: PowerSGDState) -> PowerSGDRecord:
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
-    """``torch.save``, whole or not at all."""
+    """Writes a file by ``torch.save``, whole or not at all.
+
+    Raises:
+      OSError: The disk is full, for example.
+    """
     torch = import_torch()
     with replacing(path) as file:
-        torch.save(document, file)
+        try:
+            torch.save(document, file)
+        except RuntimeError as error:
+            # What torch says of its own archive hides what the system said of the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
