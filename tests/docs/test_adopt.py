@@ -1,6 +1,7 @@
 """docs/adopt.md: every program runs, its diff is true, its checkpoint moves to other devices."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -9,12 +10,16 @@ import re
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 
+import jaxcomp
 from tests.helpers.control import apart, assert_no_further
 from tests.helpers.paths import ROOT
+from tests.helpers.runners import MAPPINGS, mesh_of, over_replicas, start
 
 PAGE = (ROOT / "docs/adopt.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -122,3 +127,133 @@ def test_how_much_is_carried_goes_into_every_log(capsys):
     for name, share in re.findall(shares, printed, re.M):
         # Training amplifies rounding: two right runs are some points apart.
         assert float(there[name]) == pytest.approx(float(share), abs=15)
+
+
+SCALED = {"data": 2, "params": np.full((16, 16), 1 / 16, np.float32)}
+
+
+def overflowing(step):
+    """Draws a batch for two replicas; in step 2 one of them overflows."""
+    x = np.random.default_rng(step).normal(size=(2, 8, 16)).astype(np.float32)
+    if step == 2:
+        x[1] = 1e30
+    return x
+
+
+def recipes():
+    """Returns the two programs about DynamicScale, and the names around them."""
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    names = {"functools": functools, "jax": jax, "jnp": jnp, "jaxcomp": jaxcomp, "optax": optax}
+    names["P"] = jax.P
+    names["reducer"] = reducer
+    names["optimizer"] = optax.sgd(0.1)
+    names["tx"] = optax.chain(reducer, optax.sgd(0.1))
+    names["loss_fn"] = lambda params, x: jnp.mean((x @ params) ** 2)
+    text = PAGE[PAGE.index("### float16 with flax's DynamicScale") :]
+    return re.findall(r"```python\n(.*?)```", text, re.S), names
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(mapping):
+    (mapped, _), names = recipes()
+    exec(mapped, names)
+    state, specs = start(mapping, names["tx"].init(SCALED["params"]), 2)
+
+    def step(x, state, both):
+        params, scale = both
+        params, state, scale, _ = names["train_step"](params, state, scale, x)
+        return (params, scale), state
+
+    run = over_replicas(mapping, step, 2, specs, shared=1)
+    both = SCALED["params"], names["scale"]
+    seen = []
+    for k in range(5):
+        both, state = run(overflowing(k), state, both)
+        if mapping != "shard_map":  # which proves it
+            jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[1]), both)
+            both = jax.tree.map(lambda x: x[0], both)
+        seen.append(jax.device_get(both[0]))
+    assert np.isfinite(seen[-1]).all()
+    np.testing.assert_array_equal(seen[2], seen[1])
+    assert (seen[3] != seen[2]).any()
+    assert both[1].scale == names["scale"].scale / 2
+
+
+def test_a_loss_scale_in_a_jit_loop_leaves_one_step_out():
+    (first, second), names = recipes()
+    exec(first, names)
+    mesh = mesh_of(2)
+    with jax.set_mesh(mesh):
+        exec(second, names)
+        params, scale = SCALED["params"], names["scale"]
+        state = names["optimizer"].init(params)
+        reduced = names["value_and_grad"].init(params)
+        seen = []
+        for k in range(5):
+            batch = overflowing(k).reshape(16, 16)
+            params, state, reduced, scale, _ = names["train_step"](
+                params, state, reduced, scale, batch
+            )
+            seen.append(jax.device_get(params))
+    np.testing.assert_array_equal(seen[2], seen[1])
+    assert np.isfinite(seen[-1]).all()
+    assert (seen[3] != seen[2]).any()
+    assert int(reduced.count) == 4
+    assert scale.scale == names["scale"].scale / 2
+
+
+def test_a_state_that_is_laid_out_by_rule_is_noticed_and_the_way_out_works():
+    """Copies of all residuals everywhere are gathered on every step."""
+    mesh = mesh_of(4)
+    params = {"w": jnp.ones((64, 64))}
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), reducer, mesh=mesh)
+    state, x = run.init(params), np.ones((8, 64), np.float32)
+    whole = jax.NamedSharding(mesh, jax.P())
+    by_rule = jax.tree.map(lambda _: whole, state)
+    specs = jaxcomp.state_specs(state, "data")
+    by_state = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+
+    def compiled(shardings):
+        step = jax.jit(run, in_shardings=(shardings, whole, None), out_shardings=(None, shardings))
+        return step.lower(jax.eval_shape(lambda s: s, state), params, x).compile()
+
+    with pytest.raises(ValueError, match="all-gather"):
+        jaxcomp.check(compiled(by_rule), reducer, params)
+    jaxcomp.check(compiled(by_state), reducer, params)
+
+
+def test_weights_over_the_replicas_inside_of_jit_are_noticed():
+    mesh = mesh_of(4)
+    params = {"w": jnp.ones((64, 64))}
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), reducer, mesh=mesh)
+    spread = jax.device_put(params, jax.NamedSharding(mesh, jax.P("data")))
+    x = np.ones((8, 64), np.float32)
+    with pytest.raises(ValueError, match="the axis of the replicas"):
+        run.init(spread)
+    compiled = jax.jit(run).lower(run.init(params), spread, x).compile()
+    with pytest.raises(ValueError, match="all-gather"):
+        jaxcomp.check(compiled, reducer, params)
+
+
+def test_named_arrays_go_in_as_plain_ones():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Named:
+        array: jax.Array
+        axes: tuple = dataclasses.field(metadata={"static": True})
+
+        def __post_init__(self):
+            assert self.array is None or np.ndim(self.array) == len(self.axes)
+
+    model = {"w": Named(jnp.ones((16, 16)), ("in", "out"))}
+    leaves, treedef = jax.tree.flatten(model)
+
+    def loss(leaves, x):
+        return jnp.mean((x @ treedef.unflatten(leaves)["w"].array) ** 2)
+
+    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh_of(2))
+    (_, grads), _ = jax.jit(run)(run.init(leaves), leaves, np.ones((4, 16), np.float32))
+    assert treedef.unflatten(grads)["w"].axes == ("in", "out")

@@ -61,27 +61,40 @@ def test_the_call_in_the_table_runs(name):
         np.testing.assert_allclose(outputs[0], mean, atol=tolerance)
 
 
-def test_zero_as_in_the_page():
-    """Only a part of the momentum on every device, and the numbers of the whole."""
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])
+def test_zero_as_in_the_page(optimizer):
+    """Only a part of the moments on every device, and the numbers of the whole."""
     (program,) = (x for x in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "split" in x)
     rng = np.random.default_rng(0)
-    w, batch = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 12), (8, 16)))
+    shapes = {"w": (16, 12), "odd": (7, 12), "scale": ()}  # two that do not divide over four
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    batch = rng.normal(size=(8, 16)).astype(np.float32)
     reducer = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh_of(4), "params": {"w": w}}
-    page |= {"reducer": reducer, "optimizer": optimizer}
-    page["loss_fn"] = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh_of(4), "params": params}
+    page["reducer"] = reducer
+    page["optimizer"] = optimizer
+
+    def loss_fn(params, x):
+        return jnp.mean((params["scale"] * (x @ params["w"])) ** 2) + jnp.sum(params["odd"] ** 2)
+
+    page["loss_fn"] = loss_fn
     exec(program, page)
-    run, params = page["value_and_grad"], page["params"]
-    whole, state, momentum = params, run.init(params), optimizer.init(params)
-    opt_state, other = page["opt_state"], state
-    for _ in range(3):
-        params, state, opt_state = page["train_step"](params, state, opt_state, batch)
-        (_, grads), other = run(other, whole, batch)
-        updates, momentum = optimizer.update(grads, momentum)
-        whole = optax.apply_updates(whole, updates)
-    np.testing.assert_allclose(params["w"], whole["w"], atol=1e-5)
-    assert opt_state[0].trace["w"].addressable_shards[0].data.shape == (4, 12)
+    run = page["value_and_grad"]
+    whole = params
+    state = other = run.init(params)
+    moments = optimizer.init(params)
+    opt_state = page["opt_state"]
+    with jax.numpy_dtype_promotion("standard"):  # what a user has
+        for _ in range(3):
+            params, state, opt_state = page["train_step"](params, state, opt_state, batch)
+            (_, grads), other = run(other, whole, batch)
+            updates, moments = optimizer.update(grads, moments)
+            whole = optax.apply_updates(whole, updates)
+    for name, leaf in params.items():
+        np.testing.assert_allclose(leaf, whole[name], atol=1e-5)
+    moment = optax.tree.get(opt_state, "mu", optax.tree.get(opt_state, "trace"))
+    assert moment["w"].addressable_shards[0].data.shape == (4, 12)
+    assert moment["odd"].addressable_shards[0].data.shape == (7, 3)
 
 
 @pytest.mark.torch
