@@ -25,8 +25,14 @@ if arguments.replicas < 1 or BATCH % arguments.replicas:
 if arguments.directory.exists() and not arguments.directory.is_dir():
     parser.error(f"{arguments.directory} is a file; checkpoints need a directory")
 
-jax.config.update("jax_num_cpu_devices", arguments.replicas)  # leave out where there are GPUs
-mesh = jax.make_mesh((arguments.replicas,), ("data",), devices=jax.devices()[: arguments.replicas])
+jax.config.update("jax_num_cpu_devices", arguments.replicas)  # does nothing where there are GPUs
+devices = jax.devices()
+if len(devices) < arguments.replicas:
+    parser.error(
+        f"--replicas {arguments.replicas}, and JAX sees {len(devices)} {devices[0].platform} "
+        "devices; give fewer replicas, or set JAX_PLATFORMS=cpu"
+    )
+mesh = jax.make_mesh((arguments.replicas,), ("data",), devices=devices[: arguments.replicas])
 
 
 def draw(step):  # by its number only: a resumed run sees what an uninterrupted one would

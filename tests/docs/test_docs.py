@@ -146,6 +146,13 @@ def test_a_checkpoint_of_four_devices_goes_on_on_two(tmp_path, monkeypatch, caps
     assert names["reducer_state"].q["hidden"].shape == (32, 12)
 
 
+def test_more_replicas_than_devices_are_a_sentence(tmp_path, monkeypatch, capsys):
+    """As on a machine with one GPU, where JAX makes no further devices."""
+    with pytest.raises(SystemExit):
+        resumed(tmp_path / "16", 16, monkeypatch, capsys)
+    assert "--replicas 16, and JAX sees 8 cpu devices; give fewer" in capsys.readouterr().err
+
+
 def test_the_program_of_the_readme_trains(capsys):
     (program,) = blocks("README.md")
     # The devices of this process are there already.
