@@ -43,7 +43,10 @@ class Evidence:
     """An example, ready to be run with any leaves.
 
     Attributes:
+      layouts: The layouts of the inputs with which the Flax model runs, the likeliest first.
+      layout: The one with which it is run.
       order: Path of a leaf -> its place in the order in which the Flax model uses them.
+      upward: Paths of the kernels that it uses in a ConvTranspose.
       tolerance: How far outputs may be apart that are equal but for rounding.
       runs: How often the model was run.
     """
@@ -64,9 +67,12 @@ class Evidence:
         self._tree = tree
         inputs, self._theirs = _read(example)
         self._leaves = {path: _filled(leaf) for path, leaf in tree.leaves.items()}
-        self._layouts = self._running_layouts(inputs)
+        self.layouts = self._running_layouts(inputs)
+        self.layout = self.layouts[0]
         self._run: Callable[..., Any] = jax.jit(apply)
-        self.order = self._used(self._layouts[0])
+        self.order: dict[tuple[str, ...], int] = {}
+        self.upward: set[tuple[str, ...]] = set()
+        self._trace()
         self.tolerance = _tolerance([*tensors, *self._theirs])
         self.inputs = inputs
         self.runs = 0
@@ -77,23 +83,17 @@ class Evidence:
         return self._theirs
 
     def apart(self, leaves: Mapping[tuple[str, ...], Any]) -> Apart:
-        """Runs the model with some leaves and compares; inputs are tried in each of their layouts.
+        """Runs the model with some leaves and compares.
 
         Args:
           leaves: Path -> leaf, of all that come from torch.
         """
         self.runs += 1
         params = self._params({**self._leaves, **leaves})
-        results: list[Apart] = []
-        for layout in self._layouts:
-            # On a GPU products of float32 are rounded to fewer bits unless this is said.
-            with jax.default_matmul_precision("highest"):
-                outputs = self._outputs(params, layout)
-            results.append(compare(outputs, self._theirs))
-        best = min(results, key=lambda apart: apart.mean)
-        if len(results) > 1 and best.largest <= self.tolerance:
-            self._layouts = [self._layouts[results.index(best)]]
-        return best
+        # On a GPU products of float32 are rounded to fewer bits unless this is said.
+        with jax.default_matmul_precision("highest"):
+            outputs = self._outputs(params, self.layout)
+        return compare(outputs, self._theirs)
 
     def _outputs(self, params: Any, inputs: Sequence[Any]) -> Any:
         try:
@@ -111,7 +111,9 @@ class Evidence:
         for array in inputs:
             choices.append([array])
             if array.ndim >= _MAP_AXES and array.dtype.kind not in "iub":
-                choices[-1].append(np.ascontiguousarray(np.moveaxis(array, 1, -1)))
+                moved = np.ascontiguousarray(np.moveaxis(array, 1, -1))
+                # Pictures have their channels last in Flax; a sequence is the same in both.
+                choices[-1].insert(0 if array.ndim > _MAP_AXES else 1, moved)
         layouts: list[list[np.ndarray]] = []
         errors: list[str] = []
         params = self._params(self._leaves)
@@ -142,23 +144,24 @@ class Evidence:
             f"gives, here arrays of {torch_shapes}."
         )
 
-    def _used(self, inputs: Sequence[Any]) -> dict[tuple[str, ...], int]:
-        """Finds out in which order the model uses its leaves; those not used come last."""
+    def _trace(self) -> None:
+        """Finds out in which order the model uses its leaves, unused ones last, and how."""
         params = self._params(self._leaves)
         try:
-            traced = jax.make_jaxpr(self._apply)(params, *inputs)
+            traced = jax.make_jaxpr(self._apply)(params, *self.layout)
         except jax.errors.ConcretizationTypeError:
-            return {path: place for place, path in enumerate(self._tree.shapes)}
+            self.order = {path: place for place, path in enumerate(self._leaves)}
+            return
         paths = list(self._leaves)
         sources: dict[Any, int] = {}
         for place, variable in enumerate(traced.jaxpr.invars[: len(paths)]):
             sources[variable] = place
         used: dict[int, int] = {}
-        _follow(traced.jaxpr, sources, used)
-        order: dict[tuple[str, ...], int] = {}
+        upward: set[int] = set()
+        _follow(traced.jaxpr, sources, used, upward)
+        self.upward = {paths[place] for place in upward}
         for place, path in enumerate(paths):
-            order[path] = used.get(place, len(paths))
-        return order
+            self.order[path] = used.get(place, len(paths))
 
 
 def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
@@ -264,13 +267,16 @@ def _filled(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype)
 
 
-def _follow(jaxpr: core.Jaxpr, sources: dict[Any, int], used: dict[int, int]) -> None:
+def _follow(
+    jaxpr: core.Jaxpr, sources: dict[Any, int], used: dict[int, int], upward: set[int]
+) -> None:
     """Notes the order in which leaves meet an operation that is not a view of one.
 
     Args:
       jaxpr: What is looked through, with all that it calls.
       sources: Variable -> number of the leaf that it is; views are added.
       used: Number of a leaf -> its place in the order; filled here.
+      upward: The leaves that a convolution with gaps between its inputs uses; filled here.
     """
     for equation in jaxpr.eqns:
         leaves: list[int] = []
@@ -286,7 +292,7 @@ def _follow(jaxpr: core.Jaxpr, sources: dict[Any, int], used: dict[int, int]) ->
             for variable, argument in zip(inner.invars, arguments, strict=False):
                 if not isinstance(argument, core.Literal) and argument in sources:
                     inside[variable] = sources[argument]
-            _follow(inner, inside, used)
+            _follow(inner, inside, used, upward)
             for result, outer in zip(inner.outvars, equation.outvars, strict=False):
                 if not isinstance(result, core.Literal) and result in inside:
                     sources[outer] = inside[result]
@@ -297,6 +303,8 @@ def _follow(jaxpr: core.Jaxpr, sources: dict[Any, int], used: dict[int, int]) ->
             continue
         for leaf in leaves:
             used.setdefault(leaf, len(used))
+        if max(equation.params.get("lhs_dilation", ()), default=1) > 1:
+            upward.update(leaves)
 
 
 def _called(equation: Any) -> Iterator[core.Jaxpr]:

@@ -174,11 +174,13 @@ class Embedding:
         return (AS_IT_IS,) if torch.shape("weight") == flax.shape("embedding") else ()
 
     def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of the table."""
+        """Makes the pair of the table, whose rows may be flattened maps, too."""
         shape = torch.shape("weight")
         if shape != flax.shape("embedding"):
             return None
-        return make_pair(torch, flax, link, "embedding", _View(shape, tuple(range(len(shape))), 1))
+        view = _View(shape, tuple(range(len(shape))), 1)
+        maps = {"column_maps": answer.unflatten}
+        return make_pair(torch, flax, link, "embedding", view, maps)
 
 
 class Norm:

@@ -140,12 +140,16 @@ class Flow:
                     return parts, f"reads {reads} values, among which a picture may be"
         return None
 
+    def is_table(self, layer: Layer) -> bool:
+        """Tells whether a layer is a table of rows."""
+        return layer.sort == "weight" and not self.sizes[layer].reads
+
     @property
     def tables(self) -> list[int]:
         """The widths of the tables of rows, whose values may stand beside a map."""
         widths: list[int] = []
         for layer in self.layers:
-            if not self.sizes[layer].reads and layer.sort == "weight":
+            if self.is_table(layer):
                 widths.append(self.sizes[layer].gives)
         return list(dict.fromkeys(widths))
 

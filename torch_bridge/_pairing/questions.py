@@ -217,7 +217,7 @@ class Questions:
                     self.answers[layer] = Answer(flatten=maps_of(parts))
 
     def _ask_norms(self) -> None:
-        """Asks about norms of as many values as a map that a layer elsewhere reads."""
+        """Asks about norms and tables of as many values as a map that a layer elsewhere reads."""
         if self.options.plain or self.options.flatten is not None:
             return
         following = self.flow.with_norms(self.answers)
@@ -228,7 +228,16 @@ class Questions:
                 maps[self.flow.sizes[layer].reads] = proposal[0], layer
         for layer in self.flow.layers:
             values = self.flow.sizes[layer].gives
-            if not layer.is_vector or layer in following or values not in maps:
+            if layer in following or values not in maps:
+                continue
+            if self.flow.is_table(layer):
+                shape, reader = maps[values]
+                self.asked.append(
+                    f"{layer.label} has rows of {values} values, as many as {reader.label} reads: "
+                    f"say unflatten={{{layer.label!r}: {shape}}} if they are a flattened map; "
+                    "unflatten={} if not"
+                )
+            if not layer.is_vector:
                 continue
             shape, reader = maps[values]
             beside = self.flow.before(layer) + self.flow.behind(layer)

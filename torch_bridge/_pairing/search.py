@@ -17,7 +17,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Evidence
-from torch_bridge._pairing.kinds import EMBEDDING, Answer, build, kind_of
+from torch_bridge._pairing.kinds import EMBEDDING, IN_OUT, Answer, build, kind_of
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Flow, candidate_maps
 from torch_bridge._pairing.match import Fits, Match, Partners, grouped
@@ -25,7 +25,9 @@ from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 TRIES = 500  # runs of the Flax model at most
 _CHECKS = 64  # further runs that look whether the example tells the reading from its neighbours
-_PATIENCE = 20  # changes of one reading after which another that is twice as far off is looked at
+_PATIENCE = 20  # changes of one reading after which it is put behind one twice as far off
+_FAR = 0.3  # of the outputs' norm: above, a distance says nothing
+_STEP = 0.2  # what one change more counts beside the distance
 _SHOWN = 12  # layers in an error
 _Node: TypeAlias = tuple[Layer, ...]
 
@@ -66,6 +68,30 @@ class Proof(NamedTuple):
     difference: float
 
 
+@dataclasses.dataclass
+class _State:
+    """A reading that was tried, and its changes that have not been.
+
+    Attributes:
+      reading: It.
+      depth: Changes since one of the first readings.
+      distance: How far off its outputs are.
+      tried: How many of its changes have been tried.
+      changes: The others.
+    """
+
+    reading: Reading
+    depth: int
+    distance: float = 0.0
+    tried: int = 0
+    changes: Iterator[Reading] = dataclasses.field(default_factory=lambda: iter(()))
+
+    @property
+    def cost(self) -> float:
+        """What decides which state is gone on with: far ones differ by their depth only."""
+        return (min(self.distance / _FAR, 1.0) + _STEP * self.depth) * (1 + self.tried / _PATIENCE)
+
+
 class Search:
     """The search for one reading among those that the layers of two models allow."""
 
@@ -97,40 +123,51 @@ class Search:
           CheckpointMismatch: None of those tried does, or the example does not tell one from
             another.
         """
-        readings = self._first_readings()
+        nearest: list[tuple[float, Reading]] = []
+        layouts = self._evidence.layouts
+        for place, layout in enumerate(layouts):
+            self._evidence.layout = layout
+            found = self._search(TRIES * (place + 1) // len(layouts), nearest)
+            if found:
+                self._check(found.reading, found.difference)
+                return found
+        raise self._refusal(min(nearest, key=lambda one: one[0])[1])
+
+    def _search(self, tries: int, nearest: list[tuple[float, Reading]]) -> Proof | None:
+        """Looks for a reading with the inputs in one layout.
+
+        Args:
+          tries: Runs in all, earlier layouts included.
+          nearest: The readings that were tried with their distances; filled here.
+        """
+        queue = [_State(reading, 0) for reading in self._first_readings()]
+        waiting: list[tuple[float, int, _State]] = []
         seen: set[Any] = set()
-        waiting: list[tuple[float, int, Reading, Iterator[Reading], int]] = []
-        numbers = itertools.count()
-        nearest: tuple[float, Reading] | None = None
-        queue: list[Reading] = readings
         while queue or waiting:
             if queue:
-                reading = queue.pop(0)
-                parent = None
+                state = queue.pop(0)
             else:
-                parent = heapq.heappop(waiting)
-                reading = next(parent[3], None)
+                _, number, parent = heapq.heappop(waiting)
+                reading = next(parent.changes, None)
                 if reading is None:
                     continue
-                farther = parent[0] * (1 + 1 / _PATIENCE)
-                heapq.heappush(waiting, (farther, *parent[1:]))
-            key = reading.key()
+                parent.tried += 1
+                heapq.heappush(waiting, (parent.cost, number, parent))
+                state = _State(reading, parent.depth + 1)
+            key = state.reading.key()
             if key in seen:
                 continue
             seen.add(key)
-            if self._evidence.runs >= TRIES:
-                break
-            apart = self._apart(reading)
+            if self._evidence.runs >= tries:
+                return None
+            apart = self._apart(state.reading)
             if apart.largest <= self._evidence.tolerance:
-                self._check(reading, apart.largest)
-                return Proof(reading, apart.largest)
-            if nearest is None or apart.mean < nearest[0]:
-                nearest = apart.mean, reading
-            changes = Changes(reading, self._match, self._said, self._evidence)
-            state = (apart.mean, next(numbers), reading, iter(changes), 0)
-            heapq.heappush(waiting, state)
-        assert nearest is not None
-        raise self._refusal(nearest[1])
+                return Proof(state.reading, apart.largest)
+            nearest.append((apart.mean, state.reading))
+            state.distance = apart.mean
+            state.changes = iter(Changes(state.reading, self._match, self._said, self._evidence))
+            heapq.heappush(waiting, (state.cost, len(seen), state))
+        return None
 
     def _apart(self, reading: Reading) -> Any:
         return self._evidence.apart(self._leaves_of(reading))
@@ -162,8 +199,18 @@ class Search:
                 for near in (True, False):
                     partners = walk(self._match, decided, targets, near=near)
                     if len(partners) == len(self._match.torch):
-                        readings.append(Reading(partners, dict(self._said)))
+                        readings.append(Reading(partners, self._upward(partners)))
         return readings
+
+    def _upward(self, partners: Partners) -> dict[Layer, Answer]:
+        """Assumes a ConvTranspose where the Flax model uses a kernel as one does."""
+        answers = dict(self._said)
+        for layer, target in partners.items():
+            paths = {path for path, _ in target.parts.values()}
+            forms = kind_of(layer, target).forms(layer, target)
+            if paths & self._evidence.upward and IN_OUT in forms and layer not in answers:
+                answers[layer] = Answer(form=IN_OUT)
+        return answers
 
     # --- does the example tell? -----------------------------------------------------------------
 
