@@ -125,6 +125,10 @@ class Conv:
         weight = torch.shape("weight")
         kernel = flax.shape("kernel")
         first, second, *space = weight
+        if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
+            wide = _without_ones(weight)
+            orders = [_kernel_order(len(wide)), (*range(1, len(wide)), 0)]
+            return _fitting_orders(wide, _without_ones(kernel), orders)
         forms: list[str] = []
         if kernel == (*space, second, first):
             forms.append(OUT_IN)
@@ -155,7 +159,9 @@ class Conv:
             view = _View(weight, (*space, 0, 1), 1, reverse)
             kind = "conv_transpose.weight"
         else:
-            view = _View(weight, axes_of(form) or (0, 1, 2), 1)
+            if len(weight) != len(flax.shape("kernel")):
+                weight = _without_ones(weight)
+            view = _View(weight, axes_of(form) or tuple(range(len(weight))), 1)
             kind = "array"
         return make_pair(torch, flax, link, kind, view)
 

@@ -152,7 +152,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     attention = bool(packed) and any(map(_ATTENTION.issubset, children.values()))
     modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
-        module, _, local = clean.rpartition(".")
+        local = clean.rpartition(".")[2]
         if local in BUFFER_NAMES and not (local in STATISTICS and tree.has_statistics):
             continue
         module, local = _torch_place(clean, packed, attention)

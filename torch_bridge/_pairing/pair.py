@@ -270,7 +270,7 @@ def _pair(
     names = clean_names(list(tensors))
     kept: dict[str, Any] = {}
     for name, value in tensors.items():
-        if not re.fullmatch(options.ignore or "(?!)", names[name]):
+        if not re.fullmatch(options.ignore or "(?!)", names[name]) and _can_be_leaf(value):
             kept[name] = value
     _refuse_lost_statistics(kept, tree, whole)
     known = _known_forms(model)
@@ -290,6 +290,12 @@ def _pair(
             continue
         return paired._replace(pairs=_with_aliases(paired.pairs, kept, first))
     raise errors[0]
+
+
+def _can_be_leaf(value: Any) -> bool:
+    """Tells whether a tensor has real values: tables of indices are no leaves in Flax."""
+    dtype = str(getattr(value, "dtype", "float32")).removeprefix("torch.")
+    return not re.match(r"u?int|bool", dtype)
 
 
 def _refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, whole: bool) -> None:

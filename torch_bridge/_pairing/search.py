@@ -17,8 +17,8 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Evidence
-from torch_bridge._pairing.kinds import EMBEDDING, IN_OUT, Answer, build, kind_of
-from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.kinds import CONV, EMBEDDING, IN_OUT, Answer, build, kind_of
+from torch_bridge._pairing.layers import Layer, words_of
 from torch_bridge._pairing.maps import Flow, candidate_maps
 from torch_bridge._pairing.match import Fits, Match, Partners, grouped
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
@@ -194,12 +194,12 @@ class Search:
         order = self._evidence.order
         used = sorted(flax, key=lambda target: min(order[p] for p, _ in target.parts.values()))
         readings: list[Reading] = []
-        for decided in (by_name, by_rule):
-            for targets in (used, flax):
-                for near in (True, False):
-                    partners = walk(self._match, decided, targets, near=near)
-                    if len(partners) == len(self._match.torch):
-                        readings.append(Reading(partners, self._upward(partners)))
+        torch_orders = (self._match.torch, _in_turn(self._match.torch))
+        choices = itertools.product((by_name, by_rule), (used, flax), torch_orders, (True, False))
+        for decided, targets, layers, near in choices:
+            partners = walk(self._match, decided, targets, layers=layers, near=near)
+            if len(partners) == len(self._match.torch):
+                readings.append(Reading(partners, self._upward(partners)))
         return readings
 
     def _upward(self, partners: Partners) -> dict[Layer, Answer]:
@@ -265,14 +265,20 @@ class Search:
 
 
 def walk(
-    match: Match, decided: Mapping[Layer, Layer], targets: Sequence[Layer], *, near: bool
+    match: Match,
+    decided: Mapping[Layer, Layer],
+    targets: Sequence[Layer],
+    *,
+    layers: Sequence[Layer] | None = None,
+    near: bool = False,
 ) -> Partners:
-    """Pairs the layers of torch in their order with those of Flax that fit.
+    """Pairs the layers of torch in an order with those of Flax that fit.
 
     Args:
       match: The layers.
       decided: What is paired already.
       targets: The Flax layers in an order.
+      layers: The torch layers in an order; None for that of the state dict.
       near: Whether a layer takes the next that fits behind the partner of the one before it, going
         round; else it takes the first.
     """
@@ -281,7 +287,7 @@ def walk(
     places = {target: place for place, target in enumerate(targets)}
     options = _fitting(match.torch, targets, match.fits)
     start = 0
-    for layer in match.torch:
+    for layer in layers or match.torch:
         if layer not in partners:
             fitting = options[layer.signature]
             fitting = sorted(fitting, key=lambda t: (places[t] - start) % len(targets))
@@ -290,6 +296,34 @@ def walk(
         if near:
             start = places[partners[layer]] + 1
     return partners
+
+
+def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
+    """Orders layers as if series that stand one behind the other were called in turn.
+
+    So lists of filters and of gates become the first filter, the first gate, the second filter.
+    """
+    runs: list[list[list[Layer]]] = []
+    for segments, inside in itertools.groupby(layers, key=_numbered):
+        member = list(inside)
+        words = words_of(segments)[0]
+        if runs and words_of(_numbered(runs[-1][-1][0]))[0] == words:
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+    ordered: list[Layer] = []
+    for _, alike in itertools.groupby(runs, key=len):
+        for turn in zip(*alike, strict=True):
+            ordered += itertools.chain.from_iterable(turn)
+    return ordered
+
+
+def _numbered(layer: Layer) -> tuple[str, ...]:
+    """Returns the innermost module with a number for a name that a layer lies in, or its own."""
+    for length in range(len(layer.segments), 0, -1):
+        if layer.segments[length - 1].isdigit():
+            return layer.segments[:length]
+    return layer.segments
 
 
 def _fitting(torch: Iterable[Layer], flax: Sequence[Layer], fits: Fits) -> dict[Any, list[Layer]]:
@@ -354,6 +388,9 @@ class Changes:
             for _, reading in changes:
                 yield reading
         yield from self._maps_of_norms()
+        for likely, alone in ((True, True), (False, False), (False, True)):
+            for _, reading in self._forms(likely=likely, alone=alone):
+                yield reading
 
     def alternatives(self) -> Iterator[tuple[str, Reading]]:
         """Lists for each thing that names do not tell one other reading, and says which."""
@@ -378,18 +415,32 @@ class Changes:
 
     # --- forms ----------------------------------------------------------------------------------
 
-    def _forms(self) -> Iterator[tuple[list[Layer], Reading]]:
-        """Changes the form of a weight, in all layers of one name together, then in each."""
+    def _forms(
+        self, *, likely: bool = True, alone: bool = False
+    ) -> Iterator[tuple[list[Layer], Reading]]:
+        """Changes the form of a weight, in all layers of one name together.
+
+        Args:
+          likely: Whether to change what is likely to be stored in another form; else the kernels
+            of convolutions that the Flax model does not use as a ConvTranspose with a stride.
+          alone: Whether to change it in each of several layers of one name alone.
+        """
         forms: dict[Layer, tuple[str, ...]] = {}
         for layer in self._layers:
             target = self._reading.partners[layer]
+            paths = {path for path, _ in target.parts.values()}
+            is_conv = kind_of(layer, target) is CONV and not paths & self._evidence.upward
+            if is_conv == likely:
+                continue
             several = kind_of(layer, target).forms(layer, target)
             if len(several) > 1 and not self._said.get(layer, Answer()).form:
                 forms[layer] = several
         groups = list(grouped(forms, lambda layer: (layer.words, forms[layer])).values())
         groups.sort(key=lambda group: len(forms[group[0]]))
-        singles = [[layer] for group in groups if len(group) > 1 for layer in group]
-        for group in groups + singles:
+        if alone:
+            several_layers = [group for group in groups if len(group) > 1]
+            groups = [[layer] for layer in itertools.chain.from_iterable(several_layers)]
+        for group in groups:
             now = self._reading.answers.get(group[0], Answer()).form or forms[group[0]][0]
             for form in forms[group[0]]:
                 if form != now:

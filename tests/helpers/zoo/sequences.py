@@ -21,7 +21,7 @@ def attend(n, q, k, v, heads, mask=None):
     q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in (q, k, v))
     weights = n.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     if mask is not None:
-        weights = weights + n.asarray(mask)
+        weights = weights + (torch.as_tensor(mask) if n is torch else mask)
     soft = torch.softmax(weights, -1) if n is torch else jax.nn.softmax(weights, -1)
     return n.einsum("bhqk,bkhd->bqhd", soft, v).reshape(*q.shape[:2], -1)
 
@@ -96,7 +96,9 @@ class TorchBertLayer(tnn.Module):
         self.attention = tnn.ModuleDict(
             {
                 "self": tnn.ModuleDict({k: tnn.Linear(8, 8) for k in ("query", "key", "value")}),
-                "output": tnn.ModuleDict({"dense": tnn.Linear(8, 8), "LayerNorm": tnn.LayerNorm(8)}),
+                "output": tnn.ModuleDict(
+                    {"dense": tnn.Linear(8, 8), "LayerNorm": tnn.LayerNorm(8)}
+                ),
             }
         )
         self.intermediate = tnn.ModuleDict({"dense": tnn.Linear(8, 16)})
@@ -116,7 +118,9 @@ class TorchBert(tnn.Module):
         tables = {"word_embeddings": tnn.Embedding(11, 8)}
         tables["position_embeddings"] = tnn.Embedding(LENGTH, 8)
         self.embeddings = tnn.ModuleDict(tables | {"LayerNorm": tnn.LayerNorm(8)})
-        self.encoder = tnn.ModuleDict({"layer": tnn.ModuleList([TorchBertLayer(), TorchBertLayer()])})
+        self.encoder = tnn.ModuleDict(
+            {"layer": tnn.ModuleList([TorchBertLayer(), TorchBertLayer()])}
+        )
         self.pooler = tnn.ModuleDict({"dense": tnn.Linear(8, 8)})
 
     def forward(self, ids):
@@ -284,7 +288,9 @@ class TorchSwinBlock(tnn.Module):
 class TorchSwin(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.patch_embed = tnn.ModuleDict({"proj": tnn.Conv2d(3, 6, 2, 2), "norm": tnn.LayerNorm(6)})
+        self.patch_embed = tnn.ModuleDict(
+            {"proj": tnn.Conv2d(3, 6, 2, 2), "norm": tnn.LayerNorm(6)}
+        )
         self.layers = tnn.ModuleList([TorchSwinBlock(6), TorchSwinBlock(12)])
         self.reduction, self.merge_norm = tnn.Linear(24, 12, bias=False), tnn.LayerNorm(24)
         self.norm, self.head = tnn.LayerNorm(12), tnn.Linear(12, 5)
