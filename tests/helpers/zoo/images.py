@@ -575,7 +575,7 @@ class TorchCRNN(tnn.Module):
 
 
 PICTURE = (3, 3, 6, 6)
-CASES = {
+PAIRS = {
     "MLP of colour images": (colour_mlp, ColourMLP, (PICTURE,)),
     "MLP in nested calls": (nested_mlp, NestedMLP, ((4, 12),)),
     "convolutions in nested calls": (nested_convs, NestedConvs, ((2, 8, 6, 6),)),
@@ -604,3 +604,5 @@ CASES = {
     "PReLU and ParameterList": (TorchRectified, Rectified, (PICTURE,)),
     "CRNN": (TorchCRNN, CRNN, ((2, 3, 6, 5),)),
 }
+# In Flax, arrays of three axes and more have their channels last.
+CASES = {name: (*pair, 3) for name, pair in PAIRS.items()}

@@ -605,7 +605,7 @@ class TorchGraphConv(tnn.Module):
 
 
 SERIES, IDS = (3, LENGTH, 8), LENGTH
-CASES = {
+PAIRS = {
     "decoder with cross attention": (TorchDecoder, Decoder, (SERIES, SERIES)),
     "encoder, norm first": (torch_encoder, Encoder, (SERIES,)),
     "BERT of transformers": (TorchBert, Bert, (IDS,)),
@@ -633,3 +633,5 @@ CASES = {
     "highway": (TorchHighway, Highway, ((4, 8),)),
     "graph convolution": (TorchGraphConv, GraphConv, ((3, 6, 8), (3, 6, 6))),
 }
+# In Flax, pictures and sound have their channels last.
+CASES = {name: (*pair, 3 if "WaveNet" in name else 4) for name, pair in PAIRS.items()}
