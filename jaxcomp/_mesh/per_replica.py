@@ -50,7 +50,28 @@ def state_leaves(tree: PyTree) -> list[StateLeaf]:
     Raises:
       ValueError: If a state in the tree has lost its class.
     """
-    return _leaves_below(tree, (), None)
+    leaves = _leaves_below(tree, (), None)
+    if not _has_averaged_before(tree):
+        return leaves
+    return [
+        leaf._replace(declared_by=None) if leaf.declared_by in _FOREIGN else leaf for leaf in leaves
+    ]
+
+
+def _has_averaged_before(tree: PyTree) -> bool:
+    """Tells whether other libraries' states accumulate what a reducer beside them has averaged.
+
+    As in ``optax.chain(hold_state(reducer), optax.MultiSteps(...))``: what they hold is then the
+    same on all replicas. A reducer inside of one gets what it has accumulated.
+    """
+    beside = False
+    for node in jax.tree.leaves(tree, is_leaf=_is_state):
+        if type(node) in _FOREIGN:
+            if any(map(is_reducer_state, jax.tree.leaves(node, is_leaf=is_reducer_state))):
+                return False
+        elif is_reducer_state(node):
+            beside = True
+    return beside
 
 
 def _leaves_below(tree: PyTree, path: KeyPath, declared_by: type | None) -> list[StateLeaf]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -12,6 +12,12 @@ from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._reducers.reducer import Reducer
+
+
+class Held(NamedTuple):
+    """State of `hold_state` of a reducer that has none: it says that gradients are averaged."""
+
+    per_replica = ()
 
 
 def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -55,7 +61,11 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
         _check_averaged_before(updates, reducer.axis_name)
         return updates, state
 
-    return optax.GradientTransformation(reducer.init, update)
+    def init(params: PyTree) -> PyTree:
+        state = reducer.init(params)
+        return state if jax.tree.leaves(state) else Held()
+
+    return optax.GradientTransformation(init, update)
 
 
 def _check_averaged_before(updates: PyTree, axis_name: AxisName) -> None:

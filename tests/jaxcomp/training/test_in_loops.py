@@ -272,3 +272,33 @@ def test_zeros_like_of_a_shape_beside_another_axis_is_explained():
         with pytest.raises(AssertionError) as error:
             jax.eval_shape(checked, *arguments)
     assert "check_vma=False" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["powersgd", "allreduce", "feedback-int8"])
+def test_multi_steps_behind_averaged_gradients(name):
+    """What it accumulates is the same on all replicas; an optimizer of its own gives the same."""
+    mesh, params, tx = grid(2), new_params(), reducer(name)
+    every_second = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    optimizer = optax.chain(jaxcomp.hold_state(tx), every_second)
+    run = jaxcomp.value_and_grad(bare_loss, tx, mesh=mesh)
+    state = jaxcomp.shard_state(optimizer.init(params), mesh, "data")
+    assert state[1].acc_grads["up"].shape == params["up"].shape
+
+    @jax.jit
+    def step(params, state, x, y):
+        (_, grads), state = run(state, params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return updates, grads, state
+
+    with jax.numpy_dtype_promotion("standard"):  # MultiSteps divides by an integer
+        first, one, state = step(params, state, *batch())
+        second, two, state = step(params, state, *batch(seed=2))
+    assert not np.any(first["up"])
+    np.testing.assert_allclose(second["up"], -0.05 * (one["up"] + two["up"]), rtol=1e-4, atol=1e-7)
+    saved = jaxcomp.consolidate(state)
+    assert saved[1].acc_grads["up"].shape == params["up"].shape
+    # As one sees a TrainState with the reducer's state beside the optimizer's.
+    beside = {"reducer": run.init(params), "opt": every_second.init(params)}
+    if name != "allreduce":
+        placed_beside = jaxcomp.shard_state(beside, mesh, "data")
+        assert placed_beside["opt"].acc_grads["up"].shape == params["up"].shape
