@@ -127,7 +127,7 @@ class LocalSGDRound:
         axis_name = self.axis_name
         axes = axis_tuple(axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
-        check_replica_axis(state, mesh, self.sync.axis_name)
+        check_replica_axis(state, mesh, axis_name)
         check_params(params, mesh, axes)
 
         def batch_spec(path: KeyPath, leaf: Any) -> P:

@@ -181,12 +181,16 @@ def _steps_counted(program: Program, loops: Sequence[Sequence[Instruction]], par
       loops: Around each of the collectives, the outermost first.
       params: What is trained.
     """
-    largest = max((_local_size(leaf) for leaf in floating_leaves(params)), default=0)
+    leaves = floating_leaves(params)
+    if not leaves:
+        return 1
+    largest = max(leaves, key=lambda leaf: leaf.size)
+    sizes = {largest.size, _local_size(largest)}
     most = 1
     for around in loops:
         steps = 1
         for loop in around:
-            if _is_trained_in(program, loop, largest):
+            if _is_trained_in(program, loop, sizes):
                 steps *= loop.times
         most = max(most, steps)
     return most
@@ -200,7 +204,7 @@ def _local_size(leaf: Any) -> int:
     return math.prod(sharding.shard_shape(leaf.shape))
 
 
-def _is_trained_in(program: Program, loop: Instruction, size: int) -> bool:
+def _is_trained_in(program: Program, loop: Instruction, sizes: set[int]) -> bool:
     """Tells a loop of training steps from one of micro-batches.
 
     What a loop carries is what its body gets and what it returns. In a loop of steps all arrays of
@@ -210,7 +214,7 @@ def _is_trained_in(program: Program, loop: Instruction, size: int) -> bool:
     Args:
       program: The program.
       loop: One of its loops.
-      size: The number of values of a parameter, as one device has it.
+      sizes: The number of values of a parameter, all and those of one device.
     """
     body = program.computations[loop.called[0]]
     result = body.instructions[body.root]
@@ -218,7 +222,7 @@ def _is_trained_in(program: Program, loop: Instruction, size: int) -> bool:
         return False
     carried = False
     for position, array in enumerate(loop.arrays):
-        if array.values == size:
+        if array.values in sizes:
             if _passed_on(body.instructions, result.operands[position], position):
                 return False
             carried = True
@@ -258,9 +262,9 @@ def _refusal(
         counts = [times * reducer.steps for reducer in expected]
         shown = counts[0] if len(counts) == 1 else counts
         lines.append(
-            f"  That is {times} times as much. If one call takes so many training steps, pass "
-            f"steps={shown}; if the reducer runs on every micro-batch, reduce the mean of their "
-            "gradients instead."
+            f"  That is {times} times as much. If one call takes {shown} training steps, pass "
+            f"steps={shown}. If the reducer runs on every micro-batch, let it run once, on the "
+            "mean of their gradients."
         )
     largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
     for collective in largest[:6]:

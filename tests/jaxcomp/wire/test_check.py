@@ -288,6 +288,42 @@ def test_steps_in_a_loop_are_counted(loop, name):
         jaxcomp.check(program, reducer, params, steps=3 * times)
 
 
+def test_steps_in_a_loop_within_the_mapped_function_are_counted():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+    tx = optax.chain(reducer, optax.sgd(0.1, momentum=0.9))
+    state = jaxcomp.shard_state(tx.init(params), mesh, "data")
+    specs = jaxcomp.state_specs(state, "data")
+
+    def epoch(params, state, batches):
+        def one(carry, x):
+            params, state = carry
+            _, grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), batches)[0]
+
+    batched = P(None, "data")
+    run = sharded(mesh, epoch, (P(), specs, batched), (P(), specs))
+    batches = placed(mesh, np.ones((5, 8, 256), np.float32), batched)
+    jaxcomp.check(compiled(run, params, state, batches), reducer, params)
+
+
+def test_a_round_of_local_steps_sends_what_its_reducer_does():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+
+    def step(params, state, x):
+        return descended(params, jax.grad(loss)(params, x)), state, None
+
+    run = jaxcomp.local_sgd_round(step, sync_every=4, axis_name="data", mesh=mesh, reducer=reducer)
+    program = compiled(run, params, run.init(params, ()), np.ones((4, 8, 256), np.float32))
+    jaxcomp.check(program, reducer, params)
+
+
 def test_a_pmean_in_a_loop_of_steps_is_refused():
     mesh = mesh_of(4)
     reducer = REDUCERS["now"]
@@ -322,10 +358,10 @@ def test_the_reducer_in_a_loop_of_micro_batches_is_refused():
         return (0.0, total), state
 
     state = run.init(params)
-    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=3; if .* micro-batch"):
+    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=3. If .* micro-batch"):
         jaxcomp.check(compiled(micro_batches, state, params, X), reducer, params)
     nested = compiled(steps_in_a_scan(micro_batches, 5), state, params, X)
-    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=15"):
+    with pytest.raises(ValueError, match="one call takes 15 training steps, pass steps=15"):
         jaxcomp.check(nested, reducer, params)
     jaxcomp.check(nested, reducer, params, steps=15)
 
