@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
@@ -107,35 +107,25 @@ _TORCH_NAMES = {
 }
 
 
-def names_checked(
-    function: F, options: Callable[..., Any] | None = None, but: Collection[str] = ()
-) -> F:
-    """`function`, which answers misspelt arguments and torch's names with what they are here.
-
-    Args:
-      function: What is called.
-      options: Whose arguments its ``**options`` are, for `function` hands them on. They stand in
-        its signature then, where `help` and `optax.inject_hyperparams` look for them.
-      but: Those of them that it does not take.
-    """
-    signature = inspect.signature(function)
-    if options is not None:
-        own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-        others = inspect.signature(options).parameters.values()
-        others = [p for p in others if p.name not in {*signature.parameters, *but}]
-        named = [p.replace(kind=p.KEYWORD_ONLY) for p in others]
-        signature = signature.replace(parameters=[*own, *named])
-    known = list(signature.parameters)
+def names_checked(function: F) -> F:
+    """Makes `function` answer misspelt arguments and torch's names with what they are here."""
+    known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean `{close[0]}`?" if close else f"it has {', '.join(known)}."
-                hint = f"{_TORCH_NAMES[name]}." if name in _TORCH_NAMES else hint
+                hint = _hint_for(name, known)
                 raise TypeError(f"{function.__name__} has no argument {name}: {hint}")
         return function(*args, **kwargs)
 
-    checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return cast(F, checked)
+
+
+def _hint_for(name: str, known: list[str]) -> str:
+    if name in _TORCH_NAMES:
+        return f"{_TORCH_NAMES[name]}."
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return f"it has {', '.join(known)}."

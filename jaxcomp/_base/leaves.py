@@ -84,7 +84,8 @@ def saturated(x: Array, dtype: Any) -> Array:
     if jnp.finfo(dtype).nexp >= jnp.finfo(x.dtype).nexp:
         return x.astype(dtype)
     largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest)).astype(dtype)
+    clipped = jnp.clip(x, -largest, largest)
+    return jnp.where(jnp.isinf(x), x, clipped).astype(dtype)
 
 
 def excess(x: Array, dtype: Any) -> Array:
@@ -106,8 +107,10 @@ def checked_dtype(name: str, dtype: Any) -> Any:
 
 def checked_factor_dtype(name: str, dtype: Any) -> Any:
     """Returns `dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
-    known = dtype if isinstance(dtype, str) else _dtype_name(dtype)
-    return _INTEGERS.get(known or "") or _checked(name, dtype, (*_WIRE, *_INTEGERS))
+    wire = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+    if wire in _INTEGERS:
+        return _INTEGERS[wire]
+    return _checked(name, dtype, (*_WIRE, *_INTEGERS))
 
 
 def checked_residual_dtype(dtype: Any) -> Any:
@@ -117,15 +120,19 @@ def checked_residual_dtype(dtype: Any) -> Any:
 
 
 def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
-    if dtype is None or _dtype_name(dtype) in allowed:
-        return None if dtype is None else jnp.dtype(dtype)
+    if dtype is None:
+        return None
+    if _dtype_name(dtype) in allowed:
+        return jnp.dtype(dtype)
     raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
 
 
 def _dtype_name(dtype: Any) -> str | None:
-    """NumPy's name; None for what is no dtype."""
+    """Returns NumPy's name; None for what is not a dtype."""
+    if dtype is None:  # which NumPy takes for float64
+        return None
     try:
-        return None if dtype is None else jnp.dtype(dtype).name
+        return jnp.dtype(dtype).name
     except TypeError:
         return None
 

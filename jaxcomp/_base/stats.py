@@ -100,15 +100,25 @@ class CompressionStats:
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
-        width = max([len(leaf.path) for leaf in self.leaves] + [5])
-        lines = [f"{'leaf':<{width}}  {'shape':>18}  rank  {'before':>13}  {'after':>13}   ratio"]
-        lines += [
-            f"{leaf.path:<{width}}  {leaf.shape!s:>18}  {leaf.rank or '-':>4}  "
-            f"{leaf.bytes_before:>13,}  {leaf.bytes_after:>13,}  {leaf.ratio:>6.1f}"
-            for leaf in self.leaves
-        ]
-        total = f"{self.bytes_before:>13,}  {self.bytes_after:>13,}  {self.ratio:>6.1f}"
-        return "\n".join([*lines, f"{'total':<{width}}  {'':>18}        {total}"])
+        width = max([len(leaf.path) for leaf in self.leaves], default=0)
+        width = max(width, len("total"))
+        lines = [_row(width, "leaf", "shape", "rank", "before", "after", "ratio")]
+        for leaf in self.leaves:
+            rank = str(leaf.rank or "-")
+            numbers = _numbers(leaf.bytes_before, leaf.bytes_after)
+            lines.append(_row(width, leaf.path, str(leaf.shape), rank, *numbers))
+        totals = _numbers(self.bytes_before, self.bytes_after)
+        lines.append(_row(width, "total", "", "", *totals))
+        return "\n".join(lines)
+
+
+def _row(width: int, path: str, shape: str, rank: str, before: str, after: str, ratio: str) -> str:
+    return f"{path:<{width}}  {shape:>18}  {rank:>4}  {before:>13}  {after:>13}  {ratio:>6}"
+
+
+def _numbers(before: int, after: int) -> tuple[str, str, str]:
+    """Writes bytes before and after, and how many times fewer they are."""
+    return f"{before:,}", f"{after:,}", f"{_ratio(before, after):.1f}"
 
 
 def whole_run(
@@ -145,10 +155,13 @@ def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
     """Lists every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        own, shape = jnp.dtype(leaf_dtype(leaf)), tuple(np.shape(leaf))
-        if jnp.issubdtype(own, jnp.floating):
-            before, after = (math.prod(shape) * x.itemsize for x in (own, wire or own))
-            leaves.append(LeafStats(leaf_name(path), shape, 0, before, after))
+        dtype = jnp.dtype(leaf_dtype(leaf))
+        if not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        shape = tuple(np.shape(leaf))
+        before = math.prod(shape) * dtype.itemsize
+        after = math.prod(shape) * (wire or dtype).itemsize
+        leaves.append(LeafStats(leaf_name(path), shape, 0, before, after))
     return leaves
 
 

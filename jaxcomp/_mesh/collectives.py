@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -163,7 +163,15 @@ def typed_like(x: Array, tree: PyTree) -> Array:
     What a loop carries must have one type before and after, and an argument of the loop's body may
     vary over axes over which the carried array did not.
     """
-    return _marked(x, frozenset().union(*map(varying, jax.tree.leaves(tree))))
+    return _marked(x, _varying_of_any(jax.tree.leaves(tree)))
+
+
+def _varying_of_any(arrays: Iterable[Any]) -> frozenset[str]:
+    """Returns the axes over which at least one of the arrays, or shapes, varies."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        axes |= varying(x)
+    return axes
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
@@ -177,7 +185,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     if not mesh_axes(AxisType.Manual):
         return lax.switch(index, branches)
     shapes = [jax.eval_shape(branch) for branch in branches]
-    axes = jax.tree.map(lambda *xs: frozenset().union(*map(varying, xs)), *shapes)
+    axes = jax.tree.map(lambda *xs: _varying_of_any(xs), *shapes)
 
     def marked(branch: Callable[[], T]) -> T:
         return jax.tree.map(_marked, branch(), axes)
@@ -247,9 +255,11 @@ def reduce_mean(
     totals = _psum(_spread(values, factors) if automatic else values, axis_name, dtype)
     # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
     # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
-    finite = jnp.stack([jnp.sum(total - total) == 0 for total in totals]).all()
+    zeros_or_nan = [jnp.sum(total - total) for total in totals]
+    finite = (jnp.stack(zeros_or_nan) == 0).all()
     values = [value.astype(dtype) for value in values]
-    if not exact and any(x.shape[-1] > _FUSED_COLUMNS for x in parts[:factors]):
+    columns = [x.shape[-1] for x in parts[:factors]]
+    if not exact and max(columns, default=0) > _FUSED_COLUMNS:
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
         totals = [lax.optimization_barrier(total) for total in totals]
         values = [lax.optimization_barrier(value) for value in values]
@@ -397,17 +407,22 @@ def _one_call(axis_name: AxisName) -> bool:
 
 def exchange(x: Array, axis_name: AxisName) -> Array:
     """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
+    if _one_call(axis_name):
+        return _exchange_along(x, axis_name, 0)
+    axes = axis_tuple(axis_name)
+    sizes = [lax.axis_size(name) for name in axes]
+    rows = x.reshape(*sizes, *x.shape[1:])
+    for i, name in enumerate(axes):
+        rows = _exchange_along(rows, name, i)
+    return rows.reshape(x.shape)
+
+
+def _exchange_along(x: Array, axis_name: AxisName, axis: int) -> Array:
     if axis_size(axis_name) == 1:
         # Besides, `jax.vmap` gets the shape of a tiled all-to-all over a single replica wrong where
         # the operand is not mapped (jax 0.10.2).
         return x
-    if _one_call(axis_name):
-        return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    axes = axis_tuple(axis_name)
-    rows = x.reshape(*(lax.axis_size(name) for name in axes), *x.shape[1:])
-    for i, name in enumerate(axes):
-        rows = lax.all_to_all(rows, name, split_axis=i, concat_axis=i, tiled=True)
-    return rows.reshape(x.shape)
+    return lax.all_to_all(x, axis_name, split_axis=axis, concat_axis=axis, tiled=True)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:

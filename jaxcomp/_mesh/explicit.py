@@ -53,22 +53,25 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if not any(kinds[name] == AxisType.Explicit for name in axes):
         return x
-    before = jax.typeof(x).sharding.spec
-
-    def entry(dim: int) -> tuple[str, ...] | None:
-        kept = tuple(name for name in _names(before, dim) if name not in axes)
-        return (*_names(spec, dim), *kept) or None
-
-    wanted = [entry(dim) for dim in range(np.ndim(x))]
-    if [_names(before, dim) or None for dim in range(np.ndim(x))] == wanted:
+    old_spec = jax.typeof(x).sharding.spec
+    before = []
+    after = []
+    for dim in range(np.ndim(x)):
+        names = _names(old_spec, dim)
+        before.append(names)
+        after.append(_names(spec, dim) + tuple(name for name in names if name not in axes))
+    if before == after:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
+    new_spec = PartitionSpec(*(names or None for names in after))
+    return jax.sharding.reshard(x, NamedSharding(mesh, new_spec))
 
 
 def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
     """Returns the axes over which a specification splits one dimension."""
-    part = spec[dim] if dim < len(spec) else None
-    return () if part is None else part if isinstance(part, tuple) else (part,)
+    if dim >= len(spec) or spec[dim] is None:
+        return ()
+    part = spec[dim]
+    return part if isinstance(part, tuple) else (part,)
 
 
 def call_on_automatic_axes(
@@ -108,7 +111,7 @@ class Boundary:
     """
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]):
-        """For what is mapped over `axes`."""
+        """Finds the Explicit axes beside those that are mapped, `axes`."""
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
         self._beside = bool(others)
@@ -117,14 +120,14 @@ class Boundary:
         self.mesh = None if self._around else mesh  # None: the one of the context
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-        """Inside: a function of arrays that shall be typed as they were outside, by `specs`."""
+        """Calls a function, inside, on arrays typed as they were outside, by `specs`."""
         if not self._around:
             return function
-        kept = jax.tree.map(lambda spec: self._only_around(spec), specs)
+        kept = jax.tree.map(self._only_around, specs)
         return jax.sharding.explicit_axes(function, axes=self._around, in_sharding=(kept,))
 
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
-        """Outside: the mapped function; its results are typed as `like`."""
+        """Calls the mapped function, outside, and types its results as `like`."""
         if not self._beside:
             return mapped
         if self._around:
@@ -134,8 +137,8 @@ class Boundary:
         return jax.jit(mapped)
 
     def _only_around(self, spec: PartitionSpec) -> PartitionSpec:
-        parts = [
-            tuple(name for name in _names(spec, dim) if name in self._around) or None
-            for dim in range(len(spec))
-        ]
+        parts = []
+        for dim in range(len(spec)):
+            names = tuple(name for name in _names(spec, dim) if name in self._around)
+            parts.append(names or None)
         return PartitionSpec(*parts)

@@ -84,7 +84,8 @@ class BlockLayout:
 
     def decode(self, rows: Array, dtype: Any) -> Array:
         """Inverts `encode`, in the floating dtype asked for."""
-        scale_bytes = rows[..., self._integer_bytes :][..., : self.blocks * _SCALE_BYTES]
+        end = self._integer_bytes + self.blocks * _SCALE_BYTES
+        scale_bytes = rows[..., self._integer_bytes : end]
         scale_bytes = scale_bytes.reshape(*rows.shape[:-1], self.blocks, 1, _SCALE_BYTES)
         scales = lax.bitcast_convert_type(scale_bytes, jnp.float32)
         integers = rows[..., : self._integer_bytes]
@@ -226,7 +227,7 @@ class _Group:
         flat = []
         for i, count in zip(self.positions, self.counts, strict=True):
             values = parts[i].reshape(count, layout.size)
-            flat.append(jnp.pad(values, ((0, 0), (0, width - layout.size))))
+            flat.append(_padded(values, width))
         together = flat[0] if len(flat) == 1 else jnp.concatenate(flat)  # one needs no copy
         shares = together.reshape(self.number, layout.replicas, *layout.share_shape)
         return shares.swapaxes(0, 1)
@@ -238,7 +239,8 @@ class _Group:
         parts = []
         start = 0
         for i, count in zip(self.positions, self.counts, strict=True):
-            parts.append(together[start : start + count].reshape(like[i].shape))
+            part = together[start : start + count]
+            parts.append(part.reshape(like[i].shape))
             start += count
         return parts
 
@@ -294,8 +296,10 @@ def _mean_of_rows(x: Array) -> Array:
     Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
     because XLA's CPU backend takes ten times as long for a sum over the first axis.
     """
-    weights = jnp.full(x.shape[0], 1 / x.shape[0], x.dtype)
-    return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
+    number = x.shape[0]
+    weights = jnp.full(number, 1 / number, x.dtype)
+    mean = jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)
+    return mean[None]
 
 
 def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
@@ -308,42 +312,59 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     scale = (top / levels).astype(jnp.float32)
     # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
     # sum does; that of x - x is 0 or NaN.
-    finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1, keepdims=True) == 0)
+    zero_or_nan = jnp.sum(x - x, axis=-1, keepdims=True)
+    finite = jnp.isfinite(scale) & (zero_or_nan == 0)
     usable = scale >= jnp.finfo(jnp.float32).tiny
-    rounded = jnp.round(x / jnp.where(usable, scale, 1).astype(x.dtype))
-    integers = jnp.where(usable, jnp.clip(rounded, -levels, levels), 0).astype(jnp.int8)
-    return integers, jnp.where(finite, jnp.where(usable, scale, 0), jnp.nan)
+    divisor = jnp.where(usable, scale, 1).astype(x.dtype)
+    rounded = jnp.clip(jnp.round(x / divisor), -levels, levels)
+    integers = jnp.where(usable, rounded, 0).astype(jnp.int8)
+    scale = jnp.where(usable, scale, 0)
+    return integers, jnp.where(finite, scale, jnp.nan)
 
 
 def _packed(integers: Array) -> Array:
     """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
-    leading = integers.shape[:-1]
-    padding = [(0, 0)] * len(leading) + [(0, -integers.shape[-1] % 4)]
-    unsigned = lax.bitcast_convert_type(jnp.pad(integers, padding), jnp.uint8) & 63
+    fours = _quotient_up(integers.shape[-1], 4)
+    unsigned = lax.bitcast_convert_type(_padded(integers, 4 * fours), jnp.uint8) & 63
+    unsigned = unsigned.reshape(*integers.shape[:-1], fours, 4)
+    a, b, c, d = jnp.moveaxis(unsigned, -1, 0)
     # Shifts of unsigned bytes drop what leaves them, and carry no sign.
-    a, b, c, d = jnp.moveaxis(unsigned.reshape(*leading, -1, 4), -1, 0)
-    three = jnp.stack([a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)], axis=-1)
+    first = a | (b << 6)
+    second = (b >> 2) | (c << 4)
+    third = (c >> 4) | (d << 2)
+    three = jnp.stack([first, second, third], axis=-1)
     return _last_axes_as_one(lax.bitcast_convert_type(three, jnp.int8), 2)
 
 
 def _unpacked(packed: Array) -> Array:
     """Inverts `_packed`, with up to three zeros at the end."""
+    fours = packed.shape[-1] // 3
     unsigned = lax.bitcast_convert_type(packed, jnp.uint8)
-    x, y, z = jnp.moveaxis(unsigned.reshape(*packed.shape[:-1], -1, 3), -1, 0)
-    four = jnp.stack([x, (x >> 6) | (y << 2), (y >> 4) | (z << 4), z >> 2], axis=-1) & 63
+    unsigned = unsigned.reshape(*packed.shape[:-1], fours, 3)
+    x, y, z = jnp.moveaxis(unsigned, -1, 0)
+    second = (x >> 6) | (y << 2)
+    third = (y >> 4) | (z << 4)
+    four = jnp.stack([x, second, third, z >> 2], axis=-1) & 63
+    # Six bits with a sign, as eight.
     signed = lax.bitcast_convert_type(four ^ 32, jnp.int8) - 32
     return _last_axes_as_one(signed, 2)
 
 
 def _row(arrays: Sequence[Array], row_bytes: int) -> Array:
     """Puts int8 arrays ``(..., n)`` one behind the other, padded with zeros to a row."""
-    row = jnp.concatenate(arrays, axis=-1)
-    padding = [(0, 0)] * (row.ndim - 1) + [(0, row_bytes - row.shape[-1])]
-    return jnp.pad(row, padding)
+    return _padded(jnp.concatenate(arrays, axis=-1), row_bytes)
+
+
+def _padded(x: Array, size: int) -> Array:
+    """Pads the last axis with zeros up to `size`."""
+    widths = [(0, 0)] * x.ndim
+    widths[-1] = (0, size - x.shape[-1])
+    return jnp.pad(x, widths)
 
 
 def _last_axes_as_one(x: Array, number: int) -> Array:
-    return x.reshape(*x.shape[:-number], math.prod(x.shape[-number:]))
+    kept = x.shape[:-number]
+    return x.reshape(*kept, math.prod(x.shape[-number:]))
 
 
 def _quotient_up(dividend: int, divisor: int) -> int:

@@ -59,17 +59,18 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     if not hasattr(weight, "dtype"):
         weight = np.asarray(weight)
     kind = weight.dtype
-    real = any(jnp.issubdtype(kind, x) for x in (jnp.floating, jnp.integer, jnp.bool_))
-    if np.size(weight) != 1 or not real:
+    real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    if np.size(weight) != 1 or not (real or kind == jnp.bool_):
         raise ValueError(
             f"`weight` must be one number for this replica, got shape {np.shape(weight)} of dtype "
             f"{kind}. Map the array of all replicas' weights along the axis, as the batch."
         )
-    own = as_local(jnp.asarray(weight).astype(jnp.float32).reshape(()), axis_name)
-    own = jnp.where(own >= 0, own, jnp.nan)
-    mean = reduce_mean([own], axis_name, jnp.float32).means[0]
+    scalar = jnp.asarray(weight).astype(jnp.float32).reshape(())
+    scalar = as_local(scalar, axis_name)
+    scalar = jnp.where(scalar >= 0, scalar, jnp.nan)
+    mean = reduce_mean([scalar], axis_name, jnp.float32).means[0]
     usual = (mean >= _LEAST) & (mean <= 1 / _LEAST)
-    return jnp.where(usual, own / mean, jnp.nan), mean
+    return jnp.where(usual, scalar / mean, jnp.nan), mean
 
 
 def weighted(tree: PyTree, share: Array) -> PyTree:

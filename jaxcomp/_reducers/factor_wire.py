@@ -47,8 +47,10 @@ def average_factors(
         return reduce_mean(arrays, options.axis_name, dtype, factors=number)
     columns = [_transposed(factor) for factor in factors]
     reduced = _average_columns(options, gradients.views, columns, uncompressed)
-    means = [*map(_transposed, reduced.means[:number]), *reduced.means[number:]]
-    sent = [*map(_transposed, reduced.sent[:number]), *reduced.sent[number:]]
+    means = [_transposed(x) for x in reduced.means[:number]]
+    sent = [_transposed(x) for x in reduced.sent[:number]]
+    means += reduced.means[number:]
+    sent += reduced.sent[number:]
     return Reduced(means, sent, reduced.finite)
 
 

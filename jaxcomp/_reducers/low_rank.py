@@ -24,8 +24,8 @@ from jaxcomp._reducers.groups import Gradients
 from jaxcomp._reducers.options import LowRank
 
 
-class Averages(NamedTuple):
-    """Averages in the order and the dtypes of the gradients."""
+class Arrays(NamedTuple):
+    """Arrays in the order of the gradients, and in their dtypes."""
 
     compressed: list[Array]
     uncompressed: list[Array]
@@ -37,8 +37,8 @@ class Average(NamedTuple):
     p: list[Array]  # left factors; zeros where nothing was compressed
     q: list[Array]  # right factors: the means over the replicas
     q_sent: list[Array]  # right factors: this replica's own, as sent
-    means: Averages  # NaN unless finite
-    sent: Averages  # what this replica sent of them
+    means: Arrays  # NaN unless finite
+    sent: Arrays  # what this replica sent of them
     finite: Array  # bool scalar, equal on every replica
 
 
@@ -105,8 +105,8 @@ def exact_average(
         p,
         starts,
         q_sent,
-        _averages_of(gradients, means[:number], means[number:]),
-        _averages_of(gradients, reduced.sent[:number], reduced.sent[number:]),
+        _like_gradients(gradients, means[:number], means[number:]),
+        _like_gradients(gradients, reduced.sent[:number], reduced.sent[number:]),
         reduced.finite,
     )
 
@@ -148,8 +148,8 @@ def low_rank_average(
         p,
         second.means,
         second.sent,
-        _averages_of(gradients, means, uncompressed),
-        _averages_of(gradients, sent, first.sent[number:]),
+        _like_gradients(gradients, means, uncompressed),
+        _like_gradients(gradients, sent, first.sent[number:]),
         finite,
     )
 
@@ -193,13 +193,13 @@ def _nan_if_too_large(
     return checked
 
 
-def _averages_of(
+def _like_gradients(
     gradients: Gradients, compressed: list[Array], uncompressed: list[Array]
-) -> Averages:
+) -> Arrays:
     """Casts averages to the dtypes of the gradients, as far as these reach."""
     pairs = zip(compressed, gradients.dtypes, strict=True)
     compressed = [saturated(x, dtype) for x, dtype in pairs]
-    return Averages(compressed, uncompressed)
+    return Arrays(compressed, uncompressed)
 
 
 def _unsent(

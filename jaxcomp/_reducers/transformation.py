@@ -128,7 +128,8 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
     """Writes a call as one would: ``powersgd(rank=4, axis_name='data', ...)``."""
-    return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
+    listed = [f"{key}={shown(value)}" for key, value in arguments.items()]
+    return f"{name}({', '.join(listed)})"
 
 
 def shown(value: Any) -> str:

@@ -52,3 +52,15 @@ def as_matrix(name, x):
         return x
     lead = {"conv": 36, "dense": 24}[name]
     return x.reshape(*x.shape[: x.ndim - len(SHAPES[name])], lead, -1).swapaxes(-1, -2)
+
+
+def all_finite(tree):
+    """Tells whether every value of a tree is finite."""
+    leaves = jax.tree.leaves(jax.device_get(tree))
+    return all(np.isfinite(np.asarray(x, np.float32)).all() for x in leaves)
+
+
+def all_nan(tree):
+    """Tells whether every value of a tree is NaN."""
+    leaves = jax.tree.leaves(jax.device_get(tree))
+    return all(np.isnan(np.asarray(x, np.float32)).all() for x in leaves)
