@@ -301,7 +301,7 @@ class _LocalSGD:
                 "`sync_every` is a schedule, so there is no cycle of fixed length to average "
                 "over. Pass `step`."
             )
-        begin = max(periods.start_step, periods.offset)
+        begin = periods.start_step
         cycle = periods.levels[-1].period
         due = periods.between(begin, begin + cycle)
         parts = [self._level_bytes(params, int(level), replicas, None) for level in due]

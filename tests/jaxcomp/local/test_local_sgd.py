@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcomp
+from tests.helpers import hlo
 from tests.helpers.classifier import close
 from tests.helpers.leaves import random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, run, towards
@@ -61,6 +62,84 @@ def test_averages_fall_where_the_docstring_says(period, start, offset):
     for count in range(start + 1, 20):
         sends = tx.bytes(PARAMS, step=count - 1).bytes_after > 0
         assert sends == ((count - offset) % period == 0)
+
+
+def growing(step):
+    """Rounds of one step (from 0.2), then of three (2.9), from the sixth step on of four."""
+    return jnp.where(step < 3, 0.2, jnp.where(step < 6, 2.9, 4.0))
+
+
+SCHEDULED = [
+    ({"sync_every": growing}, [1, 2, 3, 6, 10]),
+    ({"sync_every": growing, "start_step": 2}, [1, 2, 3, 6, 10]),
+    ({"sync_every": growing, "start_step": 4}, [1, 2, 3, 4, 7, 11]),
+    ({"sync_every": 3, "start_step": 2}, [1, 2, 5, 8, 11]),
+    ({"sync_every": 3, "start_step": 2, "offset": 3}, [1, 2, 3, 6, 9]),
+    ({"sync_every": 5, "offset": 2}, [2, 7]),
+    ({"sync_every": 4, "start_step": 2, "outer": NESTEROV}, [1, 2, 6, 10]),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), SCHEDULED)
+def test_replicas_are_equal_after_the_steps_that_send_something(options, expected):
+    """And after no others; `synced` and `last_sync` say so."""
+    tx = local_sgd(optax.sgd(0.1), **options)
+    targets = random_grads({"w": (3,)}, 2, 11)["w"]
+
+    def train(targets):
+        params = jnp.zeros(3)
+        state = tx.init(params)
+        trajectory = []
+        for target in targets:
+            updates, state = tx.update(params - target, state, params)
+            params = optax.apply_updates(params, updates)
+            trajectory.append((params, state.synced, state.last_sync))
+        return trajectory
+
+    equal = []
+    for count, (params, synced, last_sync) in enumerate(
+        jax.jit(jax.vmap(train, axis_name=AXIS))(jnp.asarray(targets)), start=1
+    ):
+        if np.allclose(params[0], params[1], rtol=0, atol=1e-6):
+            equal.append(count)
+        assert bool(synced[0]) == (count in expected)
+        assert int(last_sync[0]) == max([0, *(x for x in expected if x <= count)])
+        sends = tx.bytes({"w": params[0]}, step=count - 1).bytes_after > 0
+        assert sends == (count in expected)
+    assert equal == expected
+
+
+def test_the_start_of_a_reducer_counts_averages_of_its_level():
+    reducer = jaxcomp.powersgd(1, axis_name=("node", "device"), start_step=1)
+    tx = local_sgd(
+        optax.sgd(0.1),
+        axis_name=("node", "device"),
+        sync_every={"device": 2, ("node", "device"): 4},
+        reducer=reducer,
+    )
+    params = {"w": jnp.zeros((32, 16))}
+    sent = [tx.bytes(params, step=step).bytes_after for step in range(12)]
+    dense, factors = 4 * 32 * 16, 4 * (32 + 16)
+    assert sent == [0, dense, 0, dense, 0, dense, 0, factors, 0, dense, 0, factors]
+    assert tx.bytes(params).bytes_after == (dense + factors) // 4
+
+
+def test_weights_of_compressed_pseudo_gradients_cross_once():
+    """With no momenta to average there is no second all-reduce of weights."""
+    reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    tx = local_sgd(optax.sgd(0.1), sync_every=1, reducer=reducer)
+    params = {"w": jnp.zeros((32, 16))}
+    state = tx.init(params)
+
+    def update(grads, weight):
+        updates, _ = tx.update(grads, state, params, weight=weight[0])
+        return updates
+
+    whole = jax.P()
+    mapped = sharded(2, update, (whole, jax.P(AXIS)), whole, check_vma=False)
+    program = hlo.program(mapped, params, jnp.ones(2))
+    scalars = [one for one in hlo.collectives(program.as_text()) if one[2] == 1]
+    assert len(scalars) == 1
 
 
 def momenta_after_an_average(mode):

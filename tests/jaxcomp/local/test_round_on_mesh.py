@@ -81,6 +81,9 @@ def test_what_does_not_fit_the_mesh_is_refused():
         make("at once", jax.make_mesh((8,), ("x",)))
     with pytest.raises(ValueError, match="cannot split between 4 replicas"):
         run(params, run.init(params), jnp.zeros((EVERY, 6, 16)))
+    spread = {"w": placed(grid(N), jnp.zeros((16, 12)), jax.P("data")), "steps": 0}
+    with pytest.raises(ValueError, match=r"\['w'\] .* is sharded over \['data'\]"):
+        run.init(spread)
     other = make("at once", grid(2)).init(params)
     with pytest.raises(ValueError, match="4 replicas need a leading axis"):
         run(params, other, jnp.zeros((EVERY, 8, 16)))

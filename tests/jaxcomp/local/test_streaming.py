@@ -223,6 +223,26 @@ def test_bytes_of_the_compiled_round_are_those_of_its_steps():
     assert round_.bytes(PARAMS).bytes_after == sum(promised) / 6
 
 
+def test_fragments_by_number_are_of_about_equal_size():
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=2, fragment_sync_delay=0))
+    sent = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
+    assert sent == [0, 0, 48, 0, 0, 24]  # 12 values alone, 5 and 1 together
+    empty = {"a": jnp.zeros(0), "b": jnp.zeros((0, 3))}
+    state = round_.init(empty, ())
+    for outer in state.outer:
+        assert len(jax.tree.leaves(outer)) == 1
+
+
+def test_the_start_of_a_reducer_counts_rounds():
+    reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=1)
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=["w", "b"], reducer=reducer))
+    params = {"b": jnp.zeros(5), "w": jnp.zeros((32, 16))}
+    sent = [round_.bytes(params, step=step).bytes_after for step in range(18)]
+    first = [2048, 0, 0, 20, 0, 0]  # two steps before their use
+    later = [192, 0, 0, 20, 0, 0]
+    assert sent == first + later + later
+
+
 BAD = [
     ({"sync_every": 0}, "sync_every=0"),
     ({"sync_every": {AXIS: 2}}, "positive integer"),
