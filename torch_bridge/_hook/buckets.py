@@ -17,10 +17,9 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.extend import is_compressed
@@ -30,7 +29,6 @@ from torch_bridge._base.tensors import shape_of, to_numpy, unwrapped
 
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
-_COLUMNS = 128
 _MAX_SIZE = 2**59  # of any array, axes of length 0 left out
 PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
@@ -67,22 +65,23 @@ class BucketEntry:
         return rows, self.size // rows if rows else 0
 
     def factor_rank(self, record: Any) -> int:
-        """The rank with which the hook of a record compresses it; 0 if it does not.
+        """Returns the rank with which the hook of a record compresses it; 0 if it does not.
 
         Args:
           record: A `PowerSGDRecord`, or torch's own ``PowerSGDState``.
         """
-        rank = min(*self.matrix, record.matrix_approximation_rank)
-        return rank if is_compressed(*self.matrix, rank, record.min_compression_rate) else 0
+        rows, cols = self.matrix
+        rank = min(rows, cols, record.matrix_approximation_rank)
+        return rank if is_compressed(rows, cols, rank, record.min_compression_rate) else 0
 
     def from_memory(self, flat: np.ndarray) -> np.ndarray:
-        """The parameter's elements, as they lie in memory, as an array of `shape` (a view)."""
-        return flat.reshape([self.shape[axis] for axis in self._memory_order]).transpose(
-            np.argsort(self._memory_order)
-        )
+        """Views the parameter's elements, as they lie in memory, as an array of `shape`."""
+        order = self._memory_order
+        in_memory = flat.reshape([self.shape[axis] for axis in order])
+        return in_memory.transpose(np.argsort(order))
 
     def to_memory(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of `from_memory`."""
+        """Lays an array out as `from_memory` takes it."""
         return np.ascontiguousarray(array.transpose(self._memory_order)).reshape(-1)
 
     @property
@@ -93,7 +92,7 @@ class BucketEntry:
         return [next(queue) if size > 1 else axis for axis, size in enumerate(self.shape)]
 
     def column_order(self) -> np.ndarray | None:
-        """Columns of the hook's matrix, as positions in ``array.reshape(shape[0], -1)``.
+        """Returns the hook's columns, as positions in ``array.reshape(shape[0], -1)``.
 
         The hook reads the bucket's memory as ``(shape[0], -1)``, whatever the strides. For a
         channels_last kernel its columns are therefore ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
@@ -127,33 +126,6 @@ class BucketPart(NamedTuple):
     p: np.ndarray | None
     q: np.ndarray | None
 
-    def flaw(self, mean: np.ndarray | None, several: bool) -> str | None:
-        """Why a hook cannot have left this on a rank, as `infer_layout` says; None if it can.
-
-        Args:
-          mean: The mean error of all ranks, None where they are not at hand.
-          several: Whether these are more than one.
-        """
-        name = self.entry.name
-        if not self.rank and several and mean is not None and self.error is not None:
-            size = np.linalg.norm(self.error.astype(np.float64))
-            if np.linalg.norm(mean) > 1e-2 * size:
-                return f"the errors of {name} would not cancel over the ranks"
-        if not self.rank or self.p is None:
-            return None
-        # Some columns show it; all of a full rank would take gigabytes and minutes.
-        p = self.p[:, :_COLUMNS].astype(np.float64)
-        if not np.isfinite(p).all():
-            return None
-        tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(self.p.dtype).eps), 1e-3)
-        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-            return f"the factors of {name} would not be orthonormal"
-        if mean is not None:
-            matrix = self.entry.to_memory(mean).reshape(len(p), -1)
-            if np.linalg.norm(p.T @ matrix) > 1e-2 * np.linalg.norm(matrix) + 1e-12:
-                return f"the error of {name} would not be what its factors left over"
-        return None
-
 
 @dataclasses.dataclass(frozen=True)
 class BucketLayout:
@@ -175,36 +147,41 @@ class BucketLayout:
 
     def __post_init__(self) -> None:
         names = iter(unwrapped(self.names))
-        buckets = tuple(
-            tuple(dataclasses.replace(entry, name=next(names)) for entry in bucket)
-            for bucket in self.buckets
-        )
-        object.__setattr__(self, "buckets", buckets)
+        buckets = []
+        for bucket in self.buckets:
+            entries = [dataclasses.replace(entry, name=next(names)) for entry in bucket]
+            buckets.append(tuple(entries))
+        object.__setattr__(self, "buckets", tuple(buckets))
         counts = collections.Counter(self.names)
-        if twice := sorted(name for name, count in counts.items() if count > 1):
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
                 f"parameter goes by its first name only."
             )
 
+    def __iter__(self) -> Iterator[BucketEntry]:
+        """Goes through all parameters, bucket after bucket."""
+        return itertools.chain.from_iterable(self.buckets)
+
     @property
     def names(self) -> tuple[str, ...]:
         """All parameters, bucket after bucket."""
-        return tuple(entry.name for bucket in self.buckets for entry in bucket)
+        return tuple(entry.name for entry in self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements per bucket."""
-        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
+        return tuple(map(_elements, self.buckets))
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
         """Parameter name -> its entry, which has a shape as a tensor has; bucket after bucket."""
-        return {entry.name: entry for bucket in self.buckets for entry in bucket}
+        return {entry.name: entry for entry in self}
 
     @classmethod
     def from_order(cls, order: Sequence[Sequence[str]], model: Mapping[str, Any]) -> BucketLayout:
-        """A layout from the names per bucket.
+        """Makes a layout from the names per bucket.
 
         Args:
           order: A list of parameter names per bucket.
@@ -213,26 +190,31 @@ class BucketLayout:
         Raises:
           CheckpointMismatch: A name is not in `model`; all such names are listed.
         """
-        if missing := [name for bucket in order for name in bucket if name not in model]:
+        missing = [name for name in itertools.chain(*order) if name not in model]
+        if missing:
             raise CheckpointMismatch(
                 "The order names parameters that the model does not have. Use the names of "
                 "model.named_parameters().",
                 missing=missing,
             )
-
-        def entry(name: str) -> BucketEntry:
-            return BucketEntry(name, shape_of(model[name]), dense_strides(model[name]))
-
-        return cls(tuple(tuple(map(entry, bucket)) for bucket in order))
+        buckets = []
+        for names in order:
+            bucket = []
+            for name in names:
+                array = model[name]
+                bucket.append(BucketEntry(name, shape_of(array), dense_strides(array)))
+            buckets.append(tuple(bucket))
+        return cls(tuple(buckets))
 
     def to_json(self) -> str:
-        """The layout as JSON text."""
-        buckets = [[dataclasses.asdict(entry) for entry in bucket] for bucket in self.buckets]
-        return json.dumps({**_FORMAT, "buckets": buckets})
+        """Writes the layout as JSON text."""
+        document: dict[str, Any] = dict(_FORMAT)
+        document["buckets"] = [list(map(dataclasses.asdict, bucket)) for bucket in self.buckets]
+        return json.dumps(document)
 
     @classmethod
     def from_json(cls, text: str) -> BucketLayout:
-        """The inverse of `to_json`.
+        """Reads what `to_json` wrote.
 
         Raises:
           CheckpointMismatch: The text is no layout, or of a later version.
@@ -243,7 +225,7 @@ class BucketLayout:
             document = json.loads(text)
             if document.get("format") != _FORMAT["format"]:
                 raise ValueError("another format")
-            buckets = [list(bucket) for bucket in document.get("buckets", ())]
+            buckets = list(map(list, document.get("buckets", ())))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointMismatch(
                 "A bucket layout must be JSON text as BucketLayout.to_json() writes it."
@@ -256,7 +238,7 @@ class BucketLayout:
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in buckets))
 
     def parts(self, record: Any) -> dict[str, BucketPart]:
-        """The buffers of a record, cut into what they hold of each parameter.
+        """Cuts the buffers of a record into what they hold of each parameter.
 
         Bucket after bucket; within one by groups of equal matrix shape in first-seen order, as the
         hook cuts P and Q. Errors lie in bucket order.
@@ -264,57 +246,89 @@ class BucketLayout:
         Args:
           record: A `PowerSGDRecord` or ``PowerSGDState`` of which nothing misfits.
         """
-        found = {}
+        parts = {}
         for index, bucket in enumerate(self.buckets):
-            flats = (getattr(record, name).get(index) for name in BUFFERS)
-            error, p, q = (None if flat is None else to_numpy(flat) for flat in flats)
-            groups: dict[tuple[int, int], list[tuple[BucketEntry, int]]] = {}
-            ends = itertools.accumulate(entry.size for entry in bucket)
-            for entry, end in zip(bucket, ends, strict=True):
-                groups.setdefault(entry.matrix, []).append((entry, end))
-            p_end = q_end = 0
-            for entry, end in itertools.chain(*groups.values()):
-                (rows, cols), rank = entry.matrix, entry.factor_rank(record)
-                p_end, q_end = p_end + rows * rank, q_end + cols * rank
-                found[entry.name] = BucketPart(
+            error, p, q = (_buffer(record, name, index) for name in BUFFERS)
+            errors = _cut(error, [entry.size for entry in bucket])
+            views = dict(zip(bucket, errors, strict=True))
+            alike: dict[tuple[int, int], list[BucketEntry]] = {}
+            for entry in bucket:
+                alike.setdefault(entry.matrix, []).append(entry)
+            order = list(itertools.chain(*alike.values()))
+            ranks = [entry.factor_rank(record) for entry in order]
+            sizes = list(zip(order, ranks, strict=True))
+            ps = _cut(p, [entry.matrix[0] * rank for entry, rank in sizes])
+            qs = _cut(q, [entry.matrix[1] * rank for entry, rank in sizes])
+            for entry, rank, flat_p, flat_q in zip(order, ranks, ps, qs, strict=True):
+                flat = views[entry]
+                parts[entry.name] = BucketPart(
                     entry,
                     index,
                     rank,
-                    None if error is None else entry.from_memory(error[end - entry.size : end]),
-                    None if p is None else p[p_end - rows * rank : p_end].reshape(rows, rank),
-                    None if q is None else q[q_end - cols * rank : q_end].reshape(cols, rank),
+                    None if flat is None else entry.from_memory(flat),
+                    None if flat_p is None else flat_p.reshape(entry.matrix[0], rank),
+                    None if flat_q is None else flat_q.reshape(entry.matrix[1], rank),
                 )
-        return found
+        return parts
 
     def buffer_sizes(self, record: Any) -> tuple[dict[int, int], ...]:
-        """Lengths of the error, P and Q buffers, a dictionary of bucket indices each."""
-        factors = dict[int, int](), dict[int, int]()
+        """Returns the lengths of the error, P and Q buffers, a dictionary by bucket each."""
+        errors, ps, qs = dict[int, int](), dict[int, int](), dict[int, int]()
         for index, bucket in enumerate(self.buckets):
-            ranks = [(entry.matrix, entry.factor_rank(record)) for entry in bucket]
-            for side, sizes in enumerate(factors):
-                sizes[index] = sum(matrix[side] * rank for matrix, rank in ranks)
-        return dict(enumerate(self.sizes)), *factors
+            errors[index] = _elements(bucket)
+            ps[index] = qs[index] = 0
+            for entry in bucket:
+                rank = entry.factor_rank(record)
+                rows, cols = entry.matrix
+                ps[index] += rows * rank
+                qs[index] += cols * rank
+        return errors, ps, qs
 
     def misfits(self, record: Any) -> list[str]:
-        """The buffers of another length than the layout gives them, a line each."""
-        return [
-            f"{kind} of bucket {bucket} has {len(array)} values, the layout gives it "
-            f"{sizes.get(bucket, 'no such bucket')}"
-            for kind, name, sizes in zip(
-                ("error", "P", "Q"), BUFFERS, self.buffer_sizes(record), strict=True
-            )
-            for bucket, array in getattr(record, name).items()
-            if len(array) != sizes.get(bucket)
-        ]
+        """Lists the buffers of another length than the layout gives them, a line each."""
+        lines = []
+        kinds = zip(("error", "P", "Q"), BUFFERS, self.buffer_sizes(record), strict=True)
+        for kind, name, sizes in kinds:
+            for bucket, array in getattr(record, name).items():
+                size = sizes.get(bucket, "no such bucket")
+                if len(array) != size:
+                    lines.append(
+                        f"{kind} of bucket {bucket} has {len(array)} values, the layout gives it "
+                        f"{size}"
+                    )
+        return lines
+
+
+def _elements(bucket: Sequence[BucketEntry]) -> int:
+    return sum(entry.size for entry in bucket)
+
+
+def _buffer(record: Any, name: str, bucket: int) -> np.ndarray | None:
+    flat = getattr(record, name).get(bucket)
+    return None if flat is None else to_numpy(flat)
+
+
+def _cut(flat: np.ndarray | None, sizes: Sequence[int]) -> list[np.ndarray | None]:
+    """Cuts a buffer into consecutive views of these sizes; None stays None."""
+    views: list[np.ndarray | None] = []
+    end = 0
+    for size in sizes:
+        end += size
+        views.append(None if flat is None else flat[end - size : end])
+    return views
 
 
 def _entry(item: Any) -> BucketEntry:
-    """An entry as `BucketLayout.to_json` writes it, checked; torch has no more than 64 axes."""
+    """Checks an entry as `BucketLayout.to_json` writes it.
+
+    Raises:
+      CheckpointMismatch: No tensor has such a shape.
+    """
     with contextlib.suppress(TypeError, ValueError, KeyError):
         name, shape, strides = item["name"], tuple(item["shape"]), tuple(item["strides"])
-        counts = all(type(n) is int and n >= 0 for n in (*shape, *strides))
-        fits = counts and math.prod(max(n, 1) for n in shape) < _MAX_SIZE
-        if fits and isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES:
+        counts = all(type(number) is int and number >= 0 for number in (*shape, *strides))
+        alike = isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES
+        if counts and alike and math.prod(max(size, 1) for size in shape) < _MAX_SIZE:
             return BucketEntry(name, shape, strides)
     raise CheckpointMismatch(
         f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
@@ -322,13 +336,14 @@ def _entry(item: Any) -> BucketEntry:
 
 
 def dense_strides(array: Any) -> tuple[int, ...]:
-    """Strides in elements with which DDP lays out the gradient of `array`.
+    """Returns the strides in elements with which DDP lays out the gradient of `array`.
 
     DDP keeps a parameter's own strides if it fills its memory without gaps (channels_last does),
     and makes the gradient contiguous otherwise.
     """
     shape = shape_of(array)
-    strides = contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides = contiguous
     if callable(getattr(array, "stride", None)):
         strides = tuple(map(int, array.stride()))
     elif isinstance(array, np.ndarray):

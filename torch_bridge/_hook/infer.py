@@ -12,18 +12,19 @@ against what the state itself implies, and a layout is accepted only if it is th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.pairs import Pair, unpaired
 
+_COLUMNS = 128  # of P, that are looked at
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
     "layout=BucketLayout.from_order(...)."
@@ -31,7 +32,7 @@ _HOW_TO = (
 
 
 def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> BucketLayout:
-    """The only bucket layout, of those torch produces, that fits the hook state.
+    """Finds the only bucket layout, of those torch produces, that fits the hook state.
 
     Parameters of equal shape that became ready in an unusual order cannot be told apart; if the
     model has parallel branches, record the layout instead.
@@ -57,57 +58,125 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    record, model = checkpoint.powersgd[0], checkpoint.model
-    several = len(checkpoint.powersgd) > 1
-    mean = None if checkpoint.missing_ranks else checkpoint.mean
+    record = checkpoint.powersgd[0]
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons: list[str] = []
-    for label, order in _candidates(model, frozen, record.error_sizes):
-        layout = BucketLayout.from_order(order, model)
-        if wrong := layout.misfits(record):
-            reasons.append(f"{label}: {wrong[0]}")
-            continue
-        parts, means = layout.parts(record), layout.parts(mean) if mean else {}
-        flaws = (
-            part.flaw(means[name].error if mean else None, several) for name, part in parts.items()
-        )
-        if flaw := next(filter(None, flaws), None):
+    for label, order in _candidates(checkpoint.model, frozen, record.error_sizes):
+        layout = BucketLayout.from_order(order, checkpoint.model)
+        flaw = _flaw_of(layout, checkpoint)
+        if flaw:
             reasons.append(f"{label}: {flaw}")
             continue
         # Without errors nothing but the places of the factors makes a difference.
-        places = tuple((name, part.bucket) for name, part in parts.items() if part.rank)
-        fitting.setdefault(layout if record.error_dict else places, (label, layout))
+        key: Any = layout
+        if not record.error_dict:
+            compressed = [part for part in layout.parts(record).values() if part.rank]
+            key = tuple((part.entry.name, part.bucket) for part in compressed)
+        fitting.setdefault(key, (label, layout))
     if len(fitting) == 1:
-        return next(iter(fitting.values()))[1]
+        _, layout = next(iter(fitting.values()))
+        return layout
     if fitting:
-        orders = {label: layout.names for label, layout in fitting.values()}
-        columns = enumerate(zip(*orders.values(), strict=False))
-        same = next((place for place, names in columns if len({*names}) > 1), 0)
         raise CheckpointMismatch(
             f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
-            ambiguous=[
-                f"{label}: after {same} of {len(names)} parameters {', '.join(names[same:][:3])}"
-                for label, names in orders.items()
-            ],
+            ambiguous=_first_difference(dict(fitting.values())),
         )
-    have = sum(model[name].size for name in trainable(model))
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
         f"{_HOW_TO}",
-        mis_shaped=reasons
-        or [
-            f"the model's parameters have {have} values, the error buffers "
-            f"{dict(sorted(record.error_sizes.items()))}; frozen parameters and buffers of the "
-            f"model, which the file does not mark, have none (name them in infer_layout(..., "
-            f"frozen=[...]))"
-        ],
+        mis_shaped=reasons or [_other_size(checkpoint)],
     )
+
+
+def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
+    """Says of each layout what follows where they first differ, a line each."""
+    orders = {label: layout.names for label, layout in layouts.items()}
+    shared = 0
+    for names in zip(*orders.values(), strict=False):
+        if len(set(names)) > 1:
+            break
+        shared += 1
+    lines = []
+    for label, names in orders.items():
+        following = ", ".join(names[shared : shared + 3])
+        lines.append(f"{label}: after {shared} of {len(names)} parameters {following}")
+    return lines
+
+
+def _other_size(checkpoint: Checkpoint) -> str:
+    """Says that the buffers are as large as no set of parameters."""
+    have = sum(checkpoint.model[name].size for name in trainable(checkpoint.model))
+    sizes = dict(sorted(checkpoint.powersgd[0].error_sizes.items()))
+    return (
+        f"the model's parameters have {have} values, the error buffers {sizes}; frozen parameters "
+        f"and buffers of the model, which the file does not mark, have none (name them in "
+        f"infer_layout(..., frozen=[...]))"
+    )
+
+
+def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
+    """Says why a hook of this layout cannot have left this state; None if it can."""
+    record = checkpoint.powersgd[0]
+    wrong = layout.misfits(record)
+    if wrong:
+        return wrong[0]
+    means: dict[str, BucketPart] = {}
+    if not checkpoint.missing_ranks:
+        means = layout.parts(checkpoint.mean)
+    several = len(checkpoint.powersgd) > 1
+    for name, part in layout.parts(record).items():
+        mean = means[name].error if means else None
+        flaw = _uncancelled(part, mean) if several and not part.rank else None
+        flaw = flaw or _oblique(part) or _unexplained(part, mean)
+        if flaw:
+            return flaw
+    return None
+
+
+def _uncancelled(part: BucketPart, mean: np.ndarray | None) -> str | None:
+    """Tests that the errors of an uncompressed parameter cancel over the ranks."""
+    if mean is None or part.error is None:
+        return None
+    size = np.linalg.norm(part.error.astype(np.float64))
+    if np.linalg.norm(mean) <= 1e-2 * size:
+        return None
+    return f"the errors of {part.entry.name} would not cancel over the ranks"
+
+
+def _some_of_p(part: BucketPart) -> np.ndarray | None:
+    """Returns columns of P, which show what all would: those of a full rank take gigabytes."""
+    if not part.rank or part.p is None:
+        return None
+    p = part.p[:, :_COLUMNS].astype(np.float64)
+    return p if np.isfinite(p).all() else None
+
+
+def _oblique(part: BucketPart) -> str | None:
+    """Tests that the columns of P are orthonormal."""
+    p = _some_of_p(part)
+    if p is None or part.p is None:
+        return None
+    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
+    if np.abs(p.T @ p - np.eye(p.shape[1])).max() <= tolerance:
+        return None
+    return f"the factors of {part.entry.name} would not be orthonormal"
+
+
+def _unexplained(part: BucketPart, mean: np.ndarray | None) -> str | None:
+    """Tests that the mean error is what P left over, so orthogonal to it."""
+    p = _some_of_p(part)
+    if p is None or mean is None:
+        return None
+    matrix = part.entry.to_memory(mean).reshape(len(p), -1)
+    if np.linalg.norm(p.T @ matrix) <= 1e-2 * np.linalg.norm(matrix) + 1e-12:
+        return None
+    return f"the error of {part.entry.name} would not be what its factors left over"
 
 
 def layout_of(
     checkpoint: Checkpoint, layout: BucketLayout | None, pairs: Sequence[Pair] | None
 ) -> BucketLayout | None:
-    """The layout of a checkpoint: as given, in the file, or inferred from its hook state.
+    """Finds the layout of a checkpoint: as said, in the file, or inferred from its hook state.
 
     Args:
       checkpoint: With or without hook state.
@@ -121,18 +190,19 @@ def layout_of(
       CheckpointMismatch: The layout is unknown or does not fit.
     """
     layout = layout or checkpoint.layout
-    if not any(record.buckets for record in checkpoint.powersgd[:1]):
+    if not checkpoint.powersgd or not checkpoint.powersgd[0].buckets:
         return layout
     if layout is None:
         return infer_layout(checkpoint, frozen=unpaired(checkpoint.model, pairs) if pairs else ())
-    if wrong := layout.misfits(checkpoint.powersgd[0]):
+    wrong = layout.misfits(checkpoint.powersgd[0])
+    if wrong:
         raise CheckpointMismatch(
             f"The layout does not fit the hook state: {wrong[0]}. Record it in the same run with "
             f"torch_bridge.record_layout.",
             parameters=("layout",),
         )
-    unknown = sorted(set(layout.names) - checkpoint.model.keys()) if checkpoint.model else []
-    if unknown:  # taken for frozen, their state would be lost without a word
+    unknown = sorted(set(layout.names) - checkpoint.model.keys())
+    if checkpoint.model and unknown:  # taken for frozen, their state would be lost without a word
         raise CheckpointMismatch(
             "The layout names parameters that the model does not have. Record it from this "
             "model with torch_bridge.record_layout.",
@@ -144,42 +214,60 @@ def layout_of(
 def _candidates(
     model: Mapping[str, np.ndarray], frozen: Collection[str], sizes: Mapping[int, int]
 ) -> Iterator[tuple[str, list[Sequence[str]]]]:
-    """Label and parameter names per bucket of every order that can be cut at the right lengths."""
+    """Yields label and names per bucket of every order that can be cut at the right lengths."""
+    lengths = [sizes[bucket] for bucket in sorted(sizes)]
+    every = trainable(model)
+    choices = [every]
+    if frozen:
+        choices.insert(0, [name for name in every if name not in frozen])
+    for names in choices:
+        for label, order in _orders(names, model).items():
+            buckets = _cut(order, lengths, model)
+            if buckets:
+                yield label, buckets
+        # Of an order that is the definition's DDP makes the last bucket first.
+        buckets = _cut(names, lengths[::-1], model)
+        if buckets:
+            yield "definition order", buckets[::-1]
 
-    def ready(members: list[str]) -> list[str]:
+
+def _orders(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+    """Returns the orders in which gradients become ready, from the last module to the first."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        module, _, _ = name.rpartition(".")
+        modules.setdefault(module, []).append(name)
+    ready: list[str] = []
+    whole: list[str] = []
+    for members in reversed(modules.values()):
+        whole.extend(members)
         # autograd hands over a Linear's bias before its weight, but a convolution's or a
         # normalisation's weight first.
         linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
-        return members[::-1] if linear else members
-
-    lengths = [sizes[bucket] for bucket in sorted(sizes)]
-    every = trainable(model)
-    trained = [name for name in every if name not in frozen]
-    for names in [trained, every] if frozen else [every]:
-        modules: dict[str, list[str]] = {}
-        for name in names:
-            modules.setdefault(name.rpartition(".")[0], []).append(name)
-        last_first = list(modules.values())[::-1]
-        flat = {
-            "gradient-ready order": [name for part in last_first for name in ready(part)],
-            "reversed definition order": names[::-1],
-            "reversed modules": [name for part in last_first for name in part],
-            "definition order": names,  # of which DDP makes the last bucket first
-        }
-        for label, order in flat.items():
-            step = -1 if order is names else 1
-            if buckets := _cut(order, lengths[::step], model):
-                yield label, buckets[::step]
+        ready.extend(reversed(members) if linear else members)
+    return {
+        "gradient-ready order": ready,
+        "reversed definition order": list(reversed(names)),
+        "reversed modules": whole,
+    }
 
 
 def _cut(
     order: Sequence[str], lengths: Sequence[int], model: Mapping[str, np.ndarray]
 ) -> list[Sequence[str]] | None:
-    """`order` in pieces of exactly `lengths` elements; one piece if no length is known."""
+    """Cuts `order` into pieces of exactly `lengths` elements; one piece if no length is known."""
     if not lengths:
         return [order]
-    ends = itertools.accumulate((model[name].size for name in order), initial=0)
-    places = {end: place for place, end in enumerate(ends)}
-    cuts = [0, *(places.get(end, -1) for end in itertools.accumulate(lengths))]
-    pieces = [order[start:end] for start, end in itertools.pairwise(cuts)]
-    return pieces if cuts[-1] == len(order) and cuts == sorted(cuts) else None
+    pieces: list[Sequence[str]] = []
+    start = 0
+    for length in lengths:
+        end, elements = start, 0
+        # What is empty goes with what is in front of it.
+        while end < len(order) and (elements < length or model[order[end]].size == 0):
+            elements += model[order[end]].size
+            end += 1
+        if elements != length:
+            return None
+        pieces.append(order[start:end])
+        start = end
+    return pieces if start == len(order) else None
