@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import torch_files as files
 from torch_bridge import (
+    BucketLayout,
+    Checkpoint,
     CheckpointMismatch,
+    PowerSGDRecord,
     load,
     record_layout,
     resume_powersgd,
@@ -184,12 +187,12 @@ def test_what_a_scheduler_drove_is_named(tmp_path, make, options, name, args, mo
     schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, *args, **more)
     stepped(optimizer, module, schedule, steps=12)
     checkpoint = saved(tmp_path, module, optimizer)
-    _, said = converted(checkpoint, SQUARES, conv1d="")
+    _, said = converted(checkpoint, SQUARES, plain=True)
     momenta = [text for text in said if f"drives the optimizer's `{kind}`" in text]
     assert len(momenta) == bool(kind)
     assert len([text for text in said if "Pass learning_rate=" in text]) == 1
     assert len(said) == 1 + bool(kind)
-    _, said = converted(checkpoint, SQUARES, conv1d="", learning_rate=lambda step: 1e-3)
+    _, said = converted(checkpoint, SQUARES, plain=True, learning_rate=lambda step: 1e-3)
     assert len(said) == bool(kind)
 
 
@@ -198,10 +201,10 @@ def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
     backwards = [parameter for _, parameter in module.named_parameters()][::-1]
     optimizer = stepped(torch.optim.SGD(backwards, 0.1, momentum=0.9), module)
     checkpoint = saved(tmp_path, module, optimizer)
-    _, said = converted(checkpoint, SQUARES, conv1d="")
+    _, said = converted(checkpoint, SQUARES, plain=True)
     assert [text for text in said if "0.weight and 1.weight" in text and "param_names=" in text]
     names = [name for name, _ in module.named_parameters()][::-1]
-    run, said = converted(checkpoint, SQUARES, conv1d="", param_names=names)
+    run, said = converted(checkpoint, SQUARES, plain=True, param_names=names)
     assert not said
     moved = run.optimizer_state[0].trace["layers_0"]["kernel"]
     buffer = optimizer.state_dict()["state"][2]["momentum_buffer"]
@@ -218,9 +221,9 @@ def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
         f"layers_{index}": {"kernel": np.zeros((6, 6)), "bias": np.zeros(6)} for index in range(11)
     }
     with pytest.raises(ValueError, match="names of the model are sorted, as safetensors"):
-        converted(checkpoint, like, conv1d="")
+        converted(checkpoint, like, plain=True)
     names = [name for name, _ in module.named_parameters()]
-    run, said = converted(checkpoint, like, conv1d="", param_names=names)
+    run, said = converted(checkpoint, like, plain=True, param_names=names)
     assert not said
     kept = run.optimizer_state[0].mu["layers_10"]["bias"]
     np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
@@ -231,7 +234,7 @@ def test_names_that_only_count_up_are_in_order(tmp_path):
     optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
     checkpoint = saved(tmp_path, module, optimizer)
     assert list(checkpoint.model) == sorted(checkpoint.model)
-    run, _ = converted(checkpoint, SQUARES, conv1d="")
+    run, _ = converted(checkpoint, SQUARES, plain=True)
     assert run.optimizer is not None
 
 
@@ -241,7 +244,7 @@ def test_moments_take_the_dtype_of_their_parameters(tmp_path):
     document = {"optimizer": optimizer.state_dict()}
     document["state_dict"] = module.bfloat16().state_dict()
     checkpoint = written(tmp_path / "c.pt", document)
-    run, said = converted(checkpoint, SQUARES, conv1d="")
+    run, said = converted(checkpoint, SQUARES, plain=True)
     assert ["exp_avg of 0.weight (float32 beside bfloat16)" in text for text in said] == [True]
     fresh = run.optimizer.init(run.params)
     dtypes = jax.tree.map(
@@ -253,7 +256,7 @@ def test_moments_take_the_dtype_of_their_parameters(tmp_path):
 def test_a_file_without_an_optimizer_says_that_nothing_goes_downhill(tmp_path):
     module = square_layers()
     checkpoint = written(tmp_path / "c.pt", {"state_dict": module.state_dict()})
-    _, said = converted(checkpoint, SQUARES, conv1d="")
+    _, said = converted(checkpoint, SQUARES, plain=True)
     assert ["they lead uphill" in text for text in said] == [True]
 
 
@@ -264,7 +267,7 @@ def test_an_optimizers_own_file_is_read(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
     both = load(tmp_path / "pytorch_model.bin")
     both = dataclasses.replace(both, optimizer=load(tmp_path / "optimizer.bin").optimizer)
-    run, _ = converted(both, SQUARES, conv1d="")
+    run, _ = converted(both, SQUARES, plain=True)
     kept = run.optimizer_state[0].mu["layers_2"]["kernel"]
     np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][2]["exp_avg"].numpy().T)
 
@@ -374,3 +377,22 @@ def test_every_dtype_that_is_read_goes_back(tmp_path, name):
     back = to_torch(params, (), checkpoint, ignore="scale")["state_dict"]["scale"]
     assert back.dtype == scale.dtype
     assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
+
+
+def test_a_state_that_no_longer_fits_its_dtype_is_refused():
+    weight = np.zeros((16, 24), np.float32)
+    layout = BucketLayout.from_order([["weight"]], {"weight": weight})
+    error, q = np.ones(weight.size, np.float16), np.ones(48, np.float16)
+    record = PowerSGDRecord(2, 20, {0: error}, {0: np.ones(32, np.float16)}, {0: q})
+    checkpoint = Checkpoint({"weight": weight}, (record,), None, layout, world_size=1)
+    checkpoint = dataclasses.replace(checkpoint, loss_scale=1024.0)
+    like = {"kernel": np.zeros((24, 16), np.float32)}
+    run, _ = converted(checkpoint, like)
+    back = to_torch(run.params, run.opt_state, checkpoint)
+    np.testing.assert_array_equal(back["errors"][0][0], error)
+    grown = run.reducer_state._replace(
+        residual={"kernel": 100 + run.reducer_state.residual["kernel"]}
+    )
+    with pytest.raises(CheckpointMismatch, match="in units of the loss scale") as caught:
+        to_torch(run.params, (grown,), checkpoint)
+    assert caught.value.mis_shaped == ("error_dict of bucket 0: float16",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -118,29 +118,42 @@ def filled_state(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """`powersgd_from_torch` of a `record` with the mean error, where the rest is known, too.
+    """Fills a state of `jaxcomp.powersgd` with what a record holds.
 
-    `shapes` is the state of `jaxcomp.powersgd` without values, as of ``jax.eval_shape``.
+    Args:
+      shapes: The state without values, as of ``jax.eval_shape``.
+      record: With the mean error, in units of the loss.
+      params: As for `powersgd_from_torch`, like the others.
+      pairs: Of `params`.
+      layout: Of the buffers of `record`.
+      matrix_dims: As passed to `jaxcomp.powersgd`.
     """
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
     draw = np.random.default_rng(0).standard_normal
-    wanted = leaves_by_path(shapes.residual), leaves_by_path(shapes.q)
-    residuals = {path: np.zeros(leaf.shape, np.float32) for path, leaf in wanted[0].items()}
-    factors = {path: draw(leaf.shape, np.float32) for path, leaf in wanted[1].items()}
-    afresh, packed = list[str](), set[str]()
+    residuals: dict[tuple[str, ...], np.ndarray] = {}
+    for path, leaf in leaves_by_path(shapes.residual).items():
+        residuals[path] = np.zeros(leaf.shape, np.float32)
+    factors: dict[tuple[str, ...], np.ndarray] = {}
+    for path, leaf in leaves_by_path(shapes.q).items():
+        factors[path] = draw(leaf.shape, np.float32)
+    afresh: list[str] = []
+    packed: set[str] = set()
     for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
-        residual, q = residuals.get(pair.path), factors.get(pair.path)
+        residual = residuals.get(pair.path)
+        q = factors.get(pair.path)
         if part.error is not None and residual is not None:
             residual = pair.to_flax(part.error)
         if part.q is not None and q is not None:
             q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
-            packed |= {pair.torch_name} if pair.rows else set()
-        if any(array is not None and not np.isfinite(array).all() for array in (residual, q)):
+            if pair.rows:
+                packed.add(pair.torch_name)
+        if not (_is_finite(residual) and _is_finite(q)):
             afresh.append("/".join(pair.path))
             continue
-        for leaves, array in ((residuals, residual), (factors, q)):
-            if array is not None:
-                leaves[pair.path] = array
+        if residual is not None:
+            residuals[pair.path] = residual
+        if q is not None:
+            factors[pair.path] = q
     if afresh:
         warnings.warn(
             f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
@@ -168,6 +181,10 @@ def filled_state(
     )
 
 
+def _is_finite(array: np.ndarray | None) -> bool:
+    return array is None or bool(np.isfinite(array).all())
+
+
 # --- both ways ----------------------------------------------------------------------------------
 
 
@@ -178,7 +195,7 @@ def _common_matrices(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> list[CommonMatrix]:
-    """What both sides compress, with the rank and the rate of `record`.
+    """Lists what both sides compress, with the rank and the rate of `record`.
 
     Args:
       params: The Flax parameters.
@@ -191,8 +208,9 @@ def _common_matrices(
       CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
     """
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
-    found = plan_leaves(params, rank, rate, matrix_dims)
-    plans = dict(zip(leaves_by_path(params), found, strict=True))
+    plans = dict(
+        zip(leaves_by_path(params), plan_leaves(params, rank, rate, matrix_dims), strict=True)
+    )
     parts = layout.parts(record) if layout else {}
     names = names_in(pairs, parts)
     matrices: list[CommonMatrix] = []
@@ -224,7 +242,7 @@ def _common_matrices(
 
 
 def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
-    """Where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
+    """Finds where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
 
     Raises:
       CheckpointMismatch: Torch's matrix is another than the leaf's.
@@ -306,20 +324,16 @@ def record_of_state(
     matrix_dims: MatrixDimsFn | None,
     pairs: Pairs,
 ) -> PowerSGDRecord:
-    """What `powersgd_to_torch` puts into torch's object, as arrays of its own."""
+    """Makes what `powersgd_to_torch` puts into torch's object, as arrays of its own.
+
+    Raises:
+      CheckpointMismatch: As `powersgd_to_torch`.
+    """
     count = int(np.asarray(state.count))
-    born_in_jax = PowerSGDRecord(
-        max((q.shape[-1] for q in jax.tree.leaves(state.q)), default=1),
-        0,
-        *({}, {}, {}),
-        start_powerSGD_iter=max(2, count),
-        use_error_feedback=bool(jax.tree.leaves(state.residual)),
-        warm_start=bool(jax.tree.leaves(state.q)),
-    )
-    old = like.powersgd[0] if like.powersgd else born_in_jax
-    base = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
+    old = like.powersgd[0] if like.powersgd else _born_in_jax(state, count)
+    record = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
     if not old.buckets and count == old.iter:  # nothing but counters and hyperparameters
-        return base
+        return record
     if layout is None:
         raise CheckpointMismatch(
             "The torch file was saved before compression began, so it has no bucket layout, and "
@@ -327,69 +341,132 @@ def record_of_state(
             "model, and pass layout=.",
             parameters=("layout",),
         )
-    # Written through views of the buckets: a second copy would double the memory.
-    kept = base.use_error_feedback, base.warm_start, base.warm_start
-    errors, ps, qs = (
-        {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items() if keeps}
-        for sizes, keeps in zip(layout.buffer_sizes(base), kept, strict=True)
-    )
-    record = dataclasses.replace(base, error_dict=errors, p_memory_dict=ps, q_memory_dict=qs)
+    _allocate(record, layout)
     matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
-    residuals, factors = leaves_by_path(state.residual), leaves_by_path(state.q)
-    needed = {
-        "residual": any(part.error is not None for _, part, _ in matrices),
-        "q": any(part.q is not None for _, part, _ in matrices),
-    }
-    _check_shapes(state, _shapes(params, record, matrix_dims), needed)
-    found: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
+    _check_state(state, params, record, matrices, matrix_dims)
+    _fill(record, layout, state, matrices)
+    _scale(record, loss_scale_of(like))
+    _as_before(record, old)
+    return record
+
+
+def _born_in_jax(state: PowerSGDState, count: int) -> PowerSGDRecord:
+    """Makes a record as of a run that torch has never seen."""
+    factors = jax.tree.leaves(state.q)
+    return PowerSGDRecord(
+        max((q.shape[-1] for q in factors), default=1),
+        0,
+        error_dict={},
+        p_memory_dict={},
+        q_memory_dict={},
+        start_powerSGD_iter=max(2, count),
+        use_error_feedback=bool(jax.tree.leaves(state.residual)),
+        warm_start=bool(factors),
+    )
+
+
+def _allocate(record: PowerSGDRecord, layout: BucketLayout) -> None:
+    """Gives a record buffers of zeros, those that its hook keeps.
+
+    They are written through views: a second copy would double the memory.
+    """
+    kept = (record.use_error_feedback, record.warm_start, record.warm_start)
+    for name, sizes, keeps in zip(BUFFERS, layout.buffer_sizes(record), kept, strict=True):
+        if keeps:
+            for bucket, size in sizes.items():
+                getattr(record, name)[bucket] = np.zeros(size, np.float32)
+
+
+def _fill(
+    record: PowerSGDRecord,
+    layout: BucketLayout,
+    state: PowerSGDState,
+    matrices: Sequence[CommonMatrix],
+) -> None:
+    """Writes residuals and factors into the buffers of a record."""
+    residuals = leaves_by_path(state.residual)
+    factors = leaves_by_path(state.q)
+    seen: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
             part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
         if part.q is not None and pair.path in factors:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
-            found.setdefault(part.entry.name, []).append(torch_q)
+            seen.setdefault(part.entry.name, []).append(torch_q)
     for name, part in layout.parts(record).items():
         if part.rank and part.q is not None:
-            part.q[...] = _common_q(part, found.get(name, []))
-    scale = np.float32(loss_scale_of(like))
-    for buffers in (errors, qs):
+            part.q[...] = _common_q(part, seen.get(name, []))
+
+
+def _scale(record: PowerSGDRecord, scale: float) -> None:
+    """Brings errors and Q into the units of torch's scaled loss, in place."""
+    if scale == 1:
+        return
+    for buffers in (record.error_dict, record.q_memory_dict):
         for buffer in buffers.values():
-            buffer *= scale  # back into the units of torch's scaled loss
+            buffer *= np.float32(scale)
+
+
+def _as_before(record: PowerSGDRecord, old: PowerSGDRecord) -> None:
+    """Keeps the P and the dtypes that a record had.
+
+    Raises:
+      CheckpointMismatch: A buffer does not fit the dtype that it had.
+    """
     # Of P only its presence matters to torch; with the old one nothing at all changes.
-    ps |= {b: p for b, p in old.p_memory_dict.items() if b in ps and p.size == ps[b].size}
+    for bucket, p in old.p_memory_dict.items():
+        if bucket in record.p_memory_dict and p.size == record.p_memory_dict[bucket].size:
+            record.p_memory_dict[bucket] = p
+    overflown = []
     for name in BUFFERS:
-        buffers = getattr(record, name)
-        for bucket in buffers.keys() & getattr(old, name).keys():
-            dtype = getattr(old, name)[bucket].dtype
-            buffers[bucket] = buffers[bucket].astype(dtype, copy=False)
-    return record
+        buffers, before = getattr(record, name), getattr(old, name)
+        for bucket in buffers.keys() & before.keys():
+            buffer = buffers[bucket]
+            with np.errstate(over="ignore"):
+                buffers[bucket] = buffer.astype(before[bucket].dtype, copy=False)
+            if np.isfinite(buffer).all() and not np.isfinite(buffers[bucket]).all():
+                overflown.append(f"{name} of bucket {bucket}: {before[bucket].dtype}")
+    if overflown:
+        raise CheckpointMismatch(
+            "The state does not fit the dtype that it had in torch, in units of the loss scale of "
+            "the file. Go on from dataclasses.replace(checkpoint, loss_scale=...) with a smaller "
+            "one, and begin the GradScaler in torch with it.",
+            mis_shaped=overflown,
+        )
 
 
 def _shapes(params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None) -> Any:
-    """The state of `jaxcomp.powersgd` with the arguments of `record`, without values."""
+    """Returns the state of `jaxcomp.powersgd` with the arguments of `record`, without values."""
     kwargs = powersgd_kwargs_from_torch(record)
     reducer = jaxcomp.powersgd(axis_name="data", matrix_dims=matrix_dims, **kwargs)
     return jax.eval_shape(reducer.init, params)
 
 
-def _check_shapes(
-    state: PowerSGDState, expected: PowerSGDState, needed: Mapping[str, bool]
+def _check_state(
+    state: PowerSGDState,
+    params: Any,
+    record: PowerSGDRecord,
+    matrices: Sequence[CommonMatrix],
+    matrix_dims: MatrixDimsFn | None,
 ) -> None:
     """Refuses a state of other shapes, or without any residual or Q where torch has some.
 
     Raises:
       CheckpointMismatch: With all of these.
     """
-    wrong = [
-        f"no {what}"
-        for what in needed
-        if needed[what] and not jax.tree.leaves(getattr(state, what))
-    ]
+    wrong = []
+    needs_errors = any(part.error is not None for _, part, _ in matrices)
+    needs_factors = any(part.q is not None for _, part, _ in matrices)
+    if needs_errors and not jax.tree.leaves(state.residual):
+        wrong.append("no residual")
+    if needs_factors and not jax.tree.leaves(state.q):
+        wrong.append("no q")
+    fresh = _shapes(params, record, matrix_dims)
     for what in ("residual", "q"):
-        wanted = leaves_by_path(getattr(expected, what))
+        shapes = leaves_by_path(getattr(fresh, what))
         for path, leaf in leaves_by_path(getattr(state, what)).items():
-            shape = wanted[path].shape if path in wanted else None
+            shape = shapes[path].shape if path in shapes else None
             if tuple(leaf.shape) != shape:
                 wrong.append(f"{'/'.join(path)}: {what} of shape {leaf.shape}, expected {shape}")
     if wrong:
@@ -403,7 +480,7 @@ def _check_shapes(
 
 
 def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
-    """One Q of shape (cols, rank) for a torch matrix, from the Qs of its parts."""
+    """Returns one Q of shape (cols, rank) for a torch matrix, from the Qs of its parts."""
     if not qs:
         # Compressed by torch only, at full rank: any basis reproduces it.
         return np.eye(part.entry.matrix[1], part.rank, dtype=np.float32)
@@ -413,7 +490,7 @@ def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
         f"The parts of {printable(part.entry.name)} have different Q factors; torch has one for "
         f"all and gets their leading common subspace, so its next steps are equivalent in kind, "
         f"not equal.",
-        stacklevel=4,
+        stacklevel=5,
     )
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
     return (left * values)[:, : part.rank].astype(np.float32)
