@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -23,10 +23,10 @@ _SIZES = ("processes", "sequences", "layers", "width", "heads", "context")
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
 # What is run where nothing else is said, and shown in the picture: by its name, in words.
 RUNS = {
-    EXACT: ("float32 all-reduce", INK),
+    EXACT: ("a float32 all-reduce", INK),
     "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
     "jax/powersgd-32-int6-every-4-from-160": ("rank 32, int6, rounds of 4 from step 160", PURPLE),
-    "torch/powersgd-32": ("torch's hook, rank 32", ORANGE),
+    "torch/powersgd-32": ("torch's hook in float32, rank 32", ORANGE),
 }
 # With 16 bits on the wire. Nobody has run these on a quiet machine yet, and their step times are
 # estimated from those with 32 bits: name each to `--runs` to measure it.
@@ -59,7 +59,7 @@ class Result:
     before: dict[str, list[float]]
 
     def clock(self, rate: str, steps: float) -> float:
-        """Seconds that so many steps take at a rate."""
+        """Returns the seconds that so many steps take at a rate."""
         early = min(steps, self.start)
         waited = early * median(self.before[rate]) if early else 0.0
         return waited + (steps - early) * median(self.seconds[rate])
@@ -76,7 +76,7 @@ class Result:
         return f" ({len(self.reached)} of {len(self.needed)})" if missed else ""
 
     def gaps(self, exact: Result) -> list[float]:
-        """Of the final loss, above the exact run of the same seed; per cent."""
+        """Returns how far the final losses are above the exact ones of their seeds, per cent."""
         return [100 * (loss / exact.losses[seed] - 1) for seed, loss in self.losses.items()]
 
     def sooner_than(self, other: Result, rate: str) -> list[float]:
@@ -114,22 +114,32 @@ class Result:
 
 
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
-    """The runs without a limit, by their name; of seeds that the exact run has too."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    """Returns the runs without a limit, by their name; of seeds that the exact run has too."""
+    by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
     times: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         name = f"{run['framework']}/{run['strategy']}"
         if "seconds" in run:
-            each = run["seconds"].items()
-            times[name] = {rate: [t / run["steps_per_call"] for t in calls] for rate, calls in each}
+            times[name] = _seconds_a_step(run)
         elif run["at"] == "unlimited":
-            found.setdefault(name, {})[run["seed"]] = run
-    goals = {s: _WITHIN * run["curve"][-1][2] for s, run in found.get(EXACT, {}).items()}
-    return {
-        name: _result(name, by_seed, goals, times)
-        for name, by_seed in found.items()
-        if goals.keys() & by_seed.keys()
-    }
+            by_name.setdefault(name, {})[run["seed"]] = run
+    goals = {}
+    for seed, run in by_name.get(EXACT, {}).items():
+        goals[seed] = _WITHIN * run["curve"][-1][2]
+    several = {}
+    for name, by_seed in by_name.items():
+        shared = {seed: run for seed, run in by_seed.items() if seed in goals}
+        if shared:
+            several[name] = _result(name, shared, goals, times)
+    return several
+
+
+def _seconds_a_step(run: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Returns what the steps of each timed call took, by rate."""
+    seconds = {}
+    for rate, calls in run["seconds"].items():
+        seconds[rate] = [call / run["steps_per_call"] for call in calls]
+    return seconds
 
 
 def _result(
@@ -139,25 +149,23 @@ def _result(
     times: Mapping[str, dict[str, list[float]]],
 ) -> Result:
     framework, _, strategy = name.partition("/")
-    sent = parse_strategy(strategy)
-    # Of two phases each was timed as a strategy of its own.
-    timed = [times.get(f"{framework}/{phase.name}", {}) for phase in sent.phases]
-    runs = {s: run for s, run in runs.items() if s in goals}
-    curves = {s: [(steps, loss) for steps, _, loss in r["curve"]] for s, r in runs.items()}
-    return Result(
-        name,
-        {s: curve[-1][1] for s, curve in curves.items()},
-        curves,
-        {s: steps_until(curve, goals[s]) for s, curve in curves.items()},
-        mean(run["sent_per_step"] for run in runs.values()),
-        timed[-1],
-        sent.start,
-        timed[0],
-    )
+    parsed = parse_strategy(strategy)
+    # The phases of a run were timed as strategies of their own.
+    first = times.get(f"{framework}/{parsed.phases[0].name}", {})
+    last = times.get(f"{framework}/{parsed.phases[-1].name}", {})
+    losses = {}
+    curves = {}
+    needed = {}
+    for seed, run in runs.items():
+        curves[seed] = [(steps, loss) for steps, _, loss in run["curve"]]
+        losses[seed] = curves[seed][-1][1]
+        needed[seed] = steps_until(curves[seed], goals[seed])
+    sent = mean(run["sent_per_step"] for run in runs.values())
+    return Result(name, losses, curves, needed, sent, last, parsed.start, first)
 
 
 def steps_until(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
-    """The number of steps after which the loss is `goal`, on straight lines between evaluations.
+    """Returns the steps after which the loss is `goal`, on straight lines between evaluations.
 
     Example:
       >>> steps_until([(10, 3.0), (20, 2.0), (30, 1.0)], 1.5)
@@ -182,69 +190,74 @@ def write_report(
     Raises:
       ValueError: There is no exact run of the setting.
     """
-    own = [run for run in runs if run["config"] == setting or _times_it(run, setting)]
-    found = results(own)
-    if EXACT not in found:
+    of_setting = []
+    for run in runs:
+        if run["config"] == setting or _times_it(run, setting):
+            of_setting.append(run)
+    several = results(of_setting)
+    if EXACT not in several:
         raise ValueError(f"no finished run of {EXACT} with this setting to compare with.")
-    text, written = _text(found, own), list[Path]()
-    if found[EXACT].seconds:
-        written.append(out.with_suffix(".png"))
-        plot(found, written[-1])
+    text = _text(several, of_setting)
+    written = []
+    if several[EXACT].seconds:
+        picture = out.with_suffix(".png")
+        plot(several, picture)
+        written.append(picture)
     if out == RESULTS / "time_to_loss":
-        written.append(PAGE)
         PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
-    else:
-        written.append(out.with_suffix(".md"))
-        written[-1].write_text(text)
-    return written
+        return [*written, PAGE]
+    table = out.with_suffix(".md")
+    table.write_text(text)
+    return [*written, table]
 
 
 def _times_it(run: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:
-    """Whether it timed steps of the same program: no learning rate changes how long they take."""
+    """Tells whether it timed steps of the same program: no learning rate changes their length."""
     same = all(run["config"][name] == setting[name] for name in _SIZES)
     return "seconds" in run and same
 
 
-def _text(found: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
-    exact = found[EXACT]
-    losses = [
-        [
-            f"`{result.name}`",
-            str(len(result.losses)),
-            "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%"),
-            f"{exact.sent / result.sent:.1f}x",
-            _steps(result),
-        ]
-        for result in found.values()
-    ]
-    parts = [
-        markdown(["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"], losses)
-    ]
-    if rates := list(exact.seconds):
-        timed = [result for result in found.values() if result.seconds]
-        rows = [
-            [f"`{result.name}`", *(_at(rate, result, found) for rate in rates)] for result in timed
-        ]
-        parts.append(markdown(["run", *(parse_rate(rate).shown for rate in rates)], rows))
-        parts.append(_fair(found, rates))
+def _text(several: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
+    exact = several[EXACT]
+    losses = []
+    for result in several.values():
+        above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
+        fewer = f"{exact.sent / result.sent:.1f}x"
+        row = [f"`{result.name}`", str(len(result.losses)), above, fewer, _steps(result)]
+        losses.append(row)
+    header = ["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"]
+    parts = [markdown(header, losses)]
+    rates = list(exact.seconds)
+    if rates:
+        rows = []
+        for result in several.values():
+            if result.seconds:
+                times = [_at(rate, result, several) for rate in rates]
+                rows.append([f"`{result.name}`", *times])
+        shown = [parse_rate(rate).shown for rate in rates]
+        parts.append(markdown(["run", *shown], rows))
+        if len(rates) > 1:  # from two of which the share of the link is read
+            parts.append(_fair(several, rates))
     return "\n\n".join([*parts, made_on(provenance(runs)), ""])
 
 
-def _at(rate: str, result: Result, found: Mapping[str, Result]) -> str:
-    """Milliseconds a step, and how many times sooner at the goal than exact and torch's hook."""
+def _at(rate: str, result: Result, several: Mapping[str, Result]) -> str:
+    """Writes milliseconds a step, and how many times sooner at the goal than exact and the hook."""
     if rate not in result.seconds:
         return ""
-    hooks = [other for name, other in found.items() if name.startswith(_HOOK)]
-    than_exact = result.sooner_than(found[EXACT], rate)
-    # Of torch's hook the rank that is best for it.
-    each_hook = (result.sooner_than(hook, rate) for hook in hooks)
-    than_hook = min(filter(None, each_hook), key=mean, default=[])
-    exact = _with_timing(than_exact, rate, result, found[EXACT])
-    hook = _with_timing(than_hook, rate, result, *hooks)
+    exact = several[EXACT]
+    than_exact = _with_timing(result.sooner_than(exact, rate), rate, result, exact)
+    than_hook = "-"
+    least = math.inf
+    for name, hook in several.items():
+        ratios = result.sooner_than(hook, rate)
+        # The rank that is best for torch's hook.
+        if name.startswith(_HOOK) and ratios and mean(ratios) < least:
+            least = mean(ratios)
+            than_hook = _with_timing(ratios, rate, result, hook)
     curve = next(iter(result.curves.values()))
-    return ", ".join(
-        [f"{1e3 * result.clock(rate, curve[-1][0]) / curve[-1][0]:,.0f} ms", exact, hook]
-    )
+    last = curve[-1][0]
+    return f"{1e3 * result.clock(rate, last) / last:,.0f} ms, {than_exact}, {than_hook}"
 
 
 def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
@@ -258,18 +271,18 @@ def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
     return f"{mean(ratios):.1f}x ± {half:.1f}"
 
 
-def _fair(found: Mapping[str, Result], rates: Sequence[str]) -> str:
+def _fair(several: Mapping[str, Result], rates: Sequence[str]) -> str:
     """Shows how many times sooner than with 16 bits on the wire, in an estimate."""
     rows = []
-    for result in found.values():
+    for result in several.values():
         if result.name in _HALVED or not (result.seconds and result.reached):
             continue
         row = [f"`{result.name}`"]
         for rate in rates:
             cells = []
             for name in _HALVED:
-                if name in found and found[name].seconds:
-                    halved = found[name].with_half_the_bytes()
+                if name in several and several[name].seconds:
+                    halved = several[name].with_half_the_bytes()
                     ratios = result.sooner_than(halved, rate)
                     cells.append(_with_timing(ratios, rate, result, halved))
             row.append(", ".join(cells))
@@ -285,22 +298,24 @@ def _steps(result: Result) -> str:
     return f"{mean(reached.values()):.0f}{result.share}" if reached else "-"
 
 
-def plot(found: Mapping[str, Result], path: Path) -> None:
+def plot(several: Mapping[str, Result], path: Path) -> None:
     """Writes a PNG: loss against seconds, a panel for each rate; the dotted line is the goal."""
-    exact = found[EXACT]
+    exact = several[EXACT]
     figure, axes = panels(len(exact.seconds), 4.4 * len(exact.seconds), 4.2)
     # One seed, so that a line is a run: the others would lie on each other.
     seed = min(exact.curves)
-    top = max(loss for _, loss in exact.curves[seed][len(exact.curves[seed]) // 8 :])
+    settled = exact.curves[seed][len(exact.curves[seed]) // 8 :]
+    top = max(loss for _, loss in settled)
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
-        for name, (words, colour) in RUNS.items():
-            curve = found[name].curves.get(seed) if name in found else None
-            if curve is None or rate not in found[name].seconds:
+        for words, result, colour, dashes in _lines(several):
+            if seed not in result.curves or rate not in result.seconds:
                 continue
-            times = [found[name].clock(rate, steps) for steps, _ in curve]
-            losses = [loss for _, loss in curve]
-            (lines[words],) = axis.plot(times, losses, color=colour, linewidth=1.5)
+            times = [result.clock(rate, steps) for steps, _ in result.curves[seed]]
+            losses = [loss for _, loss in result.curves[seed]]
+            (lines[words],) = axis.plot(
+                times, losses, color=colour, linewidth=1.5, linestyle=dashes
+            )
         axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)
         axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
@@ -309,3 +324,13 @@ def plot(found: Mapping[str, Result], path: Path) -> None:
         lines.values(), lines.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
     save(figure, path)
+
+
+def _lines(several: Mapping[str, Result]) -> Iterator[tuple[str, Result, str, str]]:
+    """Yields what is drawn: in words, the runs, colour and dashes, which an estimate has."""
+    for name, (words, colour) in RUNS.items():
+        if name not in several:
+            continue
+        yield words, several[name], colour, "-"
+        if name in _HALVED and len(several[name].seconds) > 1:
+            yield f"{_HALVED[name]}, estimated", several[name].with_half_the_bytes(), colour, "--"
