@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Part, Sync, total
@@ -291,14 +292,20 @@ class LocalSGDRound:
         return carry
 
     def bytes(
-        self, params: PyTree, *, replicas: int | None = None, step: int | None = None
+        self,
+        params: PyTree,
+        *,
+        replicas: int | None = None,
+        step: int | None = None,
+        steps: int | None = None,
     ) -> CompressionStats:
-        """Counts what each replica sends in a local step, as `Reducer.bytes`.
+        """Counts what each replica sends in a local step, or in a whole run, as `Reducer.bytes`.
 
         Args:
           params: Parameters: arrays, or anything with ``shape`` and ``dtype``.
           replicas: Number of replicas, where the reducer needs it.
           step: Which local step, counted from 0 over all rounds; None for the mean over a round.
+          steps: How many local steps a run has: counts all of them together. Not beside `step`.
 
         Returns:
           The payload per replica in bytes.
@@ -307,6 +314,15 @@ class LocalSGDRound:
           ValueError: If the reducer does not know what it sends, or the inner state is averaged and
             not known.
         """
+        if steps is not None:
+            if step is not None:
+                raise ValueError("Pass `step` for one step or `steps` for a whole run, not both.")
+            steps = check_int("steps", steps, 1)
+
+            def count(step: int) -> CompressionStats:
+                return self.bytes(params, replicas=replicas, step=step)
+
+            return whole_run(count, steps, in_phases=False)
         inner_state = None
         if self.syncs[0].average_inner is True:
             if self.inner_init is None:

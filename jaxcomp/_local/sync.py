@@ -263,15 +263,12 @@ def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
 
 def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
     """Adds several payloads up, beside an all-reduce of the gradients."""
-    sums = {leaf.path: dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)}
+    dense = [dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)]
+    stats = CompressionStats.of(dense)
     for part in parts:
-        for leaf in part:
-            before, after = 0, leaf.bytes_after
-            if leaf.path in sums:
-                before = sums[leaf.path].bytes_before
-                after += sums[leaf.path].bytes_after
-            sums[leaf.path] = dataclasses.replace(leaf, bytes_before=before, bytes_after=after)
-    return CompressionStats.of(sums.values())
+        sent = [dataclasses.replace(leaf, bytes_before=0) for leaf in part]
+        stats = stats.plus(CompressionStats.of(sent))
+    return stats
 
 
 def _begun_anew(state: PyTree, initial: PyTree) -> PyTree:

@@ -192,8 +192,11 @@ def test_without_a_step_it_is_the_mean_after_all_exact_steps():
         local_sgd(SGD, sync_every=4, start_step=5, outer=optax.sgd(0.7)),
         local_sgd(SGD, sync_every=lambda last: 2 + last // 2),
         jaxcomp.accumulate(powersgd(2, start_step=5), 3),
+        jaxcomp.local_sgd_round(
+            print, sync_every=4, axis_name=AXIS, reducer=powersgd(2, start_step=2)
+        ),
     ],
-    ids=["exact", "exact first", "feedback", "local", "schedule", "micro-batches"],
+    ids=["exact", "exact first", "feedback", "local", "schedule", "micro-batches", "rounds"],
 )
 def test_a_whole_run_is_the_sum_of_its_steps(tx):
     dense = sum(x.nbytes for x in jax.tree.leaves(PARAMS))

@@ -72,6 +72,8 @@ def test_averaged_momenta_are_counted():
     assert make(inner_init=inner.init).bytes(params, step=1).bytes_after == 3 * 720
     with pytest.raises(ValueError, match="The inner state is averaged too"):
         make().bytes(params)
+    with pytest.raises(ValueError, match="`step` for one step or `steps` for a whole run"):
+        make().bytes(params, step=1, steps=2)
 
 
 def test_bad_input_is_refused():
