@@ -4,6 +4,7 @@ import collections
 import copy
 import re
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -23,9 +24,16 @@ def torch_loss(model, batch):
     return ((model(x) - torch.sin(x[:, :16])) ** 2).mean()
 
 
+class Model(nn.Module):
+    """Nested calls, which linen numbers from the outside."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(jnp.tanh(nn.Dense(48)(x)))
+
+
 def jax_loss(params, batch):
-    hidden = jnp.tanh(batch @ params["first"]["kernel"] + params["first"]["bias"])
-    out = hidden @ params["second"]["kernel"] + params["second"]["bias"]
+    out = Model().apply({"params": params}, batch)
     return jnp.mean((out - jnp.sin(batch[:, :16])) ** 2)
 
 
@@ -68,14 +76,16 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     save, go_on, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)
 
     _, ddp_model, optimizer, state = job_of_ten_steps()
-    exec(save, {"ddp_model": ddp_model, "state": state, "optimizer": optimizer})
+    names = {"ddp_model": ddp_model, "state": state, "optimizer": optimizer}
+    exec(save, names | {"inputs": torch.from_numpy(BATCHES[0, :3])})
     stayed = torch_steps(ddp_model, optimizer, BATCHES[10:])
     controls = [run_that_stays(seed) for seed in range(3)]
 
-    names = {"abstract_params": linears(first=(24, 48), second=(48, 16))}
+    names = {"abstract_params": linears(Dense_0=(48, 16), Dense_1=(24, 48)), "model": Model()}
     exec(go_on, names)
     assert names["checkpoint"].extra["epoch"] == 3
     assert names["step"] == 10
+    assert names["run"].difference < 1e-6
     params, opt_state, moved = steps_in_jax(
         jax_loss, *(names[n] for n in ("transformation", "params", "opt_state")), BATCHES[10:25]
     )
@@ -96,7 +106,7 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     }
     exec(return_, back)
     before = copy.deepcopy(model.state_dict())
-    np.testing.assert_array_equal(before["first.weight"].numpy().T, params["first"]["kernel"])
+    np.testing.assert_array_equal(before["first.weight"].numpy().T, params["Dense_1"]["kernel"])
     moved += torch_steps(ddp_model, optimizer, BATCHES[25:])
     assert_no_further(np.array(moved), np.array(stayed), *controls)
     assert moved[-1] < 0.9 * moved[0]

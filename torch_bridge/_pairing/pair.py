@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
+from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
 from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, Answer, build
 from torch_bridge._pairing.layers import NO_LAYER, Layer, Shape, layers_of
@@ -382,19 +384,20 @@ class Layers:
         match.match_names()
         questions = Questions(match, options, self._known)
         said = _said_answers(questions, self._options, match)
-        complete = walk(match, {}, match.flax, near=False)
-        if len(complete) < max(len(match.torch), len(match.flax)):
+        complete = walk(match, {}, match.flax)
+        if len(complete) < len(match.flax):
             match.match_shapes()
             questions.asked.clear()
             self._refuse_problems(match, questions)
         proof = Search(match, said, evidence, tensors).prove()
+        _warn_of_unused(match, proof.reading.partners)
         pairs = self._ordered(proof.reading.partners, proof.reading.answers)
         return Paired(pairs, proof.difference)
 
     def _split(self, match: Match) -> None:
         """Takes layers apart that have no partner as a whole: packed ones, then into parts."""
         for divide in (_shares, take_apart):
-            partners = walk(match, match.partners, match.flax, near=False)
+            partners = walk(match, match.partners, match.flax)
             lonely = [layer for layer in match.torch if layer not in partners]
             taken = set(partners.values())
             rest = [target for target in match.flax if target not in taken]
@@ -462,6 +465,21 @@ class Layers:
         options = _options_in(problems)
         parameters = ("rules", *options, "ignore", "apply")
         raise CheckpointMismatch(message, parameters=parameters, **problems)
+
+
+def _warn_of_unused(match: Match, partners: Partners) -> None:
+    """Says which tensors the Flax model has no place for, though it gives torch's outputs."""
+    unused: list[str] = []
+    for layer in match.torch:
+        if layer not in partners:
+            unused += [layer.line(part) for part in layer.parts]
+    if unused:
+        shown = printable("; ".join(unused))
+        warnings.warn(
+            f"Left out, since the Flax model has no place for it and gives torch's outputs on the "
+            f"example without it: {shown}. ignore= says the same without a warning.",
+            stacklevel=2,
+        )
 
 
 def take_apart(match: Match, torch: Sequence[Layer], flax: Sequence[Layer]) -> bool:

@@ -198,7 +198,7 @@ class Search:
         choices = itertools.product((by_name, by_rule), (used, flax), torch_orders, (True, False))
         for decided, targets, layers, near in choices:
             partners = walk(self._match, decided, targets, layers=layers, near=near)
-            if len(partners) == len(self._match.torch):
+            if len(partners) == len(self._match.flax):
                 readings.append(Reading(partners, self._upward(partners)))
         return readings
 
