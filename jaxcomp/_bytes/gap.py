@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 import optax
 
@@ -160,6 +161,7 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
       ValueError: If there is nothing of the kind, or it is zero or not finite.
     """
     check_function("matrix_dims", matrix_dims)
+    _check_on_host(opt_state)
     moments = []
     for node in jax.tree.leaves(opt_state, is_leaf=_has_moments):
         if _has_moments(node):
@@ -219,6 +221,24 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     # Rounding makes some of the smallest negative.
     values = np.maximum(values, 0)
     return values.reshape(-1, min(rows, cols)).sum(axis=0)
+
+
+def _check_on_host(opt_state: PyTree) -> None:
+    """Refuses what NumPy cannot read: traced arrays, and parts that lie in other processes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
+                "two steps."
+            )
+        readable = not isinstance(leaf, jax.Array) or (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        )
+        if not readable:
+            raise ValueError(
+                f"`opt_state` has a part of {leaf_name(path)} in another process. Gather it first, "
+                "as with jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
+            )
 
 
 def _fields(node: Any) -> dict[str, Any]:

@@ -155,6 +155,8 @@ def test_messages():
     with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
         jaxcomp.predict_gap(spoilt, 4)
     state = trained(optax.adam(1e-3))
+    with pytest.raises(ValueError, match=r"is traced at .*: read it outside of jax\.jit"):
+        jax.jit(lambda state: jaxcomp.predict_gap(state, 4).gap)(state)
     with pytest.raises(ValueError, match="`loss_budget` must be not negative"):
         jaxcomp.ranks_by_spectrum(state, loss_budget="little")
     for both in ({}, {"ratio": 2.0, "loss_budget": "1%"}):
