@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,9 @@ import numpy as np
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_size, largest, mean_each, mesh_axes, owner_id
-from jaxcomp._mesh.per_replica import has_rows, map_leaves, owners_of, without_row
+from jaxcomp._mesh.per_replica import StateLeaf, has_rows, owners_of, state_leaves, without_row
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
@@ -59,65 +60,94 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
         return _over_axis(state, axis_name)
     _check_not_mapped(state)
     layout = layout_of(state)
-    owners = owners_of(state)
+    leaves = state_leaves(state)
     if layout.replicas is None:
-        if not owners and (local := _leaves(state)[True]):
+        local = _local_values(leaves)
+        if local and not owners_of(state):
             raise ValueError(_no_axis(local))
         return state
-
-    def collapse(path: KeyPath, leaf: Any, local: bool) -> Any:
-        if leaf_name(path) in owners:
-            return _owner_of_all(jnp.asarray(leaf))
-        if local:
-            return _mean_of_rows(leaf)
-        return leaf[0] if layout.everything else leaf
-
-    return map_leaves(collapse, state)
+    collapsed: list[Any] = []
+    for leaf in leaves:
+        if leaf.is_owner:
+            collapsed.append(_owner_of_all(jnp.asarray(leaf.value)))
+        elif leaf.declared_by is not None:
+            collapsed.append(_mean_of_rows(leaf.value))
+        else:
+            collapsed.append(leaf.value[0] if layout.everything else leaf.value)
+    return jax.tree.structure(state).unflatten(collapsed)
 
 
 class Layout(NamedTuple):
-    """How a state lies outside of mapped functions."""
+    """Describes how a state lies outside of mapped functions."""
 
     replicas: int | None  # how many, along axis 0 of what each has of its own; None without one
     everything: bool  # whether what they share has that axis too, as `jax.pmap` returns it
 
 
 def layout_of(state: PyTree) -> Layout:
-    """How a state lies; refuses one whose rows do not belong together.
+    """Finds how a state lies; refuses one whose rows do not belong together.
 
     Raises:
       ValueError: If per-replica leaves have no common leading axis, are those of one replica only,
         or of one several times; or rows of what replicas share differ.
     """
-    owners, leaves = owners_of(state), _leaves(state)
-    local, shared = leaves[True], leaves[False]
-    lengths = {np.shape(leaf)[:1] for leaf in (owners or local).values()}
+    without_axis = Layout(None, everything=False)
+    leaves = state_leaves(state)
+    owners = owners_of(state)
+    local = _local_values(leaves)
+    lengths = _lengths(owners or local)
     if not owners and (len(lengths) != 1 or lengths == {()}):
-        return Layout(None, everything=False)
+        return without_axis
     for name, owner in owners.items():
-        common = _owner_of_all(jnp.asarray(owner))
-        if not isinstance(common, jax.core.Tracer) and float(common) != 0:
-            raise ValueError(_one_replica(name, owner))
+        _check_owner(name, owner)
     if lengths == {()}:
-        return Layout(None, everything=False)
-    lengths |= {np.shape(leaf)[:1] for leaf in local.values()}
-    if len(lengths) != 1:
+        return without_axis
+    if len(lengths | _lengths(local)) != 1:
         raise ValueError(_no_axis(local))
+    shared = {leaf_name(x.path): x.value for x in leaves if x.declared_by is None}
     # Some shared leaf is a scalar in nearly every state.
-    everything = bool(shared) and lengths == {np.shape(leaf)[:1] for leaf in shared.values()}
-    for name, leaf in shared.items() if everything else ():
-        if not isinstance(leaf, jax.core.Tracer) and not _equal_rows(leaf):
-            raise ValueError(
-                f"The leaf {name}, which the replicas share, differs between them. Start every "
-                "replica from the same values; or, if it has no axis of replicas, call "
-                "consolidate(state, axis_name) inside the mapped function."
-            )
+    everything = bool(shared) and _lengths(shared) == lengths
+    if everything:
+        for name, leaf in shared.items():
+            _check_equal_rows(name, leaf)
     ((length,),) = lengths
     return Layout(length, everything)
 
 
+def _local_values(leaves: Sequence[StateLeaf]) -> dict[str, Any]:
+    """Returns what each replica has of its own, by path."""
+    return {leaf_name(leaf.path): leaf.value for leaf in leaves if leaf.declared_by is not None}
+
+
+def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
+    """Returns the lengths of the leading axes that there are; () of a scalar."""
+    return {np.shape(value)[:1] for value in values.values()}
+
+
+def _check_owner(name: str, owner: Any) -> None:
+    """Refuses the owner of a single replica, where that can be known."""
+    common = _owner_of_all(jnp.asarray(owner))
+    if not isinstance(common, jax.core.Tracer) and float(common) != 0:
+        raise ValueError(_one_replica(name, owner))
+
+
+def _check_equal_rows(name: str, leaf: Any) -> None:
+    """Refuses a leaf that differs between the replicas that share it, where that can be known."""
+    if isinstance(leaf, jax.core.Tracer):
+        return
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
+    if not ((leaf == leaf[:1]) | both_nan).all():
+        raise ValueError(
+            f"The leaf {name}, which the replicas share, differs between them. Start every "
+            "replica from the same values; or, if it has no axis of replicas, call "
+            "consolidate(state, axis_name) inside the mapped function."
+        )
+
+
 def _mean_of_rows(leaf: Any) -> Any:
-    """The mean over axis 0 in float32 at least; the largest of what has no mean."""
+    """Averages over axis 0 in float32 at least; takes the largest of what has no mean."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(leaf).max(axis=0)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
@@ -128,44 +158,48 @@ def _mean_of_rows(leaf: Any) -> Any:
 
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
-    local = _leaves(state)[True]
-    replicas, own = axis_size(axis_name), owner_id(axis_name)
+    """Consolidates inside of a mapped function, with one all-reduce for each dtype."""
+    replicas = axis_size(axis_name)
+    local = _local_values(state_leaves(state))
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
-    rows = all(np.shape(leaf)[:1] == (1,) for leaf in local.values())
-    owners = owners_of(state)
-    if has_rows(state) or (local and not owners and rows):
+    is_row = bool(local) and _lengths(local) == {(1,)}
+    if has_rows(state) or (is_row and not owners_of(state)):
         state = without_row(state)
-    averaged: list[Array] = []
 
-    def collect(path: KeyPath, leaf: Any, local: bool) -> None:
-        if leaf_name(path) in owners:
+    averaged: list[int] = []
+    wide: list[Array] = []
+    consolidated: list[Any] = []
+    leaves = state_leaves(state)
+    for i, leaf in enumerate(leaves):
+        value = leaf.value
+        if leaf.is_owner:
             # Equal to (1, 0) everywhere if it is that of this replica, (0, 1) if everybody's.
-            leaf = jnp.stack([leaf == own, leaf == 0]).astype(jnp.float32)
-        if local and jnp.issubdtype(leaf.dtype, jnp.floating):
-            averaged.append(as_local(leaf, axis_name))
-
-    def replace(path: KeyPath, leaf: Any, local: bool) -> Any:
-        if not local:
-            return leaf
-        if leaf_name(path) in owners:
-            whole = next(means) > 1 - 0.5 / replicas
-            return jnp.where(whole.any(), 0.0, jnp.nan)
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return next(means).astype(leaf.dtype) if floating else largest(leaf, axis_name)
-
-    map_leaves(collect, state)
-    # Averaged in float32 even where stored narrower.
-    wide = [leaf.astype(compute_dtype(leaf.dtype)) for leaf in averaged]
-    means = iter(mean_each(wide, axis_name))
-    return map_leaves(replace, state)
+            value = jnp.stack([value == owner_id(axis_name), value == 0]).astype(jnp.float32)
+        consolidated.append(value)
+        if leaf.declared_by is None:
+            continue
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            # In float32 even where it is stored narrower.
+            averaged.append(i)
+            wide.append(as_local(value.astype(compute_dtype(value.dtype)), axis_name))
+        else:
+            consolidated[i] = largest(value, axis_name)
+    for i, mean in zip(averaged, mean_each(wide, axis_name), strict=True):
+        consolidated[i] = mean.astype(consolidated[i].dtype)
+        if leaves[i].is_owner:
+            everywhere = mean > 1 - 0.5 / replicas
+            consolidated[i] = jnp.where(everywhere.any(), 0.0, jnp.nan)
+    return jax.tree.structure(state).unflatten(consolidated)
 
 
 def _owner_of_all(owners: Array) -> Array:
-    """0 for the owners of all replicas, in any order, or of everybody; NaN for any other set."""
-    wanted = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
+    """Returns 0 for the owners of all replicas, in any order, or of everybody; else NaN."""
+    all_of_them = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
     # Not sorted: on an Explicit mesh nothing is, along an axis of it.
-    each = bool(owners.ndim) & (jnp.atleast_1d(owners)[:, None] == wanted[None]).any(axis=0).all()
-    return jnp.where(each | (owners == 0).all(), 0.0, jnp.nan).astype(jnp.float32)
+    present = (jnp.atleast_1d(owners)[:, None] == all_of_them[None]).any(axis=0)
+    each = bool(owners.ndim) & present.all()
+    everybody = (owners == 0).all()
+    return jnp.where(each | everybody, 0.0, jnp.nan).astype(jnp.float32)
 
 
 def _check_not_mapped(state: PyTree) -> None:
@@ -179,34 +213,21 @@ def _check_not_mapped(state: PyTree) -> None:
             )
 
 
-def _leaves(state: PyTree) -> dict[bool, dict[str, Any]]:
-    """The leaves by their paths: those that a replica has of its own, and those that they share."""
-    found: dict[bool, dict[str, Any]] = {True: {}, False: {}}
-    map_leaves(lambda path, leaf, own: found[own].update({leaf_name(path): leaf}), state)
-    return found
-
-
-def _equal_rows(leaf: Any) -> bool:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return bool(((leaf == leaf[:1]) | (leaf != leaf)).all())
-
-
 def _no_axis(local: dict[str, Any]) -> str:
-    shapes = "\n  ".join(f"{name}: {np.shape(leaf)}" for name, leaf in local.items())
+    shapes = "".join(f"\n  {name}: {np.shape(leaf)}" for name, leaf in local.items())
     return (
         "Outside of a mapped function what each replica has of its own needs one leading axis of "
-        f"replicas, the same for all:\n  {shapes}\nPass what pmap or jaxcomp.data_parallel "
-        "returned, or call consolidate(state, axis_name) inside the mapped function."
+        f"replicas, the same for all:{shapes}\nPass what pmap or jaxcomp.data_parallel returned, "
+        "or call consolidate(state, axis_name) inside the mapped function."
     )
 
 
 def _one_replica(name: str, owner: Any) -> str:
-    what = (
-        "the owners of its rows are not all different" if np.ndim(owner) else "its owner is not 0"
-    )
+    why = "its owner is not 0"
+    if np.ndim(owner):
+        why = "the owners of its rows are not all different"
     return (
-        f"The state holds the residual of one replica only ({what}: {name}), and what the others "
+        f"The state holds the residual of one replica only ({why}: {name}), and what the others "
         "had not sent would be lost. Of copies of a state do not take the first, as flax's "
         "unreplicate does, but consolidate them. Arrays that claim to be replicated and differ "
         "come from pmap(out_axes=None) and from shard_map(check_vma=False) with P(): give those "

@@ -240,25 +240,8 @@ def _completed(aux: PyTree, auxiliary: PyTree) -> PyTree:
 
 
 def line_to_write(words: list[Any], auxiliary: PyTree) -> str:
-    """Returns ``aux=...`` with a word for each leaf, as short as it goes."""
-    _, treedef = jax.tree.flatten(auxiliary)
-    return f"aux={_written(treedef.unflatten(words), auxiliary)}"
-
-
-def _written(words: PyTree, auxiliary: PyTree) -> str:
-    if isinstance(auxiliary, dict) and type(words) is dict:
-        entries = [f"{name!r}: {_written(words[name], part)}" for name, part in auxiliary.items()]
-        return f"{{{', '.join(entries)}}}"
-    if type(auxiliary) in (list, tuple):
-        entries = [_written(word, part) for word, part in zip(words, auxiliary, strict=True)]
-        text = ", ".join(entries)
-        if type(auxiliary) is list:
-            return f"[{text}]"
-        return f"({text},)" if len(entries) == 1 else f"({text})"
-    leaves = jax.tree.leaves(words, is_leaf=lambda x: x is None)
-    # Of a class nobody knows how it is written; one word may do for all of it.
-    alike = leaves and all(leaf == leaves[0] for leaf in leaves)
-    return repr(leaves[0]) if alike else repr(words)
+    """Returns ``aux=...`` with a word in the place of each leaf."""
+    return f"aux={jax.tree.structure(auxiliary).unflatten(words)!r}"
 
 
 def _question(
