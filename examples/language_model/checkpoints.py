@@ -38,7 +38,8 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
-            wait = ocp.AsyncOptions(timeout_secs=40)  # of 20 minutes, for a process that failed
+            # For a process that failed, in place of 20 minutes; gloo waits 30 s for a collective.
+            wait = ocp.AsyncOptions(timeout_secs=20)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, async_options=wait
             )
@@ -99,6 +100,9 @@ class Checkpoints:
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
         """Starts to write a checkpoint and returns; raises if the one before was not written.
 
+        With several processes it waits until this one is written: one that goes on where another
+        could not write would wait for it in the next step.
+
         Args:
           step: Steps done.
           state: NumPy arrays, the same on all processes.
@@ -109,6 +113,8 @@ class Checkpoints:
         args = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(run)}
         try:
             self._orbax.save(step, args=ocp.args.Composite(**args), force=True)
+            if jax.process_count() > 1:
+                self._orbax.wait_until_finished()
         except Exception as error:
             raise self._not_written(error) from error
 

@@ -15,11 +15,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +41,8 @@ examples:
 """
 # EX_TEMPFAIL of sysexits.h: stopped and saved, start it again. And: nothing is saved.
 EXIT_AGAIN, EXIT_STOPPED = 75, 128 + signal.SIGTERM
+# Seconds for the other processes to end, before that which holds the coordinator does.
+GRACE = 3.0
 # What may differ from the run that wrote a checkpoint: it does not change what a step computes.
 FREE = ("eval_every", "eval_sequences")
 
@@ -163,12 +169,18 @@ class Log:
                     kept.append(json.loads(line))
         self._write("w", *(record for record in kept if record.get("step", 0) <= start))
 
+    @classmethod
+    def takes(cls, record: Record) -> bool:
+        """Whether a record is one to write."""
+        return record.step % cls.EVERY == 0 or record.held_out is not None
+
     def add(self, record: Record) -> None:
-        """Writes a record, if it is one to write."""
-        if record.step % self.EVERY == 0 or record.held_out is not None:
-            values = {"step": record.step, "loss": float(record.loss)}
-            values |= {"bytes_sent": record.bytes_sent, "seconds": round(record.seconds, 3)}
-            self._write("a", values | ({"held_out": record.held_out} if record.held_out else {}))
+        """Writes a record."""
+        values = {"step": record.step, "loss": float(record.loss)}
+        values |= {"bytes_sent": record.bytes_sent, "seconds": round(record.seconds, 3)}
+        if record.held_out is not None:
+            values["held_out"] = record.held_out
+        self._write("a", values)
 
     def _write(self, mode: str, *records: dict[str, Any]) -> None:
         try:
@@ -200,6 +212,32 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
     return Checkpoints(arguments.checkpoint_dir, keep=arguments.keep, resume=arguments.resume)
 
 
+def together(action: Callable[[], None]) -> None:
+    """Does something on all processes, and raises on all of them where it fails on one.
+
+    A process that ended alone would leave the others waiting in their next step, until JAX aborts
+    them.
+
+    Raises:
+      UsageError, CheckpointError: Of this process, or of another one, which says why.
+    """
+    failure: UsageError | CheckpointError | None = None
+    try:
+        action()
+    except (UsageError, CheckpointError) as error:
+        failure = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(failure is not None))
+        if failure is None and np.any(failed):
+            failure = CheckpointError("another process could not write, and says why")
+    if failure is not None:
+        raise failure
+
+
+def nothing() -> None:
+    """Does what process 0 alone has to do on the others."""
+
+
 def train(arguments: argparse.Namespace) -> int | None:
     """Runs to the end, or to where it is stopped. Process 0 does the talking.
 
@@ -216,7 +254,14 @@ def train(arguments: argparse.Namespace) -> int | None:
             state, about = found
             run.restore(about["step"], state, about["bytes_sent"])
     first = jax.process_index() == 0
-    log = Log(arguments.log, config, run.start) if arguments.log and first else None
+    log: Log | None = None
+
+    def begin_log() -> None:
+        nonlocal log
+        log = Log(arguments.log, config, run.start)
+
+    if arguments.log:
+        together(begin_log if first else nothing)
     asked, stopped, step = Stop(), False, run.start
     if first:
         where = f"{len(devices)} {devices[0].platform} devices of {jax.process_count()} processes"
@@ -226,9 +271,10 @@ def train(arguments: argparse.Namespace) -> int | None:
         step, stopped = record.step, asked(record.step)
         last = stopped or record.step in (config.steps, arguments.stop_at)
         if checkpoints and (last or step % arguments.checkpoint_every == 0):
-            checkpoints.save(step, run.consolidated(), about | {"bytes_sent": run.bytes_sent})
-        if log:
-            log.add(record)
+            beside = about | {"bytes_sent": run.bytes_sent}
+            together(partial(checkpoints.save, step, run.consolidated(), beside))
+        if arguments.log and Log.takes(record):
+            together(partial(log.add, record) if log else nothing)
         if first and record.held_out is not None:
             loss = f"loss {float(record.loss):.3f}  held-out {record.held_out:.4f}"
             sent = f"{readable(record.bytes_step)}/step  {readable(record.bytes_sent)} sent"
@@ -239,13 +285,15 @@ def train(arguments: argparse.Namespace) -> int | None:
     if first and share is not None:
         print(f"the factors of the last step carried {share:.0%} of the gradients' energy")
     if checkpoints:
-        checkpoints.close()
+        together(checkpoints.close)
     return step if stopped else None
 
 
 def leave(message: str, code: int) -> NoReturn:
     """Ends this process at once: at exit JAX would wait for others that may never come."""
     print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
+    if jax.process_index() == 0 and jax.process_count() > 1:
+        time.sleep(GRACE)  # the others, which JAX aborts where they find this one gone
     os._exit(code)
 
 
@@ -253,6 +301,8 @@ def main() -> int:
     """The command line's entry point."""
     p = parser()
     arguments = p.parse_args()
+    # orbax logs the tracebacks of errors that it raises, too; here they become a sentence.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         connect(arguments)
         stopped = train(arguments)

@@ -85,6 +85,19 @@ def test_a_process_that_dies_ends_the_other_and_one_process_goes_on(tmp_path, un
     assert_no_further(*map(losses_of, (resumed, undisturbed, control)))
 
 
+def test_a_full_disk_ends_both_processes_with_a_sentence(tmp_path):
+    """As far as it goes: a limit on each file, which the state is above."""
+    (tmp_path / "run").mkdir()
+    arguments = [*SHORT, "--devices", 1, "--checkpoint-dir", tmp_path / "run", "--resume"]
+    with Job(2, tmp_path, *arguments, largest_file=4_000) as job:
+        assert job.codes() == [2, 2], job.said() + job.said(1)
+        for i in range(2):
+            *_, sentence = job.said(i).splitlines()
+            assert sentence.startswith(f"process {i}: error: ")
+            assert "could not be written" in sentence or "could not write" in sentence
+            assert "Traceback" not in job.said(i)
+
+
 def slurm(process):
     """What srun sets; the first of the nodes holds the coordinator."""
     return {

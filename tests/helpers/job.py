@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,11 +21,13 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["orbax.checkpoint", "flax.linen", "optax"])
 
 
-def _run(said, arguments, environment):
+def _run(said, arguments, environment, largest_file):
     file = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.path.insert(0, str(LANGUAGE_MODEL))
     sys.argv = ["train.py", *arguments]
     import train
@@ -49,8 +52,10 @@ def in_this_process(module, *arguments):
 class Job:
     """So many processes of examples/language_model/train.py; a context that leaves none behind."""
 
-    def __init__(self, processes, directory, *arguments, scheduler=None, each=()):
-        """`each` are further arguments of each process.
+    def __init__(
+        self, processes, directory, *arguments, scheduler=None, each=(), largest_file=None
+    ):
+        """`each` are further arguments of each process; no file may have more bytes than this.
 
         `scheduler` gives the variables by which a scheduler tells a process who the others are;
         without it flags do. What they say goes to files in `directory`.
@@ -68,7 +73,7 @@ class Job:
                 own += ["--process-id", str(index)]
             said.touch()
             environment = scheduler(index) if scheduler else {}
-            process = _FORKS.Process(target=_run, args=(str(said), own, environment))
+            process = _FORKS.Process(target=_run, args=(str(said), own, environment, largest_file))
             process.start()
             self.processes.append(process)
 
