@@ -100,16 +100,24 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
       first: Float32 or wider.
       second: Of the same dtype.
     """
-
-    def plain(first: Array, second: Array) -> Array:
-        return jnp.einsum(subscripts, first, second, precision=_EXACT)
-
-    def on_tensor_cores(first: Array, second: Array) -> Array:
-        return jnp.einsum(subscripts, first, second, precision=_EXACT_ON_TENSOR_CORES)
-
-    if first.dtype != jnp.float32:
+    plain = functools.partial(jnp.einsum, subscripts, precision=_EXACT)
+    if first.dtype != jnp.float32 or not _multiplies_parts():
         return plain(first, second)
-    return lax.platform_dependent(first, second, cuda=on_tensor_cores, default=plain)
+    of_parts = functools.partial(jnp.einsum, subscripts, precision=_EXACT_ON_TENSOR_CORES)
+    return lax.platform_dependent(first, second, cuda=of_parts, default=plain)
+
+
+@functools.cache
+def _multiplies_parts() -> bool:
+    """Returns whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
+
+    XLA refuses the algorithm for those older than Ampere, such as T4 and V100.
+    """
+    for device in jax.devices():
+        capability = str(getattr(device, "compute_capability", ""))
+        if device.platform == "gpu" and capability.split(".")[0] in ("5", "6", "7"):
+            return False
+    return True
 
 
 def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = False) -> Array:
@@ -118,22 +126,29 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
     Returns:
       ``M Q``, shape ``(*batch, rows, r)``; transposed ``M^T P``, shape ``(*batch, cols, r)``.
     """
+    einsum = exact_einsum
+    if factor.shape[-1] == 1:
+        # A sum along rows or columns, which XLA fuses with the one that made the leaf.
+        einsum = functools.partial(jnp.einsum, precision=_EXACT)
+    else:
+        leaf = _held(leaf)
+        factor = _held(factor)
     matrix = view.matricize(leaf)
-    factor = _held(factor)
     if view.cols_first == transposed:
-        return exact_einsum("...ij,...jr->...ir", matrix, factor)
-    flipped = exact_einsum("...ir,...ij->...rj", factor, matrix)
+        return einsum("...ij,...jr->...ir", matrix, factor)
+    flipped = einsum("...ir,...ij->...rj", factor, matrix)
     # XLA would fold the transpose into the product, and its CPU backend is 10 to 50 times slower at
     # the form that this gives (contraction over the first axis of both).
     return lax.optimization_barrier(flipped).mT
 
 
-def _held(factor: Array) -> Array:
-    """Keeps XLA from fusing what made a factor into the products with it, on GPUs.
+def _held(x: Array) -> Array:
+    """Keeps XLA from fusing what made an array into the products with it, on GPUs.
 
-    Its Triton products cannot be compiled with every slice of a larger array.
+    Its Triton products of parts cannot be compiled with everything that it fuses into them, such as
+    slices of a larger array.
     """
-    return lax.platform_dependent(factor, cpu=lambda x: x, default=lax.optimization_barrier)
+    return lax.platform_dependent(x, cpu=lambda x: x, default=lax.optimization_barrier)
 
 
 def outer(view: MatrixView, p: Array, q: Array) -> Array:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcomp import MatrixDims
+from jaxcomp._lowrank import matrices
 from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
 from tests.helpers.leaves import random_grads, zeros_of_one
 from tests.helpers.reducers import powersgd
@@ -105,3 +106,31 @@ UNUSABLE = [MatrixDims((), (0,), (0,)), MatrixDims((), (0,)), MatrixDims((), (0,
 def test_unusable_ranks_and_dimensions_name_the_leaf(rank, dims):
     with pytest.raises(ValueError, match=r"\['w'\]"):
         plan_leaves({"w": jnp.zeros((4, 4))}, lambda *_: rank, 0.0, dims and (lambda *_: dims))
+
+
+class Card:
+    """A GPU as JAX lists it."""
+
+    platform = "gpu"
+
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        (["9.0"], True),
+        (["8.0", "9.0"], True),
+        (["7.5"], False),
+        (["9.0", "7.0"], False),
+        ([], True),
+    ],
+)
+def test_cards_older_than_ampere_multiply_in_float32(capabilities, expected, monkeypatch):
+    """XLA refuses products of parts in bfloat16 for them, and one is enough for all."""
+    cards = [Card(capability) for capability in capabilities]
+    monkeypatch.setattr(jax, "devices", lambda: cards)
+    matrices._multiplies_parts.cache_clear()
+    assert matrices._multiplies_parts() == expected
+    matrices._multiplies_parts.cache_clear()
