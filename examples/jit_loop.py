@@ -17,20 +17,20 @@ import jaxcomp
 
 
 def loss_fn(params, x, y):
-    """The mean loss of the examples it is given."""
+    """Returns the mean loss of the examples."""
     hidden = jnp.tanh(x @ params["in"])
     return jnp.mean((hidden @ params["out"] - y) ** 2)
 
 
 def batch(mesh, step, size=256):
-    """One global batch, split over the data axis."""
+    """Draws one global batch, split over the data axis."""
     x = np.random.default_rng(step).normal(size=(size, 64)).astype(np.float32)
     y = np.sin(x @ np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8)
     return jax.device_put((x, y), NamedSharding(mesh, jax.P("data")))
 
 
 def training(mesh, steps):
-    """The training step and the object that takes gradients in it."""
+    """Makes the training step and the object that takes gradients in it."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=0)
     value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)  # (1) jax.value_and_grad

@@ -32,12 +32,14 @@ BY_COLUMNS, BY_ROWS = ("qkv", "mlp_in", "output"), ("attention_out", "mlp_out")
 
 
 def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
-    """How one parameter lies over the fast axis."""
+    """Says how one parameter lies over the fast axis."""
     if mode == "fsdp":
         axis = int(np.argmax(leaf.shape))
         if leaf.shape[axis] % fast_devices:
             return P()
-        return P(*(FAST if i == axis else None for i in range(leaf.ndim)))
+        spec = [None] * leaf.ndim
+        spec[axis] = FAST
+        return P(*spec)
     names = {key.key for key in path}
     if mode == "tensor" and names & set(BY_COLUMNS):
         return P(None, FAST)
@@ -47,16 +49,17 @@ def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
 
 
 def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
-    """Initial parameters, laid out over the fast axis and repeated over the slow one."""
-    spec = partial(weight_spec, mode, mesh.shape[FAST])
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(x, NamedSharding(mesh, spec(path, x))),
-        init_params(model, seed=0),
-    )
+    """Makes the first parameters, laid out over the fast axis and repeated over the slow one."""
+
+    def placed(path: Any, leaf: jax.Array) -> jax.Array:
+        spec = weight_spec(mode, mesh.shape[FAST], path, leaf)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(placed, init_params(model, seed=0))
 
 
 def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, mode: str) -> Any:
-    """The training step, to be compiled: (params, state, tokens) -> (params, state, losses).
+    """Makes the training step: (params, state, tokens) -> (params, state, losses).
 
     With sharded weights only the slow axis is manual. Replicated weights take both axes: `tx` then
     begins with an exact average over the fast one.
@@ -64,7 +67,8 @@ def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, 
     axes = (SLOW, FAST) if mode == "replicated" else SLOW
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        loss, grads = jaxcomp.local_value_and_grad(partial(loss_fn, model), axes)(params, tokens)
+        value_and_grad = jaxcomp.local_value_and_grad(partial(loss_fn, model), axes)
+        loss, grads = value_and_grad(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss[None]
 
@@ -83,9 +87,12 @@ def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, 
 
 
 def slow_bytes(compiled: Any, mesh: Mesh) -> int:
-    """Bytes of the all-reduces between hosts, per device, of a compiled program."""
-    found = jaxcomp.collectives(compiled, mesh=mesh)
-    return sum(x.bytes for x in found if SLOW in x.axes and x.kind == "all-reduce")
+    """Adds up the bytes of the all-reduces between hosts, per device, of a compiled program."""
+    total = 0
+    for collective in jaxcomp.collectives(compiled, mesh=mesh):
+        if SLOW in collective.axes and collective.kind == "all-reduce":
+            total += collective.bytes
+    return total
 
 
 def main() -> None:
@@ -104,8 +111,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     if len(jax.devices()) < 8:
         p.error(f"needs 8 devices, found {len(jax.devices())}; JAX_PLATFORMS=cpu makes them")
-    kinds = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:8]}
-    mesh = jax.make_mesh((2, 4), (SLOW, FAST), **kinds)
+    automatic = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 4), (SLOW, FAST), axis_types=automatic, devices=jax.devices()[:8])
     model = Transformer(ModelConfig(layers=2, width=arguments.width, heads=4, context=64))
     params = sharded_params(model, mesh, arguments.mode)
 

@@ -69,19 +69,19 @@ class Strategy(NamedTuple):
 def local_step(
     model: lm.Transformer, optimizer: Any, params: Tree, state: Tree, batch: jax.Array
 ) -> tuple[Tree, Tree, jax.Array]:
-    """A training step for one device: nothing in it knows of replicas."""
+    """Takes a training step on one device: nothing in it knows of replicas."""
     loss, grads = jax.value_and_grad(partial(lm.loss_fn, model))(params, batch)
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
 
 def model_of(config: Config) -> lm.Transformer:
-    """The language model."""
+    """Makes the language model."""
     return lm.Transformer(lm.ModelConfig(config.layers, config.width, HEADS, config.context))
 
 
 def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
-    """The gradients are averaged in every step; several steps to a call, as in the other phases."""
+    """Averages gradients in every step; several steps to a call, as in the other phases."""
     optimizer = adamw(config.learning_rate, config.steps)
     mean = jaxcomp.allreduce(axis_name=AXIS)
     value_and_grad = jaxcomp.local_value_and_grad(partial(lm.loss_fn, model_of(config)), AXIS)
@@ -103,7 +103,7 @@ def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
 def local(
     config: Config, params: Tree, steps: int, rank: int | None = None, **options: Any
 ) -> Phase:
-    """Local steps, then one average; `options` are those of `jaxcomp.local_sgd_round`."""
+    """Takes local steps, then one average; `options` are `jaxcomp.local_sgd_round`'s."""
     optimizer = adamw(config.learning_rate, config.steps)
     if rank is not None:
         options["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
@@ -113,7 +113,7 @@ def local(
 
 
 def post_local(config: Config, params: Tree) -> list[tuple[int, Phase]]:
-    """The first quarter data parallel, then local SGD."""
+    """Trains the first quarter data parallel, then with local SGD."""
     start = config.steps // 4 // 8 * 8
     return [(0, data_parallel(config, params)), (start, local(config, params, 8))]
 
@@ -188,7 +188,7 @@ def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
 
 
 def table(runs: dict[str, list[Point]], config: Config) -> str:
-    """The results as a Markdown table."""
+    """Writes the results as a Markdown table."""
     exact = runs[STRATEGIES[0].name][-1]
     lines = ["| | held-out loss | excess | bytes per step | fewer |", "|---|---|---|---|---|"]
     for name, (*_, end) in runs.items():
@@ -199,7 +199,7 @@ def table(runs: dict[str, list[Point]], config: Config) -> str:
 
 
 def command_line() -> tuple[Config, Path, list[Any]]:
-    """What is asked for, checked: the sizes, the picture, the devices."""
+    """Reads and checks the options: the sizes, the picture, the devices."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
