@@ -66,12 +66,12 @@ class Checkpoint:
     @property
     def unread_optimizers(self) -> tuple[str, ...]:
         """Entries of `extra` that look like an optimizer's ``state_dict()``, or a list of them."""
-        listed = {k: v if isinstance(v, list | tuple) else [v] for k, v in self.extra.items()}
-        return tuple(
-            name
-            for name, values in listed.items()
-            if any(isinstance(value, dict) and "param_groups" in value for value in values)
-        )
+        names = []
+        for name, entry in self.extra.items():
+            values = entry if isinstance(entry, list | tuple) else [entry]
+            if any(isinstance(value, dict) and "param_groups" in value for value in values):
+                names.append(name)
+        return tuple(names)
 
     @property
     def unread_states(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Checkpoint:
         return tuple(name for name, value in self.extra.items() if is_slots(value))
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
-        """What one rank goes on from, in a job of any number of ranks.
+        """Returns what one rank goes on from, in a job of any number of ranks.
 
         The outputs of PowerSGD depend on the ranks' errors through their mean only. Ranks that the
         file does not have get the mean; if the job has fewer ranks than the file, all of them do.
@@ -94,17 +94,18 @@ class Checkpoint:
         known = len(self.powersgd)
         if rank < known and (world_size is None or world_size >= known):
             return self.powersgd[rank]
-        mean, own = self.mean, self.powersgd[0].error_dict
-        errors = {bucket: e.astype(own[bucket].dtype) for bucket, e in mean.error_dict.items()}
+        mean = self.mean
+        errors = {}
+        for bucket, error in mean.error_dict.items():
+            errors[bucket] = error.astype(self.powersgd[0].error_dict[bucket].dtype)
         return dataclasses.replace(mean, error_dict=errors)
 
     @property
     def mean(self) -> PowerSGDRecord:
         """The hook state with the mean of the errors of the ranks at hand, float32."""
         first = self.powersgd[0]
-        return dataclasses.replace(
-            first, error_dict={bucket: _mean(self.powersgd, bucket) for bucket in first.error_dict}
-        )
+        errors = {bucket: _mean(self.powersgd, bucket) for bucket in first.error_dict}
+        return dataclasses.replace(first, error_dict=errors)
 
 
 def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
@@ -182,16 +183,21 @@ def _divided(arrays: Mapping[int, np.ndarray], scale: float) -> dict[int, np.nda
 
 
 def _mean(records: Sequence[PowerSGDRecord], bucket: int) -> np.ndarray:
-    """The mean of the ranks' errors in one bucket, flat, float32."""
-    errors = [record.error_dict[bucket] for record in records]
+    """Takes the mean of the ranks' errors in one bucket, flat, float32."""
     # `to_torch` writes one buffer for all ranks: what they share is read once.
-    keys = [storage_key(error) for error in errors]
-    distinct = dict(zip(keys, errors, strict=True))
+    distinct: dict[Any, np.ndarray] = {}
+    ranks: collections.Counter[Any] = collections.Counter()
+    for record in records:
+        error = record.error_dict[bucket]
+        key = storage_key(error)
+        distinct[key] = error
+        ranks[key] += 1
+    first = next(iter(distinct.values()))
     if len(distinct) == 1:  # which is only read, so it needs no copy
-        return errors[0].astype(np.float32, copy=False)
-    mean = np.zeros(errors[0].shape, np.float32)
-    for key, ranks in collections.Counter(keys).items():
-        part = distinct[key].astype(np.float32, copy=False)
-        mean += part if ranks == 1 else part * ranks
-    mean /= len(errors)
+        return first.astype(np.float32, copy=False)
+    mean = np.zeros(first.shape, np.float32)
+    for key, error in distinct.items():
+        part = error.astype(np.float32, copy=False)
+        mean += part if ranks[key] == 1 else part * ranks[key]
+    mean /= len(records)
     return mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ MAX_RANKS = 1 << 14
 
 
 def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a file of `save_checkpoint` holds.
+    """Makes what a file of `save_checkpoint` holds.
 
     Args:
       checkpoint: With tensors in the model, the optimizer and the errors of all ranks, which share
@@ -56,6 +56,7 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _plain(record: PowerSGDRecord) -> dict[str, Any]:
+    """Writes down what all ranks share of a record."""
     slots = dict(vars(record))
     del slots["error_dict"]  # which is each rank's own
     for name in ("p_memory_dict", "q_memory_dict"):
@@ -100,7 +101,7 @@ def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any]
 
 
 def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
-    """The records of such a file, one per rank, after checking what it says of itself.
+    """Reads the records of such a file, one per rank, after checking what it says of itself.
 
     Raises:
       CheckpointMismatch: An entry is missing, or of another kind.
@@ -109,29 +110,40 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
         raise CheckpointMismatch(
             f"format version {brief(value.get('version'))}, this release reads {_VERSION}"
         )
-    hook: Any = value.get("powersgd")
-    errors: Any = value.get("errors")
     for name, kind in (("powersgd", dict), ("optimizer", dict), ("layout", str), ("hook", str)):
         if not isinstance(value.get(name), kind | None):
             raise CheckpointMismatch(f"`{name}` must be a {kind.__name__}")
+    hook: Any = value.get("powersgd")
     if hook is None:
         return []
+    errors = _checked_errors(value.get("errors"))
+    slots = dict(hook)
+    slots["error_dict"] = errors[0]
+    if slots.get("rng") is not None:
+        slots["rng"] = _generator(slots["rng"])
+    first = record_from_slots(slots)
+    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
+    for error in errors:
+        if id(error) not in records:
+            buffers = bucket_arrays("error_dict", error)
+            records[id(error)] = dataclasses.replace(first, error_dict=buffers)
+    if any(record.error_sizes != first.error_sizes for record in records.values()):
+        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
+    return [records[id(error)] for error in errors]
+
+
+def _checked_errors(errors: Any) -> Sequence[Mapping[Any, Any]]:
+    """Checks the number of ranks, and of tensors."""
     ranks = len(errors) if isinstance(errors, list | tuple) else 0
     if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
-    rng = hook.get("rng")
-    if rng is not None:
-        if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
-            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
-        rng = random_state(*[rng[name] for name in _RNG_FIELDS])
-    first = record_from_slots({**hook, "rng": rng, "error_dict": errors[0]})
-    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
-    for error in errors:
-        if id(error) not in records:
-            own = bucket_arrays("error_dict", error)
-            records[id(error)] = dataclasses.replace(first, error_dict=own)
-    if any(record.error_sizes != first.error_sizes for record in records.values()):
-        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
-    return [records[id(error)] for error in errors]
+    return errors
+
+
+def _generator(rng: Any) -> np.random.RandomState:
+    """Makes the generator that `_plain` wrote down."""
+    if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
+        raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
+    return random_state(*[rng[name] for name in _RNG_FIELDS])

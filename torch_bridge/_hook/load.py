@@ -86,14 +86,10 @@ def load(
       >>> checkpoint.model["fc.weight"].shape, checkpoint.extra
       ((3, 2), {'epoch': 7})
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Iterable) or not all(isinstance(f, str | os.PathLike) for f in given):
-        raise TypeError(f"`paths` must be one path, or a list of one for each rank, got {paths!r}.")
-    files = [pathlib.Path(path) for path in given]
-    if not files:
-        raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
+    files = _listed(paths)
     for file in files:
-        if kind := no_file(file):
+        kind = no_file(file)
+        if kind is not None:
             if (file / ".metadata").exists():
                 kind = _DISTRIBUTED
             raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
@@ -101,17 +97,33 @@ def load(
     return parts[0] if len(parts) == 1 else _merge(files, parts)
 
 
+def _listed(paths: Any) -> list[pathlib.Path]:
+    """Checks what a user gives as paths."""
+    if isinstance(paths, str | os.PathLike):
+        return [pathlib.Path(paths)]
+    files = list(paths) if isinstance(paths, Iterable) else [paths]
+    if not files:
+        raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
+    if not all(isinstance(file, str | os.PathLike) for file in files):
+        raise TypeError(f"`paths` must be one path, or a list of one for each rank, got {paths!r}.")
+    return [pathlib.Path(file) for file in files]
+
+
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
     try:
         value, budget = read_archive(file, max_bytes)
         entries, records = _interpreted(expect(value, dict, "at its root"))
-        layout, extra, size = (entries.get(name) for name in ("layout", "extra", "world_size"))
-        budget.claim(PARSED_BYTES * len(layout or ""))
+        layout = None
+        if entries.get("layout") is not None:
+            budget.claim(PARSED_BYTES * len(entries["layout"]))
+            layout = BucketLayout.from_json(entries["layout"])
+        extra = entries.get("extra")
+        size = entries.get("world_size")
         return Checkpoint(
             model=_model(entries.get("state_dict")),
             powersgd=tuple(records),
             optimizer=entries.get("optimizer"),
-            layout=None if layout is None else BucketLayout.from_json(layout),
+            layout=layout,
             extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
             world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
             hook=entries.get("hook"),
@@ -188,14 +200,14 @@ def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
 
 
 def _model(model: Any) -> dict[str, np.ndarray]:
-    """The tensors of a state_dict, by names without the prefixes of wrappers."""
-    arrays = {}
+    """Takes the tensors of a state_dict, by names without the prefixes of wrappers."""
+    tensors: dict[Any, np.ndarray] = {}
     if isinstance(model, dict):
-        arrays = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
-    # get_extra_state() may put anything beside the tensors, so one tensor is enough.
-    if model != {} and not arrays:
+        # get_extra_state() may put anything beside the tensors.
+        tensors = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
+    if model != {} and not tensors:
         raise Malformed("no state_dict (name -> tensor) and no `comm_hook_state`")
-    arrays = _text_keys(arrays, "the state_dict")
+    arrays = _text_keys(tensors, "the state_dict")
     named = dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
     if len(named) < len(arrays):
         raise Malformed("tensors with one name, once with a wrapper's words in it and once without")
@@ -203,7 +215,7 @@ def _model(model: Any) -> dict[str, np.ndarray]:
 
 
 def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
-    """The same with numbers as text, as long as that loses nothing."""
+    """Makes numbers as keys into text, as long as that loses nothing."""
     plain = {str(key): entry for key, entry in mapping.items() if isinstance(key, str | int)}
     if len(plain) < len(mapping):
         raise Malformed(f"keys of {what} that are no text, or equal as text (1 and '1')")
@@ -211,12 +223,19 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
 
 
 def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
-    """One checkpoint out of one file per rank, after checking that they belong together."""
-    first = next((part for part in parts if part.model), parts[0])
-    seen = collections.Counter(file.resolve() for file in files)
-    wrong = [f"{file}: given {count} times" for file, count in seen.items() if count > 1]
+    """Makes one checkpoint out of one file per rank, after checking that they belong together."""
+    lead = parts[0]
+    first = lead
+    layout = None
+    for part in reversed(parts):
+        first = part if part.model else first
+        layout = part.layout or layout
+    wrong = []
+    for file, count in collections.Counter(file.resolve() for file in files).items():
+        if count > 1:
+            wrong.append(f"{file}: given {count} times")
     for file, part in zip(files, parts, strict=True):
-        wrong += [f"{file}: {line}" for line in _differences(parts[0], first, part)]
+        wrong.extend(f"{file}: {line}" for line in _differences(lead, first, part))
     if first.world_size is not None and len(files) > first.world_size:
         wrong.append(f"{len(files)} files of a run of {first.world_size} ranks")
     if wrong:
@@ -228,25 +247,40 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     return dataclasses.replace(
         first,
         powersgd=tuple(part.powersgd[0] for part in parts),
-        layout=next((part.layout for part in parts if part.layout is not None), None),
+        layout=layout,
         world_size=first.world_size or len(parts),
     )
 
 
 def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
+    """Lists what shows that a file is of another run than the others.
+
+    Args:
+      lead: Of the first file.
+      first: Of the first file with a model.
+      part: Of the file in question.
+    """
     if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
         return [f"{len(part.powersgd)} hook states where one per rank was expected"]
-    records = lead.powersgd[0], part.powersgd[0]
-    known, found = ({"iteration": r.iter, **r.hyperparameters} for r in records)
-    shapes = [{name: array.shape for name, array in p.model.items()} for p in (first, part)]
-    sizes = [record.error_sizes for record in records]
-    factors = [{b: q.tobytes() for b, q in record.q_memory_dict.items()} for record in records]
-    differs = {
-        **{
-            f"{name} {found[name]}, not {known[name]}": found[name] != known[name] for name in known
-        },
-        "another model": bool(part.model) and shapes[0] != shapes[1],
-        "errors of other buckets": sizes[0] != sizes[1],
-        "other Q factors, which all ranks of a run share": factors[0] != factors[1],
-    }
-    return [line for line, is_so in differs.items() if is_so]
+    known, record = lead.powersgd[0], part.powersgd[0]
+    lines = []
+    if record.iter != known.iter:
+        lines.append(f"iteration {record.iter}, not {known.iter}")
+    for name, value in known.hyperparameters.items():
+        if record.hyperparameters[name] != value:
+            lines.append(f"{name} {record.hyperparameters[name]}, not {value}")
+    if part.model and _shapes(part.model) != _shapes(first.model):
+        lines.append("another model")
+    if record.error_sizes != known.error_sizes:
+        lines.append("errors of other buckets")
+    if _bytes(record.q_memory_dict) != _bytes(known.q_memory_dict):
+        lines.append("other Q factors, which all ranks of a run share")
+    return lines
+
+
+def _shapes(model: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in model.items()}
+
+
+def _bytes(buffers: Mapping[int, np.ndarray]) -> dict[int, bytes]:
+    return {bucket: array.tobytes() for bucket, array in buffers.items()}

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+_WRAPPED = re.compile(r"(\w+_compress_wrapper)_hook")
 _NARROW = {"fp16": jnp.float16, "bf16": jnp.bfloat16}
 
 
 def hook_name(hook: Any) -> str:
-    """A hook as text: ``"fp16_compress_wrapper(powerSGD_hook)"``.
+    """Writes a hook as text: ``"fp16_compress_wrapper(powerSGD_hook)"``.
 
     Args:
       hook: A function, a ``DDPCommHookType``, or a name that may begin with a module's.
@@ -22,18 +23,21 @@ def hook_name(hook: Any) -> str:
       'fp16_compress_wrapper(powerSGD_hook)'
     """
     wrappers: list[str] = []
-    while found := re.fullmatch(r"(\w+_compress_wrapper)_hook", getattr(hook, "__name__", "")):
-        wrappers.append(found[1])
+    wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
+    while wrapped:
+        wrappers.append(wrapped[1])
         hook = inspect.getclosurevars(hook).nonlocals["hook"]
+        wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
     if callable(hook):
         hook = getattr(hook, "__name__", type(hook).__name__)
-    text = str(getattr(hook, "name", hook))
-    words = [*wrappers, *(word.rpartition(".")[2] for word in text.split("("))]
+    words = list(wrappers)
+    for word in str(getattr(hook, "name", hook)).split("("):
+        words.append(word.rpartition(".")[2])
     return "(".join(words) + ")" * len(wrappers)
 
 
 def unwrapped_hook(hook: Any) -> tuple[str, Any]:
-    """The name of a hook without its compression wrapper, and the wrapper's dtype or None.
+    """Returns the name of a hook without its compression wrapper, and the wrapper's dtype or None.
 
     Example:
       >>> unwrapped_hook("bf16_compress_wrapper(powerSGD_hook)")[0]
@@ -41,5 +45,9 @@ def unwrapped_hook(hook: Any) -> tuple[str, Any]:
     """
     if hook is None:
         return "", None
-    *wrappers, name = hook_name(hook).rstrip(")").split("(")
-    return name, next((_NARROW[word[:4]] for word in wrappers if word[:4] in _NARROW), None)
+    words = hook_name(hook).rstrip(")").split("(")
+    name = words.pop()
+    for word in words:
+        if word[:4] in _NARROW:
+            return name, _NARROW[word[:4]]
+    return name, None

@@ -30,7 +30,7 @@ _KINDS = ("error", "p", "q")
 
 
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
-    """A real ``PowerSGDState`` with the contents of `record`.
+    """Makes a real ``PowerSGDState`` with the contents of `record`.
 
     It is safe to resume: DDP's first iteration, with ``static_graph=True`` the first two, run on
     buckets that are cut in another order, so a state that already holds buffers gets
@@ -106,7 +106,9 @@ def resume_powersgd(
     torch = import_torch()
     require_ddp(ddp_model)
     require_powersgd(state)
-    count, start, begun = state.iter, state.start_powerSGD_iter, holds_buffers(state)
+    count = state.iter
+    start = state.start_powerSGD_iter
+    begun = holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
     ddp_model.register_comm_hook(state, hook or _default_hook(state))
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
@@ -168,7 +170,10 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             unexpected=sorted(set(new.names) - set(old.names)),
         )
     before = old.parts(state)
-    device = next((t.device for name in BUFFERS for t in getattr(state, name).values()), None)
+    device = None
+    for name in BUFFERS:
+        for tensor in getattr(state, name).values():
+            device = tensor.device
     for name, kind, sizes in zip(BUFFERS, _KINDS, new.buffer_sizes(state), strict=True):
         buffers = {}
         for bucket, entries in enumerate(new.buckets):
@@ -183,4 +188,5 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             if target is not None and array is not None:
                 target[...] = array
     for name in BUFFERS:
-        setattr(state, name, {b: tensor.to(device) for b, tensor in getattr(state, name).items()})
+        buffers = getattr(state, name)
+        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in buffers.items()})

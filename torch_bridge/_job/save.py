@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def record_layout(
     ddp_model: DistributedDataParallel, state: PowerSGDState | None = None
 ) -> BucketLayout:
-    """The bucket layout that DDP uses now. Call it on any rank, any time after compression began.
+    """Returns the bucket layout that DDP uses now, on any rank, once compression has begun.
 
     DDP rebuilds its buckets in the second iteration, with ``static_graph=True`` in the third.
 
@@ -57,32 +57,13 @@ def record_layout(
     """
     require_ddp(ddp_model)
     require_powersgd(state)
-    ignored = getattr(ddp_model, "parameters_to_ignore", ())
-    # The order in which DDP numbers them: definition order, tied ones once, frozen ones not at all.
-    parameters = {
-        name: parameter
-        for name, parameter in ddp_model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
-    names = list(parameters)
-    complex_ones = [name for name in names if parameters[name].is_complex()]
-    if complex_ones:
-        raise CheckpointMismatch(
-            "DDP lays complex parameters into its buckets as twice as many real numbers, which the "
-            "hook compresses as another matrix. Their hook state cannot be converted; save the "
-            "checkpoint with state=None.",
-            unexpected=complex_ones,
-        )
-    if rebuilt := _logged(ddp_model).get("rebuilt_per_bucket_param_indices"):
-        order = [[names[int(index)] for index in bucket.split()] for bucket in rebuilt.split(",")]
-    else:  # not rebuilt, or not logged; this takes the memory of all gradients for a moment
-        known = {id(parameter): name for name, parameter in parameters.items()}
-        buckets = ddp_model.reducer._get_zeros_like_grad_buckets()
-        order = [[known[id(parameter)] for parameter in b.parameters()] for b in buckets]
+    parameters = _bucketed(ddp_model)
+    order = _present_order(ddp_model, parameters)
     layout = BucketLayout.from_order(order, parameters)
     if state is None:
         return layout
-    if wrong := layout.misfits(state):
+    wrong = layout.misfits(state)
+    if wrong:
         raise CheckpointMismatch(
             "The hook state was made for other buckets than DDP uses now. Call record_layout in "
             "the run that made the state, after compression began.",
@@ -95,6 +76,46 @@ def record_layout(
             "static_graph=True; torch_bridge.resume_powersgd runs them beforehand."
         )
     return layout
+
+
+def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Lists the parameters that DDP numbers: in definition order, tied ones once, no frozen ones.
+
+    Raises:
+      CheckpointMismatch: Some are complex.
+    """
+    ignored = getattr(ddp_model, "parameters_to_ignore", ())
+    parameters = {}
+    for name, parameter in ddp_model.module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            parameters[name] = parameter
+    complex_ones = [name for name in parameters if parameters[name].is_complex()]
+    if complex_ones:
+        raise CheckpointMismatch(
+            "DDP lays complex parameters into its buckets as twice as many real numbers, which the "
+            "hook compresses as another matrix. Their hook state cannot be converted; save the "
+            "checkpoint with state=None.",
+            unexpected=complex_ones,
+        )
+    return parameters
+
+
+def _present_order(
+    ddp_model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter]
+) -> list[list[str]]:
+    """Returns the names in each of DDP's buckets."""
+    order: list[list[str]] = []
+    rebuilt = _logged(ddp_model).get("rebuilt_per_bucket_param_indices")
+    if rebuilt:
+        names = list(parameters)
+        for bucket in rebuilt.split(","):
+            order.append([names[int(index)] for index in bucket.split()])
+        return order
+    # Not rebuilt, or not logged; this takes the memory of all gradients for a moment.
+    known = {id(parameter): name for name, parameter in parameters.items()}
+    for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
+        order.append([known[id(parameter)] for parameter in bucket.parameters()])
+    return order
 
 
 def require_ddp(ddp_model: Any) -> None:
@@ -126,20 +147,20 @@ def require_powersgd(state: Any) -> None:
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
-    """Whether DDP will cut other buckets than it has now."""
+    """Tells whether DDP will cut other buckets than it has now."""
     rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
     return rebuilds and not _logged(ddp_model).get("has_rebuilt_buckets")
 
 
 def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
-    """What DDP says of its buckets; it logs before it rebuilds, so bring the log up to date."""
+    """Returns what DDP says of its buckets; it logs before it rebuilds, so the log is renewed."""
     if ddp_model.logger is not None:
         ddp_model.logger.set_runtime_stats_and_log()
     return ddp_model._get_ddp_logging_data()
 
 
 def holds_buffers(state: PowerSGDState) -> bool:
-    """Whether compression has begun."""
+    """Tells whether compression has begun."""
     return bool(state.error_dict or state.q_memory_dict)
 
 
@@ -197,44 +218,36 @@ def save_checkpoint(
     """
     dist = import_torch("torch.distributed")
     require_ddp(ddp_model)
-    if optimizer is not None and not hasattr(optimizer, "state_dict"):
-        raise TypeError(
-            f"`optimizer` must be the optimizer itself, got a {type(optimizer).__name__}; not its "
-            "state_dict()."
-        )
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise TypeError(
-            f"`scaler` must be the GradScaler itself, got a {type(scaler).__name__}; not its "
-            "state_dict()."
-        )
+    _refuse_dictionary(optimizer, "optimizer", "optimizer", "state_dict")
+    _refuse_dictionary(scaler, "scaler", "GradScaler", "get_scale")
+    require_powersgd(state)
     inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
-    require_powersgd(state)
-    begun = state is not None and holds_buffers(state)
-    layout = record_layout(ddp_model, state) if begun else None
-    errors = [] if state is None else _gather_errors(state, group)
-    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
+    layout = None
+    errors: list[dict[int, torch.Tensor]] = []
+    if state is not None:
+        if holds_buffers(state):
+            layout = record_layout(ddp_model, state)
+        errors = _gather_errors(state, group)
     problem: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            record = None if state is None else _record_of(state)
-            groups = None if optimizer is None else _named_groups(optimizer, ddp_model)
+            module = ddp_model.module
             beside = dict(extra or {})
             if scaler is not None:
                 beside.setdefault("scaler", scaler.state_dict())
-            ran = None if inputs is None else run_example(ddp_model.module, inputs)
-            records = []
-            if record is not None:
-                records = [dataclasses.replace(record, error_dict=error) for error in errors]
+            groups = None
+            if optimizer is not None:
+                groups = _plain(_named_groups(optimizer, module), "the optimizer")
             checkpoint = Checkpoint(
-                model=_plain(ddp_model.module.state_dict(), "the model"),
-                powersgd=tuple(records),
-                optimizer=None if groups is None else _plain(groups, "the optimizer"),
+                model=_plain(module.state_dict(), "the model"),
+                powersgd=_records(state, errors),
+                optimizer=groups,
                 layout=layout,
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
-                hook=hook_name(hooks[-1][0]) if hooks else None,
-                example=ran,
+                hook=_registered(ddp_model),
+                example=None if inputs is None else run_example(module, inputs),
                 loss_scale=None if scaler is None else scaler.get_scale(),
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
@@ -245,17 +258,40 @@ def save_checkpoint(
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
 
 
-def _named_groups(
-    optimizer: torch.optim.Optimizer, ddp_model: DistributedDataParallel
-) -> dict[str, Any]:
-    """Its ``state_dict()``, which says which parameter is in which group."""
-    names = {id(parameter): name for name, parameter in ddp_model.module.named_parameters()}
+def _refuse_dictionary(value: Any, name: str, kind: str, method: str) -> None:
+    """Refuses the ``state_dict()`` of what is wanted itself; None stands for none.
+
+    Raises:
+      TypeError: It is something else.
+    """
+    if value is None or hasattr(value, method):
+        return
+    raise TypeError(
+        f"`{name}` must be the {kind} itself, got a {type(value).__name__}; not its state_dict()."
+    )
+
+
+def _registered(ddp_model: DistributedDataParallel) -> str | None:
+    """Returns the name of the registered hook."""
+    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
+    return hook_name(hooks[-1][0]) if hooks else None
+
+
+def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the optimizer's ``state_dict()``, with the names of each group's parameters."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     document = dict(optimizer.state_dict())
-    groups = getattr(optimizer, "param_groups", ())
-    held = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
-    if held and all(name is not None for group in held for name in group):
-        pairs = zip(document.get("param_groups", ()), held, strict=False)
-        document |= {"param_groups": [{**group, "param_names": own} for group, own in pairs]}
+    groups = []
+    saved = document.get("param_groups", ())
+    for group, live in zip(saved, getattr(optimizer, "param_groups", ()), strict=False):
+        held = [names.get(id(parameter)) for parameter in live["params"]]
+        if None in held:  # of another module
+            return document
+        group = dict(group)
+        group["param_names"] = held
+        groups.append(group)
+    if groups:
+        document["param_groups"] = groups
     return document
 
 
@@ -270,18 +306,19 @@ def _plain(entries: Mapping[str, Any], whose: str) -> dict[str, Any]:
 
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
-    """Every rank's error on rank 0, in rank order; an empty list elsewhere."""
-    torch, dist = import_torch(), import_torch("torch.distributed")
-    own = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
-    rank, root = dist.get_rank(group), dist.get_global_rank(group, 0)
-    if rank != 0:
-        for error in own.values():
+    """Brings every rank's error to rank 0, in rank order; an empty list elsewhere."""
+    torch = import_torch()
+    dist = import_torch("torch.distributed")
+    errors = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
+    if dist.get_rank(group) != 0:
+        root = dist.get_global_rank(group, 0)
+        for error in errors.values():
             dist.send(error.contiguous(), dst=root, group=group)
         return []
-    gathered = [{bucket: error.cpu() for bucket, error in own.items()}]
+    gathered = [{bucket: error.cpu() for bucket, error in errors.items()}]
     for other in range(1, dist.get_world_size(group)):
         received = {}
-        for bucket, error in own.items():
+        for bucket, error in errors.items():
             buffer = torch.empty_like(error, memory_format=torch.contiguous_format)
             dist.recv(buffer, src=dist.get_global_rank(group, other), group=group)
             received[bucket] = buffer.cpu()
@@ -289,12 +326,23 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     return gathered
 
 
-def _record_of(state: PowerSGDState) -> PowerSGDRecord:
-    """The contents of a live ``PowerSGDState``; tensors on the CPU share their memory with it."""
-    slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
+def _records(
+    state: PowerSGDState | None, errors: Sequence[Mapping[int, torch.Tensor]]
+) -> tuple[PowerSGDRecord, ...]:
+    """Makes the record of each rank; tensors on the CPU share their memory with the state's."""
+    if state is None:
+        return ()
+    slots: dict[str, Any] = {}
+    for field in dataclasses.fields(PowerSGDRecord):
+        slots[field.name] = getattr(state, field.name)
     for name in BUFFERS:
         slots[name] = {bucket: to_numpy(tensor) for bucket, tensor in slots[name].items()}
-    return record_from_slots(slots)
+    record = record_from_slots(slots)
+    records = []
+    for error in errors:
+        buffers: Any = dict(error)  # of tensors, which `write_document` wants
+        records.append(dataclasses.replace(record, error_dict=buffers))
+    return tuple(records)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
