@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parse(argv)
     if options.law:
-        print(law.report(read_runs(options.out), read_runs(RESULTS / "time_to_loss.jsonl")))
+        links = read_runs(RESULTS / "time_to_loss.jsonl")
+        others = read_runs(RESULTS / "convergence.jsonl")
+        print(law.report(read_runs(options.out), links, others))
         return 0
     if options.tail:
         print(tail.report(read_runs(options.out), read_runs(tail.OUT)))

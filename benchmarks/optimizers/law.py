@@ -1,4 +1,4 @@
-"""The law of `jaxcomp.advise`, fitted to the committed runs and compared with others."""
+"""The law in width and tokens of `jaxcomp.advise`, fitted to the committed runs, and compared."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cluster.plan import parse_strategy
+from benchmarks.cluster.plan import Strategy, parse_strategy
 from benchmarks.common.tables import in_page, markdown, with_interval
+from benchmarks.convergence import strategies
+from benchmarks.convergence.runs import results
 from benchmarks.optimizers.report import Finished, made
-from benchmarks.optimizers.settings import STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import FIRST_STEPS, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, Law
@@ -33,68 +35,111 @@ class Gaps(NamedTuple):
 
 
 def fitted(several: Sequence[Gaps]) -> Law:
-    """The coefficients with the least squares.
+    """Returns the coefficients with the least squares.
 
     Args:
       several: Of several ranks and widths.
     """
-    runs = [(*gaps[1:4], percent) for gaps in several for percent in gaps.percents]
-    widths, tokens, ranks, percent = np.array(runs, float).T
+    rows = []
+    for gaps in several:
+        for percent in gaps.percents:
+            rows.append((gaps.width, gaps.tokens, gaps.rank, percent))
+    widths, tokens, ranks, percents = np.array(rows, float).T
     times = np.sqrt(tokens / 1024)
-    columns = np.stack([times / ranks, -times / widths], 1)
-    found = np.linalg.lstsq(columns, percent, rcond=None)[0]
-    off = (percent - columns @ found) / times
-    wide, many = ((int(some.min()), int(some.max())) for some in (widths, tokens))
-    spread = float(np.sqrt(np.sum(off**2) / (len(runs) - 2)))
-    return Law(len(runs), wide, many, float(found[0]), float(found[1] / found[0]), spread)
+    columns = np.stack([times / ranks, -times / widths], axis=1)
+    solution = np.linalg.lstsq(columns, percents, rcond=None)[0]
+    off = (percents - columns @ solution) / times
+    return Law(
+        runs=len(rows),
+        widths=(int(widths.min()), int(widths.max())),
+        tokens=(int(tokens.min()), int(tokens.max())),
+        a=float(solution[0]),
+        k=float(solution[1] / solution[0]),
+        spread=float(np.sqrt(np.sum(off**2) / (len(rows) - 2))),
+    )
 
 
 def laws(runs: Finished) -> dict[str, Law]:
-    """By optimizer.
+    """Fits the law of each optimizer.
 
     Args:
       runs: Of `benchmarks.optimizers`.
     """
-    return {name: fitted(_behind(name, runs)) for name in LAWS}
+    by_optimizer = {}
+    for optimizer in LAWS:
+        several = []
+        for study in STUDIES:
+            if study.optimizer == optimizer and study.config.steps >= _STEPS:
+                several += _gaps(study, runs)
+        by_optimizer[optimizer] = fitted(several)
+    return by_optimizer
 
 
-def _behind(optimizer: str, runs: Finished) -> list[Gaps]:
-    behind = [study for study in STUDIES if study.optimizer == optimizer]
-    return [gaps for s in behind if s.config.steps >= _STEPS for gaps in _gaps(s, runs)]
+def int8_gaps(runs: Finished, others: Finished) -> list[float]:
+    """Returns how far above exact runs the int8 all-reduce ended, in per cent, for each run.
+
+    Args:
+      runs: Of `benchmarks.optimizers`.
+      others: Of `benchmarks.convergence`.
+    """
+    by_strategy = results(others, strategies.by_name)
+    int8 = by_strategy[strategies.STRATEGIES["int8"]]
+    percents = int8.gaps(by_strategy[strategies.EXACT])
+    by_setting = made(FIRST_STEPS, runs)
+    for setting, result in by_setting.items():
+        if setting.wire == "int8":
+            percents += result.gaps(next(iter(by_setting.values())))
+    return percents
 
 
 def _gaps(study: Study, runs: Finished) -> Iterator[Gaps]:
-    """By rank; ranks by spectrum are left out."""
-    found, config = made(study, runs), study.config
+    """Yields the ranks of a study; ranks by spectrum are left out."""
+    by_setting = made(study, runs)
+    config = study.config
     tokens = config.replicas * config.batch_size * config.context
-    for setting, result in found.items():
+    for setting, result in by_setting.items():
         if setting.rank:
-            percents = result.gaps(next(iter(found.values())))
+            percents = result.gaps(next(iter(by_setting.values())))
             yield Gaps(study.name, config.width, tokens, setting.rank, percents)
 
 
 def _over_links(links: Finished) -> Iterator[Gaps]:
-    """PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
+    """Yields PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
     usual = OverLinks()
-    found = over_links.results([run for run in links if run["config"] == asdict(usual)])
-    exact, batch = found[over_links.EXACT], usual.processes * usual.sequences * usual.context
-    for name in sorted(found):
-        strategy = parse_strategy(name.partition("/")[2])
+    by_name = over_links.results([run for run in links if run["config"] == asdict(usual)])
+    exact = by_name[over_links.EXACT]
+    tokens = usual.processes * usual.sequences * usual.context
+    for name in sorted(by_name):
+        framework, _, text = name.partition("/")
+        strategy = parse_strategy(text)
         if strategy.kind == "powersgd" and strategy.every in (1, 3, 4) and not strategy.start:
-            way = "torch's hook" if name.startswith("torch") else "int6"
-            way = f"rounds of {strategy.every} steps" if strategy.in_rounds else way
-            percents = found[name].gaps(exact)
-            yield Gaps(f"over links, {way}", usual.width, batch, strategy.number, percents)
+            way = f"over links, {_way(framework, strategy)}"
+            yield Gaps(way, usual.width, tokens, strategy.number, by_name[name].gaps(exact))
+
+
+def _way(framework: str, strategy: Strategy) -> str:
+    if framework == "torch":
+        return "torch's hook"
+    if strategy.in_rounds:
+        return f"rounds of {strategy.every} steps"
+    return "int6"
 
 
 def compared(runs: Finished, links: Finished) -> str:
-    """A table of runs that were not fitted, and what the law says of them."""
-    law, rows = LAWS["adamw"], list[list[str]]()
-    short = [study for study in STUDIES if study.config.steps < _STEPS]
-    unseen = [gaps for study in (*UNSEEN, *short) for gaps in _gaps(study, runs)]
-    for gaps in (*unseen, *_over_links(links)):
-        at = gaps.rank, gaps.width, gaps.tokens
-        gap, half = 100 * law.gap(*at), 100 * law.half_width(*at)
+    """Returns a table of runs that were not fitted, and what the law says of them."""
+    law = LAWS["adamw"]
+    several = []
+    for study in UNSEEN:
+        several += _gaps(study, runs)
+    for study in STUDIES:
+        if study.config.steps < _STEPS:
+            several += _gaps(study, runs)
+    several += _over_links(links)
+    rows = []
+    for gaps in several:
+        at = (gaps.rank, gaps.width, gaps.tokens)
+        gap = 100 * law.gap(*at)
+        half = 100 * law.half_width(*at)
         inside = abs(mean(gaps.percents) - gap) <= half
         rows.append(
             [
@@ -113,7 +158,10 @@ def paged(page: str, runs: Finished, links: Finished) -> str:
     return in_page(page, COMMAND, f"{compared(runs, links)}\n")
 
 
-def report(runs: Finished, links: Finished) -> str:
-    """The coefficients as fitted now, and the comparison."""
-    found = [f"{name}: {law}" for name, law in laws(runs).items()]
-    return "\n".join([*found, "", compared(runs, links)])
+def report(runs: Finished, links: Finished, others: Finished) -> str:
+    """Returns the coefficients as fitted now, the int8 all-reduce, and the comparison."""
+    lines = []
+    for name, law in laws(runs).items():
+        lines.append(f"{name}: {law}")
+    lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs, others), '+.2f', '%')}")
+    return "\n".join([*lines, "", compared(runs, links)])

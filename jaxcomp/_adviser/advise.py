@@ -424,14 +424,11 @@ class _FromLaw:
 
     @property
     def note(self) -> str:
-        narrow, wide = self.law.widths
-        few, many = self.law.tokens
         tokens = f"{self.tokens:,.0f} tokens a step"
         if self.estimated:
             tokens += " (estimated from parameters, step time and device: pass tokens=)"
         return (
-            f"a law from {self.law.runs} runs with {self.optimizer}, of language models of widths "
-            f"{narrow} to {wide} with {few} to {many:,} tokens a step. Yours has width "
+            f"a law from {self.law.runs} runs with {self.optimizer}, of language models, for width "
             f"{self.width:,} and {tokens}"
         )
 
@@ -453,7 +450,12 @@ class _FromLaw:
         """Returns why the loss is not known, or nothing."""
         gap = self.gap(rank)
         if gap is None:
-            return "no run of such a width with so many tokens a step was made"
+            narrow, wide = self.law.widths
+            few, many = self.law.tokens
+            return (
+                f"runs were made of widths {narrow} to {wide} with {few} to {many:,} tokens a "
+                f"step, and yours has width {self.width:,} and {self.tokens:,.0f} tokens"
+            )
         if 2 * gap.half_width > _BUDGETS * self.budget:
             return (
                 f"the law's interval is {200 * gap.half_width:.1f} points wide, for a budget of "
