@@ -78,6 +78,8 @@ PUBLIC = _public_names()
 # Pages of others, by the first part of a name. optax has many names on a page.
 JAX = "https://docs.jax.dev/en/latest/_autosummary/{}.html"
 NUMPY = "https://numpy.org/doc/stable/reference/generated/{}.html"
+# Those with a page of their own; numpy's scalar types share one.
+NUMPY_NAMES = ("numpy.ndarray", "numpy.dtype")
 OPTAX = "https://optax.readthedocs.io/en/latest/api/{page}.html#{name}"
 OPTAX_PAGES = {
     "GradientTransformation": "transformations",
@@ -85,7 +87,6 @@ OPTAX_PAGES = {
     "TransformUpdateFn": "transformations",
     "chain": "combining_optimizers",
     "apply_updates": "apply_updates",
-    "MultiSteps": "transformations",
     "adam": "optimizers",
     "adamw": "optimizers",
     "sgd": "optimizers",
@@ -147,7 +148,7 @@ def _page_of(name: str) -> str | None:
     if package == "jax" and rest:
         # Types are written with the module that defines them; pages have the public name.
         return None if "._" in name else JAX.format(name)
-    if package == "numpy" and rest and rest[0].islower():
+    if name in NUMPY_NAMES:
         return NUMPY.format(name)
     if package == "optax" and rest in OPTAX_PAGES:
         return OPTAX.format(page=OPTAX_PAGES[rest], name=name)
