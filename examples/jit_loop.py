@@ -1,7 +1,6 @@
 """A data-parallel `jit` loop with and without compression: four lines differ, marked (1) to (4).
 
-The mesh is the one that `jax.make_mesh` makes. At the end the program reads from the compiled step
-what crosses the data axis, and restores its checkpoint on half as many replicas.
+It checks what crosses the data axis, and restores its checkpoint on half as many replicas.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 import jaxcomp
 
@@ -26,10 +24,10 @@ def batch(mesh, step, size=256):
     """Draws one global batch, split over the data axis."""
     x = np.random.default_rng(step).normal(size=(size, 64)).astype(np.float32)
     y = np.sin(x @ np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8)
-    return jax.device_put((x, y), NamedSharding(mesh, jax.P("data")))
+    return jax.device_put((x, y), jax.NamedSharding(mesh, jax.P("data")))
 
 
-def training(mesh, steps):
+def training(mesh):
     """Makes the training step and the object that takes gradients in it."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=0)
@@ -48,33 +46,32 @@ def main():
     """Trains, checks the compiled step, and goes on with fewer replicas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    arguments = parser.parse_args()
-    if arguments.steps < 3:
-        parser.error(f"--steps must be at least 3, got {arguments.steps}")
+    steps = parser.parse_args().steps
+    if steps < 3:
+        parser.error(f"--steps must be at least 3, got {steps}")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    step, value_and_grad, optimizer, reducer = training(mesh, arguments.steps)
+    step, value_and_grad, optimizer, reducer = training(mesh)
 
-    keys = jax.random.split(jax.random.key(0))
-    params = {"in": jax.random.normal(keys[0], (64, 512)) / 8, "out": jnp.zeros((512, 64))}
-    params = jax.device_put(params, NamedSharding(mesh, jax.P()))
+    weights = jax.random.normal(jax.random.key(0), (64, 512)) / 8
+    params = {"in": weights, "out": jnp.zeros((512, 64))}
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
     opt_state, reducer_state = optimizer.init(params), value_and_grad.init(params)  # (4)
-
     state = (params, opt_state, reducer_state)
     compiled = step.lower(*state, *batch(mesh, 0)).compile()
     print(*jaxcomp.check(compiled, reducer, params), sep="\n")
-    for index in range(arguments.steps):
+    for index in range(steps):
         *state, loss = jax.block_until_ready(step(*state, *batch(mesh, index)))
-        if (index + 1) % (arguments.steps // 3) == 0:
+        if (index + 1) % (steps // 3) == 0:
             print(f"step {index + 1:4}  loss {loss:.4f}", flush=True)
 
-    devices = jax.devices()[: mesh.size // 2 or 1]
-    half = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    replicas = mesh.size // 2 or 1
+    half = jax.make_mesh((replicas,), ("data",), devices=jax.devices()[:replicas])
     saved = jax.device_get(state)  # a checkpoint: every array says what it holds
-    step, value_and_grad, *_ = training(half, arguments.steps)
-    params, opt_state = jax.device_put(saved[:2], NamedSharding(half, jax.P()))
-    state = (params, opt_state, value_and_grad.restore(saved[2], params))
-    *_, loss = step(*state, *batch(half, arguments.steps))
+    step, value_and_grad, *_ = training(half)
+    params, opt_state = jax.device_put(saved[:2], jax.NamedSharding(half, jax.P()))
+    reducer_state = value_and_grad.restore(saved[2], params)
+    *_, loss = step(params, opt_state, reducer_state, *batch(half, steps))
     print(f"on {half.size} replicas: loss {loss:.4f}")
 
 
