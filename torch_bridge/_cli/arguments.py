@@ -86,8 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     choices = ("error", "zero", "replicate")
     to_flax.add_argument("--missing-ranks", choices=choices, default="error")
     to_flax.add_argument("--params", required=True, metavar="MODULE:NAME", type=_params)
-    apply_help = "apply(params, *inputs) of the Flax model, which is run on the file's example"
-    to_flax.add_argument("--apply", metavar="MODULE:NAME", type=_function, help=apply_help)
     to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
     like = {"nargs": "+", "required": True, "metavar": "FILE", "type": pathlib.Path}
     to_torch.add_argument("--like", help="the torch checkpoint that the run came from", **like)
@@ -95,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         add = command.add_argument
         add("--out", required=True, type=pathlib.Path)
         add("--force", action="store_true", help="overwrite --out")
+        apply_help = "apply(params, *inputs) of the Flax model, which is run on the file's example"
+        add("--apply", metavar="MODULE:NAME", type=_function, help=apply_help)
         add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
         for name, metavar, kind, what in (
             ("--rule", "REGEX=PATH", _rule, "the Flax path of these torch names"),

@@ -27,7 +27,7 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow, leaves_by_path
-from torch_bridge._pairing.pair import pairs_for
+from torch_bridge._pairing.pair import paired_for
 
 # A NamedTuple is a dictionary on the disk, which its fields tell.
 _STATES: dict[frozenset[str], Any] = {
@@ -75,7 +75,11 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         begin("reading")
         like = load(options.like, max_bytes=options.max_bytes)
         file = FlaxFile(options.checkpoint)
-        pairs = pairs_for(like.model, _parts(file.shapes)[-1], None, options.pairing)
+        variables = _parts(file.shapes)[-1]
+        example = like.example if options.apply else None
+        pairs = paired_for(
+            like.model, variables, None, options.pairing, options.apply, example
+        ).pairs
         layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
         for record in like.powersgd:  # the way back needs their shapes only
             record.error_dict.update(hollow(record.error_dict))

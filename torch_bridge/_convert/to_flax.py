@@ -25,7 +25,7 @@ from torch_bridge._pairing.leaves import flatten, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
-from torch_bridge._pairing.pairs import leaves_from_torch
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class FlaxRun:
       step: Steps taken so far: the calls of the hook, or what Adam counted where there is none.
       difference: How far the outputs of the Flax model were from torch's on the example, relative
         to the largest; None where nothing was run.
+      pairs: Which torch tensor is which leaf: what `to_torch` takes on the way back.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
@@ -60,18 +61,21 @@ class FlaxRun:
     optimizer_state: Any
     step: int
     difference: float | None = None
+    pairs: tuple[Pair, ...] = ()
 
     @property
     def transformation(self) -> optax.GradientTransformation:
         """The complete ``optax.chain(reducer, optimizer)``."""
-        links = [self.reducer] if self.optimizer is None else [self.reducer, self.optimizer]
-        return optax.chain(*links)
+        if self.optimizer is None:
+            return optax.chain(self.reducer)
+        return optax.chain(self.reducer, self.optimizer)
 
     @property
     def opt_state(self) -> tuple[Any, ...]:
-        """Its state."""
-        reducer = (self.reducer_state,)
-        return reducer if self.optimizer is None else (*reducer, self.optimizer_state)
+        """The state of `transformation`."""
+        if self.optimizer is None:
+            return (self.reducer_state,)
+        return (self.reducer_state, self.optimizer_state)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.params, self.transformation, self.opt_state, self.step))
@@ -94,7 +98,7 @@ def to_flax(
     pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> FlaxRun:
-    """A torch checkpoint as parameters, Optax transformation, its state and the step.
+    """Turns a torch checkpoint into parameters, Optax transformation, its state and the step.
 
     The reducer is `jaxcomp.powersgd` with the arguments of the file, or `jaxcomp.allreduce` where
     the file has no state of PowerSGD; the optimizer is left out where the file has none.
@@ -157,28 +161,29 @@ def to_flax(
         example = checkpoint.example
     paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
     pairs = paired.pairs
-    own = pairs_of(trained(like), pairs)
+    trained_pairs = pairs_of(trained(like), pairs)
     params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
-    chosen = trained(params)
+    trained_params = trained(params)
     record = next(iter(checkpoint.powersgd), None)
     layout = layout or checkpoint.layout
     if record:
         layout = layout_of(checkpoint, layout, pairs)
-        matrix_dims = matrix_dims or matrix_dims_of(own)
+        matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
     reducer = _reducer(record, checkpoint.hook or "", axis_name, matrix_dims)
     plan = None
     if checkpoint.optimizer is not None:
         model, optimizer = checkpoint.model, checkpoint.optimizer
-        plan = OptimizerPlan.of(optimizer, model, own, param_names, layout)
-    counted = calls = plan.counted if plan else 0
+        plan = OptimizerPlan.of(optimizer, model, trained_pairs, param_names, layout)
+    counted = plan.counted if plan else 0
+    calls = counted
     if record:
         calls = record.iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
-        shapes = jax.eval_shape(reducer.init, chosen)
-        state = filled_state(shapes, mean, chosen, own, layout, matrix_dims)
+        shapes = jax.eval_shape(reducer.init, trained_params)
+        state = filled_state(shapes, mean, trained_params, trained_pairs, layout, matrix_dims)
         del mean  # frees the errors' memory before the optimizer's is taken
     else:
-        state = reducer.init(chosen)
+        state = reducer.init(trained_params)
     if consume:
         for each in checkpoint.powersgd:
             each.error_dict.clear()
@@ -188,21 +193,29 @@ def to_flax(
         doubts.extend(plan.notes(scheduled=learning_rate is not None))
     for text in doubts:
         warnings.warn(text, stacklevel=2)
-    optimizer = optimizer_state = None
+    optimizer = None
+    optimizer_state = None
     if plan:
-        optimizer = plan.transformation(chosen, learning_rate)
+        optimizer = plan.transformation(trained_params, learning_rate)
         taken = (counted or calls) if step is None else step
-        optimizer_state = plan.state(optimizer.init(chosen), taken)
+        optimizer_state = plan.state(optimizer.init(trained_params), taken)
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    step = calls if step is None else step
-    difference = paired.difference
-    return FlaxRun(params, reducer, state, optimizer, optimizer_state, step, difference)
+    return FlaxRun(
+        params,
+        reducer,
+        state,
+        optimizer,
+        optimizer_state,
+        calls if step is None else step,
+        paired.difference,
+        pairs,
+    )
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:
-    """Refuses what is no checkpoint, such as the path of one.
+    """Refuses what is not a checkpoint, such as the path of one.
 
     Raises:
       TypeError: With the name of the argument.
@@ -220,7 +233,7 @@ def _reducer(
     axis_name: str | tuple[str, ...],
     matrix_dims: MatrixDimsFn | None,
 ) -> optax.GradientTransformation:
-    """What averages the gradients as the torch job did, with or without the state of its hook."""
+    """Makes what averages gradients as the torch job did, with or without its hook's state."""
     if record:
         kwargs = powersgd_kwargs_from_torch(record, hook=hook)
         return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
@@ -236,7 +249,7 @@ def _doubts(
     calls: int,
     rates: Rates,
 ) -> Iterator[str]:
-    """What the file does not tell, or tells in two ways, each a sentence with the way out."""
+    """Says what the file does not tell, or tells in two ways, with the way out."""
     states, hook = checkpoint.unread_states, checkpoint.hook or ""
     if not checkpoint.powersgd and (states or "powerSGD" in hook):
         seems = f"checkpoint.extra[{states[0]!r}] looks like one: " if states else ""

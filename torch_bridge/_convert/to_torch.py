@@ -27,10 +27,11 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.save import write_document
+from torch_bridge._pairing.evidence import Apply
 from torch_bridge._pairing.leaves import hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, pairs_for, pairs_of
+from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 
 _SHOWN = 10  # names in a warning
 
@@ -40,6 +41,7 @@ def to_torch(
     opt_state: Any,
     like: Checkpoint,
     *,
+    apply: Apply | None = None,
     path: str | os.PathLike[str] | None = None,
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
@@ -47,7 +49,7 @@ def to_torch(
     pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
-    """A JAX run as what a torch job resumes from: the inverse of `to_flax`.
+    """Turns a JAX run into what a torch job resumes from: the inverse of `to_flax`.
 
     The document is as `save_checkpoint` writes it: ``torch.load(path, weights_only=True)`` has
     ``state_dict`` and ``optimizer``, and `load` with `resume_powersgd` brings the hook back, on any
@@ -61,11 +63,14 @@ def to_torch(
       like: The torch checkpoint that the run came from: names, hyperparameters, random number
         generator and whatever else Flax has no use for come from there, as they were then. A
         learning rate scheduler has not taken the steps that JAX took.
+      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`: it is run on
+        the example in `like` with the parameters in `like`, which finds out what belongs together.
+        Not needed with `pairs`.
       path: A file to write the document to, whole or not at all; an existing one is replaced.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_flax`.
       param_names: As for `to_flax`.
-      pairs: What `pair` gave, in place of `options`.
+      pairs: What `pair` gave, or the `pairs` of the run that `to_flax` made, in place of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
@@ -95,7 +100,8 @@ def to_torch(
             f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
-    pairs = pairs_for(like.model, params, pairs, options)
+    example = like.example if apply else None
+    pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
     layout = layout or layout_of(like, None, pairs)
     _warn_of_lost_states(like, layout, reducers, opt_state)
     model = params_to_torch(params, like.model, pairs=pairs)
@@ -104,12 +110,15 @@ def to_torch(
     params = hollow(params)
     ranks = ()
     if reducers and (like.powersgd or layout):
-        chosen = trained(params)
-        found = pairs_of(chosen, pairs)
-        matrix_dims = matrix_dims or matrix_dims_of(found)
-        record = record_of_state(reducers.pop(0), chosen, layout, like, matrix_dims, found)
+        trained_params = trained(params)
+        trained_pairs = pairs_of(trained_params, pairs)
+        matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
+        record = record_of_state(
+            reducers.pop(0), trained_params, layout, like, matrix_dims, trained_pairs
+        )
         errors: dict[int, Any] = record.error_dict
-        errors |= {bucket: to_tensor(flat, copy=False) for bucket, flat in errors.items()}
+        for bucket, flat in errors.items():
+            errors[bucket] = to_tensor(flat, copy=False)
         ranks = (record,) * (like.world_size or 1)  # every rank goes on from the mean error
     optimizer = like.optimizer
     if optimizer is not None:
@@ -134,7 +143,7 @@ def to_torch(
 
 
 def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
-    """Every state of PowerSGD in an Optax state, and the rest."""
+    """Takes every state of PowerSGD out of an Optax state; returns them and the rest."""
     reducers: list[PowerSGDState] = []
 
     def take(node: Any) -> Any:
@@ -151,8 +160,11 @@ def _warn_of_lost_states(
     like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
 ) -> None:
     """Says what `like` has no place for; a file by another name is easily taken for it."""
-    lost = ["PowerSGD"] if reducers and not (like.powersgd or layout) else []
-    lost += ["the optimizer"] if like.optimizer is None and kept_moments(rest) else []
+    lost: list[str] = []
+    if reducers and not (like.powersgd or layout):
+        lost.append("PowerSGD")
+    if like.optimizer is None and kept_moments(rest):
+        lost.append("the optimizer")
     if lost:
         warnings.warn(
             f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
@@ -162,7 +174,7 @@ def _warn_of_lost_states(
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that ``torch.load(weights_only=True)`` can read back."""
+    """Keeps everything that ``torch.load(weights_only=True)`` can read back."""
     kept, lacking = plain_copy(extra)
     if lacking:
         more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""

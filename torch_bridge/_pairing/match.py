@@ -175,6 +175,13 @@ class Match:
                 self.partners[layer] = target
                 self.by_name.add(layer)
 
+    def drop_misfits(self) -> None:
+        """Opens layers again whose partner has an equal name and another shape."""
+        for layer in list(self.by_name):
+            if not self.fits(layer, self.partners[layer]):
+                self.by_name.remove(layer)
+                del self.partners[layer]
+
     def match_shapes(self) -> None:
         """Pairs every layer that fits one other only, which fits no layer besides it.
 

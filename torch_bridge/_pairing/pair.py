@@ -272,7 +272,7 @@ def _pair(
     names = clean_names(list(tensors))
     kept: dict[str, Any] = {}
     for name, value in tensors.items():
-        if not re.fullmatch(options.ignore or "(?!)", names[name]) and _can_be_leaf(value):
+        if not re.fullmatch(options.ignore or "(?!)", names[name]):
             kept[name] = value
     _refuse_lost_statistics(kept, tree, whole)
     known = _known_forms(model)
@@ -284,7 +284,8 @@ def _pair(
         if not first and errors:
             continue  # the same tensors as before
         shapes = {n: shape_of(value) for n, value in kept.items() if untied or n not in first}
-        layers = Layers(shapes, tree, options, {*names.values()}, known)
+        indices = _tables_of_indices(kept)
+        layers = Layers(shapes, tree, options, {*names.values()}, known, indices)
         try:
             paired = layers.proved(runs, kept) if runs else layers.decided()
         except CheckpointMismatch as error:
@@ -294,10 +295,14 @@ def _pair(
     raise errors[0]
 
 
-def _can_be_leaf(value: Any) -> bool:
-    """Tells whether a tensor has real values: tables of indices are no leaves in Flax."""
-    dtype = str(getattr(value, "dtype", "float32")).removeprefix("torch.")
-    return not re.match(r"u?int|bool", dtype)
+def _tables_of_indices(tensors: Mapping[str, Any]) -> set[str]:
+    """Finds the integer tensors beside floating ones: they are leaves only by name or rule."""
+    integers: set[str] = set()
+    for name, value in tensors.items():
+        dtype = str(getattr(value, "dtype", "float32")).removeprefix("torch.")
+        if re.match(r"u?int|bool", dtype):
+            integers.add(name)
+    return integers if len(integers) < len(tensors) else set()
 
 
 def _refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, whole: bool) -> None:
@@ -336,6 +341,7 @@ class Layers:
         options: Options,
         tensors: Collection[str],
         known: Mapping[str, str],
+        indices: Collection[str],
     ) -> None:
         """Makes the layers.
 
@@ -345,12 +351,14 @@ class Layers:
           options: What the user says.
           tensors: The names of all tensors, ignored and tied ones included.
           known: Module name -> how its weight is stored, of torch's own classes.
+          indices: Integer tensors, which are left out unless a name or a rule says where they go.
         """
-        self._torch, self._flax = layers_of(shapes, tree)
+        self._shapes = shapes
         self._tree = tree
         self._options = options
         self._tensors = tensors
         self._known = known
+        self._indices = indices
 
     def decided(self) -> Paired:
         """Pairs by rules, names and shapes, and by what the user says.
@@ -358,8 +366,7 @@ class Layers:
         Raises:
           CheckpointMismatch: Something does not fit, or is not told.
         """
-        match = Match(self._torch, self._flax, self._options.rules)
-        match.match_names()
+        match = self._matched_by_name()
         match.match_shapes()
         candidates, back = match.candidates()
         lonely = [layer for layer in match.open_torch if not candidates[layer]]
@@ -378,21 +385,35 @@ class Layers:
         Raises:
           CheckpointMismatch: Something does not fit, or does not give torch's outputs.
         """
-        match = Match(self._torch, self._flax, self._options.rules)
         options = dataclasses.replace(self._options, plain=True)
+        match = self._matched_by_name()
+        match.drop_misfits()
         self._split(match)
         match.match_names()
+        match.drop_misfits()
         questions = Questions(match, options, self._known)
         said = _said_answers(questions, self._options, match)
         complete = walk(match, {}, match.flax)
         if len(complete) < len(match.flax):
-            match.match_shapes()
-            questions.asked.clear()
+            plainly = self._matched_by_name()
+            plainly.match_shapes()
+            self._refuse_problems(plainly, Questions(plainly, options, self._known))
             self._refuse_problems(match, questions)
         proof = Search(match, said, evidence, tensors).prove()
         _warn_of_unused(match, proof.reading.partners)
         pairs = self._ordered(proof.reading.partners, proof.reading.answers)
         return Paired(pairs, proof.difference)
+
+    def _matched_by_name(self) -> Match:
+        match = Match(*layers_of(self._shapes, self._tree), self._options.rules)
+        match.match_names()
+        self._leave_out_indices(match)
+        return match
+
+    def _leave_out_indices(self, match: Match) -> None:
+        for layer in match.open_torch:
+            if all(name in self._indices for name, _ in layer.parts.values()):
+                match.torch.remove(layer)
 
     def _split(self, match: Match) -> None:
         """Takes layers apart that have no partner as a whole: packed ones, then into parts."""
