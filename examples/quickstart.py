@@ -57,7 +57,7 @@ def train(reducer):
 
 
 exact, _ = train(jaxcomp.allreduce(axis_name="data"))
-reducer = jaxcomp.powersgd(16, axis_name="data", start_step=0, comm_dtype="int6")
+reducer = jaxcomp.powersgd(32, axis_name="data", start_step=0, comm_dtype="int6")
 loss, sent = train(reducer)
 print(f"held-out loss {exact:.4f} exact, {loss:.4f} compressed: {loss / exact - 1:+.1%}")
 print(f"{sent.bytes_after:,} bytes in the whole run, {sent.ratio:.1f} times fewer bytes than exact")

@@ -6,7 +6,6 @@
     python -m benchmarks.optimizers --law                  # the law in width and tokens, anew
     python -m benchmarks.optimizers --tail                 # the law of jaxcomp.predict_gap, anew
     python -m benchmarks.optimizers --scale                # two larger models, on a GPU
-    python -m benchmarks.optimizers --spectrum             # the momentum's, by width and batch
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
 0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW also in longer runs and with
@@ -31,7 +30,7 @@ from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import write_page
 from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.runs import Runs
-from benchmarks.optimizers import law, report, scale, spectrum, tail
+from benchmarks.optimizers import law, report, scale, tail
 from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Setting, Study
 
 PROGRAM = "benchmarks.optimizers"
@@ -60,7 +59,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tail", action="store_true", help="only fit the law of the momentum's tail, and print it")
     add("--scale", action="store_true", help="only the two larger models")
     add("--dry-run", action="store_true", help="with --scale: a step of each, and what it would be")
-    add("--spectrum", action="store_true", help="only print how the momentum's energy is spread")
     options = parser.parse_args(argv)
     try:
         options.optimizers = listed(
@@ -81,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.tail:
         print(tail.report(read_runs(options.out), read_runs(tail.OUT)))
-        return 0
-    if options.spectrum:
-        print(spectrum.table())
         return 0
     if options.scale:
         scale.run(PROGRAM, dry=options.dry_run)

@@ -123,7 +123,10 @@ def _second_quarter(row: dict[str, Any]) -> dict[int, float]:
 
 
 def fitted(optimizer: str, runs: Finished, rows: Finished) -> TailLaw:
-    """Fits the two coefficients to the logarithms of the mean gaps, by least squares."""
+    """Fits the two coefficients to the logarithms of the mean gaps, by least squares.
+
+    The error is that of the fit or of the settings that were predicted, whichever is larger.
+    """
     tails = []
     gaps = []
     for point in points((*STUDIES, *UNSEEN), runs, rows):
@@ -133,14 +136,21 @@ def fitted(optimizer: str, runs: Finished, rows: Finished) -> TailLaw:
             gaps.append(mean(point.gaps))
     columns = np.stack([np.ones(len(tails)), np.log(tails)], 1)
     solution = np.linalg.lstsq(columns, np.log(gaps), rcond=None)[0]
-    error = np.log(gaps) - columns @ solution
-    spread = float(np.sqrt(np.sum(error**2) / max(1, len(tails) - 2)))
+    errors = np.log(gaps) - columns @ solution
+    error = float(np.sqrt(np.sum(errors**2) / (len(tails) - 2)))
+    predicted = []
+    for point in points(PREDICTED, runs, rows):
+        if point.study.optimizer == optimizer and point.gaps and mean(point.gaps) > 0:
+            expected = solution[0] + solution[1] * np.log(point.tail)
+            predicted.append(np.log(mean(point.gaps)) - expected)
+    if predicted:
+        error = max(error, float(np.sqrt(np.mean(np.square(predicted)))))
     return TailLaw(
         settings=len(tails),
         tails=(min(tails), max(tails)),
         c=float(np.exp(solution[0])),
         power=float(solution[1]),
-        error=spread,
+        error=error,
     )
 
 

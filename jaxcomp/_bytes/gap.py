@@ -43,14 +43,14 @@ class TailLaw:
     tails: tuple[float, float]  # least and largest of them
     c: float  # per cent
     power: float
-    error: float  # standard deviation of the gap from the law, relative to it
+    error: float  # relative, of the fit or of predicted settings, whichever is larger
 
     def gap(self, tail: float) -> float:
         """Returns the expected gap as a share."""
         return self.c * tail**self.power / 100
 
     def half_width(self, tail: float) -> float:
-        """Returns that of the interval in which 95% of the fitted means lie, as a share."""
+        """Returns that of the interval in which a gap is expected, as a share: twice the error."""
         return max(2 * self.error * self.gap(tail), _LEAST_HALF_WIDTH)
 
     def tail(self, gap: float) -> float:

@@ -29,8 +29,10 @@ PAGES = ("README.md", "docs/performance.md", "docs/convergence.md")
 UNIT = r"\s?(?:%|ms\b|times\b|points\b|x\b|s\b)"
 MEASURED = re.compile(rf"(?:±\s?)?\d[\d,.]*(?:{UNIT})|±\s?\d[\d,.]*|\d[\d,.]*(?=\s?±)")
 # A paragraph with one of these says where its numbers come from.
-SOURCES = re.compile(r"commit [0-9a-f]{7}, |results/[\w-]+\.md|data sheet|arXiv|by the formula")
-COMMIT = re.compile(r"(?:are|is) in\s+commit\s+[0-9a-f]{7}")
+SOURCES = re.compile(
+    r"commit [0-9a-f]{7}, |#on-a-gpu|results/[\w-]+\.md|data sheet|arXiv|by the formula"
+)
+COMMIT = re.compile(r"(?:(?:are|is) in|torch [\d.]+,)\s+commit\s+[0-9a-f]{7}")
 # How something is measured or defined, and arithmetic beside it.
 STATED = (
     "intervals of 95%", "a 95% interval", "are 95% of the mean", "within 1% of", "and 1% more",
@@ -160,7 +162,7 @@ def prose(page):
     text = re.sub(r"<!-- .*?-->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     paragraphs = []
-    for section in re.split(r"\n(?=## )", text):
+    for section in re.split(r"\n(?=###? )", text):
         if COMMIT.search(section):  # the whole of it is of programs and runs that are there
             continue
         for part in re.split(r"\n\s*\n|\n(?=- )", section):
