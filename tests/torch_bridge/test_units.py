@@ -396,3 +396,39 @@ def test_a_state_that_no_longer_fits_its_dtype_is_refused():
     with pytest.raises(CheckpointMismatch, match="in units of the loss scale") as caught:
         to_torch(run.params, (grown,), checkpoint)
     assert caught.value.mis_shaped == ("error_dict of bucket 0: float16",)
+
+
+# --- tied in torch, and two leaves in Flax ------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 6)
+        self.head = torch.nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def test_what_is_tied_in_torch_and_apart_in_flax_is_named_both_ways(tmp_path):
+    module = Tied()
+    optimizer = torch.optim.SGD(module.named_parameters(), 0.1, momentum=0.9)
+    module(torch.arange(10)).square().mean().backward()
+    optimizer.step()
+    checkpoint = saved(tmp_path, module, optimizer)
+    like = {"embed": {"embedding": np.zeros((10, 6))}, "head": {"kernel": np.zeros((6, 10))}}
+    with pytest.raises(CheckpointMismatch, match=r"Embed\.attend") as caught:
+        converted(checkpoint, like)
+    assert caught.value.ambiguous == ("embed.weight: embed/embedding, head/kernel",)
+    anew = dataclasses.replace(checkpoint, optimizer=None)
+    run, _ = converted(anew, like)
+    alike = to_torch(run.params, (), anew)["state_dict"]
+    assert torch.equal(alike["embed.weight"], alike["head.weight"])
+    run.params["head"]["kernel"] = run.params["head"]["kernel"] + 1
+    with pytest.raises(CheckpointMismatch, match="trained apart are one") as caught:
+        to_torch(run.params, (), anew)
+    assert caught.value.ambiguous == ("embed.weight and head.weight",)
+    one, said = converted(checkpoint, {"embed": like["embed"]})
+    assert (one.optimizer_state[0].trace["embed"]["embedding"].shape, said) == ((10, 6), [])

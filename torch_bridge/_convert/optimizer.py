@@ -15,7 +15,7 @@ import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
-from torch_bridge._base.tensors import to_tensor
+from torch_bridge._base.tensors import tied, to_tensor
 from torch_bridge._convert.optimizer_groups import (
     MOMENTS,
     Entry,
@@ -160,9 +160,11 @@ class OptimizerPlan:
             and one without buckets from before compression began, say nothing.
 
         Raises:
-          CheckpointMismatch: Parameters that are one leaf are not updated alike.
+          CheckpointMismatch: Parameters that are one leaf are not updated alike, or one is several
+            leaves.
         """
         entries = read_entries(optimizer, model, param_names, pairs, layout)
+        _refuse_untied(pairs, model)
         frozen = set[str]()
         if layout and layout.entries:
             known = names_in(pairs, layout.entries)
@@ -259,6 +261,32 @@ class OptimizerPlan:
 
         known = (*MOMENTS, optax.ScaleByScheduleState)
         return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
+
+
+def _refuse_untied(pairs: Pairs, model: Mapping[str, Any]) -> None:
+    """Refuses one torch parameter that is several leaves, each with a gradient of its own.
+
+    Raises:
+      CheckpointMismatch: With all of them.
+    """
+    first = tied(model)
+    leaves: dict[str, set[Path]] = {}
+    for pair in pairs:
+        if pair.rows is None:
+            name = first.get(pair.torch_name, pair.torch_name)
+            leaves.setdefault(name, set()).add(pair.path)
+    apart = []
+    for name, paths in leaves.items():
+        if len(paths) > 1:
+            apart.append(f"{name}: {', '.join(sorted(map('/'.join, paths)))}")
+    if apart:
+        raise CheckpointMismatch(
+            "One (tied) parameter in torch is several leaves in Flax, which an optimizer would "
+            "train apart, and with other updates than torch's. Tie them in Flax (nn.Embed.attend, "
+            "one nnx.Param in both places). To train them apart begin the optimizer anew: go on "
+            "from dataclasses.replace(checkpoint, optimizer=None).",
+            ambiguous=apart,
+        )
 
 
 def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:

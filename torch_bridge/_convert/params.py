@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
-from torch_bridge._base.tensors import is_tensor, to_tensor
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.tensors import is_tensor, tied, to_tensor
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.options import PairOptions
@@ -80,7 +83,8 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       statistics that `params` has no place for, ignored tensors) is that of `like`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf.
+      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf. Or leaves
+        differ that are one tensor in torch.
 
     Example:
       >>> import numpy as np
@@ -90,8 +94,26 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
     """
     like = named(like)
     arrays = tensors_from_flax(pairs_for(like, params, pairs), flatten_tree(params).leaves)
+    _refuse_apart(like, arrays)
     state = {name: arrays.get(name, value) for name, value in like.items()}
     return state | as_tensors({n: state[n] for n, value in like.items() if is_tensor(value)})
+
+
+def _refuse_apart(like: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Refuses leaves that differ and are one tensor in torch, which would take the last of them."""
+    apart = []
+    for name, first in tied(like).items():
+        ours, other = arrays.get(name), arrays.get(first)
+        if ours is None or other is None or ours is other:
+            continue
+        if not np.array_equal(ours, other, equal_nan=True):
+            apart.append(f"{first} and {name}")
+    if apart:
+        raise CheckpointMismatch(
+            "Leaves that Flax has trained apart are one (tied) tensor in torch. Tie them in Flax, "
+            "or untie them in the torch model and pass its state_dict.",
+            ambiguous=apart,
+        )
 
 
 def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
