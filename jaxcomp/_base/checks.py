@@ -17,8 +17,8 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_axis_name(axis_name: Any) -> None:
-    """Refuses anything but a string or a non-empty tuple of distinct strings."""
+def check_axis_name(axis_name: Any) -> Any:
+    """Returns a string or a non-empty tuple of distinct strings; refuses anything else."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     unnamed = [name for name in names if not isinstance(name, str) or not name]
     if not names or unnamed or len(set(names)) < len(names):
@@ -26,6 +26,7 @@ def check_axis_name(axis_name: Any) -> None:
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
             "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
         )
+    return axis_name
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:

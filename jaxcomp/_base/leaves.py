@@ -197,11 +197,17 @@ def boxed_as(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _is_box(node: Any) -> bool:
-    return any(all(hasattr(type(node), name) for name in names) for names in _BOX_METHODS)
+    return any(_has_all(type(node), names) for names in _BOX_METHODS)
+
+
+def _has_all(kind: type, names: Sequence[str]) -> bool:
+    return all(hasattr(kind, name) for name in names)
 
 
 def _content(node: Any) -> Any:
     if not _is_box(node):
         return node
     inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-    return unboxed(inside[0]) if len(inside) == 1 else node
+    if len(inside) != 1:
+        return node
+    return unboxed(inside[0])

@@ -69,7 +69,8 @@ class CompressionStats:
         """Returns the bytes of so many steps that are alike."""
         leaves = []
         for leaf in self.leaves:
-            before, after = steps * leaf.bytes_before, steps * leaf.bytes_after
+            before = steps * leaf.bytes_before
+            after = steps * leaf.bytes_after
             leaves.append(dataclasses.replace(leaf, bytes_before=before, bytes_after=after))
         return CompressionStats.of(leaves)
 
@@ -77,7 +78,8 @@ class CompressionStats:
         """Returns the bytes of both together; a leaf has the rank that it has in `other`."""
         leaves = {leaf.path: leaf for leaf in self.leaves}
         for leaf in other.leaves:
-            before, after = leaf.bytes_before, leaf.bytes_after
+            before = leaf.bytes_before
+            after = leaf.bytes_after
             if leaf.path in leaves:
                 before += leaves[leaf.path].bytes_before
                 after += leaves[leaf.path].bytes_after

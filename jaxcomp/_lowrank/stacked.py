@@ -67,16 +67,24 @@ def _behind_layers(layer: Any) -> Any:
     What is no dims stays, to be refused with the name of the leaf.
     """
     try:
-        batch, rows, cols = layer
-        moved = [tuple(axis + 1 if axis >= 0 else axis for axis in part) for part in layer]
+        batch, rows, cols = map(_behind_one, layer)
     except (TypeError, ValueError):
         return layer
-    batch, rows, cols = moved
     return MatrixDims((0, *batch), rows, cols)
 
 
+def _behind_one(axes: Sequence[int]) -> tuple[int, ...]:
+    """Counts axes anew where there is one more in front; those from the end stay."""
+    moved = []
+    for axis in axes:
+        if axis >= 0:
+            axis += 1
+        moved.append(axis)
+    return tuple(moved)
+
+
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
-    """Refuses names that are none of the tree's, and parts of it that are no stacked layers.
+    """Refuses names that are none of the tree's, and parts of it that are not stacked layers.
 
     The leaves of such a part have one leading axis in common, and some leaf has two more. A bias of
     each layer is a matrix too, so one leaf alone cannot tell.

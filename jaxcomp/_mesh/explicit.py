@@ -29,14 +29,14 @@ def context_mesh() -> Any:
 
 
 def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
-    """Refuses what is no mesh, and one without the axes of the replicas.
+    """Refuses what is not a mesh, and one without the axes of the replicas.
 
     Raises:
       ValueError: With the axes that there are.
     """
     if not hasattr(mesh, "axis_types"):
-        found = type(mesh).__name__
-        raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got a {found}.")
+        kind = type(mesh).__name__
+        raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got a {kind}.")
     missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
     if missing:
         raise ValueError(

@@ -211,5 +211,5 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
 def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
     """Returns the residuals of the floating leaves; refuses those that do not fit."""
     shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
-    found = fitted(ErrorFeedbackState, state, updates, {"residual": shapes})["residual"]
-    return [x for x, shape in zip(found, shapes, strict=True) if shape is not None]
+    residuals = fitted(ErrorFeedbackState, state, updates, {"residual": shapes})["residual"]
+    return [x for x, shape in zip(residuals, shapes, strict=True) if shape is not None]

@@ -81,10 +81,15 @@ def _of_group(plan: LeafPlan, number: int) -> LeafPlan:
     """Returns the plan of so many leaves as one array, each of which has this plan."""
     if number == 1 or plan.view is None:
         return plan
-    batch, rows, cols = (tuple(axis + 1 for axis in part) for part in plan.view.dims)
+    batch, rows, cols = map(_behind_one, plan.view.dims)
     shape = (number, *plan.shape)
     view = MatrixView(shape, MatrixDims((0, *batch), rows, cols), is_group=True)
     return dataclasses.replace(plan, shape=shape, view=view)
+
+
+def _behind_one(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Counts axes anew where there is one more in front."""
+    return tuple(axis + 1 for axis in axes)
 
 
 def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import names_checked
-from jaxcomp._base.leaves import compute_dtype
+from jaxcomp._base.checks import (
+    check_axis_name,
+    check_flag,
+    check_function,
+    check_int,
+    check_number,
+    check_static_number,
+    names_checked,
+)
+from jaxcomp._base.leaves import checked_factor_dtype, checked_residual_dtype, compute_dtype
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan
 from jaxcomp._mesh.collectives import owner_id
@@ -130,17 +138,17 @@ def powersgd(
       Optimization. NeurIPS 2019.
     """
     options = LowRank(
-        rank=rank,
-        axis_name=axis_name,
-        start_step=start_step,
-        min_compression_rate=min_compression_rate,
-        error_feedback=error_feedback,
-        warm_start=warm_start,
-        eps=eps,
-        seed=seed,
-        comm_dtype=comm_dtype,
-        residual_dtype=residual_dtype,
-        matrix_dims=matrix_dims,
+        rank=rank if callable(rank) else check_int("rank", rank, 1),
+        axis_name=check_axis_name(axis_name),
+        start_step=check_int("start_step", start_step, 0),
+        min_compression_rate=check_static_number("min_compression_rate", min_compression_rate, 0),
+        error_feedback=check_flag("error_feedback", error_feedback),
+        warm_start=check_flag("warm_start", warm_start),
+        eps=check_number("eps", eps, 0),
+        seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
+        comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
+        residual_dtype=checked_residual_dtype(residual_dtype),
+        matrix_dims=check_function("matrix_dims", matrix_dims),
     )
 
     def init(params: PyTree) -> PowerSGDState:

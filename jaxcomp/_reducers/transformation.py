@@ -41,7 +41,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
     ) -> Self:
         """Makes a pair of functions, as Optax wants it, with two attributes."""
         self = super().__new__(cls, init, update)
-        self.made_by, self.count_bytes = made_by, count_bytes
+        self.made_by = made_by
+        self.count_bytes = count_bytes
         return self
 
     def bytes(
