@@ -1,113 +1,246 @@
-"""`save_checkpoint(example=...)`: what is stored, and that the training does not notice."""
+"""One example through both models: it finds out, proves or refuses."""
 
-import copy
-
-import ml_dtypes
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from flax import nnx
+from torch import nn as tnn
 
-from tests.helpers import torch_files as files
-from torch_bridge import CheckpointMismatch, load, save_checkpoint
+import torch_bridge
+from tests.helpers.bridge import randomize, values
+from torch_bridge import Checkpoint, CheckpointMismatch, params_from_torch
 
 
-class Noisy(torch.nn.Module):
-    """Dropout, running statistics, a frozen mode, a counter of calls, and several outputs."""
+def proof(module, *inputs):
+    """The state dict of a module with values of its own, and an example of it."""
+    torch.manual_seed(0)
+    outputs = randomize(module.eval())(*map(torch.from_numpy, inputs))
+    return module.state_dict(), (inputs, jax.tree.map(lambda x: x.detach().numpy(), outputs))
+
+
+def abstract(model, *inputs):
+    return jax.eval_shape(model.init, jax.random.key(0), *inputs)
+
+
+def mlp():
+    return tnn.Sequential(tnn.Linear(6, 6), tnn.Tanh(), tnn.Linear(6, 6), tnn.Tanh())
+
+
+class Nested(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(6)(jnp.tanh(nn.Dense(6)(x))))
+
+
+ROWS = values(4, 6)
+
+
+def test_the_run_says_how_far_the_outputs_are_apart_and_goes_back():
+    state, example = proof(mlp(), ROWS)
+    like = abstract(Nested(), ROWS)
+    arrays = {name: value.numpy() for name, value in state.items()}
+    run = torch_bridge.to_flax(
+        Checkpoint(dict(arrays), example=example), like, apply=Nested().apply
+    )
+    assert run.difference < 1e-6
+    assert run.params["params"]["Dense_1"]["kernel"].tolist() == arrays["0.weight"].T.tolist()
+    checkpoint = Checkpoint(arrays, example=example)
+    for said in ({"pairs": run.pairs}, {"apply": Nested().apply}):
+        back = torch_bridge.to_torch(run.params, (), checkpoint, **said)
+        for name, value in arrays.items():
+            np.testing.assert_array_equal(back["state_dict"][name], value)
+    assert torch_bridge.to_flax(checkpoint, like, plain=True).difference is None
+
+
+class Wrong(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(nn.Dense(6, name="b")(nn.relu(nn.Dense(6, name="a")(x))))
+
+
+class Sum(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(6)(x) + nn.Dense(6)(x)
+
+
+class TorchSum(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = tnn.Linear(6, 6), tnn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+
+def test_what_does_not_give_the_outputs_is_refused_with_how_far_it_is_off():
+    state, example = proof(mlp(), ROWS)
+    with pytest.raises(
+        CheckpointMismatch, match=r"after \d+ tries the nearest are .* off"
+    ) as error:
+        params_from_torch(state, abstract(Wrong(), ROWS), apply=Wrong().apply, example=example)
+    assert any("or the other way round" in line for line in error.value.ambiguous)
+
+
+def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
+    state, example = proof(TorchSum(), ROWS)
+    like = abstract(Sum(), ROWS)
+    with pytest.raises(CheckpointMismatch, match="does not tell which is which") as error:
+        params_from_torch(state, like, apply=Sum().apply, example=example)
+    assert error.value.ambiguous == (
+        "left is Dense_0, and right is Dense_1, or the other way round",
+    )
+    said = {"rules": {"left": "Dense_1", "right": "Dense_0"}}
+    params = params_from_torch(state, like, apply=Sum().apply, example=example, **said)
+    np.testing.assert_array_equal(params["params"]["Dense_1"]["kernel"].T, state["left.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"apply": Nested().apply}, "`example` is missing"),
+        ({"example": ((ROWS,), ROWS)}, "`apply` is missing"),
+        ({"apply": Nested().apply, "example": 3}, r"must be \(inputs, outputs\)"),
+        ({"apply": lambda params, x: 1 / 0, "example": ((ROWS,), ROWS)}, "ZeroDivisionError"),
+        ({"apply": lambda params, x: x[:1], "example": ((ROWS,), ROWS)}, r"outputs of \(1, 6\)"),
+        ({"apply": Nested().apply, "example": ((ROWS,), ROWS * np.nan)}, "not finite"),
+        ({"apply": Nested().apply, "example": ((ROWS,), [3])}, "no outputs of floating point"),
+    ],
+)
+def test_arguments_of_another_form_are_refused_in_one_sentence(arguments, message):
+    state, like = mlp().state_dict(), abstract(Nested(), ROWS)
+    with pytest.raises(ValueError, match=message):
+        params_from_torch(state, like, **arguments)
+
+
+class Picture(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.out = nnx.Linear(64, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.norm(self.conv(x))))
+        return self.out(x.reshape(len(x), -1))
+
+
+def torch_picture():
+    body = [tnn.Conv2d(3, 4, 3, padding=1), tnn.BatchNorm2d(4), tnn.ReLU(), tnn.Flatten()]
+    return tnn.Sequential(*body, tnn.Linear(64, 5))
+
+
+PICTURES = values(2, 3, 4, 4)
+
+
+def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():
+    state, example = proof(torch_picture(), PICTURES)
+    model = Picture(nnx.Rngs(0))
+    graph, like = nnx.split(model)
+
+    def apply(params, x):
+        return nnx.merge(graph, params)(x)
+
+    def moving(params, x):
+        return apply(params, jnp.moveaxis(x, 1, -1))
+
+    for function, tree in ((apply, like), (moving, like), (lambda m, x: m(x), model)):
+        params = params_from_torch(state, tree, apply=function, example=example)
+        if tree is model:
+            params = nnx.state(params)
+        outputs = apply(params, np.moveaxis(PICTURES, 1, -1))
+        np.testing.assert_allclose(outputs, example[1], atol=1e-5)
+
+
+def test_trees_without_modules():
+    state, example = proof(mlp(), ROWS)
+    square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
+    named = {"w1": square, "b1": row, "w2": square, "b2": row}
+    listed = [(square, row), (square, row)]
+
+    def of_names(p, x):
+        return jnp.tanh(jnp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"])
+
+    def of_list(p, x):
+        for weight, bias in p:
+            x = jnp.tanh(x @ weight + bias)
+        return x
+
+    for like, apply in ((named, of_names), (listed, of_list)):
+        params = params_from_torch(state, like, apply=apply, example=example)
+        np.testing.assert_allclose(apply(params, ROWS), example[1], atol=1e-6)
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(6)(x))
+        return {"policy": nn.Dense(4)(x), "value": nn.Dense(1)(x)}
+
+
+class TorchHeads(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.policy, self.value, self.body = tnn.Linear(6, 4), tnn.Linear(6, 1), tnn.Linear(6, 6)
+        self.unused = tnn.Linear(6, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.body(x))
+        return {"policy": self.policy(x), "value": self.value(x)[:, 0]}
+
+
+def test_outputs_in_dictionaries_and_one_of_several():
+    state, example = proof(TorchHeads(), ROWS)
+    like = abstract(Heads(), ROWS)
+
+    def value(params, x):
+        return Heads().apply(params, x)["value"]
+
+    for apply in (Heads().apply, value):
+        with pytest.warns(UserWarning, match=r"Left out.* unused\.weight \(2, 6\)"):
+            params = params_from_torch(state, like, apply=apply, example=example)
+        np.testing.assert_allclose(value(params, ROWS)[:, 0], example[1]["value"], atol=1e-6)
+        params_from_torch(state, like, apply=apply, example=example, ignore=r"unused\..*")
+
+
+class Packed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = jnp.moveaxis(nn.DenseGeneral((3, 2, 4))(x), 2, 0)
+        return nn.Dense(8)((jnp.tanh(q * k) * v).reshape(*x.shape[:2], 8))
+
+
+class TorchPacked(tnn.Module):
+    """Packs query, key and value of each head, as GPT-NeoX does."""
 
     def __init__(self):
         super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-        self.drop = torch.nn.Dropout(0.5)
-        self.head = torch.nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.query_key_value, self.dense = tnn.Linear(8, 24), tnn.Linear(8, 8)
 
-    def forward(self, x, shift=None):
-        self.calls += 1
-        hidden = self.drop(self.norm(x))
-        if not self.training:
-            x += 1  # into its argument
-        logits = self.head(hidden) + torch.rand(()) * 0
-        if shift is not None:
-            logits = logits + shift
-        return {"logits": logits, "hidden": [hidden], "cache": object()}
+    def forward(self, x):
+        q, k, v = self.query_key_value(x).view(*x.shape[:2], 2, 3, 4).unbind(3)
+        return self.dense((torch.tanh(q * k) * v).reshape(*x.shape[:2], 8))
 
 
-@pytest.fixture
-def noisy(alone):
-    ddp = DistributedDataParallel(Noisy())
-    ddp(torch.randn(8, 4))["logits"].sum().backward()
-    return ddp
+def test_heads_that_are_packed_in_another_order():
+    x = values(2, 5, 8)
+    state, example = proof(TorchPacked(), x)
+    like = abstract(Packed(), x)
+    pairs = torch_bridge.pair(state, like, apply=Packed().apply, example=example)
+    params = params_from_torch(state, like, pairs=pairs)
+    np.testing.assert_allclose(Packed().apply(params, x), example[1], atol=1e-5)
+    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
-def test_inputs_and_outputs_in_evaluation_mode(noisy, tmp_path):
-    path, x, shift = tmp_path / "c.pt", torch.randn(3, 4), torch.tensor(2.0)
-    save_checkpoint(path, noisy, None, example=(x, shift))
-    inputs, outputs = load(path).example
-    np.testing.assert_array_equal(inputs[0], x.numpy())
-    np.testing.assert_array_equal(inputs[1], np.float32(2))
-    alike = copy.deepcopy(noisy.module).eval()
-    expected = alike(x.clone(), shift)
-    assert list(outputs) == ["logits", "hidden", "cache"]
-    np.testing.assert_array_equal(outputs["logits"], expected["logits"].detach().numpy())
-    np.testing.assert_array_equal(outputs["hidden"][0], expected["hidden"][0].detach().numpy())
-    assert outputs["cache"] is None
-    assert "example" in torch.load(path, weights_only=True)  # which reads it as well
-
-
-def test_the_training_does_not_notice(noisy, tmp_path):
-    module = noisy.module
-    module.norm.eval()  # as of a layer that somebody froze
-    x = torch.randn(3, 4)
-    before = copy.deepcopy(module.state_dict())
-    gradient = module.head.weight.grad.clone()
-    torch.manual_seed(7)
-    expected = torch.rand(2)
-    torch.manual_seed(7)
-    given = x.clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        save_checkpoint(tmp_path / "c.pt", noisy, None, example=x)
-    assert torch.equal(torch.rand(2), expected)
-    assert torch.equal(x, given)
-    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
-    assert torch.equal(module.head.weight.grad, gradient)
-    modes = {name: part.training for name, part in module.named_modules()}
-    assert modes == {"": True, "norm": False, "drop": True, "head": True}
-    assert load(tmp_path / "c.pt").example[1]["logits"].dtype == np.float32
-
-
-def test_a_model_in_bfloat16_and_one_tensor(alone, tmp_path):
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 3).bfloat16())
-    save_checkpoint(tmp_path / "c.pt", ddp, None, example=torch.ones(2, 4).bfloat16())
-    (given,), outputs = load(tmp_path / "c.pt").example
-    assert given.dtype == outputs.dtype == ml_dtypes.bfloat16
-    save_checkpoint(tmp_path / "c.pt", ddp, None)
-    assert load(tmp_path / "c.pt").example is None
-
-
-@pytest.mark.parametrize("example", [3, (), np.ones(3), (torch.ones(1), 2)])
-def test_other_examples_are_refused_before_anything_is_sent(noisy, tmp_path, example):
-    with pytest.raises(TypeError, match="`example` must be an input of the model"):
-        save_checkpoint(tmp_path / "c.pt", noisy, None, example=example)
-
-
-def test_an_example_that_does_not_run_writes_nothing(noisy, tmp_path):
-    with pytest.raises(RuntimeError, match="does not run on `example` in evaluation mode"):
-        save_checkpoint(tmp_path / "c.pt", noisy, None, example=torch.ones(3, 5))
-    assert noisy.module.training
-    assert not list(tmp_path.glob("*.pt"))
-    silent = DistributedDataParallel(torch.nn.Linear(4, 3))
-    silent.module.forward = lambda x: None
-    with pytest.raises(RuntimeError, match="gives no tensor"):
-        save_checkpoint(tmp_path / "c.pt", silent, None, example=torch.ones(3, 4))
-
-
-BROKEN = [3, [], {"inputs": []}, {"inputs": [], "outputs": 1}, {"inputs": [3], "outputs": 1}]
-
-
-@pytest.mark.parametrize("example", BROKEN)
-def test_a_file_with_another_example_is_refused(tmp_path, example):
-    path = tmp_path / "c.pt"
-    path.write_bytes(files.saved(files.own_format(example=example)))
-    with pytest.raises(CheckpointMismatch, match="`example` must have"):
-        load(path)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounds_to_16_bits_is_compared_in_its_units(dtype):
+    module = randomize(mlp()).to(dtype)
+    x = torch.from_numpy(ROWS).to(dtype)
+    example = ((x,), module(x).detach())
+    like = abstract(Nested(), ROWS)
+    pairs = torch_bridge.pair(module.state_dict(), like, apply=Nested().apply, example=example)
+    assert {p.torch_name: p.path[0] for p in pairs}["0.weight"] == "Dense_1"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from torch_bridge._base.tensors import shape_of, to_numpy
+from torch_bridge._base.tensors import is_tensor, shape_of, to_numpy
 from torch_bridge._pairing.leaves import Tree
 
 Apply: TypeAlias = Callable[..., Any]
@@ -66,7 +66,11 @@ class Evidence:
         self._apply = apply
         self._tree = tree
         inputs, self._theirs = _read(example)
-        self._leaves = {path: _filled(leaf) for path, leaf in tree.leaves.items()}
+        self._leaves: dict[tuple[str, ...], Any] = {}
+        dtype = _first_dtype(tensors)
+        for path, leaf in tree.leaves.items():
+            comes_from_torch = path in tree.shapes
+            self._leaves[path] = _filled(leaf, dtype if comes_from_torch else None)
         self.layouts = self._running_layouts(inputs)
         self.layout = self.layouts[0]
         self._run: Callable[..., Any] = jax.jit(apply)
@@ -258,8 +262,25 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _filled(leaf: Any) -> Any:
-    """Gives a leaf of which only the shape is known a value; what comes from torch replaces it."""
+def _first_dtype(tensors: Sequence[Any]) -> Any:
+    """Finds the type of the first tensor of real values; float32 if there is none."""
+    for tensor in tensors:
+        if is_tensor(tensor) or isinstance(tensor, np.ndarray):
+            dtype = to_numpy(tensor).dtype
+            if jnp.issubdtype(dtype, jnp.floating):
+                return dtype
+    return np.float32
+
+
+def _filled(leaf: Any, dtype: Any) -> Any:
+    """Gives a leaf of which only the shape is known a value; what comes from torch replaces it.
+
+    Args:
+      leaf: It.
+      dtype: The type of what comes from torch; None of a leaf that does not.
+    """
+    if dtype is not None:
+        return np.zeros(shape_of(leaf), dtype)
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

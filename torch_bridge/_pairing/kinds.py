@@ -25,6 +25,8 @@ OUT_IN = "(out, in)"
 IN_OUT = "(in, out)"
 AS_IT_IS = "as it is"
 TURNED = "turned"
+_ROWS = "outputs in the order "
+_PACKED_AXES = (0, 1, 2)  # the outputs of one packed kernel: query, key and value, heads, width
 _BARE_AXES = 5  # a bare parameter of more axes is not turned
 _MAP_AXES = 4  # of so many axes, those of space stay together
 # Leaves that are never the turned matrix of a Linear.
@@ -72,19 +74,33 @@ class Linear:
         yield Link("bias", "bias", torch.share)
 
     def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists how the weight can be stored: (out, in), or (in, out) as by ``Conv1D``."""
+        """Lists how the weight can be stored: (out, in), or (in, out) as by ``Conv1D``.
+
+        Where Flax has three axes of outputs (query, key and value of each head), torch may have
+        them in another order.
+        """
         height, width = _sides(torch)
         kernel = flax.shape("kernel")
         forms: list[str] = []
-        if dense_cut(kernel, width, height):
+        cut = dense_cut(kernel, width, height)
+        if cut:
             forms.append(OUT_IN)
         if dense_cut(kernel, height, width) and not torch.share and (height, width) != (1, 1):
             forms.append(IN_OUT)
+        if cut and len(kernel) - cut == len(_PACKED_AXES):
+            for order in itertools.permutations(_PACKED_AXES):
+                if order != _PACKED_AXES:
+                    forms.append(f"{_ROWS}{','.join(map(str, order))}")
         return tuple(forms)
 
     def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
         """Makes the pair of a weight or of a bias."""
+        order = _rows_of(answer.form)
         if link.tensor == "bias":
+            if order:
+                return make_pair(
+                    torch, flax, link, "vector", _turned((), flax.shape("bias"), order)
+                )
             return vector_pair(torch, flax, link, answer.unflatten)
         height, width = _sides(torch)
         kernel = flax.shape("kernel")
@@ -99,7 +115,7 @@ class Linear:
             cut = dense_cut(kernel, width, height)
             ins = kernel[:cut]
             outs = kernel[cut:]
-            view = _turned(ins, outs)
+            view = _turned(ins, outs, order)
             maps = {"row_maps": answer.unflatten, "column_maps": answer.flatten}
             kind = "linear.weight"
         if not cut:
@@ -532,10 +548,26 @@ def _sides(torch: Layer) -> tuple[int, int]:
     return height, width
 
 
-def _turned(ins: Shape, outs: Shape) -> _View:
-    """Sees (*outs, *ins) in torch as (*ins, *outs) in Flax."""
-    order = [len(outs) + k for k in range(len(ins))] + list(range(len(outs)))
-    return _View((*outs, *ins), tuple(order), len(outs))
+def _turned(ins: Shape, outs: Shape, order: Shape = ()) -> _View:
+    """Sees (*outs, *ins) in torch as (*ins, *outs) in Flax.
+
+    Args:
+      ins: The axes of inputs in Flax.
+      outs: The axes of outputs in Flax.
+      order: The order of those in torch, if it is another.
+    """
+    order = order or tuple(range(len(outs)))
+    rows = [outs[axis] for axis in order]
+    axes = [len(outs) + k for k in range(len(ins))]
+    axes += [order.index(k) for k in range(len(outs))]
+    return _View((*rows, *ins), tuple(axes), len(outs))
+
+
+def _rows_of(form: str) -> Shape:
+    """Reads the order of packed outputs from a form; () of another form."""
+    if not form.startswith(_ROWS):
+        return ()
+    return tuple(int(axis) for axis in form.removeprefix(_ROWS).split(","))
 
 
 def _without_ones(shape: Shape) -> Shape:
