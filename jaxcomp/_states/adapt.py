@@ -75,8 +75,9 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
             f"`state` must hold the state of one reducer with a residual, it holds {len(places)}. "
             "Pass that of one; a run that had none starts with reducer.init(params)."
         )
-    (place,), fresh = places, reducer.init(params)
-    if _has_residual(fresh) and _is_one(nodes[place]) == _is_one(fresh):
+    place = places[0]
+    fresh = reducer.init(params)
+    if _has_residual(fresh) and _is_one_array(nodes[place]) == _is_one_array(fresh):
         fresh = _adapted(nodes[place], fresh)
     nodes[place] = fresh
     return treedef.unflatten(nodes)
@@ -86,52 +87,55 @@ def _has_residual(node: Any) -> bool:
     return isinstance(node, _REDUCERS)
 
 
-def _is_one(state: Any) -> bool:
-    """Whether the residual is no tree but one array, as `batched_powersgd`'s always is."""
+def _is_one_array(state: Any) -> bool:
+    """Tells whether the residual is one array and no tree, as `batched_powersgd`'s always is."""
     structure = jax.tree.structure(state.residual, is_leaf=_is_masked)
     return jax.tree_util.treedef_is_leaf(structure)
 
 
 def _adapted(old: Any, new: Any) -> Any:
-    """`old` in the form of `new`, a fresh state; of another kind only its residual."""
-    residual = _carried(_same_shape, old.residual, new.residual, "residual")
+    """Brings `old` into the form of `new`, a fresh state; of another kind only its residual."""
+    residual = _carried_over(_same_shape, old.residual, new.residual, "residual")
     state = new._replace(residual=residual, owner=old.owner)
     if type(old) is not type(new):
         return state
     if isinstance(new, PowerSGDState):
-        return state._replace(count=old.count, q=_carried(_resized, old.q, new.q, "q"))
+        q = _carried_over(_resized, old.q, new.q, "q")
+        return state._replace(count=old.count, q=q)
     inner = new.inner
     if type(old.inner) is type(inner):
         inner = _adapted(old.inner, inner) if _has_residual(inner) else old.inner
     return state._replace(count=old.count, inner=inner)
 
 
-def _carried(
+def _carried_over(
     function: Callable[[Array, Array], Array | None], old: PyTree, new: PyTree, field: str
 ) -> PyTree:
     """Maps ``function(old, new)`` over the leaves that both have; elsewhere the new one stays.
 
-    Refuses leaves for which the function returns None, and lists them.
+    Raises:
+      ValueError: Listing the leaves for which the function returns None.
     """
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=_is_masked)
-    held = jax.tree.leaves(old, is_leaf=_is_masked)
-    if len(held) != len(nodes):
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=_is_masked)
+    values = jax.tree.leaves(old, is_leaf=_is_masked)
+    if len(values) != len(leaves):
         raise ValueError(
-            f"The {field} of the state has {len(held)} leaves and the parameters have "
-            f"{len(nodes)}. Pass the parameters that the state was made for."
+            f"The {field} of the state has {len(values)} leaves and the parameters have "
+            f"{len(leaves)}. Pass the parameters that the state was made for."
         )
-    results, wrong = [], []
-    for (path, fresh), value in zip(nodes, held, strict=True):
-        both = not _is_masked(fresh) and not _is_masked(value)
-        result = function(jnp.asarray(value), fresh) if both else fresh
+    results: list[Any] = []
+    wrong = ""
+    for (path, fresh), value in zip(leaves, values, strict=True):
+        if _is_masked(fresh) or _is_masked(value):
+            results.append(fresh)
+            continue
+        result = function(jnp.asarray(value), fresh)
         if result is None:
             shapes = f"{np.shape(value)} in the state, {np.shape(fresh)} for `reducer`"
-            wrong.append(f"{field}{leaf_name(path)}: {shapes}")
+            wrong += f"\n  {field}{leaf_name(path)}: {shapes}"
         results.append(result)
     if wrong:
-        raise ValueError(
-            "The state belongs to other parameters or matrix_dims:\n  " + "\n  ".join(wrong)
-        )
+        raise ValueError(f"The state belongs to other parameters or matrix_dims:{wrong}")
     return treedef.unflatten(results)
 
 
@@ -144,12 +148,13 @@ def _same_shape(old: Array, new: Array) -> Array | None:
 
 
 def _resized(old: Array, new: Array) -> Array | None:
-    """The factor `old` with as many columns as `new`, from which fresh ones are taken."""
+    """Gives the factor `old` as many columns as `new` has, from which fresh ones are taken."""
     if old.shape[:-1] != new.shape[:-1]:
         return None
-    rank, wanted = old.shape[-1], new.shape[-1]
-    if wanted <= rank:
-        return old[..., :wanted].astype(new.dtype)
+    rank = old.shape[-1]
     old = old.astype(new.dtype)
+    if new.shape[-1] <= rank:
+        return old[..., : new.shape[-1]]
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
-    return jnp.concatenate([old, orthogonalize(candidates)[..., rank:]], axis=-1)
+    fresh = orthogonalize(candidates)[..., rank:]
+    return jnp.concatenate([old, fresh], axis=-1)

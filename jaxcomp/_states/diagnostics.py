@@ -212,7 +212,8 @@ def _norm(x: Array) -> Array:
 
 
 def _norm_of_norms(norms: Sequence[Array]) -> Array:
-    return _norm(jnp.stack([norm.astype(widest(x.dtype for x in norms)) for norm in norms]))
+    dtype = widest([norm.dtype for norm in norms])
+    return _norm(jnp.stack([norm.astype(dtype) for norm in norms]))
 
 
 def _share(output_norm: Array, residual_norm: Array) -> Array:

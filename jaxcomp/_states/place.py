@@ -27,7 +27,7 @@ from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
 def state_axes(state: PyTree) -> PyTree:
-    """Where a state has its axis of replicas, for ``in_axes`` and ``out_axes`` of pmap and vmap.
+    """Says where a state has its axis of replicas, for ``in_axes`` of pmap and vmap.
 
     Args:
       state: Any tree that holds jaxcomp states, of arrays or shape structs.
@@ -47,11 +47,16 @@ def state_axes(state: PyTree) -> PyTree:
       >>> axes.residual["w"], axes.q["w"]
       (0, None)
     """
-    return map_leaves(lambda path, leaf, local: 0 if local else None, state)
+
+    def axis_of(path: KeyPath, leaf: Any, local: bool) -> int | None:
+        del path, leaf
+        return 0 if local else None
+
+    return map_leaves(axis_of, state)
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
-    """PartitionSpecs of a state, for the ``in_specs`` and ``out_specs`` of `jax.shard_map`.
+    """Returns PartitionSpecs of a state, for ``in_specs`` and ``out_specs`` of `jax.shard_map`.
 
     With ``jax.NamedSharding(mesh, spec)`` of each they are shardings for `jax.jit`.
 
@@ -80,12 +85,16 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
             "optax.MultiSteps cannot take the rows of its accumulated gradients that shard_map "
             "leaves, and runs the reducer on every micro-batch. Use jaxcomp.accumulate(tx, k)."
         )
-    spec = PartitionSpec(axis_name)
-    return map_leaves(lambda path, leaf, local: spec if local else PartitionSpec(), state)
+
+    def spec_of(path: KeyPath, leaf: Any, local: bool) -> PartitionSpec:
+        del path, leaf
+        return PartitionSpec(axis_name) if local else PartitionSpec()
+
+    return map_leaves(spec_of, state)
 
 
 def stack_replicas(state: PyTree, replicas: int) -> PyTree:
-    """A state with a leading axis of replicas where `state_axes` says 0; no mesh is needed.
+    """Gives a state a leading axis of replicas where `state_axes` says 0; no mesh is needed.
 
     Args:
       state: Fresh, consolidated, or of any number of replicas.
@@ -111,10 +120,14 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
     replicas = check_int("replicas", replicas, 1)
     state, has_axis = _for_replicas(state, replicas)
 
+    if has_axis:
+        return state
+
     def repeated(path: KeyPath, leaf: Any, local: bool) -> Any:
+        del path
         return jnp.broadcast_to(leaf, (replicas, *np.shape(leaf))) if local else leaf
 
-    return state if has_axis else map_leaves(repeated, state)
+    return map_leaves(repeated, state)
 
 
 def shard_state(
@@ -160,27 +173,29 @@ def shard_state(
     if like is not None:
         _check_shapes(state, like, replicas if has_axis else None)
 
-    def place(path: KeyPath, leaf: Any, local: bool, wanted: Any) -> Any:
-        rows = local and has_axis
+    def place(path: KeyPath, leaf: Any, local: bool, expected: Any) -> Any:
         # How it lies over the other axes; of what is traced that is unknown, if they are Auto.
-        parts = [*known_spec(wanted, mesh)]
-        parts += [None] * (np.ndim(wanted) - len(parts))
-        # Without `like` the leaf itself says so, behind its axis of replicas.
-        spec = PartitionSpec(*parts[1:] if rows and like is None else parts)
-        check_not_spread(path, wanted, spec, axes)
+        parts = list(known_spec(expected, mesh))
+        parts += [None] * (np.ndim(expected) - len(parts))
+        if local and has_axis and like is None:
+            parts = parts[1:]  # the leaf itself says so, behind its axis of replicas
+        check_not_spread(path, expected, PartitionSpec(*parts), axes)
         if not local:
-            return jax.device_put(leaf, NamedSharding(mesh, spec))
-        if like is not None and leaf.dtype != wanted.dtype:
-            leaf = leaf.astype(wanted.dtype)  # another residual_dtype than the run was saved with
-        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *spec))
-        return jax.device_put(leaf, sharding) if rows else _repeated(leaf, replicas, sharding)
+            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*parts)))
+        if like is not None and leaf.dtype != expected.dtype:
+            leaf = leaf.astype(expected.dtype)  # another residual_dtype than it was saved with
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
+        if has_axis:
+            return jax.device_put(leaf, sharding)
+        return _repeated(leaf, replicas, sharding)
 
     return map_leaves(place, state, state if like is None else like)
 
 
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
-    """The state with an axis of so many replicas, or consolidated; and whether it has that axis."""
-    if not has_rows(state, None if like is None else lambda: like):
+    """Returns a state of so many replicas, or a consolidated one; and whether it has their axis."""
+    fresh = None if like is None else lambda: like
+    if not has_rows(state, fresh):
         if owners_of(state):
             layout_of(state)  # refuses the residual of one replica
         return state, False
@@ -193,51 +208,62 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
     """Refuses another reducer's state, or one that has lost its classes."""
     if jax.tree.structure(state) == jax.tree.structure(like):
         return
-    wanted, found = type(like).__name__, type(state).__name__
-    if wanted == found:
+    expected = type(like).__name__
+    kind = type(state).__name__
+    if kind == expected:
         raise ValueError(
-            f"The {found} is that of other parameters, or of another chain of transformations."
+            f"The {kind} is that of other parameters, or of another chain of transformations."
         )
     raise ValueError(
-        f"The state must be a {wanted}, got a {found}. A checkpoint that was restored without its "
+        f"The state must be a {expected}, got a {kind}. A checkpoint that was restored without its "
         "classes needs a target, such as jax.eval_shape(reducer.init, params); another reducer's "
         "state goes through jaxcomp.adapt_state."
     )
 
 
 def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
-    """Refuses leaves of other shapes, behind their axis of replicas if they have one."""
+    """Refuses leaves of other shapes, behind their axis of replicas if they have one.
+
+    Raises:
+      ValueError: Listing them.
+    """
     wrong: list[str] = []
 
-    def compare(path: KeyPath, wanted: Any, local: bool, leaf: Any) -> None:
-        axis = (replicas,) if local and replicas is not None else ()
-        if np.shape(leaf) != (*axis, *np.shape(wanted)):
-            expected = f"{np.shape(wanted)}" + f" or (replicas, *{np.shape(wanted)})" * local
-            wrong.append(f"{leaf_name(path)}: expected {expected}, got {np.shape(leaf)}")
+    def compare(path: KeyPath, expected: Any, local: bool, leaf: Any) -> None:
+        shape = np.shape(expected)
+        with_axis = shape
+        if local and replicas is not None:
+            with_axis = (replicas, *shape)
+        if np.shape(leaf) != with_axis:
+            either = f"{shape} or (replicas, *{shape})" if local else f"{shape}"
+            wrong.append(f"\n  {leaf_name(path)}: expected {either}, got {np.shape(leaf)}")
 
     map_leaves(compare, like, state)
     if wrong:
-        what = "\n  ".join(wrong)
         raise ValueError(
-            f"The state does not fit these parameters and this reducer:\n  {what}\nPass what the "
-            "training step or consolidate returned; for another rank, jaxcomp.adapt_state first."
+            f"The state does not fit these parameters and this reducer:{''.join(wrong)}\nPass what "
+            "the training step or consolidate returned; for another rank, jaxcomp.adapt_state "
+            "first."
         )
 
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
     """Refuses a leaf that lies along the axis of the replicas, and names it."""
-    used = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
-    if used & set(axes):
+    along: list[str] = []
+    for part in spec:
+        names = part if isinstance(part, tuple) else (part,)
+        along += [name for name in names if name in axes]
+    if along:
         raise ValueError(
             f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over "
-            f"{sorted(used & set(axes))}, the axis of the replicas: the compiler would gather it "
-            "on every step, over the links that compression relieves. Shard parameters over "
-            "another axis of the mesh (FSDP within a host, compression between hosts)."
+            f"{sorted(along)}, the axis of the replicas: the compiler would gather it on every "
+            "step, over the links that compression relieves. Shard parameters over another axis of "
+            "the mesh (FSDP within a host, compression between hosts)."
         )
 
 
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
-    """How a leaf is known to lie on a mesh: of a tracer only what its type says."""
+    """Returns how a leaf is known to lie on a mesh: of a tracer only what its type says."""
     if isinstance(leaf, jax.core.Tracer):
         return jax.typeof(leaf).sharding.spec
     sharding = getattr(leaf, "sharding", None)
@@ -247,16 +273,14 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
 
 
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
-    """`times` copies along a new axis 0, each made where it lies."""
-    traced = isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array)
-    if not traced and leaf.sharding.device_set != sharding.device_set:
-        leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+    """Makes `times` copies along a new axis 0, each where it lies."""
     shape = (times, *np.shape(leaf))
     if isinstance(leaf, jax.core.Tracer):
         copies = jnp.broadcast_to(leaf, shape)
-        axes = axis_tuple(sharding.spec[0])
         kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-        if all(kinds[name] == AxisType.Explicit for name in axes):
+        if all(kinds[name] == AxisType.Explicit for name in axis_tuple(sharding.spec[0])):
             return jax.sharding.reshard(copies, sharding)
         return lax.with_sharding_constraint(copies, sharding)
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
+        leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
     return jax.jit(partial(jnp.broadcast_to, shape=shape), out_shardings=sharding)(leaf)

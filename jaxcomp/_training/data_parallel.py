@@ -294,7 +294,8 @@ class DataParallel:
                 shared.append(_shared(arg, specs[i]))
         outputs, gradients = taken_apart(self.grad_fn(*passed, **kwargs))
         check_loss(outputs[0] if isinstance(outputs, tuple) else outputs, self.axis_name)
-        return judged(outputs, self.aux, self.axis_name, shared), gradients
+        examples = lengths(arrays_only(args), specs).values()
+        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
 
     def _marked(self, leaf: Any) -> Any:
         return as_local(leaf, self.axis_name) if is_array(leaf) else leaf

@@ -102,8 +102,10 @@ def _to_numpy(x: Any) -> np.ndarray:
 def verdicts_of(runs: Runs) -> list[Verdict]:
     """Says what each leaf of value and auxiliary output is."""
     verdicts: list[Verdict] = []
-    leaves = [jax.tree.leaves(tree) for tree in (runs.whole, runs.swapped, runs.halves)]
-    for whole, swapped, halves in zip(*leaves, strict=True):
+    wholes = jax.tree.leaves(runs.whole)
+    swapped_wholes = jax.tree.leaves(runs.swapped)
+    both_halves = jax.tree.leaves(runs.halves)
+    for whole, swapped, halves in zip(wholes, swapped_wholes, both_halves, strict=True):
         verdicts.append(_verdict(whole, swapped, halves[0], halves[1], runs.shares))
     return verdicts
 
@@ -117,8 +119,11 @@ def _verdict(
 ) -> Verdict:
     floating = jnp.issubdtype(whole.dtype, jnp.floating)
     precision = float(jnp.finfo(whole.dtype).eps) if floating else 0.0
-    whole, swapped, first, second = (x.astype(np.float64) for x in (whole, swapped, first, second))
-    if not all(np.isfinite(x).all() for x in (whole, swapped, first, second)):
+    whole = whole.astype(np.float64)
+    swapped = swapped.astype(np.float64)
+    first = first.astype(np.float64)
+    second = second.astype(np.float64)
+    if not np.isfinite(_largest(whole) + _largest(first) + _largest(second)):
         return Verdict(None, "not finite in this batch: take another one")
     scale = max(_largest(whole), _largest(first), _largest(second))
     rounding = max(_ROUNDING, 2 * precision) * scale
@@ -208,14 +213,17 @@ def table_of(runs: Runs, verdicts: list[Verdict]) -> str:
         kind = f"{leaf.dtype.name}{list(leaf.shape)}"
         word = "-" if verdict.word is None else repr(verdict.word)
         lines.append((name, kind, word, verdict.remark))
-    widths = [max(len(line[k]) for line in lines) for k in range(3)]
+    names, kinds, words, _ = zip(*lines, strict=True)
+    first = max(map(len, names))
+    second = max(map(len, kinds))
+    third = max(map(len, words))
     rows: list[str] = []
-    for line in lines:
-        cells = [f"{cell:<{width}}" for cell, width in zip(line[:3], widths, strict=True)]
-        rows.append("  ".join([*cells, line[3]]).rstrip())
+    for name, kind, word, remark in lines:
+        row = f"{name:<{first}}  {kind:<{second}}  {word:<{third}}  {remark}"
+        rows.append(row.rstrip())
     if isinstance(runs.whole, tuple):
-        words = [verdict.word for verdict in verdicts[1:]]
-        rows.append(line_to_write(words, runs.whole[1]))
+        choices = [verdict.word for verdict in verdicts[1:]]
+        rows.append(line_to_write(choices, runs.whole[1]))
     return "\n".join(rows)
 
 

@@ -16,7 +16,7 @@ from jaxcomp._mesh.collectives import as_local, axes_known_equal
 def local_value_and_grad(
     fun: Callable[..., Any], axis_name: AxisName, **value_and_grad_kwargs: Any
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` that gives the gradient of this replica alone.
+    """Does what `jax.value_and_grad` does, for the gradient of this replica alone.
 
     Under ``shard_map(check_vma=True)`` plain `jax.grad` with respect to a replicated parameter
     returns the *sum* over the axis. That is an uncompressed all-reduce, after which a reducer has
@@ -50,11 +50,13 @@ def local_value_and_grad(
     """
     value_and_grad = jax.value_and_grad(fun, **value_and_grad_kwargs)
     argnums = value_and_grad_kwargs.get("argnums", 0)
-    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
 
     def local(*args: Any, **kwargs: Any) -> Any:
-        positions = {index % len(args) for index in chosen} if args else set()
-        marked = [as_local(a, axis_name) if i in positions else a for i, a in enumerate(args)]
+        marked = list(args)
+        for index in chosen:
+            if -len(args) <= index < len(args):  # else JAX says what is missing
+                marked[index] = as_local(marked[index], axis_name)
         value, grads = value_and_grad(*marked, **kwargs)
         loss = value[0] if value_and_grad_kwargs.get("has_aux") else value
         check_loss(loss, axis_name)
@@ -69,7 +71,8 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
     Raises:
       ValueError: With what to return instead.
     """
-    if reduced := axes_known_equal(loss, axis_name):
+    reduced = axes_known_equal(loss, axis_name)
+    if reduced:
         raise ValueError(
             f"The loss is the same on every replica along {reduced[0]!r}: `fun` averages it "
             "itself, with lax.pmean or psum, or uses none of its arguments. Gradients would be "

@@ -25,20 +25,15 @@ from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
 
 
-def the_mesh(given: Any, axis_name: AxisName, *trees: PyTree) -> Any:
-    """The mesh: given, of the context, or on which the arrays of the trees lie.
+def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
+    """Returns the mesh: that of the user, of the context, or on which the arrays of trees lie.
 
     Raises:
       ValueError: If there is none, or it lacks an axis.
     """
-    mesh = context_mesh() if given is None else given
-    for leaf in jax.tree.leaves(trees) if mesh is None else ():
-        sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else None
-        sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
-        found = getattr(sharding, "mesh", None)
-        if found is not None and set(axis_tuple(axis_name)) <= set(found.axis_names):
-            mesh = found
-            break
+    mesh = context_mesh() if users_mesh is None else users_mesh
+    if mesh is None:
+        mesh = _mesh_of_arrays(trees, set(axis_tuple(axis_name)))
     if mesh is None:
         raise ValueError(
             "There is no mesh. Place the state with jaxcomp.shard_state(state, mesh, axis_name), "
@@ -46,6 +41,18 @@ def the_mesh(given: Any, axis_name: AxisName, *trees: PyTree) -> Any:
         )
     check_mesh_axes(mesh, axis_name)
     return mesh
+
+
+def _mesh_of_arrays(trees: PyTree, names: set[str]) -> Any:
+    """Returns the first mesh with these axes that an array lies on; None if there is none."""
+    for leaf in jax.tree.leaves(trees):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.core.Tracer):
+            sharding = jax.typeof(leaf).sharding
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None and names <= set(mesh.axis_names):
+            return mesh
+    return None
 
 
 def check_params(params: PyTree, mesh: Any, axes: tuple[str, ...]) -> None:
@@ -126,9 +133,10 @@ def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
     try:
         yield
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        notes = (note for words, note in _NOTES.items() if re.search(words, str(error)))
-        if note := next(notes, None):
-            error.add_note(note.replace("{axes}", " or ".join(map(repr, axes))))
+        for words, note in _NOTES.items():
+            if re.search(words, str(error)):
+                error.add_note(note.replace("{axes}", " or ".join(map(repr, axes))))
+                break
         raise
 
 
@@ -234,7 +242,7 @@ def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
 
 
 def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
-    """The axis of the replicas.
+    """Returns the axis of the replicas.
 
     Raises:
       ValueError: If `reducer` is none, or does not say along which axis it reduces.
@@ -243,7 +251,8 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
         made = getattr(reducer, "__name__", None)
         hint = f": call it, {made}(axis_name=...)" if callable(reducer) and made else ""
         raise ValueError(f"`reducer` must be a jaxcomp reducer, got {reducer!r}{hint}.")
-    axis_name = getattr(reducer, "axis_name", None) if axis_name is None else axis_name
+    if axis_name is None:
+        axis_name = getattr(reducer, "axis_name", None)
     if axis_name is None:
         raise ValueError(
             f"A {type(reducer).__name__} does not say along which axis it reduces. Pass a jaxcomp "

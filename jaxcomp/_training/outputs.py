@@ -7,7 +7,7 @@ or joined without a word for it. `jaxcomp._training.examine` finds the words.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,9 @@ def _is_floating_scalar(value: Any) -> bool:
     return is_array(value) and not value.ndim and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def judged(outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree) -> Outputs:
+def judged(
+    outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree, examples: Collection[int]
+) -> Outputs:
     """Says what becomes of each leaf of a replica's value and auxiliary output.
 
     Args:
@@ -79,6 +81,7 @@ def judged(outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree) ->
       axis_name: The axis or axes of the replicas.
       shared: The arguments of the function that are the same on all replicas. What it hands back
         as it got it is so too.
+      examples: How many examples this replica has, for each axis of its arguments.
 
     Raises:
       ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
@@ -95,7 +98,7 @@ def judged(outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree) ->
     for i, (path, leaf) in enumerate(paths):
         if words[i] is None and id(leaf) not in same:
             unsaid.append(i)
-        kinds.append(_kind(path[1:], leaves[i], words[i], axis_name))
+        kinds.append(_kind(path[1:], leaves[i], words[i], axis_name, examples))
     if unsaid:
         raise ValueError(_question(paths, words, unsaid, outputs[1], axis_name))
     return Outputs(leaves, treedef, tuple(kinds))
@@ -115,7 +118,13 @@ def _as_array(path: KeyPath, leaf: Any) -> Array:
     return jnp.asarray(leaf)
 
 
-def _kind(path: KeyPath, x: Array, word: str | int | None, axis_name: AxisName) -> str | int:
+def _kind(
+    path: KeyPath,
+    x: Array,
+    word: str | int | None,
+    axis_name: AxisName,
+    examples: Collection[int],
+) -> str | int:
     """Returns what becomes of one leaf.
 
     Raises:
@@ -130,11 +139,18 @@ def _kind(path: KeyPath, x: Array, word: str | int | None, axis_name: AxisName) 
             "of replicas."
         )
     axis = 0 if word == "join" else word
-    if isinstance(axis, int):
-        if not -x.ndim <= axis < x.ndim:
-            raise ValueError(f'{name} has no axis {axis} along which to join rows. Say "stack".')
-        return axis % x.ndim
-    return axis
+    if not isinstance(axis, int):
+        return axis
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f'{name} has no axis {axis} along which to join rows. Say "stack".')
+    if word == "join" and x.shape[0] not in examples:
+        for other, length in enumerate(x.shape):
+            if length in examples:
+                raise ValueError(
+                    f"{name} has as many entries along axis {other} as there are examples, and "
+                    f'"join" is along axis 0. Say {other}, or 0 if its rows do lie along axis 0.'
+                )
+    return axis % x.ndim
 
 
 def reduced(

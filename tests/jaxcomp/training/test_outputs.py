@@ -128,6 +128,7 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
         ("count", "mean", "int32 scalar, has no mean over the replicas"),
         ("max", "join", "has no axis 0 along which to join rows"),
         ("rows", 2, "has no axis 2"),
+        ("columns", "join", "along axis 1 as there are examples, and .* Say 1, or 0 if its rows"),
         ("count", {"counts": "sum"}, "`aux` names 'counts'; the auxiliary output has 'count'"),
         ("count", ["sum"], "`aux` has the form a list of 1, and the auxiliary output a dict of"),
     ],
