@@ -20,10 +20,13 @@ OPTIONS = {
 
 
 def step(params, inner, batch):
-    loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w - 1) ** 2))(params["w"])
+    def loss(w):
+        return jnp.mean((batch @ w - 1) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params["w"])
     updates, inner = INNER.update(grads, inner, params["w"])
     w = optax.apply_updates(params["w"], updates)
-    return {"w": w, "steps": params["steps"] + 1}, inner, loss
+    return {"w": w, "steps": params["steps"] + 1}, inner, value
 
 
 def make(name, mesh=None):
@@ -38,34 +41,43 @@ def make(name, mesh=None):
     )
 
 
+def new_params(rng):
+    w = (rng.normal(size=(16, 12)) / 4).astype(np.float32)
+    return {"w": w, "steps": np.int32(0)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_round_maps_itself_over_the_mesh(name, kind):
     rng = np.random.default_rng(0)
-    start = {"w": (rng.normal(size=(16, 12)) / 4).astype(np.float32), "steps": np.int32(0)}
+    start = new_params(rng)
     batches = rng.normal(size=(ROUNDS, EVERY, 2 * N, 16)).astype(np.float32)
-    # The same in a shard_map by hand: of each replica its two rows of every batch.
+    # The same in a shard_map by hand: each replica takes its two rows of every batch.
     rows = batches.reshape(ROUNDS * EVERY, N, 2, 16).swapaxes(0, 1)
     expected, by_hand, losses = rounds(make(name), start, rows)
+    losses = losses.reshape(N, ROUNDS, EVERY)
 
     mesh = grid(N, kind)
-    run, params = make(name, mesh), placed(mesh, start)
-    state, compiled = run.init(params), jax.jit(run)
-    for batch, loss in zip(batches, np.split(losses, ROUNDS, axis=1), strict=True):
-        params, state, found = compiled(params, state, batch)
-        np.testing.assert_allclose(found, loss, rtol=1e-6)
+    run = make(name, mesh)
+    params = placed(mesh, start)
+    state = run.init(params)
+    compiled = jax.jit(run)
+    for number, batch in enumerate(batches):
+        params, state, values = compiled(params, state, batch)
+        np.testing.assert_allclose(values, losses[:, number], rtol=1e-6)
     np.testing.assert_allclose(params["w"], expected["w"][0], rtol=1e-6)
     assert int(params["steps"]) == ROUNDS * EVERY
     assert params["w"].sharding.is_fully_replicated
-    momenta = optax.tree.get(state.inner, "trace")
-    assert momenta.shape == (N, 16, 12)
     if name == "delayed":
         assert isinstance(state.local["steps"], optax.MaskedNode)
         np.testing.assert_allclose(state.local["w"], by_hand.local["w"], rtol=1e-5, atol=1e-6)
+
+    momenta = optax.tree.get(state.inner, "trace")
+    assert momenta.shape == (N, 16, 12)
     mean = jaxcomp.consolidate(state)
     averaged = optax.tree.get(mean.inner, "trace")
     np.testing.assert_allclose(averaged, np.mean(momenta, 0), rtol=1e-5, atol=1e-7)
-    # What was saved goes on on two replicas, with the mean of all that each had of its own.
+    # What was saved goes on on two replicas, with the mean of what each had by itself.
     params, mean = jax.device_get((params, mean))
     fewer = make(name, grid(2, kind))
     moved = jaxcomp.stack_replicas(mean, 2)
