@@ -13,7 +13,7 @@ from jaxcomp._wire.collectives import calls_of_collectives, collective_of
 from jaxcomp._wire.program import read_message
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
-Sent = tuple[str, str, int]
+_ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 _LINE = re.compile(
     r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(.*channel_id"
 )
@@ -31,12 +31,14 @@ def text(function, *arguments):
 
 
 def collectives(compiled):
-    """(operation, element type, number of values) of every result of every collective."""
-    return [
-        (found[2], dtype, math.prod(int(n) for n in dims.split(",") if n))
-        for found in _LINE.finditer(compiled)
-        for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found[1])
-    ]
+    """Lists (operation, element type, number of values) of all results of all collectives."""
+    results = []
+    for line in _LINE.finditer(compiled):
+        shapes, operation = line.groups()
+        for element, dims in _ARRAY.findall(shapes):
+            values = math.prod(int(dim) for dim in dims.split(",") if dim)
+            results.append((operation, element, values))
+    return results
 
 
 def read(compiled, mesh=None):
@@ -50,9 +52,11 @@ def read(compiled, mesh=None):
     return tuple(collective_of(call, mesh) for call in calls)
 
 
-def results(found):
-    return [(found.kind, dtype, values) for dtype, values in found.arrays]
+def results(collective):
+    """Lists the results of one of `jaxcomp.collectives`, as `collectives` does."""
+    return [(collective.kind, element, values) for element, values in collective.arrays]
 
 
-def sent_bytes(found):
-    return sum(BYTES[dtype] * values for _, dtype, values in found)
+def sent_bytes(listed):
+    """Adds up the bytes of what `collectives` lists."""
+    return sum(BYTES[element] * values for _, element, values in listed)

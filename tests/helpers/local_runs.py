@@ -21,12 +21,12 @@ PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
 
 
 def towards(params, target):
-    """The gradient of ``|params - target|^2 / 2``."""
+    """Returns the gradient of ``|params - target|^2 / 2``."""
     return jax.tree.map(lambda p, t: p - t, params, target)
 
 
 def step_of(optimizer):
-    """A step `towards` a target, for a round; it returns its parameters besides."""
+    """Makes a step `towards` a target, for a round; it returns its parameters besides."""
 
     def step(params, state, target):
         updates, state = optimizer.update(towards(params, target), state, params)
@@ -51,7 +51,8 @@ def run(mapping, tx, params, targets, gradient=towards):
         return optax.apply_updates(params, updates), state
 
     mapped = over_replicas(mapping, step, n, specs, out=jax.P(AXIS))
-    params, trajectory = stack(params, n), []
+    params = stack(params, n)
+    trajectory = []
     if mapping != "vmap":
         params = spread(params, n)
     for target in steps_of(targets):
@@ -63,7 +64,7 @@ def run(mapping, tx, params, targets, gradient=towards):
 
 
 def rounds(round_, params, targets, state=None, mapping="shard_map", weights=None):
-    """Rounds of `local_sgd_round` over ``(n, steps, *shape)`` targets, in one compiled program.
+    """Runs rounds over ``(n, steps, *shape)`` targets, in one compiled program.
 
     From a consolidated state, by default ``round_.init(params)``: the parameters as each device has
     them, ``(n, *shape)``; the state; what the steps returned besides, ``(n, steps, ...)``.
@@ -78,10 +79,15 @@ def rounds(round_, params, targets, state=None, mapping="shard_map", weights=Non
             params, state, ends = round_(*carry, batches, weight=weight)
             return (params, state), ends
 
-        every = round_.sync_every
-        split = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), targets)
-        (params, state), ends = jax.lax.scan(one, (params, state), split)
-        return (params, jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), ends)), state
+        def in_rounds(leaf):
+            return leaf.reshape(-1, round_.sync_every, *leaf.shape[1:])
+
+        def in_one_row(leaf):
+            return leaf.reshape(steps, *leaf.shape[2:])
+
+        batches = jax.tree.map(in_rounds, targets)
+        (params, state), ends = jax.lax.scan(one, (params, state), batches)
+        return (params, jax.tree.map(in_one_row, ends)), state
 
     mapped = over_replicas(mapping, train, n, specs, shared=1, out=(WHOLE, jax.P(AXIS)))
     (params, ends), state = mapped((targets, weights), state, params)
@@ -94,7 +100,7 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def in_numpy(start, targets, period, turn=0, delay=0, alpha=0.0, *, inner=0.0, outer=True):
-    """One fragment under Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
+    """Trains one fragment by Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
 
     An average is used `period` steps after the last, first after the step `turn` (counted from 1, 0
     for `period`); it is taken `delay` steps before, and a share `alpha` of the local parameters is
@@ -105,17 +111,23 @@ def in_numpy(start, targets, period, turn=0, delay=0, alpha=0.0, *, inner=0.0, o
     """
     targets = np.asarray(targets, np.float64)
     local = np.full_like(targets[:, 0], start)
-    anchor, momentum, pseudo = local[0], 0.0, np.nan
-    own = np.zeros_like(local)
-    trajectory, anchors = [], []
+    anchor = local[0]
+    outer_momentum = 0.0
+    pseudo_gradient = np.nan
+    momentum = np.zeros_like(local)
+    trajectory = []
+    anchors = []
     for step in range(1, targets.shape[1] + 1):
-        own = inner * own + local - targets[:, step - 1]
-        local = local - 0.1 * own
+        momentum = inner * momentum + local - targets[:, step - 1]
+        local = local - 0.1 * momentum
         if (step + delay - turn) % period == 0:
-            pseudo = anchor - local.mean(0)
+            pseudo_gradient = anchor - local.mean(0)
         if (step - turn) % period == 0:
-            momentum = 0.9 * momentum + pseudo
-            anchor = anchor - (0.7 * (pseudo + 0.9 * momentum) if outer else pseudo)
+            outer_momentum = 0.9 * outer_momentum + pseudo_gradient
+            update = pseudo_gradient
+            if outer:
+                update = 0.7 * (pseudo_gradient + 0.9 * outer_momentum)
+            anchor = anchor - update
             local = (1 - alpha) * anchor + alpha * local
         trajectory.append(local)
         anchors.append(anchor)
