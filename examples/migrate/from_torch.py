@@ -66,14 +66,18 @@ def mean_losses(run: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
-    """From the first move to the second; leaves a checkpoint for torch and returns the losses."""
+    """Trains from the first move to the second; leaves a checkpoint and returns the losses."""
     checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
     module = FLAX_MODELS[case.model]()
     like = jax.eval_shape(module.init, jax.random.key(0), flax_batch(case.model, 0, 1)["x"])[
         "params"
     ]
 
-    params, tx, opt_state, _ = torch_bridge.to_flax(checkpoint, like, conv1d="")
+    def apply(params: Any, x: Any) -> Any:
+        return module.apply({"params": params}, x)
+
+    run = torch_bridge.to_flax(checkpoint, like, apply=apply)
+    params, tx, opt_state, _ = run
     loss_fn: Any = partial(flax_loss, module)
     # `tx` begins with the reducer, so that what it gives in the place of gradients are updates.
     value_and_update = jaxcomp.value_and_grad(loss_fn, tx, mesh=mesh, axis_name="data")
@@ -91,7 +95,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
         losses.append(float(loss))
     params, state = jax.device_get((params, jaxcomp.consolidate(state)))
     path = folder / f"{case.name}.to_torch.pt"
-    torch_bridge.to_torch(params, state, like=checkpoint, path=path, conv1d="")
+    torch_bridge.to_torch(params, state, like=checkpoint, path=path, pairs=run.pairs)
     return np.array(losses)
 
 

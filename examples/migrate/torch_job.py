@@ -62,7 +62,9 @@ def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     for step in range(STEPS):
         if step == MOVES[0]:
             path = folder / f"{case.name}.to_jax.pt"
-            torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer)
+            # A few rows and what the model gives for them, by which the one in JAX is proved.
+            inputs = torch.from_numpy(batch(case.model, step, rank)["x"][:4])
+            torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer, example=inputs)
         losses.append(train(case, model, optimizer, step, rank))
     return losses
 
