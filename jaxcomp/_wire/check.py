@@ -134,7 +134,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
     if type(reducer) not in (list, tuple):  # a reducer is a tuple, too, of a class of its own
         reducer = [reducer]
         params = [params]
-    if steps is None or isinstance(steps, int):
+    if not isinstance(steps, (list, tuple)):
         steps = [steps] * len(reducer)
     same_length = isinstance(params, (list, tuple)) and len(params) == len(steps) == len(reducer)
     if not same_length:

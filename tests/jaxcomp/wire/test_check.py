@@ -474,5 +474,6 @@ def test_lists_that_do_not_belong_together_are_refused():
         jaxcomp.check(program, [reducer, reducer], [new_params()])
     with pytest.raises(ValueError, match=r"is a list of 2, .* steps=\[1\]"):
         jaxcomp.check(program, [reducer, reducer], [new_params(), new_params()], steps=[1])
-    with pytest.raises(ValueError, match="steps=0"):
-        jaxcomp.check(program, reducer, new_params(), steps=0)
+    for steps in (0, 2.0, [2.0]):
+        with pytest.raises(ValueError, match="`steps` must be a positive integer"):
+            jaxcomp.check(program, reducer, new_params(), steps=steps)
