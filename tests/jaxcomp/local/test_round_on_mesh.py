@@ -87,6 +87,24 @@ def test_a_round_maps_itself_over_the_mesh(name, kind):
     assert np.all(moved.count == (ROUNDS + 1) * EVERY)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_within_a_mapped_function_a_mesh_changes_nothing(name):
+    rng = np.random.default_rng(0)
+    start = new_params(rng)
+    batches = rng.normal(size=(N, EVERY, 2, 16)).astype(np.float32)
+
+    def trained(mesh):
+        run = make(name, mesh)
+
+        def train(batches):
+            params, state, _ = run(start, run.init(start), batches)
+            return params, state
+
+        return jax.jit(jax.vmap(train, axis_name="data"))(batches)
+
+    jax.tree.map(np.testing.assert_array_equal, trained(grid(N)), trained(None))
+
+
 def test_what_does_not_fit_the_mesh_is_refused():
     run, params = make("at once", grid(N)), {"w": jnp.zeros((16, 12)), "steps": 0}
     with pytest.raises(ValueError, match="no axis 'data'"):

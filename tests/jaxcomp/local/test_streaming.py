@@ -227,6 +227,10 @@ def test_fragments_by_number_are_of_about_equal_size():
     round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=2, fragment_sync_delay=0))
     sent = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
     assert sent == [0, 0, 48, 0, 0, 24]  # 12 values alone, 5 and 1 together
+    every_step = streaming(fragments=3, sync_every=3, fragment_sync_delay=0)
+    round_of_three = jaxcomp.local_sgd_round(sgd_step, **every_step)
+    sent = [round_of_three.bytes(PARAMS, step=step).bytes_after for step in range(3)]
+    assert sent == [48, 20, 4]
     empty = {"a": jnp.zeros(0), "b": jnp.zeros((0, 3))}
     state = round_.init(empty, ())
     for outer in state.outer:
