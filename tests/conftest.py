@@ -42,14 +42,14 @@ def pytest_report_header():
 
 
 def pytest_collection_finish():
-    """What was imported stays, and need not be searched whenever tracing has made many objects."""
+    """Leaves what was imported out of collections, of which tracing makes many."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Compiled programs and their constants are gigabytes by the end of a suite that keeps them."""
+    """Drops compiled programs: a suite that keeps them holds gigabytes at its end."""
     if memory.has_grown():
         memory.forget()
 
@@ -71,7 +71,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files first; xdist would begin with those of the most tests."""
+    """Puts the longest files first; xdist would begin with those of the most tests."""
     if not TORCH:
         config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker("torch")])
         items[:] = [x for x in items if not x.get_closest_marker("torch")]
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A torch process group of one."""
+    """Opens a torch process group of one."""
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)

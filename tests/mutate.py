@@ -148,7 +148,7 @@ def copied(folder):
 
 
 def survives(mutation, repository, seconds):
-    """Whether all tests of the module pass with the mutation; what hangs is noticed."""
+    """Returns whether all tests of the module pass with the mutation; what hangs is noticed."""
     path = repository / mutation.path
     source = path.read_text()
     path.write_text(mutated(source, mutation))

@@ -48,7 +48,7 @@ def wheel_in(place):
 
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory):
-    """A folder with an sdist and a wheel."""
+    """Builds an sdist and a wheel in a folder."""
     place = tmp_path_factory.mktemp("dist")
     build(ROOT, place)
     return place

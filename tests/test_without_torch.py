@@ -43,7 +43,7 @@ NEED_IT = {
 
 @pytest.fixture(autouse=True)
 def _hidden(monkeypatch):
-    """What `import torch` meets where it is not installed."""
+    """Hides torch, as where it is not installed."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -25,7 +25,7 @@ from tests.helpers.runners import mesh_of, sharded
 
 
 def blocks(page, language="python", section=""):
-    """The programs of a page that are not examples/, or of one section of it."""
+    """Returns the programs of a page, or of a section, that are not files of examples/."""
     text = (ROOT / page).read_text()
     if section:
         text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
@@ -40,7 +40,7 @@ def run(page, names, section=""):
 
 
 def modules():
-    """Every module with an example, and its source; those of the bridge need torch."""
+    """Yields every module with an example, and its source; those of the bridge need torch."""
     for package in (jaxcomp, torch_bridge):
         marks = pytest.mark.torch if package is torch_bridge else ()
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -51,7 +51,7 @@ def modules():
 
 @pytest.fixture
 def job(alone):
-    """What the bridge's examples about a torch job have around them."""
+    """Makes what the bridge's examples about a torch job have around them."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
@@ -165,7 +165,7 @@ def test_the_program_of_the_readme_trains(capsys):
 
 def test_the_programs_about_mixed_precision_skip_an_overflow():
     def loss_fn(params, batch):
-        """Of a model that computes in float16."""
+        """Computes in float16."""
         x, w = batch.astype(jnp.float16), params["w"].astype(jnp.float16)
         return jnp.mean((x @ w).astype(jnp.float32) ** 2)
 

@@ -18,7 +18,7 @@ def on_two_devices():
 
 @pytest.fixture(scope="module")
 def control():
-    """The same weights where the first ones are one rounding apart."""
+    """Returns the same weights where the first ones are one rounding apart."""
     return ddp_equivalence.on_devices(2, apart(ddp_equivalence.initial_weights()))
 
 

@@ -45,13 +45,13 @@ TINY = [*MODEL, "--steps", STEPS, "--eval-every", 3, "--checkpoint-every", 2]
 
 @pytest.fixture(scope="module", autouse=True)
 def devices():
-    """All eight exist before a script that runs in this process asks for another number."""
+    """Makes all eight before a script that runs in this process asks for another number."""
     return jax.devices()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def made_once():
-    """The text and parameters of runs here; a process of its own makes them again."""
+    """Keeps the text and parameters of runs here; a process of its own makes them again."""
     init_params = lm.init_params
     initial = functools.cache(lambda *arguments: jax.device_get(init_params(*arguments)))
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def uninterrupted(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def interrupted(trained, tmp_path_factory):
-    """The checkpoints of a run that stopped half way, for each test to copy."""
+    """Returns the checkpoints of a run that stopped half way, for each test to copy."""
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     trained(
         "resumed", "--devices", 4, "--checkpoint-dir", directory, "--keep", 2, "--stop-at", STOP

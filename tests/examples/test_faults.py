@@ -24,7 +24,7 @@ STOPPED = 75
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The curve of a run of one process with two devices; it goes on with what it saves, too."""
+    """Returns the curve of one process with two devices; it goes on with what it saves, too."""
     here = tmp_path_factory.mktemp("whole")
     files = ["--log", here / "log", "--checkpoint-dir", here / "run"]
     with Job(1, here, *SHORT, "--devices", 2, *files) as job:
@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory):
-    """The same curve of a run whose first parameters are one rounding apart."""
+    """Returns the same curve of a run whose first parameters are one rounding apart."""
     here = tmp_path_factory.mktemp("control")
     init_params = lm.init_params
 
@@ -99,7 +99,7 @@ def test_a_full_disk_ends_both_processes_with_a_sentence(tmp_path):
 
 
 def slurm(process):
-    """What srun sets; the first of the nodes holds the coordinator."""
+    """Returns what srun sets; the first of the nodes holds the coordinator."""
     return {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NODELIST": "localhost,another",

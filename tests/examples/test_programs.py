@@ -15,7 +15,7 @@ PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
 
 def output(name, *changes):
-    """What a program prints, in a process of its own: each makes its own number of devices."""
+    """Runs a program in a process of its own, as each makes its own number of devices."""
     source = (EXAMPLES / name).read_text()
     for old, new in changes:
         assert old in source

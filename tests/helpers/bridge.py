@@ -11,7 +11,7 @@ from tests.helpers.control import apart
 
 
 def values(*shape, dtype=np.float32):
-    """Always the same ones for a shape."""
+    """Draws always the same values for a shape."""
     return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
 
 
@@ -54,7 +54,7 @@ def params_to_torch(params, like, **said):
 
 
 def steps_in_torch(loss, optimizer, batches):
-    """The losses of one step with each batch."""
+    """Returns the losses of one step with each batch."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def steps_in_torch(loss, optimizer, batches):
 
 
 def steps_in_jax(loss, tx, params, opt_state, batches):
-    """The same on one replica, behind what it leaves."""
+    """Trains on one replica; returns parameters, state and the losses."""
 
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)

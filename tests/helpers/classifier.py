@@ -48,7 +48,7 @@ AUX = {
 
 
 def loss_fn(params, x, y):
-    """A sequence classifier, and everything that real loops return beside the loss."""
+    """Returns a classifier's loss, and everything that real loops return beside it."""
     hidden = jnp.tanh(x @ params["up"])
     logits = hidden @ params["down"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
@@ -69,7 +69,7 @@ def bare_loss(params, x, y):
 
 
 def stepped(run, params, *data, **named):
-    """The outputs of a first step, compiled."""
+    """Returns the outputs of a first step, compiled."""
     return jax.jit(run)(run.init(params), params, *data, **named)[0]
 
 

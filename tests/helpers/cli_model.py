@@ -13,7 +13,7 @@ PARAMS = ("--params", "cli_model:params")
 
 
 def document():
-    """What a run of one rank with momentum leaves behind; random factors and errors."""
+    """Makes what a run of one rank with momentum leaves behind; random factors and errors."""
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.add_module("fc1", torch.nn.Linear(32, 24))

@@ -10,7 +10,7 @@ BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def packed(layout, errors, factors, rank=2, rate=2.0, dtype=np.float32, **fields):
-    """The record of one rank, from arrays by name: errors, and factors (P, Q)."""
+    """Makes the record of one rank, from arrays by name: errors, and factors (P, Q)."""
     record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate, **fields)
     buffers = (
         {bucket: np.zeros(size, dtype) for bucket, size in sizes.items()}
@@ -25,14 +25,14 @@ def packed(layout, errors, factors, rank=2, rate=2.0, dtype=np.float32, **fields
 
 
 def ranks_of(layout, rank, rate):
-    """Of each compressed parameter the entry, and the rank of its factors."""
+    """Returns the entry of each compressed parameter, and the rank of its factors."""
     record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate)
     ranks = [(entry, entry.factor_rank(record)) for entry in layout.entries.values()]
     return [(entry, used) for entry, used in ranks if used]
 
 
 def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused=(), **fields):
-    """A checkpoint with random buffers, the errors of its last rank and the factors, by name.
+    """Makes a checkpoint of random buffers; also the errors of its last rank and the factors.
 
     Those of `unused` are NaN, which torch leaves for a layer that is never used. `fields` are of
     the hook's state.
@@ -58,7 +58,7 @@ def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused
 
 
 def compressed_step(layout, model, ranks=2, rank=2):
-    """A checkpoint without a layout, of which every rank has compressed one gradient.
+    """Makes a checkpoint without a layout, of which every rank has compressed one gradient.
 
     What is not compressed cancels over the ranks, and P has taken its part of the rest.
     """

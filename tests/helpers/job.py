@@ -100,7 +100,7 @@ class Job:
         )
 
     def codes(self, seconds=300):
-        """The exit codes, once all have ended; None of one that has not by then."""
+        """Returns the exit codes, once all have ended; None for one that has not by then."""
         end = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.1, end - time.monotonic()))

@@ -21,7 +21,7 @@ def zeros_of_one(grads):
 
 
 def random_grads(shapes, n, steps, seed=0):
-    """Normal gradients ``(n, steps, *shape)`` with a part in common to all."""
+    """Draws normal gradients ``(n, steps, *shape)`` with a part in common to all."""
     rng = np.random.default_rng(seed)
     return {
         name: np.asarray(
@@ -32,21 +32,21 @@ def random_grads(shapes, n, steps, seed=0):
 
 
 def with_value(x, index, value):
-    """A copy of `x` with another value at `index`."""
+    """Copies `x`, with another value at `index`."""
     x = np.array(x)
     x[index] = value
     return x
 
 
 def by_layer(path, leaf):
-    """Each matrix of a stack by itself, and everything else by the default rule."""
+    """Takes each matrix of a stack by itself, and everything else by the default rule."""
     if leaf.ndim == 3:
         return MatrixDims(batch=(0,), rows=(2,), cols=(1,))
     return default_matrix_dims(path, leaf)
 
 
 def as_matrix(name, x):
-    """(rows, cols) of a leaf of SHAPES by the documented rule, written without the library."""
+    """Returns a leaf of SHAPES as (rows, cols) by the documented rule, without the library."""
     x = np.asarray(x, np.float64)
     if name == "embedding":
         return x

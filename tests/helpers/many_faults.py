@@ -41,13 +41,13 @@ RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
 
 
 def curve(log):
-    """By step the loss, the held-out loss where there is one, and the bytes sent so far."""
+    """Returns by step the loss, the held-out loss where there is one, and the bytes sent so far."""
     _, *records = [json.loads(line) for line in log.read_text().splitlines()]
     return {r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records}
 
 
 def losses_of(curve):
-    """The losses of a curve, and those that were held out, in the order of their steps."""
+    """Returns a curve's losses, and those that were held out, in the order of their steps."""
     return np.array([curve[step][:2] for step in sorted(curve)])
 
 
@@ -116,7 +116,7 @@ def fresh():
 
 
 def restored(directory, like, must_equal):
-    """The newest checkpoint, and what was stored beside it."""
+    """Returns the newest checkpoint, and what was stored beside it."""
     checkpoints = Checkpoints(directory, keep=2, resume=True)
     try:
         return checkpoints.restore(like, must_equal)
@@ -125,7 +125,7 @@ def restored(directory, like, must_equal):
 
 
 def files_of(checkpoint):
-    """Of a saved step those that have bytes, and how many."""
+    """Returns the files of a saved step that have bytes, and how many."""
     sizes = {path: path.stat().st_size for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     return [(path, size) for path, size in sizes.items() if size]
 

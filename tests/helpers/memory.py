@@ -43,7 +43,7 @@ def save_time():
 
 
 def has_grown():
-    """Whether much was compiled since programs were dropped last."""
+    """Returns whether much was compiled since programs were dropped last."""
     return resident() > _left + _GROWTH
 
 

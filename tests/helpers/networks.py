@@ -5,7 +5,7 @@ from benchmarks.cluster.plan import parse_rate
 
 
 def work_here():
-    """Whether there are shaped networks: root alone does not say so."""
+    """Returns whether there are shaped networks: root alone does not say so."""
     try:
         check_available()
         with Network(1) as network:

@@ -69,5 +69,5 @@ BARE = {
 
 @functools.cache
 def reducer(name, start=0):
-    """Always the same one, so that tests of the same shapes share what is compiled for it."""
+    """Returns always the same one, so that tests of the same shapes share what is compiled."""
     return (REDUCERS | BARE)[name](start)

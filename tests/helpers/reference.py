@@ -18,7 +18,7 @@ class Reference:
         self.condition = self.largest = 0.0  # of what was orthogonalised, of what was multiplied
 
     def step(self, gradients, decay=1.0):
-        """Local gradients ``(replicas, rows, cols)`` to the output ``(rows, cols)``."""
+        """Turns local gradients ``(replicas, rows, cols)`` into the output ``(rows, cols)``."""
         m = gradients + decay * self.residual
         left = (m @ orthogonalize(self.q)).sum(0)
         self.condition = max(self.condition, np.linalg.cond(left))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 def rounding(*sums, largest=1.0, dtype="float32", condition=1):
-    r"""How far a value may be off after a chain of sums, or of products of matrices.
+    r"""Returns how far a value may be off after a chain of sums, or of products of matrices.
 
     With `n` terms in all it is at most :math:`\lambda \sqrt{n} u` of the largest value, but for a
     share :math:`2 e^{-\lambda^2 / 2}` of the values, whatever the order of the terms (Higham and

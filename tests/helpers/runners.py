@@ -21,19 +21,19 @@ def mesh_of(n, axis=AXIS):
 
 
 def sharded(mesh, function, in_specs, out_specs, **options):
-    """A jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
+    """Returns a jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
     mesh = mesh_of(mesh) if isinstance(mesh, int) else mesh
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.jit(jax.shard_map(function, mesh=mesh, **specs, **options))
 
 
 def first(tree):
-    """This replica's entry of arrays with a leading axis of length 1."""
+    """Takes this replica's entry of arrays with a leading axis of length 1."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def stack(tree, n):
-    """What a script gets from flax.jax_utils.replicate."""
+    """Returns what a script gets from flax.jax_utils.replicate."""
     return jax.tree.map(lambda x: np.broadcast_to(x, (n, *np.shape(x))), jax.device_get(tree))
 
 
@@ -43,7 +43,7 @@ def spread(tree, n):
 
 
 def steps_of(grads):
-    """Trees of ``(n, *shape)`` from one of ``(n, steps, *shape)``."""
+    """Splits a tree of ``(n, steps, *shape)`` into one of ``(n, *shape)`` for each step."""
     grads = jax.device_get(grads)
     count = jax.tree.leaves(grads)[0].shape[1]
     return [jax.tree.map(lambda g, t=t: np.asarray(g[:, t]), grads) for t in range(count)]
@@ -80,7 +80,7 @@ def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **
 
 
 def start(mapping, state, n):
-    """A consolidated state as the first step takes it, placed as by a step; and its specs."""
+    """Places a consolidated state as a step would; returns it, and its specs."""
     if mapping == "shard_map":
         return jaxcomp.shard_state(state, mesh_of(n), AXIS), jaxcomp.state_specs(state, AXIS)
     state = stack(state, n)
@@ -97,7 +97,7 @@ def _replicated(x):
 
 
 def types_of(tree):
-    """Structure, shapes and dtypes, to compare."""
+    """Returns structure, shapes and dtypes, to compare."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(jax.dtypes.result_type(x))) for x in leaves)
 
@@ -110,7 +110,7 @@ def forget_programs():
 
 
 def _compiled(mapping, tx, n, specs, arguments, optimised):
-    """The executable of one step; the same one for the same transformation and shapes."""
+    """Returns the executable of one step, the same for the same transformation and shapes."""
     key = (mapping, tx, n, optimised, types_of(arguments))
     if key not in _programs:
         mapped = _mapped(mapping, tx, n, specs)
@@ -131,7 +131,7 @@ def _mapped(mapping, tx, n, specs):
 
 
 def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
-    """A step of one replica, from `own` and a state to outputs and a state, as one of all.
+    """Maps a step of one replica, from `own` and a state to outputs and a state, over all.
 
     What is a replica's own has a leading axis of them, and so have outputs, but for those that are
     `WHOLE` under shard_map, where check_vma has proved that they are the same everywhere. Behind
@@ -152,7 +152,7 @@ def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
 
 
 def lower_update(tx, params, n, platforms=None, **extra):
-    """One update of `n` replicas, lowered for gradients ``(n, *shape)`` that nobody has to make."""
+    """Lowers one update of `n` replicas for gradients ``(n, *shape)`` that nobody has to make."""
     params = jax.eval_shape(lambda: params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
     state = jax.eval_shape(tx.init, params)
@@ -162,5 +162,5 @@ def lower_update(tx, params, n, platforms=None, **extra):
 
 
 def placed(state, n):
-    """The shapes of a state after shard_state."""
+    """Returns the shapes of a state after shard_state."""
     return jax.eval_shape(lambda state: jaxcomp.stack_replicas(state, n), state)

@@ -23,7 +23,7 @@ def hook_state(rank=2, buckets=1):
 
 
 def slots(**changes):
-    """What ``__getstate__()`` gives, as little as the reader needs where something is changed."""
+    """Returns what ``__getstate__()`` gives, as little as the reader needs where it is changed."""
     if not changes:
         return hook_state().__getstate__()
     base = {"matrix_approximation_rank": 1, "iter": 3}
@@ -66,7 +66,7 @@ def saved(value, **options):
 
 
 def archive(data_pkl, entries=(), compression=zipfile.ZIP_STORED):
-    """A zip as torch lays it out, around any pickle."""
+    """Makes a zip as torch lays it out, around any pickle."""
     entries = {"data.pkl": data_pkl, "byteorder": b"little", **dict(entries), "version": b"3\n"}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as file:
@@ -142,6 +142,6 @@ def pickle_of_tensor(**options):
 
 
 def beside(body, name="extra", protocol=4, compression=zipfile.ZIP_STORED):
-    """A file with one tensor, and `body` as another entry."""
+    """Makes a file with one tensor, and `body` as another entry."""
     document = dictionary(**{"state_dict": dictionary(w=tensor_call()), name: body})
     return archive(whole(document, protocol), STORAGES, compression)

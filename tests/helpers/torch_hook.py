@@ -30,7 +30,7 @@ class Recorded(torch.nn.Module):
 
 
 def first_factors(order, shapes, rank, min_rate):
-    """The factors of the first compressed step by name; torch draws them shape by shape."""
+    """Draws the factors of the first compressed step by name, as torch does: shape by shape."""
     groups = {}
     for name in order:
         n, m = shapes[name][0], int(np.prod(shapes[name][1:]))

@@ -60,7 +60,7 @@ class TorchLayers:
         self.module = module
 
     def _at(self, name, make, *sizes, **more):
-        """The layer of such a name, made at the first time."""
+        """Returns the layer of such a name, made at the first time."""
         *parents, last = name.split(".")
         node = self.module
         for parent in parents:
@@ -100,7 +100,7 @@ class TorchLayers:
         return self._at(name, tnn.Embedding, size, width)(ids)
 
     def tied(self, x, name, table):
-        """A head of the weights of an embedding."""
+        """Makes a head of the weights of an embedding."""
         weight = self._at(table, None).weight
         head = self._at(name, tnn.Linear, *weight.shape[::-1], bias=False)
         head.weight = weight

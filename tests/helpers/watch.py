@@ -31,7 +31,7 @@ sys.addaudithook(_hook)  # which nothing removes
 
 
 def watched(call, *, memory=True):
-    """Call it, and say what it did; tracing memory takes most of the time."""
+    """Calls it, and says what it did; tracing memory takes most of the time."""
     error = None
     if memory:
         tracemalloc.start()

@@ -29,7 +29,7 @@ WORLD, START, MOVES, STEPS, CLASSES = 2, 3, (6, 11), 16, 5
 
 
 def network(n, x):
-    """BatchNorm, a flatten, a frozen layer, one that is never used, and two of one shape."""
+    """Has BatchNorm, a flatten, a frozen layer, one that is never used, and two of one shape."""
     x = n.gelu(n.bn(n.conv(x, "conv1", 16, 3), "norm"))
     x = n.dense(n.flatten(n.gelu(n.conv(x, "conv2", 32, 3, 2))), "frozen", 48)
     n.dense(n.zeros((1, 40)), "unused", 24)
@@ -37,7 +37,7 @@ def network(n, x):
 
 
 def batch(step, rank):
-    """Noisy patterns, and which it is."""
+    """Returns noisy patterns, and which each is."""
     patterns = np.random.default_rng(0).standard_normal((CLASSES, 3, 7, 7))
     random = np.random.default_rng([step, rank])
     y = random.integers(CLASSES, size=16)
@@ -46,7 +46,7 @@ def batch(step, rank):
 
 
 def own_hook(state, bucket):
-    """A wrapped hook: what somebody put around torch's."""
+    """Wraps a hook, as somebody may have wrapped torch's."""
     return torch_bridge.waiting_hook(state, bucket)
 
 
@@ -62,7 +62,7 @@ RANKS = dict.fromkeys(HOOKS, 2) | {"static": 4}
 
 
 def fresh(case):
-    """The model in buckets, which DDP cuts anew if it need not look for unused layers."""
+    """Makes the model in buckets, which DDP cuts anew if it need not look for unused layers."""
     torch.manual_seed(1)
     module, looks, static = TorchModel(network), case in ("own", "half"), case == "static"
     module(torch.from_numpy(batch(0, 0)[0]))  # which makes the layers
@@ -127,7 +127,7 @@ def apart(hook, seed):
 
 
 def control(case, rank, seed):
-    """The run that stays, its gradients one rounding apart from the first move on."""
+    """Trains as the run that stays, its gradients one rounding apart from the first move on."""
     model, optimizer = fresh(case)
     state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
     inner = torch_bridge.waiting_hook if case == "half" else HOOKS[case]

@@ -76,10 +76,10 @@ def _users_options():
 
 
 def users_program(lowered):
-    """The program that a user gets, in text and memory; its machine code is not optimised."""
+    """Compiles what a user gets, in text and memory; its machine code is not optimised."""
     return lowered.compile(compiler_options=_users_options())
 
 
 def optimised(lowered):
-    """The executable that a user gets."""
+    """Compiles the executable that a user gets."""
     return lowered.compile(compiler_options=_users_options() | _OPTIMISED)

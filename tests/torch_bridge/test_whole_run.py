@@ -33,12 +33,12 @@ def variables_of_flax():
 
 
 def torchs_own(folder, case):
-    """What the ranks have saved as torch documents it."""
+    """Loads what the ranks have saved as torch documents it."""
     return torch_bridge.load([folder / f"{case}.{rank}.pt" for rank in range(job.WORLD)])
 
 
 def steps_in_jax(case, folder):
-    """From the one file to the other, with what `load` and `to_flax` say and nothing else.
+    """Trains from the one file to the other, with what `load` and `to_flax` say and nothing else.
 
     The static graph comes from torch's own files, goes on on more replicas, and goes back in
     another order than DDP's: `resume_powersgd` has to notice, or the state is scrambled.
@@ -104,7 +104,7 @@ def steps_in_jax(case, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of the files, and per case the losses in JAX, shape (ranks, steps)."""
+    """Returns the folder of the files, and per case the losses in JAX, shape (ranks, steps)."""
     folder = tmp_path_factory.mktemp("runs")
     command = [sys.executable, "-m", job.__name__, str(folder), *job.HOOKS]
     ranks = subprocess.Popen(command, cwd=ROOT)
@@ -155,7 +155,7 @@ def test_the_running_statistics_go_along(runs):
 
 @pytest.fixture(scope="module")
 def complete(runs):
-    """What `save_checkpoint` wrote, and the parameters in Flax with their pairs."""
+    """Loads what `save_checkpoint` wrote; also the parameters in Flax with their pairs."""
     checkpoint, params = torch_bridge.load(runs[0] / "static.to_jax.pt"), variables_of_flax()
     pairs = torch_bridge.pair(checkpoint.model, params, flatten=FLATTEN)
     return checkpoint, params["params"], {"pairs": pairs}
