@@ -9,7 +9,7 @@ from tests.helpers.bridge import linears
 from tests.helpers.hook_states import random_run
 
 params = functools.partial(linears, fc1=(32, 24), fc2=(24, 48))
-PARAMS = ("--params", "cli_model:params")
+PARAMS = ("--params", f"{__name__}:params")
 
 
 def document():
