@@ -210,7 +210,11 @@ FAILURES = [
     (("inspect", "checkpoint.pt", "--layout", "pipe"), UNUSABLE, "a pipe"),
     (("inspect", "checkpoint.pt", "--layout", "big.json"), UNUSABLE, "--max-bytes"),
     (("explode",), USAGE, "invalid choice"),
-    (("to-flax", "checkpoint.pt", "--params", "tests.helpers.cli_model", "--out", "x"), USAGE, "MODULE:NAME"),
+    (
+        ("to-flax", "checkpoint.pt", "--params", "tests.helpers.cli_model", "--out", "x"),
+        USAGE,
+        "MODULE:NAME",
+    ),
     (("to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"), USAGE, "KeyError"),
     (("to-flax", "checkpoint.pt", "--params", "os:getcwd", "--out", "x"), USAGE, "is a str"),
     ((*TO_FLAX, "--rule", "x"), USAGE, "REGEX=PATH"),

@@ -211,6 +211,14 @@ def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
     np.testing.assert_array_equal(moved, buffer.numpy().T)
 
 
+def test_a_name_that_is_given_twice_is_refused(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
+    checkpoint = saved(tmp_path, module, optimizer)
+    with pytest.raises(ValueError, match="names a parameter twice"):
+        converted(checkpoint, SQUARES, plain=True, param_names=["0.weight", "1.weight", "0.weight"])
+
+
 def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     module = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(11)])
     optimizer = stepped(torch.optim.Adam(module.parameters()), module)

@@ -51,7 +51,8 @@ class _Part(NamedTuple):
 
     @property
     def label(self) -> str:
-        return "group{}_step{}_terms{}{}".format(*self[:3], self.pause and f"_{self.pause}")
+        suffix = f"_{self.pause}" if self.pause else ""
+        return f"group{self.group}_step{self.step}_terms{self.terms}{suffix}"
 
 
 def optimizer_from_torch(
@@ -64,7 +65,7 @@ def optimizer_from_torch(
     learning_rate: Rates = None,
     step: int | None = None,
 ) -> tuple[optax.GradientTransformation, Any]:
-    """The Optax optimizer, with its state, whose next updates are those of the torch optimizer.
+    """Makes the Optax optimizer, with its state, whose next updates are those of torch's.
 
     With one param group the transformation is built, and its state laid out, as `optax.sgd`,
     `optax.adam` or `optax.adamw` do it (plus `optax.add_decayed_weights` in front for the L2
@@ -149,7 +150,7 @@ class OptimizerPlan:
         param_names: ParamNames,
         layout: BucketLayout | None,
     ) -> OptimizerPlan:
-        """The plan for the parameters of an optimizer.
+        """Makes the plan for the parameters of an optimizer.
 
         Args:
           optimizer: As for `optimizer_from_torch`, like `model` and `param_names`.
@@ -165,16 +166,19 @@ class OptimizerPlan:
         """
         entries = read_entries(optimizer, model, param_names, pairs, layout)
         _refuse_untied(pairs, model)
-        frozen = set[str]()
+        names: set[str] | None = None  # of what gets a gradient; None where nothing says it
         if layout and layout.entries:
-            known = names_in(pairs, layout.entries)
-            frozen = {pair.torch_name for pair in pairs} - known.keys()
+            names = set(names_in(pairs, layout.entries))
+        begun = any(entry.state for entry in entries.values())
         parts: dict[Path, _Part | None] = {}
         split: list[str] = []
-        begun = any(entry.state for entry in entries.values())
-        pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
+        kept: list[Pair] = []
         for pair in pairs:
-            part = _part(pair, entries[pair.torch_name], begun, pair.torch_name in frozen)
+            if pair.torch_name not in entries or pair.kind == "buffer":
+                continue
+            kept.append(pair)
+            frozen = names is not None and pair.torch_name not in names
+            part = _part(pair, entries[pair.torch_name], begun, frozen)
             if parts.setdefault(pair.path, part) != part:
                 split.append("/".join(pair.path))
         if split:
@@ -184,9 +188,9 @@ class OptimizerPlan:
                 ambiguous=split,
             )
         moving = {path: part for path, part in parts.items() if part}
-        doubts = [*note_on_order(optimizer, entries, model, param_names)]
+        doubts = list(note_on_order(optimizer, entries, model, param_names))
         doubts.extend(notes_on_dtypes(entries, model))
-        return cls(entries, pairs, moving, doubts, optimizer)
+        return cls(entries, kept, moving, doubts, optimizer)
 
     def notes(self, scheduled: bool) -> list[str]:
         """Lists what the file does not tell, each a sentence with the way out.
@@ -202,11 +206,15 @@ class OptimizerPlan:
         return max((entry.step for entry in self.entries.values()), default=0)
 
     def paused(self, pause: str) -> list[str]:
-        """The leaves that are ``held``, or ``unused``."""
+        """Lists the leaves that are ``held``, or ``unused``."""
         return ["/".join(path) for path, part in self.parts.items() if part.pause == pause]
 
     def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
-        """The Optax transformation, with other learning rates if there are any."""
+        """Makes the Optax transformation, with other learning rates if there are any.
+
+        Raises:
+          ValueError: There are more or fewer rates than param groups.
+        """
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
         groups = max(hypers, default=-1) + 1
         several = rates if isinstance(rates, Sequence) else [rates] * groups
@@ -215,33 +223,31 @@ class OptimizerPlan:
                 f"The optimizer has {groups} param groups, and `learning_rate` gives "
                 f"{len(several)} rates. Give one for all, or one for each group."
             )
-        inner = {
-            part.label: hypers[part.group].transformation(
-                several[part.group], part.terms, _PAUSES[part.pause]
-            )
-            for part in sorted(set(self.parts.values()))
-        }
+        inner: dict[Any, optax.GradientTransformation] = {}
+        for part in sorted(set(self.parts.values())):
+            hyper, rate = hypers[part.group], several[part.group]
+            inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
         tree = flatten(params)
         if len(inner) == 1 and len(self.parts) == len(tree.leaves):
-            return next(iter(inner.values()))
-        labels = {path: part.label for path, part in self.parts.items()}
-        return optax.multi_transform(
-            {**inner, _FROZEN: optax.set_to_zero()},
-            tree.with_leaves({path: labels.get(path, _FROZEN) for path in tree.leaves}),
-        )
+            (only,) = inner.values()
+            return only
+        labels = dict.fromkeys(tree.leaves, _FROZEN)
+        for path, part in self.parts.items():
+            labels[path] = part.label
+        inner[_FROZEN] = optax.set_to_zero()
+        return optax.multi_transform(inner, tree.with_leaves(labels))
 
     def state(self, fresh: Any, taken: int) -> Any:
-        """A fresh state of the transformation with what torch kept.
+        """Fills a fresh state of the transformation with what torch kept.
 
         Args:
           fresh: What ``init`` gave.
           taken: Updates so far, where a schedule goes on.
         """
         kept: dict[str, dict[Path, Any]] = {}
-        for key in (key for fields in MOMENTS.values() for key in fields.values()):
-            tensors = {name: entry.state.get(key) for name, entry in self.entries.items()}
-            pairs = [pair for pair in self.pairs if tensors[pair.torch_name] is not None]
-            kept[key] = leaves_from_torch(pairs, tensors, mean=True)
+        for fields in MOMENTS.values():
+            for key in fields.values():
+                kept[key] = self._moments(key)
 
         def filled(node: Any) -> Any:
             if isinstance(node, optax.ScaleByScheduleState):
@@ -250,17 +256,27 @@ class OptimizerPlan:
                 steps = {self.parts[path].step for path in leaves_by_path(node.mu)}
                 node = node._replace(count=jnp.asarray(max(steps, default=0), jnp.int32))
             for field, key in MOMENTS.get(type(node), {}).items():
-                leaves = jax.tree.map_with_path(
-                    lambda path, old, key=key: jnp.asarray(
-                        kept[key].get(plain_path(path), old), old.dtype
-                    ),
-                    getattr(node, field),
-                )
+                leaves = _filled(getattr(node, field), kept[key])
                 node = node._replace(**{field: leaves})
             return node
 
         known = (*MOMENTS, optax.ScaleByScheduleState)
         return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
+
+    def _moments(self, key: str) -> dict[Path, Any]:
+        """Returns the leaves of one of torch's moments, those that it has."""
+        tensors = {name: entry.state.get(key) for name, entry in self.entries.items()}
+        pairs = [pair for pair in self.pairs if tensors[pair.torch_name] is not None]
+        return leaves_from_torch(pairs, tensors, mean=True)
+
+
+def _filled(tree: Any, leaves: Mapping[Path, Any]) -> Any:
+    """Puts leaves into a tree, in the dtypes that it has."""
+
+    def leaf(path: Any, old: Any) -> Any:
+        return jnp.asarray(leaves.get(plain_path(path), old), old.dtype)
+
+    return jax.tree.map_with_path(leaf, tree)
 
 
 def _refuse_untied(pairs: Pairs, model: Mapping[str, Any]) -> None:
@@ -290,11 +306,19 @@ def _refuse_untied(pairs: Pairs, model: Mapping[str, Any]) -> None:
 
 
 def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
-    """The part of one torch parameter; None if it is frozen and nothing is kept for it.
+    """Returns the part of one torch parameter; None if it is frozen and nothing is kept for it.
 
-    Frozen is what gets no gradient; `begun` says that the optimizer has taken a step.
+    Args:
+      pair: The parameter and its leaf.
+      entry: What the optimizer has of it.
+      begun: Whether the optimizer has taken a step.
+      frozen: Whether it gets no gradient.
+
+    Raises:
+      CheckpointMismatch: Its updates have no equal in Flax.
     """
-    hyper, pause = entry.hyper, ""
+    hyper = entry.hyper
+    pause = ""
     if frozen:
         if not entry.state:
             return None
@@ -328,7 +352,7 @@ def optimizer_to_torch(
     param_names: ParamNames = None,
     layout: BucketLayout | None = None,
 ) -> dict[str, Any]:
-    """A torch optimizer state dict with the momenta and counts of an Optax state.
+    """Makes a torch optimizer state dict with the momenta and counts of an Optax state.
 
     The Optax state may be that of any chain in which `optax.trace` or `optax.scale_by_adam` (so
     `optax.sgd`, `adam`, `adamw`) stands once for each parameter, inside `optax.multi_transform` or
@@ -365,35 +389,45 @@ def optimizer_to_torch(
     pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
     tensors: dict[str, dict[str, Any]] = {}  # by torch's names of what is kept, and of parameters
     for key, leaves in kept.items():
-        gone = {pair.torch_name for pair in pairs if pair.path not in leaves}
-        there = [pair for pair in pairs if pair.torch_name not in gone]
+        with_leaf = [pair for pair in pairs if pair.path in leaves]
+        # A packed tensor needs all of its leaves.
+        lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
+        whole = [pair for pair in with_leaf if pair.torch_name not in lacking]
         if key == "step":
-            tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in there}
+            tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in whole}
         else:
-            tensors[key] = tensors_from_flax(there, leaves, mean=True)
+            tensors[key] = tensors_from_flax(whole, leaves, mean=True)
     filled: dict[int, dict[str, Any]] = {}
-    lacking: list[str] = []
+    without: list[str] = []
     for name, entry in entries.items():
         keys = entry.hyper.keeps
         if any(name not in tensors.get(key, ()) for key in keys):
-            lacking.append(name)
+            without.append(name)
         elif keys:
             filled[entry.key] = {key: to_tensor(tensors[key][name], copy=False) for key in keys}
     # Else it had no state in torch either: it was frozen, or not used yet.
-    if missing := [name for name in lacking if entries[name].state or not filled]:
+    missing = [name for name in without if entries[name].state or not filled]
+    if missing:
         raise CheckpointMismatch(
             "The Optax state has no momentum (or Adam moments) for parameters of the torch "
             "optimizer. Is it the state of another optimizer?",
             missing=missing,
         )
-    # A learning rate may be an array; torch.load(weights_only=True) reads a tensor.
-    groups = [{**group, **plain_copy(group)[0]} for group in like["param_groups"]]
-    return {**like, "state": filled, "param_groups": groups}
+    groups = []
+    for group in like["param_groups"]:
+        plain = dict(group)
+        # A learning rate may be an array; torch.load(weights_only=True) reads a tensor.
+        plain.update(plain_copy(group)[0])
+        groups.append(plain)
+    document = dict(like)
+    document["state"] = filled
+    document["param_groups"] = groups
+    return document
 
 
 def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
-    """What an Optax state holds, by torch's names, of each leaf that has had a gradient."""
-    kept = collections.defaultdict[str, dict[Path, Any]](dict)
+    """Finds what an Optax state holds, by torch's names, of each leaf that has had a gradient."""
+    kept: dict[str, dict[Path, Any]] = collections.defaultdict(dict)
     known = (*MOMENTS, UnusedState)
     for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, known)):
         if isinstance(node, UnusedState) and jax.tree.leaves(node.started)[0]:

@@ -60,17 +60,17 @@ class Hyperparameters(NamedTuple):
         Raises:
           ValueError: If the algorithm is none of the three, or has no equal in optax.
         """
-        algorithm = _algorithm(group, kept)
-        betas = group.get("betas", (0.9, 0.999))
+        hyper = cls(_algorithm(group, kept), lr=0.0)
+        for name in ("lr", "weight_decay", "momentum", "eps"):
+            if name in group:
+                hyper = hyper._replace(**{name: _number(name, group[name])})
+        for name in ("maximize", "nesterov"):
+            if name in group:
+                hyper = hyper._replace(**{name: bool(group[name])})
+        betas = group.get("betas", hyper.betas)
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        names = ("lr", "weight_decay", "momentum", "eps")
-        return cls(
-            algorithm,
-            **{name: _number(name, group[name]) for name in names if name in group},
-            **{name: bool(group[name]) for name in ("maximize", "nesterov") if name in group},
-            betas=tuple(_number("betas", beta) for beta in betas),
-        )
+        return hyper._replace(betas=tuple(_number("betas", beta) for beta in betas))
 
     def transformation(
         self,
@@ -78,7 +78,7 @@ class Hyperparameters(NamedTuple):
         terms: int,
         pause: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None,
     ) -> optax.GradientTransformation:
-        """The Optax transformation with the same updates, built like optax.sgd, adam or adamw.
+        """Makes the Optax transformation with the same updates, like optax.sgd, adam or adamw.
 
         Args:
           learning_rate: A number or a schedule; None for that of the group.
@@ -87,7 +87,9 @@ class Hyperparameters(NamedTuple):
           pause: Put around everything but the learning rate, whose schedule goes on for all.
         """
         decay = self.weight_decay
-        links = [optax.scale(-1.0)] if self.maximize else []
+        links: list[optax.GradientTransformation] = []
+        if self.maximize:
+            links.append(optax.scale(-1.0))
         if decay and self.algorithm != "adamw":
             links.append(optax.add_decayed_weights(decay / terms))
         if self.algorithm != "sgd":
@@ -100,7 +102,8 @@ class Hyperparameters(NamedTuple):
             links.append(optax.scale(float(terms)))
         if self.algorithm == "adamw":
             links.append(optax.add_decayed_weights(decay))
-        links = [pause(optax.chain(*links))] if pause else links
+        if pause:
+            links = [pause(optax.chain(*links))]
         rate = self.lr if learning_rate is None else learning_rate
         return optax.chain(*links, optax.scale_by_learning_rate(rate))
 
@@ -122,12 +125,20 @@ def _number(name: str, value: Any) -> float:
 
 
 def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
-    """Whether it is sgd, adam or adamw, as Optax has them."""
-    family = next((name for name, marks in _MARKS.items() if marks <= group.keys()), "")
-    others = group.keys()
+    """Tells sgd, adam and adamw from each other, as Optax has them, and from all others.
+
+    Raises:
+      ValueError: It has no equal in optax.
+    """
+    family = ""
+    others = set(group)
+    for name, marks in _MARKS.items():
+        if marks <= group.keys():
+            family = name
     if family:  # AdaBelief, LARS and SAM have the hyperparameters of one of the two, and others
         labels = {key for key, value in group.items() if isinstance(value, str)}
-        others = (others - _MARKS[family] - _OF_TORCH - labels) | (set(kept) - _KEPT[family])
+        others = others - _MARKS[family] - _OF_TORCH - labels
+        others |= set(kept) - _KEPT[family]
     if others:
         raise ValueError(
             "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, by "
@@ -193,41 +204,60 @@ def read_entries(
             "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
             "state_dict() of one."
         )
+    entries = _numbered(optimizer)
+    names = _names(optimizer, model, param_names, len(entries), pairs, layout)
+    originals = {clean: name for name, clean in clean_names(list(model)).items()}
+    cleaned = clean_names(names)
+    named: dict[str, Entry] = {}
+    for name, entry in zip(names, entries, strict=True):
+        named[originals.get(cleaned[name], name)] = entry
+    if len(named) < len(entries):
+        raise ValueError("`param_names` names a parameter twice. Name each that it was given once.")
+    _refuse_others(named, model)
+    return named
+
+
+def _numbered(optimizer: Mapping[str, Any]) -> list[Entry]:
+    """Reads the parameters of an optimizer, group after group.
+
+    Raises:
+      CheckpointMismatch: A count is none.
+    """
     entries: list[Entry] = []
     for number, group in enumerate(optimizer["param_groups"]):
-        states = {index: optimizer["state"].get(index, {}) for index in group["params"]}
-        kept = {key for state in states.values() for key in state}
+        states: dict[int, dict[str, Any]] = {}
+        for index in group["params"]:
+            state = optimizer["state"].get(index, {})
+            states[index] = {key: value for key, value in state.items() if value is not None}
+        kept = set().union(*states.values())
         hyper = Hyperparameters.read(group, kept)
         for index, state in states.items():
             step = _number("step", state.get("step", 0))
             if not 0 <= step < _MAX_STEPS:
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
-            state = {key: value for key, value in state.items() if value is not None}
             entries.append(Entry(index, number, hyper, state, int(step)))
-    names = _names(optimizer, model, param_names, len(entries), pairs, layout)
-    cleaned = {clean: name for name, clean in clean_names(list(model)).items()}
-    wanted = clean_names(names)
-    found = {cleaned.get(wanted[n], n): e for n, e in zip(names, entries, strict=True)}
-    unknown = [name for name in found if name not in model]
-    mis_shaped = [
-        f"{name} {shape_of(model[name])} has {key} {shape_of(value)}"
-        for name, entry in found.items()
-        if name in model
-        for key, value in entry.state.items()
-        if shape_of(value) and shape_of(value) != shape_of(model[name])
-    ]
-    refused = [
-        name
-        for name, entry in found.items()
-        if entry.state and str(getattr(model.get(name), "dtype", "")).startswith("complex")
-    ]
-    if refused:
-        raise CheckpointMismatch(
-            "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
-            "are the conjugates of jax.grad's. Convert the parameters alone, with "
-            "params_from_torch, and begin the optimizer anew.",
-            unexpected=refused,
-        )
+    return entries
+
+
+def _refuse_others(entries: Mapping[str, Entry], model: Mapping[str, Any]) -> None:
+    """Refuses entries that are of another model, or of complex parameters.
+
+    Raises:
+      CheckpointMismatch: With all of these.
+    """
+    unknown: list[str] = []
+    mis_shaped: list[str] = []
+    complex_ones: list[str] = []
+    for name, entry in entries.items():
+        if name not in model:
+            unknown.append(name)
+            continue
+        shape = shape_of(model[name])
+        for key, value in entry.state.items():
+            if shape_of(value) and shape_of(value) != shape:
+                mis_shaped.append(f"{name} {shape} has {key} {shape_of(value)}")
+        if entry.state and _dtype_name(model[name]).startswith("complex"):
+            complex_ones.append(name)
     if unknown or mis_shaped:
         raise CheckpointMismatch(
             "The optimizer does not belong to this model. Pass `param_names` in the order in which "
@@ -235,7 +265,13 @@ def read_entries(
             unexpected=unknown,
             mis_shaped=mis_shaped,
         )
-    return found
+    if complex_ones:
+        raise CheckpointMismatch(
+            "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
+            "are the conjugates of jax.grad's. Convert the parameters alone, with "
+            "params_from_torch, and begin the optimizer anew.",
+            unexpected=complex_ones,
+        )
 
 
 def _names(
