@@ -28,8 +28,34 @@ _LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
+class _Shares:
+    """How an array of `size` values is cut into as many shares as there are replicas."""
+
+    size: int
+    replicas: int
+
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """Returns the shape of one replica's share."""
+        raise NotImplementedError
+
+    @property
+    def padded_size(self) -> int:
+        """Counts the values of all shares."""
+        return self.replicas * math.prod(self.share_shape)
+
+    def cut(self, x: Array) -> Array:
+        """Cuts an array of any shape into shares ``(replicas, *share)``, padded with zeros."""
+        values = _padded(x.reshape(-1), self.padded_size)
+        return values.reshape(self.replicas, *self.share_shape)
+
+    def join(self, shares: Array, like: Array) -> Array:
+        """Inverts `cut`: an array of the shape of `like`."""
+        return shares.reshape(-1)[: self.size].reshape(like.shape)
+
+
 @dataclasses.dataclass(frozen=True)
-class BlockLayout:
+class BlockLayout(_Shares):
     """How an array of `size` values is cut: ``(replicas, blocks, length)``, padded with zeros.
 
     Each block travels as integers and the float32 scale that they have in common.
@@ -96,7 +122,7 @@ class BlockLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactLayout:
+class ExactLayout(_Shares):
     """An array of `size` values in shares ``(replicas, length)`` that travel as their own bits."""
 
     size: int
@@ -223,19 +249,19 @@ class _Group:
     def cut(self, parts: Sequence[Array]) -> Array:
         """Cuts all arrays of the group into shares."""
         layout = self.layout
-        width = layout.replicas * math.prod(layout.share_shape)
         flat = []
         for i, count in zip(self.positions, self.counts, strict=True):
             values = parts[i].reshape(count, layout.size)
-            flat.append(_padded(values, width))
+            flat.append(_padded(values, layout.padded_size))
         together = flat[0] if len(flat) == 1 else jnp.concatenate(flat)  # one needs no copy
         shares = together.reshape(self.number, layout.replicas, *layout.share_shape)
         return shares.swapaxes(0, 1)
 
     def join(self, shares: Array, like: Sequence[Array]) -> list[Array]:
         """Inverts `cut`: the parts of the group, in their order."""
-        width = self.layout.replicas * math.prod(self.layout.share_shape)
-        together = shares.swapaxes(0, 1).reshape(self.number, width)[:, : self.layout.size]
+        layout = self.layout
+        together = shares.swapaxes(0, 1).reshape(self.number, layout.padded_size)
+        together = together[:, : layout.size]
         parts = []
         start = 0
         for i, count in zip(self.positions, self.counts, strict=True):
