@@ -22,8 +22,6 @@ from jaxcomp._training.arguments import is_array
 CHOICES = ("mean", "sum", "join", "stack")
 # What a leaf is that all replicas hold alike: it stays as it is.
 _EQUAL = "equal"
-# In the place of a word that nobody gave. Not None, which is an empty tree.
-_UNSAID = object()
 
 
 @jax.tree_util.register_dataclass
@@ -222,37 +220,51 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """Returns what is said of each leaf of the auxiliary output; None where nothing is.
 
     Raises:
-      ValueError: If `aux` has another form than the auxiliary output.
+      ValueError: If `aux` has another form than the auxiliary output, or names what it has not.
     """
-    completed = _completed(aux, auxiliary)
-    try:
-        words = jax.tree.broadcast(completed, auxiliary)
-    except ValueError as error:
-        raise ValueError(
-            f"`aux` has the form {_shown(aux)}, and the auxiliary output {_shown(auxiliary)}. Give "
-            "one word for all of it, or a tree like it that may end early."
-        ) from error
-    return [None if word is _UNSAID else word for word in jax.tree.leaves(words)]
+    words: list[Any] = []
+    names: list[str] = []
+    used: set[str] = set()
+    for path, _ in jax.tree_util.tree_flatten_with_path(auxiliary)[0]:
+        names.append(leaf_name(path))
+        word = aux
+        depth = 0
+        while not (word is None or isinstance(word, str | int)):
+            if depth == len(path):
+                raise _other_form(aux, auxiliary)
+            word = _part_of(word, path[depth], aux, auxiliary)
+            depth += 1
+        words.append(word)
+        used.add(leaf_name(path[:depth]))
+    for path, _ in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if leaf_name(path) not in used:
+            raise ValueError(
+                f"`aux` names {leaf_name(path)}; the auxiliary output has "
+                f"{', '.join(names) or 'nothing'}."
+            )
+    return words
 
 
-def _completed(aux: PyTree, auxiliary: PyTree) -> PyTree:
-    """Returns `aux` with a mark for None, and for what a dictionary does not name.
+def _part_of(choice: Any, key: Any, aux: PyTree, auxiliary: PyTree) -> Any:
+    """Returns the part of a tree of words at one step of a path; None for what is not named.
 
     Raises:
-      ValueError: If a dictionary names what the auxiliary output has not.
+      ValueError: If it has no such parts.
     """
-    if not (isinstance(aux, Mapping) and isinstance(auxiliary, Mapping)):
-        return jax.tree.map(lambda x: _UNSAID if x is None else x, aux, is_leaf=lambda x: x is None)
-    for name in aux:
-        if name not in auxiliary:
-            raise ValueError(
-                f"`aux` names {name!r}; the auxiliary output has {', '.join(map(repr, auxiliary))}."
-            )
-    completed: dict[Any, PyTree] = {}
-    for name, part in auxiliary.items():
-        completed[name] = _completed(aux.get(name), part)
-    kind: Any = type(auxiliary)  # the same kind of mapping, or it is not a prefix
-    return kind(completed)
+    if isinstance(choice, Mapping) and hasattr(key, "key"):
+        return choice.get(key.key)
+    if isinstance(choice, tuple | list) and hasattr(key, "idx") and key.idx < len(choice):
+        return choice[key.idx]
+    if hasattr(key, "name") and hasattr(choice, key.name):
+        return getattr(choice, key.name)
+    raise _other_form(aux, auxiliary)
+
+
+def _other_form(aux: PyTree, auxiliary: PyTree) -> ValueError:
+    return ValueError(
+        f"`aux` has the form {_shown(aux)}, and the auxiliary output {_shown(auxiliary)}. Give one "
+        "word for all of it, or a tree like it that may end early."
+    )
 
 
 def line_to_write(words: list[Any], auxiliary: PyTree) -> str:

@@ -1,13 +1,17 @@
 """What becomes of auxiliary outputs: as said and then right, or refused; and found out."""
 
 import functools
+from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxcomp
+from jaxcomp._training.outputs import line_to_write, words_of
 from tests.helpers.classifier import KINDS, close, grid, placed, stepped
 from tests.helpers.reducers import reducer
 
@@ -129,7 +133,7 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
         ("max", "join", "has no axis 0 along which to join rows"),
         ("rows", 2, "has no axis 2"),
         ("columns", "join", "along axis 1 as there are examples, and .* Say 1, or 0 if its rows"),
-        ("count", {"counts": "sum"}, "`aux` names 'counts'; the auxiliary output has 'count'"),
+        ("count", {"counts": "sum"}, r"`aux` names \['counts'\]; .* output has \['count'\]"),
         ("count", ["sum"], "`aux` has the form a list of 1, and the auxiliary output a dict of"),
     ],
 )
@@ -232,3 +236,24 @@ def test_a_value_that_is_no_scalar_is_one_sentence(result, message):
     run = jaxcomp.data_parallel(gradients, reducer("allreduce"), mesh=grid(2))
     with pytest.raises(ValueError, match=message):
         stepped(run, *data())
+
+
+def test_words_may_be_a_tree_of_any_containers_that_ends_early():
+    class Metrics(flax.struct.PyTreeNode):
+        loss: Any
+        count: Any
+
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    statistics = nnx.state(model, nnx.Not(nnx.Param))
+    both = {"metrics": Metrics(1.0, 2), "rest": statistics}
+    assert words_of("mean", both) == ["mean"] * 4
+    assert words_of(None, both) == [None] * 4
+    words = {"metrics": Metrics("mean", "sum"), "rest": {"layers": {1: "mean"}}}
+    assert words_of(words, both) == ["mean", "sum", "mean", "mean"]
+    assert words_of({"metrics": Metrics(None, 0)}, both) == [None, 0, None, None]
+    for wrong in [["mean"], {"rest": {"layers": ["mean"]}}, {"metrics": {"loss": "mean"}}]:
+        with pytest.raises(ValueError, match="has the form"):
+            words_of(wrong, both)
+    with pytest.raises(ValueError, match=r"names \['rest'\]\['layer'\]; the auxiliary output has"):
+        words_of({"rest": {"layer": "mean"}}, both)
+    assert line_to_write(["mean", "sum"], Metrics(1.0, 2)) == "aux=" + repr(Metrics("mean", "sum"))
