@@ -26,25 +26,34 @@ _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
 
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A JAX key path as strings, without what is no module.
+    """Writes a JAX key path as strings, without what is not a module.
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey):
-        is_variable = path[-1].name in ("value", "raw_value")
-        path = path[:-1] if is_variable else path
-    attributes = ("key", "name", "idx")
-    found = (next((getattr(k, a) for a in attributes if hasattr(k, a)), k) for k in path)
-    return without_collection(tuple(map(str, found)))
+    attribute = path[-1] if len(path) > 1 else None
+    is_attribute = isinstance(attribute, jax.tree_util.GetAttrKey)
+    if is_attribute and attribute.name in ("value", "raw_value"):
+        path = path[:-1]
+    return without_collection(tuple(str(_entry(key)) for key in path))
+
+
+def _entry(key: Any) -> Any:
+    """Returns what a JAX key holds: the key of a dictionary, a name or a place in a list."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
 
 
 def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of a leaf as it is where the tree has no collections."""
-    return path[1:] if len(path) > 1 and path[0] in COLLECTIONS else path
+    """Returns the path of a leaf as it is where the tree has no collections."""
+    if len(path) > 1 and path[0] in COLLECTIONS:
+        return path[1:]
+    return path
 
 
 def leaves_by_path(tree: Any) -> dict[tuple[str, ...], Any]:
-    """Every leaf of a tree by its path."""
+    """Collects every leaf of a tree by its path."""
     return {plain_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
@@ -67,16 +76,20 @@ class Tree:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether running statistics have a place in the tree."""
-        return any(path[-1:] in (("mean",), ("var",)) for path in self.shapes)
+        """Tells whether running statistics have a place in the tree."""
+        names = {path[-1] for path in self.shapes if path}
+        return bool(names & {"mean", "var"})
 
     def with_leaves(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
-        """The tree with the given leaves exchanged and all others as they are."""
-        return self.treedef.unflatten([leaves.get(p, value) for p, value in self.leaves.items()])
+        """Returns the tree with some leaves exchanged and all others as they are."""
+        values = dict(self.leaves)
+        for path in values.keys() & leaves.keys():
+            values[path] = leaves[path]
+        return self.treedef.unflatten(list(values.values()))
 
 
 def trained(tree: Any) -> Any:
-    """The part of a Flax tree that an optimizer gets: parameters without running statistics."""
+    """Selects what an optimizer gets of a Flax tree: parameters without running statistics."""
     if any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__):
         from flax import nnx
 
@@ -110,14 +123,16 @@ def flatten(tree: Any) -> Tree:
         )
     of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
     part = {name: tree[name] for name in COLLECTIONS if name in tree} if of_variables else tree
-    found = leaves_by_path(part).items()
-    shapes = {path: shape_of(value) for path, value in found if _is_parameter(path, value)}
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for path, value in leaves_by_path(part).items():
+        if _is_parameter(path, value):
+            shapes[path] = shape_of(value)
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
     return Tree(ordered, leaves, treedef, of_variables)
 
 
 def hollow(tree: Any) -> Any:
-    """The tree with shapes and large arrays replaced by arrays of the same that take no memory."""
+    """Replaces shapes and large arrays of a tree by arrays of the same that take no memory."""
 
     def emptied(leaf: Any) -> Any:
         small = hasattr(leaf, "__array__") and np.size(leaf) <= _SMALL
@@ -129,10 +144,18 @@ def hollow(tree: Any) -> Any:
 
 
 def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
-    split = (re.split(r"(\d+)", word) for word in words)
-    return tuple(tuple((int(p), "") if p.isdigit() else (-1, p) for p in word) for word in split)
+    """Returns what sorts names as people do: ``Dense_10`` after ``Dense_9``."""
+    key: list[tuple[tuple[int, str], ...]] = []
+    for word in words:
+        pieces: list[tuple[int, str]] = []
+        for piece in re.split(r"(\d+)", word):
+            pieces.append((int(piece), "") if piece.isdigit() else (-1, piece))
+        key.append(tuple(pieces))
+    return tuple(key)
 
 
 def _is_parameter(path: tuple[str, ...], value: Any) -> bool:
+    if _CACHES.intersection(path):
+        return False
     dtype = getattr(value, "dtype", None) or np.result_type(value)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and not _CACHES.intersection(path)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))

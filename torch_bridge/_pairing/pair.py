@@ -292,6 +292,9 @@ def _pair(
             errors.append(error)
             continue
         return paired._replace(pairs=_with_aliases(paired.pairs, kept, first))
+    for error in errors:
+        if not (error.missing or error.unexpected or error.mis_shaped):
+            raise error  # of ties that leave every tensor and leaf a place
     raise errors[0]
 
 
@@ -375,7 +378,7 @@ class Layers:
             match.match_names()
             match.match_shapes()
         questions = Questions(match, self._options, self._known)
-        self._refuse_idle(match, questions)
+        self._refuse_idle(match, questions.movable())
         self._refuse_problems(match, questions)
         return Paired(self._ordered(match.partners, questions.answers))
 
@@ -392,6 +395,7 @@ class Layers:
         match.match_names()
         match.drop_misfits()
         questions = Questions(match, options, self._known)
+        self._refuse_idle(match, {})
         said = _said_answers(questions, self._options, match)
         complete = walk(match, {}, match.flax)
         if len(complete) < len(match.flax):
@@ -431,9 +435,9 @@ class Layers:
             pairs += build(layer, target, answers.get(layer, Answer())).pairs
         return tuple(sorted(pairs, key=lambda one: places[one.path]))
 
-    def _refuse_idle(self, match: Match, questions: Questions) -> None:
+    def _refuse_idle(self, match: Match, movable: Mapping[str, Collection[str]]) -> None:
         layers = [layer.name for layer in match.torch]
-        idle = idle_patterns(self._options, self._tensors, layers, questions.movable())
+        idle = idle_patterns(self._options, self._tensors, layers, movable)
         if idle:
             raise CheckpointMismatch(
                 "Some patterns match no layer of the torch model, and they have to match a whole "
