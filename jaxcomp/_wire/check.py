@@ -257,8 +257,10 @@ def _refusal(
     ]
 
     times = round(sent / right) if right else 0
+    whole = abs(sent - times * right) < 0.1 * right
     runs = sum(collective.times for collective in crossing)
-    if times > 1 and runs >= times * sum(reducer.collectives for reducer in expected):
+    repeated = runs >= times * sum(reducer.collectives for reducer in expected)
+    if times > 1 and whole and repeated:
         counts = [times * reducer.steps for reducer in expected]
         shown = counts[0] if len(counts) == 1 else counts
         lines.append(
@@ -266,6 +268,8 @@ def _refusal(
             f"steps={shown}. If the reducer runs on every micro-batch, let it run once, on the "
             "mean of their gradients."
         )
+    elif sent > right and len(networks) == 1:
+        lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
     largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
     for collective in largest[:6]:
         lines.append(f"  {collective}")
