@@ -71,6 +71,8 @@ def run_batch_and_halves(
         axis = split_axis(spec)
         return x if axis is None else jnp.roll(x, x.shape[axis] // 2, axis)
 
+    # On one device, whatever mesh the arrays lie on.
+    arrays = jax.tree.map(_on_host, arrays)
     in_axes = jax.tree.map(lambda spec: None if split_axis(spec) is None else 0, specs)
     alone = jax.jit(_with_axis(function, first))
     both = jax.jit(jax.vmap(function, in_axes=(in_axes,), axis_name=first))
@@ -81,6 +83,11 @@ def run_batch_and_halves(
     )
     whole, swapped, halves = (jax.tree.map(_to_numpy, run) for run in runs)
     return Runs(whole, swapped, halves, shares)
+
+
+def _on_host(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
 
 
 def _with_axis(function: Callable[[PyTree], PyTree], name: str) -> Callable[[PyTree], PyTree]:

@@ -152,7 +152,7 @@ def test_stack_gives_an_axis_of_replicas_and_words_need_no_types():
 
 def test_outputs_finds_out_what_each_of_them_is(capsys):
     run = make(loss_with(*OUTPUTS), mesh=grid(4))
-    words = run.outputs(*data())
+    words = run.outputs(*placed(grid(4, "explicit"), data()))
     expected = {name: word for name, (_, word) in OUTPUTS.items()}
     assert words == expected
     *table, line = capsys.readouterr().out.splitlines()
