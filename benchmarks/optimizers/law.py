@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import mean
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence import strategies
 from benchmarks.convergence.runs import results
 from benchmarks.optimizers.report import Finished, made
-from benchmarks.optimizers.settings import FIRST_STEPS, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, Law
@@ -56,6 +56,7 @@ def fitted(several: Sequence[Gaps]) -> Law:
         a=float(solution[0]),
         k=float(solution[1] / solution[0]),
         spread=float(np.sqrt(np.sum(off**2) / (len(rows) - 2))),
+        error=0.0,
     )
 
 
@@ -72,7 +73,21 @@ def laws(runs: Finished) -> dict[str, Law]:
             if study.optimizer == optimizer and study.config.steps >= _STEPS:
                 several += _gaps(study, runs)
         by_optimizer[optimizer] = fitted(several)
+    # Depth and context were changed behind AdamW alone.
+    error = _predicted_error(by_optimizer["adamw"], runs)
+    for optimizer, law in by_optimizer.items():
+        by_optimizer[optimizer] = replace(law, error=error)
     return by_optimizer
+
+
+def _predicted_error(law: Law, runs: Finished) -> float:
+    """Returns the root mean square of the gaps' logarithms less the law's, where predicted."""
+    errors = []
+    for study in PREDICTED:
+        for gaps in _gaps(study, runs):
+            expected = 100 * law.gap(gaps.rank, gaps.width, gaps.tokens)
+            errors.append(np.log(mean(gaps.percents) / expected))
+    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def int8_gaps(runs: Finished, others: Finished) -> list[float]:

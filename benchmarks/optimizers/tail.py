@@ -7,7 +7,7 @@ to the gaps of compressed ones; and settings are predicted that it was not fitte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -123,10 +123,7 @@ def _second_quarter(row: dict[str, Any]) -> dict[int, float]:
 
 
 def fitted(optimizer: str, runs: Finished, rows: Finished) -> TailLaw:
-    """Fits the two coefficients to the logarithms of the mean gaps, by least squares.
-
-    The error is that of the fit or of the settings that were predicted, whichever is larger.
-    """
+    """Fits the two coefficients to the logarithms of the mean gaps, by least squares."""
     tails = []
     gaps = []
     for point in points((*STUDIES, *UNSEEN), runs, rows):
@@ -136,22 +133,27 @@ def fitted(optimizer: str, runs: Finished, rows: Finished) -> TailLaw:
             gaps.append(mean(point.gaps))
     columns = np.stack([np.ones(len(tails)), np.log(tails)], 1)
     solution = np.linalg.lstsq(columns, np.log(gaps), rcond=None)[0]
-    errors = np.log(gaps) - columns @ solution
-    error = float(np.sqrt(np.sum(errors**2) / (len(tails) - 2)))
-    predicted = []
-    for point in points(PREDICTED, runs, rows):
-        if point.study.optimizer == optimizer and point.gaps and mean(point.gaps) > 0:
-            expected = solution[0] + solution[1] * np.log(point.tail)
-            predicted.append(np.log(mean(point.gaps)) - expected)
-    if predicted:
-        error = max(error, float(np.sqrt(np.mean(np.square(predicted)))))
     return TailLaw(
         settings=len(tails),
         tails=(min(tails), max(tails)),
         c=float(np.exp(solution[0])),
         power=float(solution[1]),
-        error=error,
+        error=float(np.std(np.log(gaps) - columns @ solution)),
     )
+
+
+def laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
+    """Fits the law of each optimizer; its error is that of the settings that were predicted."""
+    adamw = fitted("adamw", runs, rows)
+    errors = []
+    for point in points(PREDICTED, runs, rows):
+        if point.gaps:
+            errors.append(np.log(mean(point.gaps) / (100 * adamw.gap(point.tail))))
+    error = float(np.sqrt(np.mean(np.square(errors))))
+    by_optimizer = {}
+    for name in TAIL_LAWS:
+        by_optimizer[name] = replace(fitted(name, runs, rows), error=error)
+    return by_optimizer
 
 
 def table(several: Sequence[Point]) -> str:
@@ -170,7 +172,7 @@ def table(several: Sequence[Point]) -> str:
                 f"{point.tail:.3f}",
                 str(len(point.gaps)),
                 with_interval(point.gaps, "+.1f", "%"),
-                f"+{100 * law.gap(point.tail):.1f}% ± {100 * law.half_width(point.tail):.1f}",
+                f"+{100 * law.gap(point.tail):.1f}%",
                 f"+{100 * guess:.1f}%",
             ]
         )
@@ -192,8 +194,8 @@ def paged(page: str, runs: Finished, rows: Finished) -> str:
 def report(runs: Finished, rows: Finished) -> str:
     """Returns the coefficients as fitted now, the fit, and the predictions."""
     lines = []
-    for name in TAIL_LAWS:
-        lines.append(f"{name}: {fitted(name, runs, rows)}")
+    for name, law in laws(runs, rows).items():
+        lines.append(f"{name}: {law}, of the fit {fitted(name, runs, rows).error:.2f}")
     lines += ["", table(list(points((*STUDIES, *UNSEEN), runs, rows)))]
     lines += ["", table(list(points(PREDICTED, runs, rows)))]
     return "\n".join(lines)

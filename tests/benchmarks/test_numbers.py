@@ -132,7 +132,6 @@ def rank_of_rates():
 def convergence():
     adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} behind AdamW, to {adamw.settings} ranks"
-    yield f"with an error of {adamw.error:.0%} of the gap"
     yield f"{muon.c} and {muon.power} behind Muon"
     float32 = convergence_runs("powersgd-r4"), convergence_runs("spectrum-r4")
     int8 = convergence_runs("powersgd-r16-int8"), convergence_runs("spectrum-r16-int8")

@@ -1,18 +1,22 @@
 """`benchmarks.optimizers`: its runs, its tables, and the adviser's law are those of the runs."""
 
 import dataclasses
+from statistics import mean
 
 import jax
 import pytest
 
 import benchmarks.optimizers.__main__ as command
 import jaxcomp
+from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
+from benchmarks.common.tables import half_width
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config, Trainer
 from benchmarks.optimizers import report, scale, tail
-from benchmarks.optimizers.law import laws
+from benchmarks.optimizers.law import int8_gaps, laws
 from benchmarks.optimizers.settings import UNSEEN, Setting, Study
+from jaxcomp._adviser.advise import _INT8
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
 
 SIZES = {"replicas": 2, "batch_size": 1, "layers": 1, "width": 16, "heads": 2, "context": 8}
@@ -41,10 +45,16 @@ def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end()
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
     law, found = LAWS[name], laws(read_runs(command.OUT))[name]
-    for field, digits in (("a", 1), ("k", 2), ("spread", 2)):
+    for field, digits in (("a", 1), ("k", 2), ("spread", 2), ("error", 2)):
         written, now = getattr(law, field), getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
     assert (law.runs, law.widths, law.tokens) == (found.runs, found.widths, found.tokens)
+
+
+def test_the_int8_all_reduce_of_the_adviser_is_that_of_its_runs():
+    percents = int8_gaps(read_runs(command.OUT), read_runs(RESULTS / "convergence.jsonl"))
+    assert abs(mean(percents)) < 0.05
+    assert 100 * _INT8.half_width == pytest.approx(half_width(percents), abs=0.05)
 
 
 def test_the_law_is_compared_with_every_run_that_it_has_not_seen(capsys):
@@ -57,7 +67,7 @@ def test_the_law_is_compared_with_every_run_that_it_has_not_seen(capsys):
 @pytest.mark.parametrize("name", TAIL_LAWS)
 def test_the_law_of_the_tail_is_fitted_to_the_committed_runs(name):
     law = TAIL_LAWS[name]
-    fitted = tail.fitted(name, read_runs(command.OUT), read_runs(tail.OUT))
+    fitted = tail.laws(read_runs(command.OUT), read_runs(tail.OUT))[name]
     assert law.settings == fitted.settings
     assert law.tails == pytest.approx(fitted.tails, abs=0.00051)
     assert law.c == pytest.approx(fitted.c, abs=0.051)

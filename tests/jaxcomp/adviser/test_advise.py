@@ -138,10 +138,11 @@ def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
     given |= {"loss_budget": "0.8%", "tokens": 512}  # for rank 32, which was measured
     for bandwidth, exact, compressed in (("1Gbit", 592, 207), ("100Mbit", 4606, 347)):
         advice = jaxcomp.advise(params, bandwidth=bandwidth, **given)
-        assert advice.recommended.name == "powersgd rank 32 int6"
+        lowest = powersgd(advice)[0]
+        assert lowest.name == "powersgd rank 32 int6"
         found = by_name(advice)
         assert 1e3 * found["all-reduce float32"].step_time == pytest.approx(exact, rel=0.25)
-        assert 1e3 * advice.recommended.step_time == pytest.approx(compressed, rel=0.25)
+        assert 1e3 * lowest.step_time == pytest.approx(compressed, rel=0.25)
         assert "all-reduce float16" in found  # XLA's CPU backend sends bfloat16 as float32
 
 
@@ -198,7 +199,7 @@ def test_an_interval_wider_than_three_budgets_leaves_the_question_open():
     assert "points wide, for a budget of 0.3%" in wide.reason
     muon = jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE)
     assert muon.compress is None
-    assert jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE | {"loss_budget": "2%"}).compress
+    assert jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE | {"loss_budget": "4%"}).compress
 
 
 def test_tokens_are_estimated_and_said():
@@ -247,7 +248,9 @@ def test_a_runs_own_momentum_says_what_a_rank_costs():
             assert below.gap > float(budget[:-1]) / 100
         assert lowest.rank <= previous
         previous = lowest.rank
-        assert advice.compress is True
+        if advice.recommended.rank:  # the excess that is possible is within three budgets
+            sure = 2 * advice.recommended.half_width <= 3 * float(budget[:-1]) / 100
+            assert advice.compress is (True if sure else None)
         assert "read off the momentum" in str(advice)
     # Beyond the tails that were run nothing is known.
     params, state = with_opt_state(0.999)
