@@ -274,3 +274,15 @@ def test_failures_are_one_message_and_a_code(call):
 
 def test_as_a_module(call):
     assert FC2 in python("-m", "torch_bridge", "inspect", "checkpoint.pt", COLUMNS="100")
+
+
+def test_inspect_says_the_loss_scale_and_the_example(call):
+    state = files.slots(error_dict={0: torch.zeros(3)}, iter=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(1))  # which makes its scale
+    document = {"state_dict": {"w": torch.zeros(3)}, "comm_hook_state": state}
+    torch.save(document | {"scaler": scaler.state_dict()}, "scaled.pt")
+    assert "1024, which a conversion takes out" in call("inspect", "scaled.pt")[1]
+    example = {"inputs": [torch.zeros(2, 3)], "outputs": torch.zeros(2)}
+    torch.save(files.own_format(example=example), "own.pt")
+    assert "inputs of 2x3" in call("inspect", "own.pt")[1]

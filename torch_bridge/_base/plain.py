@@ -17,7 +17,7 @@ _LEFT_OUT = object()  # in the place of a value that such a file cannot hold
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy that such a file can hold, arrays as tensors; what is shared stays shared.
+    """Copies what such a file can hold, arrays as tensors; what is shared stays shared.
 
     Returns:
       The copy, and the names of what it lacks, as ``args.callback``. Dictionaries lack single
@@ -27,8 +27,10 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lacking: list[str] = []
 
     def copy(value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, np.generic | str):  # NumPy's numbers, and ``torch.__version__``
-            value = value.item() if isinstance(value, np.generic) else str.__str__(value)
+        if isinstance(value, np.generic):
+            value = value.item()
+        elif isinstance(value, str):  # ``torch.__version__`` is of a class of its own
+            value = str.__str__(value)
         kind = type(value)
         of_torch = kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
         if kind in _SCALARS or of_torch or is_tensor(value):
@@ -48,18 +50,20 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 return _LEFT_OUT
         if type(value) in (list, tuple, set):
             parts = [copy(part, name, depth) for part in value]
-            return _LEFT_OUT if any(p is _LEFT_OUT for p in parts) else type(value)(parts)
+            lacks = any(part is _LEFT_OUT for part in parts)
+            return _LEFT_OUT if lacks else type(value)(parts)
         if not isinstance(value, dict):
             return _LEFT_OUT
         # A scheduler asks its Counter of milestones for what a dictionary does not have.
         kept: dict[Any, Any] = Counter() if type(value) is Counter else {}
         for key, part in value.items():
             inner = f"{name}.{key!s:.40}".removeprefix(".")
-            plain = copy(key, inner, depth), copy(part, inner, depth)
-            if any(p is _LEFT_OUT for p in plain):
+            plain_key = copy(key, inner, depth)
+            plain_part = copy(part, inner, depth)
+            if plain_key is _LEFT_OUT or plain_part is _LEFT_OUT:
                 lacking.append(inner)
             else:
-                kept[plain[0]] = plain[1]
+                kept[plain_key] = plain_part
         return kept
 
     return copy(dict(entries), "", 0), lacking

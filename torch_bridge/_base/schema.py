@@ -91,7 +91,8 @@ class PowerSGDRecord:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Indices of the buckets that have any state, ascending."""
-        return tuple(sorted({*self.error_dict, *self.p_memory_dict, *self.q_memory_dict}))
+        indices = set(self.error_dict).union(self.p_memory_dict, self.q_memory_dict)
+        return tuple(sorted(indices))
 
     @property
     def error_sizes(self) -> dict[int, int]:
@@ -104,11 +105,10 @@ class PowerSGDRecord:
         return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 
-_NUMBERS: dict[str, type[int] | type[float]] = {
-    name: kind
-    for name, kind in get_type_hints(PowerSGDRecord).items()
-    if kind in (int, float, bool)
-}
+_NUMBERS: dict[str, type[int] | type[float]] = {}
+for _name, _kind in get_type_hints(PowerSGDRecord).items():
+    if _kind in (int, float, bool):
+        _NUMBERS[_name] = _kind
 COUNTERS = (
     "iter",
     "total_numel_before_compression",
@@ -153,7 +153,7 @@ def _is_list(value: Any, kind: Any) -> bool:
 
 
 def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
-    """Build a record from the slot dictionary of a ``PowerSGDState``.
+    """Builds a record from the slot dictionary of a ``PowerSGDState``.
 
     Args:
       slots: Slot name -> value, arrays as NumPy; ``process_group`` and unknown slots are ignored.
@@ -164,10 +164,15 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     Raises:
       CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
     """
-    if missing := [name for name in _REQUIRED if name not in slots]:
+    missing = [name for name in _REQUIRED if name not in slots]
+    if missing:
         raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
-    values: dict[str, Any] = {n: _number(n, slots[n]) for n in _NUMBERS if n in slots}
-    values |= {name: bucket_arrays(name, slots[name]) for name in BUFFERS}
+    values: dict[str, Any] = {}
+    for name in _NUMBERS:
+        if name in slots:
+            values[name] = _number(name, slots[name])
+    for name in BUFFERS:
+        values[name] = bucket_arrays(name, slots[name])
     rng = slots.get("rng")
     if rng is not None and not isinstance(rng, np.random.RandomState):
         raise CheckpointMismatch(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
@@ -179,7 +184,9 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
 
 
 def _number(name: str, value: Any) -> int | float | bool:
-    value = value.item() if isinstance(value, np.generic) else value
+    """Checks a number of the hook state."""
+    if isinstance(value, np.generic):
+        value = value.item()
     kind = _NUMBERS[name]
     if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
         exact = kind(value) == value and (kind is bool or not isinstance(value, bool))
@@ -191,7 +198,7 @@ def _number(name: str, value: Any) -> int | float | bool:
 
 
 def bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
-    """The entry `name` of the hook state, bucket index -> flat array, checked."""
+    """Checks the entry `name` of the hook state, bucket index -> flat array."""
     if not isinstance(value, Mapping):
         raise CheckpointMismatch(f"`{name}` must be a dictionary, got {type(value).__name__}")
     for key, array in value.items():

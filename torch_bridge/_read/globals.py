@@ -46,18 +46,21 @@ _WAYS_OUT = {
     "torch._utils._rebuild_sparse": "Save sparse tensors as to_dense()",
     "torch._utils._rebuild_qtensor": "Save quantized tensors as dequantize()",
     "torch._utils._rebuild_nested": "Save nested tensors as their unbind()",
-    "": "Save tensors, numbers, strings and containers of them, and read that file",
 }
+_OTHERWISE = "Save tensors, numbers, strings and containers of them, and read that file"
 
 
 def is_value(name: str) -> bool:
-    """Whether a checkpoint may mention a global that it may not call."""
+    """Tells whether a checkpoint may mention a global that it may not call."""
     return name in _VALUES or _KINDS_OF_VALUES.fullmatch(name) is not None
 
 
 def way_out(name: str) -> str:
-    """What to do about a file that asks for a global that is not on the list."""
-    return next(advice for start, advice in _WAYS_OUT.items() if name.startswith(start))
+    """Says what to do about a file that asks for a global that is not on the list."""
+    for start, advice in _WAYS_OUT.items():
+        if name.startswith(start):
+            return advice
+    return _OTHERWISE
 
 
 class Attributes(dict):
@@ -67,7 +70,7 @@ class Attributes(dict):
 
 
 def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
-    """What a call of each global that may be called gives; copies are charged.
+    """Makes what stands for each global that may be called; copies are charged.
 
     What the file sets attributes of afterwards is empty until `set_state`.
     """
@@ -142,7 +145,7 @@ def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
 
 
 def set_state(value: Any, state: Any, budget: Budget) -> None:
-    """What BUILD does to what a function above gave, which is changed in place.
+    """Does what BUILD does to what a function above gave, which is changed in place.
 
     The attributes of a dictionary (``_metadata`` of a state_dict) are not needed.
     """

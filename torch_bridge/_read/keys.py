@@ -19,24 +19,25 @@ class Keys:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._chosen = self._comparisons = 0
+        self._chosen = 0
+        self._comparisons = 0
 
     def mapping(self, pairs: Iterable[Any], into: dict[Any, Any] | None = None) -> dict[Any, Any]:
-        """A dictionary of checked keys, or one with more of them."""
+        """Fills a dictionary, or a new one, with checked keys."""
         made = {} if into is None else into
         for key, value in pairs:
             made[self._checked(key, len(made))] = value
         return made
 
     def members(self, keys: Iterable[Any], into: set[Any] | None = None) -> set[Any]:
-        """Likewise a set."""
+        """Fills a set, or a new one, with checked members."""
         made = set() if into is None else into
         for key in keys:
             made.add(self._checked(key, len(made)))
         return made
 
     def _checked(self, key: Any, position: int) -> Any:
-        """`key`, which may join a dictionary or set that has `position` entries.
+        """Checks a key that joins a dictionary or set of `position` entries.
 
         Text and bytes are hashed with a secret of the process, and 0, 1, 2, ... never meet each
         other; any other key may be compared with all such keys before it.

@@ -14,16 +14,25 @@ from torch_bridge._read.values import Budget, Global, Malformed, brief, expect
 
 # torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
 # Each tensor of an untyped storage says its own type.
-STORAGES: dict[str, np.dtype] = {
-    f"torch.{place}{kind}Storage": DTYPES[name]
-    for kind, name in {
-        "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
-        "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Long": "int64",
-        "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-        "Untyped": "uint8",
-    }.items()
-    for place in ("", "cuda.", "storage.")
-}  # fmt: skip
+_KINDS = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "Untyped": "uint8",
+}
+STORAGES: dict[str, np.dtype] = {}
+for _place in ("", "cuda.", "storage."):
+    for _kind, _name in _KINDS.items():
+        STORAGES[f"torch.{_place}{_kind}Storage"] = DTYPES[_name]
 _VIEW_BYTES = 128  # of an array itself; 16 more for each axis
 _MAX_COUNT = 2**62
 
@@ -44,7 +53,7 @@ class Storage:
 
 
 def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Storage]:
-    """What a persistent id means; `read` gives the bytes of an entry, which has to have so many."""
+    """Makes what a persistent id means; `read` gives the bytes of an entry of a given size."""
     storages: dict[str, Storage] = {}
 
     def storage(kind: Any, name: Any, _location: Any, numel: Any, *_: Any) -> Storage:
@@ -53,18 +62,18 @@ def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Stor
         if not isinstance(name, str) or not _is_count(numel):
             raise Malformed("a storage whose key or size is unreadable")
         dtype = STORAGES[kind.name]
+        nbytes = numel * dtype.itemsize
         if name not in storages:
-            storages[name] = Storage(read(f"data/{name}", numel * dtype.itemsize), dtype)
-        found = storages[name]
-        if found.dtype != dtype or found.raw.size != numel * dtype.itemsize:
+            storages[name] = Storage(read(f"data/{name}", nbytes), dtype)
+        if storages[name].dtype != dtype or storages[name].raw.size != nbytes:
             raise Malformed("one storage with two sizes or types")
-        return found
+        return storages[name]
 
     return storage
 
 
 def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
-    """What torch's functions that rebuild a tensor mean, charged to `budget`."""
+    """Makes what torch's functions that rebuild a tensor mean, charged to `budget`."""
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
         return view(storage, None, offset, size, stride, rest[2:])
@@ -80,14 +89,14 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def view(
         storage: Any, dtype: np.dtype | None, offset: Any, size: Any, stride: Any, metadata: Any
     ) -> np.ndarray:
-        """A view of the storage, checked to lie inside it; None stands for the storage's dtype."""
+        """Views a storage, checked to lie inside it; None stands for the storage's dtype."""
         raw = expect(storage, Storage, "as a storage").raw
         kind = storage.dtype if dtype is None else dtype
         if not all(isinstance(axes, tuple | list) and len(axes) <= 64 for axes in (size, stride)):
             raise Malformed("a tensor whose sizes and strides are no tuples of at most 64")
         if len(size) != len(stride) or not all(map(_is_count, (offset, *size, *stride))):
             raise Malformed("a tensor whose offset, sizes or strides are no counts")
-        if any(isinstance(e, dict) and any(v is True for v in e.values()) for e in metadata):
+        if any(map(_is_lazy, metadata)):
             raise Malformed("a lazily conjugated or negated tensor; save it after resolve_conj()")
         budget.claim(_VIEW_BYTES + 16 * len(size))
         nbytes = math.prod(size) * kind.itemsize
@@ -106,11 +115,21 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def parameter(data: Any, *_: Any) -> np.ndarray:
         return expect(data, np.ndarray, "as a parameter")
 
-    functions = {"tensor": tensor, "tensor_v2": tensor, "tensor_v3": tensor_v3} | dict.fromkeys(
-        ("parameter", "parameter_with_state", "device_tensor_from_cpu_tensor",
-         "device_tensor_from_numpy"), parameter
-    )  # fmt: skip
+    functions = {
+        "tensor": tensor,
+        "tensor_v2": tensor,
+        "tensor_v3": tensor_v3,
+        "parameter": parameter,
+        "parameter_with_state": parameter,
+        "device_tensor_from_cpu_tensor": parameter,
+        "device_tensor_from_numpy": parameter,
+    }
     return {f"torch._utils._rebuild_{name}": function for name, function in functions.items()}
+
+
+def _is_lazy(metadata: Any) -> bool:
+    """Tells the note of a tensor whose values are conjugated or negated when they are read."""
+    return isinstance(metadata, dict) and any(value is True for value in metadata.values())
 
 
 def _is_count(value: Any) -> bool:
