@@ -37,13 +37,18 @@ def test_the_documents_show_the_programs_as_they_are(page):
 
 
 def test_ctrl_c_ends_a_program_with_a_sentence():
-    command = [sys.executable, EXAMPLES / "jit_loop.py", "--steps", "100000000"]
+    # What a shell starts in the background ignores the signal, and so would what that starts.
+    command = ["env", "--default-signal=INT", sys.executable]
+    command += [EXAMPLES / "jit_loop.py", "--steps", "100000000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=100)
+        try:
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()  # a program that does not end would keep the suite waiting
     assert errors == "jit_loop.py: interrupted\n"
 
 
