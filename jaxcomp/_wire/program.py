@@ -75,13 +75,13 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str | None:
-        """The collective that this does or begins; None for everything else."""
+        """Returns the collective that this does or begins; None for everything else."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else None
 
 
 class Computation(NamedTuple):
-    """A body of instructions, in the order in which they were scheduled."""
+    """A body of instructions, each behind those that it needs."""
 
     root: int  # the instruction whose result is the computation's
     instructions: dict[int, Instruction]  # by id

@@ -40,7 +40,7 @@ sgd_step = step_of(INNER)
 
 
 def recorded_round(recording):
-    """A round of torchft's test: two layers of one weight, SGD(2) outside, steps of -2 inside."""
+    """Makes the round of torchft's test: two layers of one weight, SGD(2) outside, -2 a step."""
 
     def step(params, state, batch):
         params = jax.tree.map(lambda leaf: leaf - 2.0, params)
@@ -164,7 +164,7 @@ def test_a_list_of_one_is_the_optimizer_of_a_whole_round():
 
 
 def with_nan(targets, replica, steps):
-    """The targets of fragment "a" with NaN on one replica in some steps."""
+    """Puts NaN into the targets of fragment "a", on one replica in some steps."""
     spoilt = {name: np.array(leaf) for name, leaf in targets.items()}
     spoilt["a"][replica, steps] = np.nan
     return spoilt

@@ -32,7 +32,7 @@ def data_of(world):
 
 @pytest.fixture(scope="module")
 def torch_run(tmp_path_factory):
-    """Number of processes -> case -> the weights of every rank; one launch for all its cases."""
+    """Returns number of processes -> case -> weights of every rank; one launch for all cases."""
     return functools.cache(lambda world: launch(world, tmp_path_factory.mktemp("gloo")))
 
 
@@ -43,10 +43,12 @@ def launch(world, folder):
     python(*program, folder, world, cwd=ROOT, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     ranks = [dict(np.load(folder / f"{rank}.npz")) for rank in range(world)]
     cases = {key.rsplit("_", 1)[0] for key in ranks[0]}
-    return {
-        case: [np.stack([rank[f"{case}_{i}"] for rank in ranks]) for i in range(4)]
-        for case in cases
-    }
+    weights = {}
+    for case in cases:
+        weights[case] = []
+        for i in range(4):
+            weights[case].append(np.stack([rank[f"{case}_{i}"] for rank in ranks]))
+    return weights
 
 
 def loss(params, x, y):
@@ -55,7 +57,7 @@ def loss(params, x, y):
 
 
 def jax_run(world, tx, move=lambda params: params):
-    """Final weights of every replica, nodes of two devices; `move` changes the first ones."""
+    """Returns all replicas' final weights, nodes of two devices; `move` changes the first ones."""
     params, x, y = data_of(world)
     params = move(params)
 
@@ -70,9 +72,12 @@ def jax_run(world, tx, move=lambda params: params):
         (final, _), _ = jax.lax.scan(one, (start, tx.init(start)), (x, y))
         return final
 
-    nested = jax.vmap(jax.vmap(train, axis_name="device"), axis_name="node")
-    fold = lambda a: jnp.asarray(a).reshape(world // 2, 2, *a.shape[1:])  # noqa: E731
-    final = jax.jit(nested)(fold(x), fold(y))
+    def by_node(leaf):
+        return jnp.asarray(leaf).reshape(world // 2, 2, *leaf.shape[1:])
+
+    within = jax.vmap(train, axis_name="device")
+    everywhere = jax.jit(jax.vmap(within, axis_name="node"))
+    final = everywhere(by_node(x), by_node(y))
     return [np.asarray(final[name]).reshape(world, *shape) for name, shape in SHAPES.items()]
 
 
@@ -87,14 +92,15 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(
-    ("world", "case"), [(2, "periodic"), (2, "accelerate"), (4, "subgroup"), (4, "hierarchical")]
-)
+WORLDS = [(2, "periodic"), (2, "accelerate"), (4, "subgroup"), (4, "hierarchical")]
+
+
+@pytest.mark.parametrize(("world", "case"), WORLDS)
 def test_weights_after_forty_steps(torch_run, world, case):
-    found = torch_run(world)
+    theirs = torch_run(world)[case]
     ours = jax_run(world, SAME[case])
     control = jax_run(world, SAME[case], apart)
-    assert_no_further(found[case], ours, control)
+    assert_no_further(theirs, ours, control)
 
 
 def test_the_permutation_of_a_large_data_set_is_torch_s():
