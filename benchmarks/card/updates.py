@@ -7,7 +7,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,7 +152,7 @@ def update(rank: int, shapes: Shapes, steps: int, mesh: Any, **options: Any) -> 
     values = sum(math.prod(shape) for shape in shapes.values())
     row["temporary"] = memory.temp_size_in_bytes / 4 / values if memory else None
     kernels = kernels_of(step, 3)
-    classes: Counter[str] = Counter()
+    classes: defaultdict[str, float] = defaultdict(float)
     for name, (_, microseconds) in kernels.items():
         classes[class_of(name)] += microseconds
     row["launches"] = sum(launches for launches, _ in kernels.values())

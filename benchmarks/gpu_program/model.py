@@ -8,7 +8,7 @@ product of parts in 16 bits was timed: `SPLIT_FLOPS` is two fifths of what the d
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from benchmarks.gpu_program.kernels import Kernel, kernels
@@ -71,7 +71,7 @@ def _polynomial(coefficients: tuple[float, float, float], rank: int) -> float:
 
 def by_kind(listed: Iterable[Kernel]) -> dict[str, float]:
     """Returns the microseconds of an ordinary step by kind of kernel."""
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     for kernel in listed:
         if not kernel.in_branch:
             total[kernel.kind] += microseconds(kernel)

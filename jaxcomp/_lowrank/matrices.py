@@ -58,38 +58,51 @@ class MatrixView:
     is_reshape: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """What follows from shape and dims."""
+        """Derives everything else from shape and dims."""
         batch, rows, cols = self.dims
         in_order = tuple(range(len(self.shape)))
-        cols_first = batch + rows + cols != in_order
-        order = batch + cols + rows if cols_first else batch + rows + cols
-        sizes = [tuple(self.shape[axis] for axis in axes) for axes in self.dims]
-        follows = {
-            "batch": sizes[0],
-            "n_rows": math.prod(sizes[1]),
-            "n_cols": math.prod(sizes[2]),
-            "cols_first": cols_first,
-            "order": order,
-            "is_reshape": order == in_order,
-        }
-        for name, value in follows.items():
-            object.__setattr__(self, name, value)
+        order = batch + rows + cols
+        cols_first = order != in_order
+        if cols_first:
+            order = batch + cols + rows
+        self._set("batch", self.sizes(batch))
+        self._set("n_rows", math.prod(self.sizes(rows)))
+        self._set("n_cols", math.prod(self.sizes(cols)))
+        self._set("cols_first", cols_first)
+        self._set("order", order)
+        self._set("is_reshape", order == in_order)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Sets a field of this frozen instance while it is made."""
+        object.__setattr__(self, name, value)
+
+    def sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the sizes of some axes of the leaf."""
+        return tuple(self.shape[axis] for axis in axes)
 
     def matricize(self, leaf: Array) -> Array:
-        """The leaf as a batch of matrices, in the memory order that `cols_first` tells."""
-        pair = (self.n_cols, self.n_rows) if self.cols_first else (self.n_rows, self.n_cols)
+        """Makes a leaf a batch of matrices, in the memory order that `cols_first` tells."""
+        pair = (self.n_rows, self.n_cols)
+        if self.cols_first:
+            pair = (self.n_cols, self.n_rows)
         return leaf.transpose(self.order).reshape(*self.batch, *pair)
 
     def unmatricize(self, matrix: Array) -> Array:
-        """The inverse of `matricize`."""
-        inverse = tuple(int(axis) for axis in np.argsort(self.order))
-        return matrix.reshape([self.shape[axis] for axis in self.order]).transpose(inverse)
+        """Makes a batch of matrices a leaf: the inverse of `matricize`."""
+        return matrix.reshape(self.sizes(self.order)).transpose(_inverse(self.order))
 
     def along(self, axes: tuple[int, ...], values: Array) -> Array:
-        """``(*batch, n)``, of rows or of columns, along these axes of the leaf, 1 along others."""
-        ordered = tuple(int(i) for i in np.argsort(axes))
-        values = values.reshape([self.shape[axis] for axis in axes]).transpose(ordered)
-        return values.reshape([n if i in axes else 1 for i, n in enumerate(self.shape)])
+        """Lays ``(*batch, n)``, of rows or of columns, along axes of the leaf; 1 along others."""
+        values = values.reshape(self.sizes(axes)).transpose(_inverse(axes))
+        sizes = [1] * len(self.shape)
+        for axis in axes:
+            sizes[axis] = self.shape[axis]
+        return values.reshape(sizes)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns where each axis is in an order of axes, or in a part of one."""
+    return tuple(int(axis) for axis in np.argsort(order))
 
 
 def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
@@ -206,8 +219,8 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
     def whole() -> Array:
         # With a leading axis of 1, as the state has that `jax.shard_map` hands over: a reshape in
         # between would keep XLA from writing the result in the place of the old one.
-        rows = [x.reshape(1, *x.shape) for x in (outer(view, p, q), total, old)]
-        return less(*rows).reshape(old.shape)
+        product = outer(view, p, q)
+        return less(product[None], total[None], old[None]).reshape(old.shape)
 
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
     if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
@@ -227,8 +240,11 @@ def _in_blocks(
     function: Callable[[Array, Array, Array], Array],
 ) -> Array:
     """``function(P Q^T, total, old)``, elementwise, in blocks of the first axis of the matrix."""
-    first, second = (q, p) if view.cols_first else (p, q)
-    matrix, new = view.matricize(total), view.matricize(old)
+    first, second = p, q
+    if view.cols_first:
+        first, second = q, p
+    matrix = view.matricize(total)
+    new = view.matricize(old)
     number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
     size, rest = divmod(matrix.shape[0], number)
 
@@ -237,13 +253,15 @@ def _in_blocks(
             return lax.dynamic_slice_in_dim(x, start, size)
 
         # Only batch axes are common to both factors; the second has all the columns otherwise.
-        product = _dense(cut(first), cut(second) if view.batch else second)
+        columns = cut(second) if view.batch else second
+        product = _dense(cut(first), columns)
         value = function(product, cut(matrix), cut(new))
         return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
 
     # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
     # hold all that it needs till then.
-    new = block(number * size, rest, new) if rest else new
+    if rest:
+        new = block(number * size, rest, new)
     new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
     return view.unmatricize(new)
 
@@ -325,7 +343,7 @@ def plan_leaves(
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Whether two factors of a ``(rows, cols)`` matrix are small enough beside it, as in torch.
+    """Returns whether two factors of a ``(rows, cols)`` matrix are small beside it, as in torch.
 
     Example:
       >>> from jaxcomp import extend
@@ -338,36 +356,45 @@ def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) 
 def _plan(
     path: KeyPath, leaf: Any, rank: int | RankFn, rate: float, matrix_dims: MatrixDimsFn
 ) -> LeafPlan:
+    """Decides about one leaf."""
     name = leaf_name(path)
     try:
         plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
     except TypeError as error:
         raise _no_array(name, leaf) from error
-    asked = None
-    if jnp.issubdtype(plain.dtype, jnp.floating):
-        asked = rank(path, leaf) if callable(rank) else rank
-    if asked is None:
+    if not jnp.issubdtype(plain.dtype, jnp.floating):
         return plain
-    if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)) or asked < 1:
-        raise _no_rank(name, asked)
-    if (dims := matrix_dims(path, leaf)) is None:
+    leaf_rank = rank(path, leaf) if callable(rank) else rank
+    if leaf_rank is None:
+        return plain
+    integer = isinstance(leaf_rank, (int, np.integer)) and not isinstance(leaf_rank, bool)
+    if not integer or leaf_rank < 1:
+        raise _no_rank(name, leaf_rank)
+    dims = matrix_dims(path, leaf)
+    if dims is None:
         return plain
     view = MatrixView(plain.shape, _checked_dims(dims, plain.shape, name))
-    r = min(view.n_rows, view.n_cols, int(asked))
+    r = min(view.n_rows, view.n_cols, int(leaf_rank))
     if not is_compressed(view.n_rows, view.n_cols, r, rate) or 0 in view.batch:
         return plain
     return dataclasses.replace(plain, view=view, rank=r)
 
 
 def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
+    """Returns dims with axes counted from the front; refuses what is not each axis once."""
     ndim = len(shape)
     try:
-        batch, rows, cols = (tuple(i + ndim if i < 0 else i for i in part) for part in dims)
+        batch, rows, cols = (_from_front(part, ndim) for part in dims)
     except (TypeError, ValueError) as error:
         raise _no_dims(name, shape, dims) from error
     if not rows or not cols or sorted(batch + rows + cols) != list(range(ndim)):
         raise _no_dims(name, shape, dims)
     return MatrixDims(batch, rows, cols)
+
+
+def _from_front(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """Returns axes with negative ones counted from the front."""
+    return tuple(axis + ndim if axis < 0 else axis for axis in axes)
 
 
 def _no_array(name: str, leaf: Any) -> ValueError:
@@ -393,7 +420,7 @@ def _no_dims(name: str, shape: tuple[int, ...], dims: Any) -> ValueError:
 
 
 def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
-    """The split of the axes into a leading and a trailing block with the fewest rows + columns.
+    """Splits the axes into a leading and a trailing block with the fewest rows + columns.
 
     Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)``
     and ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is

@@ -59,7 +59,7 @@ _PADDING = 1.125
 
 
 def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
-    """An orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
+    """Makes an orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
 
     Args:
       matrix: ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
@@ -83,30 +83,35 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
 def orthonormal_bases(
     factors: Sequence[Array], eps: float | Array = 0.0, rounds: int = ROUNDS
 ) -> list[Array]:
-    """`orthogonalize` of every factor: those of one shape together on CPU, of one rank elsewhere.
+    """Orthogonalises every factor: those of one shape together on CPU, of one rank elsewhere.
 
     Args:
       factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
       eps: As in `orthogonalize`.
       rounds: Of Cholesky QR, where that is what runs: `ROUNDS`, or `ROUNDS_TO_SPAN`.
     """
-    exact = isinstance(eps, (int, float)) and eps == 0
+    if not factors:
+        return []
+    # XLA's form for eps = 0 is another one: a number that is traced may be anything.
+    torchs_eps = None if isinstance(eps, (int, float)) and eps == 0 else eps
 
-    def one_by_one(factors: Sequence[Array]) -> list[Array]:
-        one = lambda xs: _column_by_column(jnp.stack(xs), None if exact else eps)  # noqa: E731
-        return _map_by(lambda x: (x.shape, x.dtype), one, factors)
+    def on_cpu(factors: Sequence[Array]) -> list[Array]:
+        return _map_by(lambda x: (x.shape, x.dtype), of_shape, factors)
+
+    def elsewhere(factors: Sequence[Array]) -> list[Array]:
+        return _map_by(lambda x: (x.shape[-1], x.dtype), of_rank, factors)
+
+    def of_shape(factors: Sequence[Array]) -> Array:
+        return _column_by_column(jnp.stack(factors), torchs_eps)
 
     def of_rank(factors: Sequence[Array]) -> list[Array]:
-        if exact or factors[0].shape[-1] > _GRAM_SCHMIDT_RANK:
+        if torchs_eps is None or factors[0].shape[-1] > _GRAM_SCHMIDT_RANK:
             return cholesky_bases(list(factors), rounds)
         # torch's eps is defined by columns that are taken one after the other. Without the barrier
         # jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge" (see commit 4b578c6).
-        return one_by_one([lax.optimization_barrier(x) for x in factors])
+        return on_cpu([lax.optimization_barrier(x) for x in factors])
 
-    if not factors:
-        return []
-    by_rank = functools.partial(_map_by, lambda x: (x.shape[-1], x.dtype), of_rank)
-    return lax.platform_dependent(list(factors), cpu=one_by_one, default=by_rank)
+    return lax.platform_dependent(list(factors), cpu=on_cpu, default=elsewhere)
 
 
 def _map_by(
@@ -119,13 +124,15 @@ def _map_by(
     for i, x in enumerate(arrays):
         kinds.setdefault(kind_of(x), []).append(i)
     results = {}
-    for chosen in kinds.values():
-        results |= zip(chosen, function([arrays[i] for i in chosen]), strict=True)
+    for positions in kinds.values():
+        of_kind = function([arrays[i] for i in positions])
+        for i, result in zip(positions, of_kind, strict=True):
+            results[i] = result
     return [results[i] for i in range(len(arrays))]
 
 
 def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
-    """A basis of the columns of each matrix of a batch, by Gram-Schmidt or Householder QR."""
+    """Makes a basis of the columns of each matrix of a batch: Gram-Schmidt, or Householder QR."""
     n, rank = matrix.shape[-2:]
     scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
     zero = scale == 0
@@ -145,17 +152,17 @@ def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
 
 
 def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
-    """Columns one after the other, each projected twice ("twice is enough", Giraud et al. 2005).
+    """Takes columns one after the other, each projected twice (Giraud et al. 2005).
 
     With `eps`, ``(*batch, 1, r)``, it is torch's: one projection, onto columns that are a little
     shorter than 1, except for a column that takes a spare direction.
     """
     columns: list[Array] = []
     for j in range(matrix.shape[-1]):
-        given = matrix[..., j]
-        column = _project_out(given, columns)
+        before = matrix[..., j]
+        column = _project_out(before, columns)
         length = _norm(column)
-        lost = length <= _COLLINEAR * _norm(given)
+        lost = length <= _COLLINEAR * _norm(before)
         column = jnp.where(lost, spare[..., j], column)
         if eps is None:
             column = _project_out(column, columns)
@@ -211,10 +218,11 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
 def _scaled_blocks(factors: Sequence[Array]) -> tuple[Array, _Blocks]:
     """Cuts factors into blocks of rows, with columns whose largest entry is 1."""
     dtype = factors[0].dtype
-    rows = [x.shape[-2] for x in factors for _ in range(math.prod(x.shape[:-2]))]
-    fits = [n for n in _BLOCK_ROWS if sum(-(-r // n) * n for r in rows) <= _PADDING * sum(rows)]
-    size = fits[0] if fits else _BLOCK_ROWS[-1]
-    counts = np.array([-(-n // size) for n in rows], np.int32)
+    rows: list[int] = []
+    for x in factors:
+        rows += [x.shape[-2]] * math.prod(x.shape[:-2])
+    size = _rows_of_a_block(np.array(rows))
+    counts = -(-np.array(rows, np.int32) // np.int32(size))
     matrix = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
     spare = spare_directions(max(rows), factors[0].shape[-1], dtype)
     spares = [jnp.broadcast_to(spare[: x.shape[-2]], x.shape) for x in factors]
@@ -226,6 +234,15 @@ def _scaled_blocks(factors: Sequence[Array]) -> tuple[Array, _Blocks]:
     step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
     x = (x * step) / jnp.where(largest == 0, 1, largest * step)
     return jnp.where(largest == 0, dense, x), _Blocks(matrix, counts, dense)
+
+
+def _rows_of_a_block(rows: np.ndarray) -> int:
+    """Returns the largest number of rows in a block whose padding is cheap, else the smallest."""
+    for size in _BLOCK_ROWS:
+        padded = -(-rows // size) * size
+        if padded.sum() <= _PADDING * rows.sum():
+            return size
+    return _BLOCK_ROWS[-1]
 
 
 def _round(x: Array, blocks: _Blocks, lost_below: Array) -> tuple[Array, Array, Array]:
@@ -252,7 +269,7 @@ def _further_rounds(x: Array, *, blocks: _Blocks, rounds: int) -> Array:
 
 @jax.jit
 def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
-    """What makes columns with these Gram matrices orthonormal, as far as that can be told.
+    """Finds what makes columns with these Gram matrices orthonormal, as far as that can be told.
 
     One batched factorisation and one batched solve, whatever the rank: two library calls on a GPU.
 
@@ -268,8 +285,8 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     rank = gram.shape[-1]
     unit = jnp.eye(rank, dtype=bool)
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
-    there = diagonal > _ZERO
-    norm = jnp.where(there, lax.rsqrt(jnp.where(there, diagonal, 1)), 0)
+    positive = diagonal > _ZERO
+    norm = jnp.where(positive, lax.rsqrt(jnp.where(positive, diagonal, 1)), 0)
     # As if of columns of length 1, and a little smaller than they were, so that a column that is a
     # sum of others is told from them by what rounding could have hidden.
     correlations = gram * norm[..., :, None] * norm[..., None, :]
@@ -291,7 +308,7 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
 
 
 def spare_directions(n: int, rank: int, dtype: Any) -> Array:
-    """Dense columns ``(n, rank)`` without structure that a gradient would share: hashed positions.
+    """Hashes positions: dense columns ``(n, rank)`` whose structure no gradient shares.
 
     In [-0.5, 0.5); of fewer rows the first of these.
     """
@@ -311,26 +328,36 @@ def _of_matrices(function: Callable[..., Array], blocks: Array, counts: np.ndarr
     28,800 of a mixture of experts).
     """
     lengths, numbers = np.unique(counts, return_counts=True)  # which ascend
-    runs = zip(jnp.split(blocks, np.cumsum(lengths * numbers)[:-1]), lengths, strict=True)
-    results = [function(x.reshape(-1, length, *x.shape[1:]), axis=1) for x, length in runs]
+    results = []
+    start = 0
+    for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
+        run = lax.slice_in_dim(blocks, start, start + length * number)
+        results.append(function(run.reshape(number, length, *blocks.shape[1:]), axis=1))
+        start += length * number
     return jnp.concatenate(results)
 
 
 def _cut(factors: Sequence[Array], size: int) -> Array:
-    """Blocks ``(number, size, r)`` of the matrices behind each other, padded with zeros."""
+    """Cuts matrices into blocks ``(number, size, r)`` behind each other, padded with zeros."""
     parts = []
     for x in factors:
-        flat, more = x.reshape(-1, *x.shape[-2:]), -x.shape[-2] % size
-        flat = jnp.pad(flat, ((0, 0), (0, more), (0, 0)))
-        parts.append(flat.reshape(-1, size, x.shape[-1]))
+        matrices = x.reshape(-1, *x.shape[-2:])
+        padding = -x.shape[-2] % size
+        matrices = jnp.pad(matrices, ((0, 0), (0, padding), (0, 0)))
+        parts.append(matrices.reshape(-1, size, x.shape[-1]))
     return jnp.concatenate(parts)
 
 
 def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
-    """The inverse of `_cut`."""
-    numbers = [math.prod(x.shape[:-2]) for x in like]
-    counts = [k * -(-x.shape[-2] // blocks.shape[1]) for k, x in zip(numbers, like, strict=True)]
-    parts = zip(jnp.split(blocks, np.cumsum(counts)[:-1]), numbers, like, strict=True)
-    # With an axis of matrices where there is one matrix, too: else XLA copies a large leaf on GPU.
-    padded = [(part.reshape(k, -1, x.shape[-1]), x.shape) for part, k, x in parts]
-    return [x[:, : shape[-2]].reshape(shape) for x, shape in padded]
+    """Joins blocks to matrices: the inverse of `_cut`."""
+    joined = []
+    start = 0
+    for x in like:
+        matrices = math.prod(x.shape[:-2])
+        number = matrices * -(-x.shape[-2] // blocks.shape[1])
+        part = lax.slice_in_dim(blocks, start, start + number)
+        # With an axis of matrices where there is one, too: else XLA copies a large leaf on GPUs.
+        padded = part.reshape(matrices, -1, x.shape[-1])
+        joined.append(padded[:, : x.shape[-2]].reshape(x.shape))
+        start += number
+    return joined
