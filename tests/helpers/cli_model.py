@@ -12,6 +12,16 @@ params = functools.partial(linears, fc1=(32, 24), fc2=(24, 48))
 PARAMS = ("--params", f"{__name__}:params")
 
 
+APPLY = ("--apply", f"{__name__}:apply")
+
+
+def apply(params, x):
+    """Runs the Flax model."""
+    for layer in ("fc1", "fc2"):
+        x = x @ params[layer]["kernel"] + params[layer]["bias"]
+    return x
+
+
 def document():
     """Makes what a run of one rank with momentum leaves behind; random factors and errors."""
     torch.manual_seed(0)

@@ -160,6 +160,26 @@ def test_there_and_back(call, options):
     np.testing.assert_array_equal(*errors)
 
 
+def test_the_model_is_run_on_the_example_of_the_file(call):
+    checkpoint = torch_bridge.load("checkpoint.pt")
+    run = torch_bridge.to_flax(checkpoint, cli_model.params())
+    value = torch_bridge.to_torch(run.params, run.opt_state, checkpoint)
+    x = torch.ones(2, 32)
+    tensors = value["state_dict"]
+    outputs = (x @ tensors[FC1].T + tensors["fc1.bias"]) @ tensors[FC2].T + tensors["fc2.bias"]
+    to_flax = ("to-flax", "source.pt", *PARAMS, *cli_model.APPLY, "--out", "run")
+    for example, code in ((None, UNUSABLE), (outputs + 1, UNUSABLE), (outputs, OK)):
+        if example is not None:
+            value["example"] = {"inputs": [x], "outputs": example}
+        torch.save(value, "source.pt")
+        assert call(*to_flax)[0] == code
+    back = ("to-torch", "run", "--like", "source.pt", *cli_model.APPLY, "--out", "back.pt")
+    assert call(*back)[::2] == (OK, "")
+    equal(torch_bridge.load("back.pt").model, torch_bridge.load("source.pt").model)
+    wrong = ("to-flax", "source.pt", *PARAMS, "--apply", "math:pi", "--out", "other")
+    assert call(*wrong)[0] == USAGE
+
+
 @pytest.mark.parametrize("of_nnx", [False, True])
 def test_back_from_what_a_training_script_saved(call, of_nnx):
     params = cli_model.params()

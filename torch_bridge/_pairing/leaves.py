@@ -30,11 +30,15 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    attribute = path[-1] if len(path) > 1 else None
-    is_attribute = isinstance(attribute, jax.tree_util.GetAttrKey)
-    if is_attribute and attribute.name in ("value", "raw_value"):
+    if _is_entry_of_variable(path):
         path = path[:-1]
     return without_collection(tuple(str(_entry(key)) for key in path))
+
+
+def _is_entry_of_variable(path: tuple[Any, ...]) -> bool:
+    if len(path) < 2 or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+        return False
+    return path[-1].name in ("value", "raw_value")
 
 
 def _entry(key: Any) -> Any:
