@@ -237,12 +237,30 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
         words.append(word)
         used.add(leaf_name(path[:depth]))
     for path, _ in jax.tree_util.tree_flatten_with_path(aux)[0]:
-        if leaf_name(path) not in used:
+        if leaf_name(path) not in used and not _has_part(auxiliary, path):
             raise ValueError(
                 f"`aux` names {leaf_name(path)}; the auxiliary output has "
                 f"{', '.join(names) or 'nothing'}."
             )
     return words
+
+
+def _has_part(tree: Any, path: KeyPath) -> bool:
+    """Tells whether a tree has something at a path, be it an empty container."""
+    for key in path:
+        if isinstance(tree, Mapping):
+            if getattr(key, "key", None) not in tree:
+                return False
+            tree = tree[key.key]
+        elif isinstance(tree, tuple | list) and hasattr(key, "idx"):
+            if key.idx >= len(tree):
+                return False
+            tree = tree[key.idx]
+        elif hasattr(key, "name") and hasattr(tree, key.name):
+            tree = getattr(tree, key.name)
+        else:
+            return False
+    return True
 
 
 def _part_of(choice: Any, key: Any, aux: PyTree, auxiliary: PyTree) -> Any:

@@ -251,6 +251,9 @@ def test_words_may_be_a_tree_of_any_containers_that_ends_early():
     words = {"metrics": Metrics("mean", "sum"), "rest": {"layers": {1: "mean"}}}
     assert words_of(words, both) == ["mean", "sum", "mean", "mean"]
     assert words_of({"metrics": Metrics(None, 0)}, both) == [None, 0, None, None]
+    nothing = {"metrics": {}, "rest": nnx.State({})}
+    assert words_of("mean", nothing) == []
+    assert words_of({"metrics": "sum", "rest": "mean"}, nothing) == []
     for wrong in [["mean"], {"rest": {"layers": ["mean"]}}, {"metrics": {"loss": "mean"}}]:
         with pytest.raises(ValueError, match="has the form"):
             words_of(wrong, both)
