@@ -174,7 +174,8 @@ def test_the_model_is_run_on_the_example_of_the_file(call):
         torch.save(value, "source.pt")
         assert call(*to_flax)[0] == code
     back = ("to-torch", "run", "--like", "source.pt", *cli_model.APPLY, "--out", "back.pt")
-    assert call(*back)[::2] == (OK, "")
+    got = call(*back)
+    assert got[::2] == (OK, ""), got[2]
     equal(torch_bridge.load("back.pt").model, torch_bridge.load("source.pt").model)
     wrong = ("to-flax", "source.pt", *PARAMS, "--apply", "math:pi", "--out", "other")
     assert call(*wrong)[0] == USAGE

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -77,9 +77,8 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
         example = like.example if options.apply else None
-        pairs = paired_for(
-            like.model, variables, None, options.pairing, options.apply, example
-        ).pairs
+        apply = _of_variables(options.apply) if options.apply else None
+        pairs = paired_for(like.model, variables, None, options.pairing, apply, example).pairs
         layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
         for record in like.powersgd:  # the way back needs their shapes only
             record.error_dict.update(hollow(record.error_dict))
@@ -99,6 +98,23 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _of_variables(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of variables out of one that may be of their parameters alone.
+
+    A file always has variables, and ``to-flax`` gives `apply` what ``--params`` names.
+    """
+
+    def run(variables: Any, *inputs: Any) -> Any:
+        try:
+            return apply(variables, *inputs)
+        except Exception:  # it is the user's code, so it may raise anything
+            if variables.keys() != {"params"}:
+                raise
+        return apply(variables["params"], *inputs)
+
+    return run
 
 
 def _parts(tree: Any) -> list[Any]:
