@@ -207,7 +207,8 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     x, _, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
     x, gram, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
     if rounds > ROUNDS_TO_SPAN:
-        deviation = gram - jnp.eye(gram.shape[-1], dtype=gram.dtype)
+        identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+        deviation = gram - identity[None]  # of every matrix, without a rank being promoted
         far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
         further = functools.partial(_further_rounds, blocks=blocks, rounds=rounds)
         x = lax.cond(far <= _FAR**2, lambda x: x, further, x)
