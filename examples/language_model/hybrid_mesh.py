@@ -37,7 +37,7 @@ def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
         axis = int(np.argmax(leaf.shape))
         if leaf.shape[axis] % fast_devices:
             return P()
-        spec = [None] * leaf.ndim
+        spec: list[str | None] = [None] * leaf.ndim
         spec[axis] = FAST
         return P(*spec)
     names = {key.key for key in path}
