@@ -69,12 +69,12 @@ class Match:
 
     @property
     def open_torch(self) -> list[Layer]:
-        """The torch layers without a partner."""
+        """Lists the torch layers without a partner."""
         return [layer for layer in self.torch if layer not in self.partners]
 
     @property
     def open_flax(self) -> list[Layer]:
-        """The Flax layers without a partner."""
+        """Lists the Flax layers without a partner."""
         taken = set(self.partners.values())
         return [layer for layer in self.flax if layer not in taken]
 
@@ -413,7 +413,9 @@ def _nesting(numbers: Sequence[Shape]) -> list[Shape]:
     for k in range(len(numbers[0])):
         if len({index[k] for index in numbers}) > 1:
             varying.append(k)
-    kept = [tuple(index[k] for k in varying) for index in numbers]
+    kept: list[Shape] = []
+    for index in numbers:
+        kept.append(tuple(index[k] for k in varying))
     ranked: list[Shape] = []
     for index in kept:
         ranks: list[int] = []

@@ -88,7 +88,7 @@ class _State:
 
     @property
     def cost(self) -> float:
-        """What decides which state is gone on with: far ones differ by their depth only."""
+        """Decides which state is gone on with: far ones differ by their depth only."""
         return (min(self.distance / _FAR, 1.0) + _STEP * self.depth) * (1 + self.tried / _PATIENCE)
 
 
@@ -511,8 +511,8 @@ class Changes:
         for side in (self._layers, targets):
             for ones, others in _exchangeable(side):
                 if side is targets:
-                    ones = [tuple(back[target] for target in node) for node in ones]
-                    others = [tuple(back[target] for target in node) for node in others]
+                    ones = _mapped(ones, back)
+                    others = _mapped(others, back)
                 reading = self._exchanged(ones, others)
                 if reading is None:
                     continue
@@ -542,6 +542,14 @@ class Changes:
         for layer in group:
             answers[layer] = answers.get(layer, Answer())._replace(**fields)
         return dataclasses.replace(self._reading, answers=answers)
+
+
+def _mapped(nodes: Sequence[_Node], back: Mapping[Layer, Layer]) -> list[_Node]:
+    """Finds the torch layers of modules of Flax."""
+    mapped: list[_Node] = []
+    for node in nodes:
+        mapped.append(tuple(back[target] for target in node))
+    return mapped
 
 
 def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[_Node], list[_Node]]]:
