@@ -101,7 +101,7 @@ class PowerSGDRecord:
 
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
-        """What the user chose, by torch's argument names."""
+        """Values that the user chose, by torch's argument names."""
         return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 

@@ -49,7 +49,7 @@ example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --out
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, its options of `pair` together as ``pairing``."""
+    """Parses the command line, its options of `pair` together as ``pairing``."""
     main = _parser()
     options = main.parse_args(argv)
     if options.command != "inspect":
@@ -132,7 +132,7 @@ def read_files(options: argparse.Namespace) -> None:
 
 
 def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
-    """A file of JSON, charged with what parsing it may take before it is read."""
+    """Reads a file of JSON, charged with what parsing it may take before it is read."""
     if path is None:
         return None
     if kind := no_file(path):

@@ -118,7 +118,7 @@ def _of_variables(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(tree: Any) -> list[Any]:
-    """The state of the chain, and the variables that it is of, as read."""
+    """Returns the state of the chain, and the variables that it is of, as read."""
     if not isinstance(tree, dict) or not {"params", "opt_state"} <= tree.keys():
         raise CheckpointMismatch(
             "The Flax checkpoint must have the entries params and opt_state, as a TrainState has. "
@@ -134,7 +134,7 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> Any:
-    """A tree as read, with these states and without nnx's own entries."""
+    """Rebuilds a tree as read, with these states and without nnx's own entries."""
     if isinstance(node, list | tuple):
         return [_as_made(part, of_nnx, states) for part in node]
     if not isinstance(node, dict):

@@ -107,7 +107,7 @@ class FlaxFile:
         self.shapes = self._ask(lambda orbax: hollow(orbax.metadata(self._item).tree))
 
     def read(self) -> Any:
-        """The tree with its values, as NumPy arrays whatever devices they were on."""
+        """Reads the tree with its values, as NumPy arrays whatever devices they were on."""
         args = ocp.args.StandardRestore(self.shapes)
         return self._ask(lambda orbax: orbax.restore(self._item, args=args))
 
@@ -138,7 +138,7 @@ def _refuse_changes(folder: pathlib.Path) -> None:
 
 
 def _sums(folder: pathlib.Path) -> list[str]:
-    """A line for each file in `folder`: its SHA-256, and its name there."""
+    """Writes a line for each file in `folder`: its SHA-256, and its name there."""
     lines = []
     for path in sorted(_files(folder)):
         if path != folder / _SUMS:

@@ -109,7 +109,7 @@ class Hyperparameters(NamedTuple):
 
     @property
     def keeps(self) -> Collection[str]:
-        """What Optax keeps as well for a parameter that has been updated, by torch's names."""
+        """Names of what Optax keeps as well for an updated parameter, as torch calls them."""
         if self.algorithm == "sgd":
             return _KEPT["sgd"] if self.momentum else ()
         return _KEPT["adam"] - {"max_exp_avg_sq"}  # which `amsgrad` leaves behind

@@ -272,7 +272,7 @@ def powersgd_to_torch(
     process_group: Any = None,
     pairs: Pairs | None = None,
 ) -> TorchPowerSGDState:
-    """A consolidated `jaxcomp.PowerSGDState` as a real ``PowerSGDState`` of torch.
+    """Makes a real ``PowerSGDState`` of torch from a consolidated `jaxcomp.PowerSGDState`.
 
     Every rank gets the same error, the mean; segments of uncompressed parameters are zero. The
     state is safe to resume: DDP rebuilds its buckets during its first two iterations, so

@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def missing_ranks(self) -> bool:
-        """Whether ranks' errors are known to be missing, or nothing says that none is."""
+        """True where ranks' errors are missing, or nothing says that none is."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
     @property
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def mean(self) -> PowerSGDRecord:
-        """The hook state with the mean of the errors of the ranks at hand, float32."""
+        """Hook state with the mean of the errors of the ranks at hand, float32."""
         first = self.powersgd[0]
         errors = {bucket: _mean(self.powersgd, bucket) for bucket in first.error_dict}
         return dataclasses.replace(first, error_dict=errors)
