@@ -283,7 +283,8 @@ def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> 
     document = dict(optimizer.state_dict())
     groups = []
     saved = document.get("param_groups", ())
-    for group, live in zip(saved, getattr(optimizer, "param_groups", ()), strict=False):
+    current: Any = getattr(optimizer, "param_groups", ())
+    for group, live in zip(saved, current, strict=False):
         held = [names.get(id(parameter)) for parameter in live["params"]]
         if None in held:  # of another module
             return document
