@@ -130,7 +130,7 @@ class Advice:
           >>> advice = jaxcomp.advise(params, tokens=1024, **link)
           >>> tx = advice.reducer("data")
           >>> advice.recommended.name, tx.init(params).q["w"].shape
-          ('powersgd rank 128 int6', (512, 128))
+          ('powersgd rank 64 int6', (512, 64))
         """
         return self.recommended.reducer(axis_name)
 
@@ -287,7 +287,7 @@ def advise(
       >>> link = {"workers": 2, "bandwidth": "100Mbit", "step_time": "160ms", "device": "cpu"}
       >>> advice = jaxcomp.advise("12.9M", tokens=512, **link)
       >>> advice.compress, advice.recommended.name
-      (True, 'powersgd rank 96 int6')
+      (True, 'powersgd rank 48 int6')
       >>> jaxcomp.advise("124M", workers=16, bandwidth="1Gbit", step_time="120ms").verdict
       'Not known: run both.'
       >>> jaxcomp.advise("124M", workers=8, bandwidth="3.2Tbit", step_time="120ms").verdict
