@@ -120,14 +120,14 @@ class Boundary:
         self.mesh = None if self._around else mesh  # None: the one of the context
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-        """Calls a function, inside, on arrays typed as they were outside, by `specs`."""
+        """Wraps a function, inside, so that its arrays are typed as outside, by `specs`."""
         if not self._around:
             return function
         kept = jax.tree.map(self._only_around, specs)
         return jax.sharding.explicit_axes(function, axes=self._around, in_sharding=(kept,))
 
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
-        """Calls the mapped function, outside, and types its results as `like`."""
+        """Wraps the mapped function, outside, so that its results are typed as `like`."""
         if not self._beside:
             return mapped
         if self._around:

@@ -25,17 +25,17 @@ from jaxcomp._reducers.options import LowRank
 
 
 class Arrays(NamedTuple):
-    """Arrays in the order of the gradients, and in their dtypes."""
+    """Averages: compressed groups in the dtypes of their gradients, and all other leaves."""
 
     compressed: list[Array]
     uncompressed: list[Array]
 
 
 class Average(NamedTuple):
-    """What the replicas made of their gradients together; a compressed mean is ``P Q^T``."""
+    """What the replicas made of their gradients; a mean that was compressed is ``P Q^T``."""
 
     p: list[Array]  # left factors; zeros where nothing was compressed
-    q: list[Array]  # right factors: the means over the replicas
+    q: list[Array]  # right factors: means over the replicas; before `start_step` as they were
     q_sent: list[Array]  # right factors: this replica's own, as sent
     means: Arrays  # NaN unless finite
     sent: Arrays  # what this replica sent of them
@@ -77,7 +77,7 @@ def low_rank_step(
         functools.partial(exact_average, options, gradients, totals, starts),
         functools.partial(low_rank_average, options, gradients, totals, starts),
     )
-    # The plain flag where it can be: XLA holds a copy of the gradients for the other.
+    # With `started` in the flag XLA keeps a copy of the gradients: not where every step compresses.
     commit = average.finite & started if options.start_step else average.finite
     if residual:
         residual = _unsent(gradients, average, totals, residual, commit)

@@ -44,7 +44,7 @@ class PowerSGDState(NamedTuple):
     # float32 scalar: whose the residual is, 0 for everybody's; per replica
     owner: Any = np.zeros((), np.float32)
 
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    # Read by `_mesh/per_replica.py` alone. Not a field: it has no annotation.
     per_replica = ("residual", "owner")
 
 

@@ -59,7 +59,8 @@ class Reducer(Transformation):
       axis_name: The mapped axis or axes of the replicas.
       made_by: What ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
-        `CompressionStats`: the answer of ``bytes``. What has once changed never comes back.
+        `CompressionStats`: the answer of ``bytes``. A step must not send again
+        what an earlier phase sent: ``bytes(steps=)`` looks for the edges of phases by bisection.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
@@ -183,12 +184,12 @@ def _average(
         extra_args = extra_args | {"like": gradients}
     reduction = reduce(averaged, state, params, **extra_args)
     return reduction._replace(
-        updates=_in_dtypes_of(gradients, reduction.updates),
-        sent=_in_dtypes_of(gradients, reduction.sent),
+        updates=in_dtypes_of(gradients, reduction.updates),
+        sent=in_dtypes_of(gradients, reduction.sent),
     )
 
 
-def _in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
+def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
     """Returns the averages in the dtypes of the gradients; what carries nothing as it is."""
 
     def cast(average: Any, gradient: Any) -> Any:

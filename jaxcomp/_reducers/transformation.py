@@ -19,7 +19,7 @@ from jaxcomp._base.typing import PyTree
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
-@jax.tree_util.register_static  # else a tuple of two functions, of which nobody can make it again
+@jax.tree_util.register_static  # else JAX flattens it to a plain tuple
 class Transformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation that shows how it was made and says what it sends.
 
@@ -28,7 +28,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
     made_by: str
     count_bytes: CountBytes | None
-    # Local steps send nothing and averages something, in turn: every step is asked for.
+    # Local SGD sends nothing in most steps and averages in others, so that each step is counted.
     in_phases = False
 
     def __new__(

@@ -22,7 +22,7 @@ from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training import examine
 from jaxcomp._training.arguments import (
@@ -313,7 +313,7 @@ class DataParallel:
           state: The reducer's, with the row that shard_map leaves or without.
           gradients_of: Gives outputs and gradients of arrays.
           arrays: This replica's arguments.
-          weight: How much its examples count, or it does; None if all count the same.
+          weight: How much this replica counts, or each of its examples; None if all count the same.
 
         Returns:
           Outputs that are equal on all replicas, rows, averaged gradients and the new state.
@@ -342,7 +342,7 @@ class DataParallel:
             # Each link of a chain would weigh along its axis alone, and a plain one not at all.
             shares = weighted_gradients(gradients, weight, self.axis_name)
             means, state = update(shares, state, params)
-            means = jax.tree.map(lambda mean, g: mean.astype(g.dtype), means, gradients)
+            means = in_dtypes_of(gradients, means)
         return means, with_row(state) if rows else state
 
 
@@ -357,10 +357,9 @@ def _only_replica(
 ) -> Callable[..., Any]:
     """Maps the step of one replica alone, beside automatic axes, without a `jax.shard_map`.
 
-    There XLA compiles no all-reduce of one replica:
-
-    "Cross-partition allreduce must be in (partial) manual partitioning mode", it says of an array
-    that is laid out over such an axis. Under `jax.vmap` an average over the replicas is a sum.
+    XLA refuses an all-reduce of one replica where an array is laid out over such an axis ("Cross-
+    partition allreduce must be in (partial) manual partitioning mode"). Under `jax.vmap` an average
+    over the replicas is a sum, and no collective.
     """
     for name in axes:
         on_replica = jax.vmap(on_replica, in_axes=None, axis_name=name, axis_size=1)
