@@ -101,7 +101,9 @@ def test_the_page_about_local_sgd_runs():
 
 
 def test_the_page_about_meshes_runs(capsys):
-    run("docs/meshes.md", {})
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), devices=jax.devices()[:8])
+    step = run("docs/meshes.md", {"optax": optax, "jaxcomp": jaxcomp, "loss": sum, "mesh": mesh})
+    assert step["value_and_grad"].axis_name == ("slow", "fast")
     assert capsys.readouterr().out.count("bytes of s8 over ('data',)") == 4
 
 
