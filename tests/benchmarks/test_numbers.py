@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict
 from statistics import mean
 
+import numpy as np
 import pytest
 
 import jaxcomp
@@ -69,6 +70,7 @@ def readme():
     yield f"for a loss {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one"
     yield f"{ratio:.0f} times fewer bytes than float32 and {ratio / 2:.0f} than bfloat16"
     yield f"ends {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact loss (Intel Xeon)"
+    yield from of_the_program()
     found = over_links()
     exact, low_rank = found[report.EXACT], found["jax/powersgd-32-int6"]
     hook = found["torch/powersgd-32"]
@@ -101,6 +103,19 @@ def readme():
     yield f"| {ratio:.1f}, {ratio / 2:.1f} | {after_exact:.1f}, by the product"
     fewer = exact.sent / hook.sent
     yield f"| {fewer:.0f}, {fewer / 2:.1f} | {of_hook:.1f} |"
+
+
+def of_the_program():
+    """Yields what the program of the README sends in its 100 steps, at two ranks."""
+    params = {"hidden": np.zeros((64, 256), np.float32), "output": np.zeros((256, 64), np.float32)}
+    for rank in (8, 24):
+        reducer = jaxcomp.powersgd(rank, axis_name="data", start_step=0, comm_dtype="int6")
+        run = reducer.bytes(params, replicas=4, steps=100)
+        if rank == 8:
+            yield f"sends {run.bytes_after:,} bytes from each replica"
+            yield f"where float32 takes {run.bytes_before:,}: {run.ratio:.1f} times fewer"
+        else:
+            yield f"{run.ratio:.1f} times fewer. Larger models"
 
 
 def performance():
