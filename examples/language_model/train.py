@@ -227,7 +227,13 @@ def together(action: Callable[[], None]) -> None:
     except (UsageError, CheckpointError) as error:
         failure = error
     if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failure is not None))
+        try:
+            failed = multihost_utils.process_allgather(np.array(failure is not None))
+        except Exception:
+            # The others were too slow to answer, or have ended: what happened here is the cause.
+            if failure is None:
+                raise
+            raise failure from None
         if failure is None and np.any(failed):
             failure = CheckpointError("another process could not write, and says why")
     if failure is not None:

@@ -159,8 +159,8 @@ def _mean_of_rows(leaf: Any) -> Any:
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates inside of a mapped function, with one all-reduce for each dtype."""
-    replicas = axis_size(axis_name)
     local = _local_values(state_leaves(state))
+    replicas = axis_size(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
     is_row = bool(local) and _lengths(local) == {(1,)}
     if has_rows(state) or (is_row and not owners_of(state)):
