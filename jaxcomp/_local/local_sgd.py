@@ -31,6 +31,7 @@ from jaxcomp._local.sync import (
     wide_leaves,
 )
 from jaxcomp._mesh.collectives import as_local, owner_id, switch
+from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import takes_rows
 from jaxcomp._reducers.refusals import check_gradients
@@ -180,6 +181,7 @@ class _LocalSGD:
                 "local_sgd averages parameters, so its update needs them: "
                 "tx.update(grads, state, params)."
             )
+        refuse_misspelt_weight(extra)
         axis_name = self.sync.axis_name
         check_gradients(updates, axis_name)
         floating = make_fragments(params)

@@ -22,7 +22,7 @@ from jaxcomp._mesh.collectives import as_local, reduce_mean
 # Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
 _LEAST = 1e-30
 # How much of a name has to be in common: two letters swapped, one missing or too many.
-_CLOSE = 0.8
+_CLOSE = 0.75
 
 
 def refuse_misspelt_weight(extra_args: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from jaxcomp._base.checks import check_int
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
+from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.reducer import takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
 
@@ -103,6 +104,7 @@ def accumulate(
                 "gradients of each before, or accumulate in the function that data_parallel is "
                 "given."
             )
+        refuse_misspelt_weight({name: x for name, x in extra_args.items() if name != "weight"})
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:

@@ -147,6 +147,9 @@ def _verdict(
     if max(misses.values()) <= rounding and whole.size:
         return Verdict(None, "0 in the whole batch: take another one, or say it yourself")
     if misses["sum"] <= rounding and whole.size:
+        if not (_largest(first) and _largest(second)):
+            # So is the larger of both, a norm, or whether any example is so.
+            return Verdict(None, "0 in one half: take another batch, or say it yourself")
         return Verdict("sum", "")
     if misses["mean"] <= rounding:
         return _of_a_mean(first, second, rounding, scale, floating=floating)
@@ -158,6 +161,9 @@ def _of_a_mean(
 ) -> Verdict:
     """Says how sure it is that a value is a mean."""
     if np.array_equal(first, second):
+        if not floating:
+            remark = 'the same in both halves: take another batch, or "stack" it'
+            return Verdict(None, remark)
         return Verdict("mean", "the same in both halves")
     if not floating:
         return Verdict(None, 'neither: a mean of integers. "stack" it, or return a float')

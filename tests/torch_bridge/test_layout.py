@@ -42,6 +42,8 @@ def test_unknown_and_repeated_names():
     assert error.value.missing == ("x", "y")
     with pytest.raises(CheckpointMismatch, match="a appears again"):
         BucketLayout.from_order([["a"], ["a"]], model)
+    with pytest.raises(CheckpointMismatch, match="a list of names for each bucket"):
+        BucketLayout.from_order(["a", "b"], model)
 
 
 @settings(max_examples=60, deadline=None)

@@ -188,8 +188,14 @@ class BucketLayout:
           model: Name -> array or tensor, for the shapes and strides.
 
         Raises:
-          CheckpointMismatch: A name is not in `model`; all such names are listed.
+          CheckpointMismatch: A name is not in `model`; all such names are listed. Or a bucket is a
+            name.
         """
+        if any(isinstance(names, str) for names in order):
+            raise CheckpointMismatch(
+                "`order` must hold a list of names for each bucket, and has a name in the place of "
+                "a list. Write [[...]] if there is one bucket."
+            )
         missing = [name for name in itertools.chain(*order) if name not in model]
         if missing:
             raise CheckpointMismatch(

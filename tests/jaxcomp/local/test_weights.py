@@ -1,5 +1,7 @@
 """Local SGD with replicas that do not count the same, and with one that went wrong."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,3 +189,14 @@ def test_momenta_that_are_to_be_averaged_must_be_finite_too(name):
     others = np.delete(inner, 1, axis=0)
     np.testing.assert_allclose(others, np.broadcast_to(expected, (3, 8)), rtol=1e-5)
     assert np.isfinite(inner).all()
+
+
+@pytest.mark.parametrize("misspelt", ["weights", "weigths"])
+def test_a_misspelt_weight_of_local_steps_is_refused_with_the_right_name(misspelt):
+    local = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name="data")
+    steps = jaxcomp.accumulate(optax.chain(jaxcomp.allreduce(axis_name="data"), optax.sgd(0.1)), 2)
+    params = {"w": np.ones((4, 3), np.float32)}
+    for tx in (local, steps):
+        step = functools.partial(tx.update, state=tx.init(params), params=params, **{misspelt: 2.0})
+        with pytest.raises(ValueError, match=f"no argument `{misspelt}`: it is `weight`"):
+            jax.vmap(step, axis_name="data")({"w": np.ones((2, 4, 3), np.float32)})

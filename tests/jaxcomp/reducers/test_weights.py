@@ -82,7 +82,7 @@ def test_weights_without_a_mean_leave_no_trace(name):
         jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
-@pytest.mark.parametrize("misspelt", ["weights", "wieght", "Weight", "example_weights"])
+@pytest.mark.parametrize("misspelt", ["weights", "wieght", "weigths", "Weight", "example_weights"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_misspelt_weight_is_refused_with_the_right_name(name, misspelt):
     tx = reducer(name)

@@ -203,6 +203,19 @@ def test_outputs_of_too_little_say_so():
         run.outputs(params, x[:5], y[:5])
 
 
+def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
+    """As whether any example is so, which is a sum where only one half has such an example."""
+
+    def loss(params, x, y):
+        losses = per_example(params, x, y)[1]
+        peak = jnp.maximum(x - 50, 0).max()
+        return losses.mean(), {"any": (x > 50).any(), "peak": peak, "all": (losses > -1).all()}
+
+    params, x, y = data()
+    words = make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y)
+    assert words == {"any": None, "peak": None, "all": None}
+
+
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
     def total(params, x, y):  # as if divided by a constant
         return per_example(params, x, y)[1].sum() / EXAMPLES
