@@ -96,15 +96,20 @@ def accumulate(
         return AccumulateState(mini_step, gradient_step, inner.init(params), zeros)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        if extra_args.get("weight") is not None:
+        if weight is not None:
             raise ValueError(
                 f"{made_by} takes no `weight`: its micro-batches count the same. Weigh the "
                 "gradients of each before, or accumulate in the function that data_parallel is "
                 "given."
             )
-        refuse_misspelt_weight({name: x for name, x in extra_args.items() if name != "weight"})
+        refuse_misspelt_weight(extra_args)
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_bridge._pairing.kinds import CONV, IN_OUT, LINEAR, Answer, kind_of, map_size, usual_form
+from torch_bridge._pairing.kinds import CONV, IN_OUT, LINEAR, Answer, kind_of, usual_form
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.match import Partners
 from torch_bridge._pairing.pairs import Maps
@@ -230,20 +230,6 @@ def candidate_maps(values: int, channels: Sequence[int], others: Sequence[int] =
                 found.append(((0, count, rest // count),))
                 found.append(((beside, count, rest // count),))
     return list(dict.fromkeys(found))
-
-
-def show_maps(maps: Maps, values: int) -> Any:
-    """Writes maps as users say them: a shape (C, places), or a list of parts."""
-    parts: list[Any] = []
-    start = 0
-    for first, channels, places in maps:
-        if first > start:
-            parts.append(first - start)
-        parts.append(shape_of_map(channels, channels * places))
-        start = first + channels * places
-    if values > map_size(maps):
-        parts.append(values - map_size(maps))
-    return parts[0] if len(parts) == 1 else parts
 
 
 def _is_square_map(values: int, channels: int) -> bool:
