@@ -37,7 +37,7 @@ from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
 from benchmarks.time_to_loss.measure import Plan, step_times, whole_runs
-from benchmarks.time_to_loss.report import FAIR, RUNS, write_report
+from benchmarks.time_to_loss.report import RUNS, write_report
 from benchmarks.time_to_loss.task import Config
 
 # Exit codes; 2 is argparse's, for wrong arguments.
@@ -50,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = command_line("benchmarks.time_to_loss", __doc__)
     shown = " (default: %(default)s)"
-    fair = f"; with 16 bits on the wire {', '.join(FAIR)}"
-    p.add_argument("--runs", default=",".join(RUNS), help="framework/strategy" + shown + fair)
+    p.add_argument("--runs", default=",".join(RUNS), help="framework/strategy" + shown)
     p.add_argument("--seeds", type=int, default=1, help="how many" + shown)
     p.add_argument("--rates", default=RATES, help="for step times" + shown)
     p.add_argument("--at", default=UNLIMITED.name, help="rate of whole runs" + shown)

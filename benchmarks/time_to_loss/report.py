@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
+
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.cluster.plan import parse_rate, parse_strategy
 from benchmarks.common.paths import RESULTS, ROOT
@@ -21,17 +22,22 @@ EXACT = "jax/allreduce"
 _HOOK = "torch/powersgd-"
 _SIZES = ("processes", "sequences", "layers", "width", "heads", "context")
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
-# What is run where nothing else is said, and shown in the picture: by its name, in words.
+# What is shown in the picture: by its name, in words, with its colour and dashes.
 RUNS = {
-    EXACT: ("a float32 all-reduce", INK),
-    "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE),
-    "jax/powersgd-32-int6-every-4-from-160": ("rank 32, int6, rounds of 4 from step 160", PURPLE),
-    "torch/powersgd-32": ("torch's hook in float32, rank 32", ORANGE),
+    EXACT: ("float32 all-reduce", INK, "-"),
+    "torch/fp16": ("torch's 16-bit all-reduce", INK, "--"),
+    "jax/powersgd-32-int6": ("PowerSGD rank 32, int6", BLUE, "-"),
+    "jax/powersgd-32-int6-every-4-from-160": ("with rounds of 4 from step 160", PURPLE, "-"),
+    "torch/powersgd-32": ("torch's hook, rank 32", ORANGE, "-"),
+    "torch/powersgd-32-fp16": ("torch's hook, rank 32, 16 bits", ORANGE, "--"),
 }
-# With 16 bits on the wire. Nobody has run these on a quiet machine yet, and their step times are
-# estimated from those with 32 bits: name each to `--runs` to measure it.
-FAIR = ("jax/fp16", "torch/fp16", "torch/powersgd-32-fp16")
-_HALVED = {EXACT: "a 16-bit all-reduce", "torch/powersgd-32": "torch's hook in 16 bits"}
+# With 16 bits on the wire. Where only steps were timed, a run is taken to need as many of them as
+# the one with 32 bits that is named here.
+SIXTEEN_BITS = {
+    "jax/fp16": EXACT,
+    "torch/fp16": EXACT,
+    "torch/powersgd-32-fp16": "torch/powersgd-32",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Result:
       seconds: Of a step, in each timed call, by rate.
       start: Steps before these, which took `before`.
       before: Likewise of them.
+      borrowed: Whether losses and steps are those of a run with 32 bits on the wire.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Result:
     seconds: dict[str, list[float]]
     start: int
     before: dict[str, list[float]]
+    borrowed: bool = False
 
     def clock(self, rate: str, steps: float) -> float:
         """Returns the seconds that so many steps take at a rate."""
@@ -98,29 +106,18 @@ class Result:
         # The median of normal values scatters a quarter more than their mean.
         return 1.25 * stdev(times) / len(times) ** 0.5 / median(times)
 
-    def with_half_the_bytes(self) -> Result:
-        """Returns an estimate of the same steps with 16 bits on the wire in the place of 32.
-
-        What a link takes is inversely proportional to its rate, which is read off the two slowest.
-        """
-        bits = {rate: parse_rate(rate).bits_per_second or math.inf for rate in self.seconds}
-        slowest, slow = sorted(bits, key=lambda rate: bits[rate])[:2]
-        longer = median(self.seconds[slowest]) - median(self.seconds[slow])
-        sent = longer / (1 / bits[slowest] - 1 / bits[slow])
-        seconds = {}
-        for rate, times in self.seconds.items():
-            seconds[rate] = [time - sent / bits[rate] / 2 for time in times]
-        return replace(self, seconds=seconds)
-
 
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
-    """Returns the runs without a limit, by their name; of seeds that the exact run has too."""
+    """Returns the runs without a limit, by their name; of seeds that the exact run has too.
+
+    With 16 bits on the wire only steps are timed, so that the losses are those of 32 bits.
+    """
     by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
     times: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         name = f"{run['framework']}/{run['strategy']}"
         if "seconds" in run:
-            times[name] = _seconds_a_step(run)
+            times.setdefault(name, {}).update(_seconds_a_step(run))
         elif run["at"] == "unlimited":
             by_name.setdefault(name, {})[run["seed"]] = run
     goals = {}
@@ -131,6 +128,9 @@ def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
         shared = {seed: run for seed, run in by_seed.items() if seed in goals}
         if shared:
             several[name] = _result(name, shared, goals, times)
+    for name, alike in SIXTEEN_BITS.items():
+        if name in times and alike in several and name not in several:
+            several[name] = replace(several[alike], name=name, seconds=times[name], borrowed=True)
     return several
 
 
@@ -220,44 +220,63 @@ def _times_it(run: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:
 def _text(several: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
     exact = several[EXACT]
     losses = []
-    for result in several.values():
-        above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
-        fewer = f"{exact.sent / result.sent:.1f}x"
-        row = [f"`{result.name}`", str(len(result.losses)), above, fewer, _steps(result)]
-        losses.append(row)
-    header = ["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"]
-    parts = [markdown(header, losses)]
-    rates = list(exact.seconds)
+    times = []
+    sooner = []
+    for name, result in several.items():
+        if not result.borrowed:
+            above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
+            fewer = f"{exact.sent / result.sent:.1f}x"
+            losses.append([f"`{name}`", str(len(result.losses)), above, fewer, _steps(result)])
+        if result.seconds:
+            times.append([f"`{name}`"])
+            times[-1] += [_milliseconds(result, rate) for rate in exact.seconds]
+        if _is_ours(name) and result.seconds and result.reached:
+            sooner.append(
+                [f"`{name}`", *(_sooner(result, rate, several) for rate in exact.seconds)]
+            )
+    rates = [parse_rate(rate).shown for rate in exact.seconds]
+    parts = [
+        markdown(["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"], losses)
+    ]
     if rates:
-        rows = []
-        for result in several.values():
-            if result.seconds:
-                times = [_at(rate, result, several) for rate in rates]
-                rows.append([f"`{result.name}`", *times])
-        shown = [parse_rate(rate).shown for rate in rates]
-        parts.append(markdown(["run", *shown], rows))
-        if len(rates) > 1:  # from two of which the share of the link is read
-            parts.append(_fair(several, rates))
+        parts.append(markdown(["milliseconds a step", *rates], times))
+        parts.append(markdown(["sooner at the goal than the best", *rates], sooner))
     return "\n\n".join([*parts, made_on(provenance(runs)), ""])
 
 
-def _at(rate: str, result: Result, several: Mapping[str, Result]) -> str:
-    """Writes milliseconds a step, and how many times sooner at the goal than exact and the hook."""
+def _is_ours(name: str) -> bool:
+    return name.startswith("jax/powersgd-")
+
+
+def _milliseconds(result: Result, rate: str) -> str:
+    """Writes the mean step of a whole run, if it was timed at the rate."""
     if rate not in result.seconds:
         return ""
-    exact = several[EXACT]
-    than_exact = _with_timing(result.sooner_than(exact, rate), rate, result, exact)
-    than_hook = "-"
-    least = math.inf
-    for name, hook in several.items():
-        ratios = result.sooner_than(hook, rate)
-        # The rank that is best for torch's hook.
-        if name.startswith(_HOOK) and ratios and mean(ratios) < least:
-            least = mean(ratios)
-            than_hook = _with_timing(ratios, rate, result, hook)
     curve = next(iter(result.curves.values()))
     last = curve[-1][0]
-    return f"{1e3 * result.clock(rate, last) / last:,.0f} ms, {than_exact}, {than_hook}"
+    return f"{1e3 * result.clock(rate, last) / last:,.0f}"
+
+
+def _sooner(result: Result, rate: str, several: Mapping[str, Result]) -> str:
+    """Writes how many times sooner it is than the best all-reduce and the best of torch's hook."""
+    cells = []
+    for other in best_of_others(several, result, rate):
+        ratios = result.sooner_than(other, rate)
+        cells.append(f"{_with_timing(ratios, rate, result, other)} than `{other.name}`")
+    return ", ".join(cells)
+
+
+def best_of_others(several: Mapping[str, Result], result: Result, rate: str) -> list[Result]:
+    """Returns the all-reduce and the hook of torch that are at the goal first at a rate."""
+    best: dict[bool, tuple[float, Result]] = {}
+    for name, other in several.items():
+        ratios = result.sooner_than(other, rate)
+        if _is_ours(name) or not ratios:
+            continue
+        is_hook = name.startswith(_HOOK)
+        if is_hook not in best or mean(ratios) < best[is_hook][0]:
+            best[is_hook] = mean(ratios), other
+    return [best[is_hook][1] for is_hook in sorted(best)]
 
 
 def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
@@ -269,28 +288,6 @@ def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
         variance += (stdev(ratios) / mean(ratios)) ** 2 / len(ratios)
     half = student(len(ratios)) * variance**0.5 * mean(ratios)
     return f"{mean(ratios):.1f}x ± {half:.1f}"
-
-
-def _fair(several: Mapping[str, Result], rates: Sequence[str]) -> str:
-    """Shows how many times sooner than with 16 bits on the wire, in an estimate."""
-    rows = []
-    for result in several.values():
-        if result.name in _HALVED or not (result.seconds and result.reached):
-            continue
-        row = [f"`{result.name}`"]
-        for rate in rates:
-            cells = []
-            for name in _HALVED:
-                if name in several and several[name].seconds:
-                    halved = several[name].with_half_the_bytes()
-                    ratios = result.sooner_than(halved, rate)
-                    cells.append(_with_timing(ratios, rate, result, halved))
-            row.append(", ".join(cells))
-        rows.append(row)
-    header = [f"sooner than {' and '.join(_HALVED.values())}, estimated"]
-    for rate in rates:
-        header.append(parse_rate(rate).shown)
-    return markdown(header, rows)
 
 
 def _steps(result: Result) -> str:
@@ -308,8 +305,9 @@ def plot(several: Mapping[str, Result], path: Path) -> None:
     top = max(loss for _, loss in settled)
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
-        for words, result, colour, dashes in _lines(several):
-            if seed not in result.curves or rate not in result.seconds:
+        for name, (words, colour, dashes) in RUNS.items():
+            result = several.get(name)
+            if result is None or seed not in result.curves or rate not in result.seconds:
                 continue
             times = [result.clock(rate, steps) for steps, _ in result.curves[seed]]
             losses = [loss for _, loss in result.curves[seed]]
@@ -318,19 +316,12 @@ def plot(several: Mapping[str, Result], path: Path) -> None:
             )
         axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
     save(figure, path)
-
-
-def _lines(several: Mapping[str, Result]) -> Iterator[tuple[str, Result, str, str]]:
-    """Yields what is drawn: in words, the runs, colour and dashes, which an estimate has."""
-    for name, (words, colour) in RUNS.items():
-        if name not in several:
-            continue
-        yield words, several[name], colour, "-"
-        if name in _HALVED and len(several[name].seconds) > 1:
-            yield f"{_HALVED[name]}, estimated", several[name].with_half_the_bytes(), colour, "--"
