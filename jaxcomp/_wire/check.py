@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +16,11 @@ from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.data_parallel import data_parallel
-from jaxcomp._wire.collectives import (
-    Collective,
-    calls_of_collectives,
-    collective_of,
-    collectives,
-    mesh_of,
-)
-from jaxcomp._wire.program import Instruction, Program, read_program
+from jaxcomp._wire.collectives import Collective, collectives, mesh_of
+from jaxcomp._wire.program import Program, read_program
+from jaxcomp._wire.steps import count_steps
 
 _SMALL = 1024  # bytes: losses and flags
-# Instructions that pass an array on as it is.
-_UNCHANGED = ("copy", "bitcast")
 
 
 def check(
@@ -57,8 +50,8 @@ def check(
         BatchNorm statistics. By default 1% of the gradients or half of what the reducers send,
         whichever is less, and 1 kB at least.
       steps: How many training steps one call of the program takes; a list for a list. None counts
-        them: a loop in which the largest parameter changes from turn to turn is one of steps. A
-        loop of micro-batches, in which it does not, is refused if the reducer runs in it.
+        them, in loops and out of them: how often a loss is differentiated at what came of gradients
+        that were sent. A reducer that runs on every micro-batch is refused.
 
     Returns:
       What the program sends, as from `collectives`.
@@ -82,30 +75,42 @@ def check(
     networks = _networks(reducer, params, steps)
     mesh = mesh_of(compiled) if mesh is None else mesh
     program = read_program(compiled)
-    calls = calls_of_collectives(program)
-    listed = tuple(collective_of(call, mesh) for call in calls)
+    listed = collectives(compiled, mesh=mesh)
+    expected = [_expected(network, program, mesh, allow) for network in networks]
 
-    axes: set[str] = set()
+    axes: dict[str, None] = {}
     for network in networks:
-        axes.update(axis_tuple(network.reducer.axis_name))
-    crossing = []
-    loops: list[Sequence[Instruction]] = []
-    for call, collective in zip(calls, listed, strict=True):
-        if axes & set(collective.axes):
-            crossing.append(collective)
-            loops.append(call.loops)
-
-    expected = []
-    for network in networks:
-        steps = network.steps or _steps_counted(program, loops, network.params)
-        expected.append(_expected(network, steps, mesh, allow))
-    most = sum(reducer.bytes + reducer.allowed for reducer in expected)
+        axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
+    crossing = _crossing(listed, axes)
     # Beside other axes every device of a replica may send a share of what it has.
     others = math.prod(size for name, size in mesh.shape.items() if name not in axes)
-    least = sum(reducer.bytes for reducer in expected) / others / 2
-    if least <= _bytes(crossing) <= most:
+    right = sum(reducer.bytes for reducer in expected)
+    allowed = sum(reducer.allowed for reducer in expected)
+    sent = _bytes(crossing)
+    if right / others / 2 <= sent <= right + allowed:
         return listed
-    raise _refusal(networks, expected, crossing)
+
+    reducers = " and ".join(repr(network.reducer) for network in networks)
+    lines = [
+        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where the right one "
+        f"with {reducers} sends {right:,.0f}, and {allowed:,.0f} besides are allowed (allow=)."
+    ]
+    times = round(sent / right) if right else 0
+    whole = abs(sent - times * right) < 0.1 * right
+    runs = sum(collective.times for collective in crossing)
+    if times > 1 and whole and runs >= times * sum(reducer.collectives for reducer in expected):
+        counts = [times * reducer.steps for reducer in expected]
+        shown = counts[0] if len(counts) == 1 else counts
+        lines.append(
+            f"  That is {times} times as much. If the reducer runs on every micro-batch, let it "
+            f"run once, on the mean of their gradients. If one call takes {shown} training steps, "
+            f"pass steps={shown}."
+        )
+    elif sent > right and len(networks) == 1:
+        lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
+    largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
+    lines += [f"  {collective}" for collective in largest[:6]]
+    raise ValueError("\n".join(lines))
 
 
 class _Network(NamedTuple):
@@ -156,124 +161,31 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
     return networks
 
 
-def _bytes(listed: Sequence[Collective]) -> float:
+def _bytes(listed: Iterable[Collective]) -> float:
     """Returns the bytes of all-reduces that would cost as much as these collectives."""
     return sum(collective.times * collective.as_all_reduce for collective in listed)
 
 
-def _expected(network: _Network, steps: int, mesh: Any, allow: int | None) -> _Expected:
-    """Finds out what the reducer of a network sends in so many steps, by compiling it alone."""
-    axes = set(axis_tuple(network.reducer.axis_name))
-    listed = collectives(_alone(network, mesh), mesh=mesh)
-    alone = [collective for collective in listed if axes & set(collective.axes)]
+def _crossing(listed: Iterable[Collective], axes: Iterable[str]) -> list[Collective]:
+    """Returns those that join devices along one of the axes."""
+    return [collective for collective in listed if set(axes) & set(collective.axes)]
+
+
+def _expected(network: _Network, program: Program, mesh: Any, allow: int | None) -> _Expected:
+    """Finds out what the reducer of a network sends, by compiling it alone."""
+    alone = _crossing(
+        collectives(_alone(network, mesh), mesh=mesh), axis_tuple(network.reducer.axis_name)
+    )
     sent = _bytes(alone)
     if allow is None:
         dense = sum(leaf.size * leaf.dtype.itemsize for leaf in floating_leaves(network.params))
         allow = int(max(_SMALL, min(dense / 100, sent / 2)))
+    steps = network.steps or 1
+    if network.steps is None and alone:
+        largest = max(alone, key=lambda collective: collective.bytes)
+        array = max(largest.arrays, key=lambda array: array[1])
+        steps = count_steps(program, largest.kind, array)
     return _Expected(steps, steps * sent, steps * len(alone), steps * allow)
-
-
-def _steps_counted(program: Program, loops: Sequence[Sequence[Instruction]], params: PyTree) -> int:
-    """Counts the training steps of a program, by the loops around its collectives.
-
-    Args:
-      program: The program.
-      loops: Around each of the collectives, the outermost first.
-      params: What is trained.
-    """
-    leaves = floating_leaves(params)
-    if not leaves:
-        return 1
-    largest = max(leaves, key=lambda leaf: leaf.size)
-    sizes = {largest.size, _local_size(largest)}
-    most = 1
-    for around in loops:
-        steps = 1
-        for loop in around:
-            if _is_trained_in(program, loop, sizes):
-                steps *= loop.times
-        most = max(most, steps)
-    return most
-
-
-def _local_size(leaf: Any) -> int:
-    """Returns how many values of a parameter one device has."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return leaf.size
-    return math.prod(sharding.shard_shape(leaf.shape))
-
-
-def _is_trained_in(program: Program, loop: Instruction, sizes: set[int]) -> bool:
-    """Tells a loop of training steps from one of micro-batches.
-
-    What a loop carries is what its body gets and what it returns. In a loop of steps all arrays of
-    the size of a parameter change: the parameter, its momenta, the residual. In one of
-    micro-batches the parameter is there too, and stays.
-
-    Args:
-      program: The program.
-      loop: One of its loops.
-      sizes: The number of values of a parameter, all and those of one device.
-    """
-    body = program.computations[loop.called[0]]
-    result = body.instructions[body.root]
-    if result.opcode != "tuple" or len(result.operands) != len(loop.arrays):
-        return False
-    carried = False
-    for position, array in enumerate(loop.arrays):
-        if array.values in sizes:
-            if _passed_on(body.instructions, result.operands[position], position):
-                return False
-            carried = True
-    return carried
-
-
-def _passed_on(instructions: dict[int, Instruction], result: int, position: int) -> bool:
-    """Tells whether a loop's body returns what it got in the same place."""
-    source = instructions[result]
-    while source.opcode in _UNCHANGED:
-        source = instructions[source.operands[0]]
-    if source.opcode != "get-tuple-element" or source.element != position:
-        return False
-    return instructions[source.operands[0]].opcode == "parameter"
-
-
-def _refusal(
-    networks: Sequence[_Network], expected: Sequence[_Expected], crossing: Sequence[Collective]
-) -> ValueError:
-    """Makes the error that says what crosses, and how much was expected."""
-    axes: dict[str, None] = {}
-    for network in networks:
-        axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
-    reducers = " and ".join(repr(network.reducer) for network in networks)
-    sent = _bytes(crossing)
-    right = sum(reducer.bytes for reducer in expected)
-    allowed = sum(reducer.allowed for reducer in expected)
-    lines = [
-        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where {reducers} "
-        f"{'sends' if len(networks) == 1 else 'send'} {right:,.0f} and {allowed:,.0f} besides are "
-        "allowed (allow=)."
-    ]
-
-    times = round(sent / right) if right else 0
-    whole = abs(sent - times * right) < 0.1 * right
-    runs = sum(collective.times for collective in crossing)
-    repeated = runs >= times * sum(reducer.collectives for reducer in expected)
-    if times > 1 and whole and repeated:
-        counts = [times * reducer.steps for reducer in expected]
-        shown = counts[0] if len(counts) == 1 else counts
-        lines.append(
-            f"  That is {times} times as much. If one call takes {shown} training steps, pass "
-            f"steps={shown}. If the reducer runs on every micro-batch, let it run once, on the "
-            "mean of their gradients."
-        )
-    elif sent > right and len(networks) == 1:
-        lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
-    largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
-    for collective in largest[:6]:
-        lines.append(f"  {collective}")
-    return ValueError("\n".join(lines))
 
 
 def _alone(network: _Network, mesh: Any) -> Any:

@@ -7,12 +7,15 @@ collectives after everything that JAX can tell about a program.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxcomp._wire.program import ArrayType, Instruction, Program, read_program
+from jaxcomp._wire.program import Instruction, Program, read_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +80,10 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
       ('all-reduce', (('f32', 100),), 400, ('data',))
     """
     program = read_program(compiled)
-    listed = []
-    for call in calls_of_collectives(program):
-        mesh = mesh_of(compiled) if mesh is None else mesh
-        listed.append(collective_of(call, mesh))
-    return tuple(listed)
+    uses = list(uses_of_collectives(program))
+    if uses and mesh is None:
+        mesh = mesh_of(compiled)
+    return tuple(use.on(mesh) for use in uses)
 
 
 def mesh_of(compiled: Any) -> Any:
@@ -99,73 +101,54 @@ def mesh_of(compiled: Any) -> Any:
     return max(meshes, key=lambda mesh: mesh.size)
 
 
-class Call(NamedTuple):
+class Use(NamedTuple):
     """A collective in its place in a program."""
 
     instruction: Instruction
-    loops: tuple[Instruction, ...]  # around it, the outermost first
+    loops: tuple[int, ...]  # how often those around it turn
     in_branch: bool  # of a conditional
 
+    def on(self, mesh: Any) -> Collective:
+        """Says what users want to know."""
+        instruction = self.instruction
+        kind = str(instruction.kind)
+        arrays = instruction.arrays
+        if instruction.opcode != kind != "all-reduce":
+            # What starts yields operands, results, here and there a context.
+            data = tuple(array for array in arrays if array.element != "u32") or arrays
+            arrays = data[len(data) // 2 :]
+        size = sum(array.bytes for array in arrays)
+        groups = instruction.groups
+        if groups is None:
+            groups = np.arange(mesh.size)[None]
+        if kind == "reduce-scatter":
+            size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
+        places = np.unravel_index(groups, tuple(mesh.shape.values()))
+        return Collective(
+            kind,
+            arrays=tuple((array.element, array.values) for array in arrays),
+            bytes=size,
+            # Along which devices of one group differ.
+            axes=tuple(itertools.compress(mesh.shape, (np.ptp(x, 1).any() for x in places))),
+            in_loop=bool(self.loops),
+            times=math.prod(self.loops),
+            in_branch=self.in_branch,
+            operation=instruction.operation,
+        )
 
-def calls_of_collectives(program: Program) -> list[Call]:
-    """Lists the collectives that a program runs, in its order; those of every branch."""
-    calls: list[Call] = []
 
-    def visit(computation: int, loops: tuple[Instruction, ...], in_branch: bool) -> None:
+def uses_of_collectives(program: Program) -> Iterator[Use]:
+    """Yields the collectives that a program runs, in its order; those of every branch."""
+
+    def visit(computation: int, loops: tuple[int, ...], in_branch: bool) -> Iterator[Use]:
         for instruction in program.computations[computation].instructions.values():
             if instruction.kind is not None:
-                calls.append(Call(instruction, loops, in_branch))
+                yield Use(instruction, loops, in_branch)
             around = loops
             if instruction.opcode == "while":
-                around = (*loops, instruction)
+                around = (*loops, instruction.times)
             chosen = in_branch or instruction.opcode == "conditional"
             for called in instruction.called:
-                visit(called, around, chosen)
+                yield from visit(called, around, chosen)
 
-    visit(program.entry, (), False)
-    return calls
-
-
-def collective_of(call: Call, mesh: Any) -> Collective:
-    """Says of a collective what users want to know."""
-    instruction = call.instruction
-    kind = str(instruction.kind)
-    arrays = instruction.arrays
-    if instruction.opcode != kind != "all-reduce":
-        arrays = _results_of_start(arrays)
-    size = sum(array.bytes for array in arrays)
-    groups = instruction.groups
-    if groups is None:
-        groups = np.arange(mesh.size)[None]
-    if kind == "reduce-scatter":
-        size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
-    times = 1
-    for loop in call.loops:
-        times *= loop.times
-    return Collective(
-        kind,
-        arrays=tuple((array.element, array.values) for array in arrays),
-        bytes=size,
-        axes=_axes_of(groups, mesh),
-        in_loop=bool(call.loops),
-        times=times,
-        in_branch=call.in_branch,
-        operation=instruction.operation,
-    )
-
-
-def _results_of_start(arrays: tuple[ArrayType, ...]) -> tuple[ArrayType, ...]:
-    """Returns the results of what starts: it yields operands, results, here and there a context."""
-    data = tuple(array for array in arrays if array.element != "u32") or arrays
-    return data[len(data) // 2 :]
-
-
-def _axes_of(groups: np.ndarray, mesh: Any) -> tuple[str, ...]:
-    """Returns the axes of the mesh along which devices of one group differ."""
-    sizes = dict(mesh.shape)
-    places = np.unravel_index(groups, tuple(sizes.values()))
-    axes = []
-    for name, place in zip(sizes, places, strict=True):
-        if np.ptp(place, axis=1).any():
-            axes.append(name)
-    return tuple(axes)
+    return visit(program.entry, (), False)

@@ -17,32 +17,39 @@ import numpy as np
 # XLA's collectives, without the -start and -done of asynchronous ones.
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
-# The fields of a message by their numbers; a field that is repeated has several values.
-Fields: TypeAlias = dict[int, list[Any]]
+# By message: the fields that are read, by their numbers, each with a name and what it holds: an
+# integer, a list of integers, a text, or messages of other fields.
+Fields: TypeAlias = dict[int, tuple[str, Any]]
 
-# Numbers of the fields that are read, by message.
-_MODULE_COMPUTATIONS = 3
-_MODULE_ENTRY = 6
-_COMPUTATION_INSTRUCTIONS = 2
-_COMPUTATION_ID = 5
-_COMPUTATION_ROOT = 6
-_OPCODE = 2
-_SHAPE = 3
-_METADATA = 7
-_METADATA_NAME = 2
-_TUPLE_INDEX = 13
-_ID = 35
-_OPERANDS = 36
-_CALLED = 38
-_BACKEND_CONFIG = 43
-_GROUPS = 49
-_PAIRS = 52
-_DEVICE_LIST = 87
-_COUNTED_DEVICES = 92
-_MESH_AXES = 93
-_SHAPE_ELEMENT = 2
-_SHAPE_DIMENSIONS = 3
-_SHAPE_PARTS = 4
+_ORDER: Fields = {1: ("shape", list), 2: ("order", list)}
+_MESH: Fields = {1: ("axes", {2: ("size", int)}), 3: ("order", _ORDER)}
+_PART: Fields = {1: ("before", int), 2: ("joined", int)}
+_GROUP: Fields = {1: ("devices", list)}
+_SHAPE: Fields = {2: ("element", int), 3: ("dimensions", list)}
+_SHAPE[4] = ("parts", _SHAPE)
+_INSTRUCTION: Fields = {
+    2: ("opcode", str),
+    3: ("shape", _SHAPE),
+    7: ("metadata", {2: ("operation", str)}),
+    9: ("parameter", int),
+    13: ("tuple_index", int),
+    35: ("id", int),
+    36: ("operands", list),
+    38: ("called", list),
+    43: ("backend_config", str),
+    49: ("groups", _GROUP),
+    52: ("pairs", {1: ("source", int), 2: ("target", int)}),
+    87: ("device_list", {1: ("groups", _GROUP)}),
+    92: (
+        "counted",
+        {1: ("groups", int), 2: ("width", int), 3: ("shape", list), 4: ("order", list)},
+    ),
+    93: ("along", {1: ("mesh", _MESH), 2: ("axes", {1: ("axis", int), 2: ("parts", _PART)})}),
+}
+_MODULE: Fields = {
+    3: ("computations", {2: ("instructions", _INSTRUCTION), 5: ("id", int), 6: ("root", int)}),
+    6: ("entry", int),
+}
 
 # Element types by XLA's numbers. The first number in a name is that of its bits.
 _NAMES = (
@@ -68,7 +75,7 @@ class Instruction(NamedTuple):
     arrays: tuple[ArrayType, ...]  # its results
     operands: tuple[int, ...]  # the instructions that they are made of, by id
     called: tuple[int, ...]  # computations that it runs: a loop's body and condition, branches
-    element: int  # of a get-tuple-element: which one
+    position: int  # of a get-tuple-element: which one; of a parameter: its number
     operation: str  # JAX's name of what it was made for, with the functions around it
     times: int  # how often a loop's body runs, where XLA knows; else 1
     groups: np.ndarray | None  # of a collective: devices that it joins, a row for each group
@@ -117,161 +124,143 @@ def read_program(compiled: Any) -> Program:
 
 def read_message(message: bytes) -> Program:
     """Reads a program from XLA's message, an ``HloModuleProto``."""
-    module = _fields(memoryview(message))
+    module = _decoded(memoryview(message), _MODULE)
     computations = {}
-    for part in module[_MODULE_COMPUTATIONS]:
-        computation = _fields(part)
+    for computation in module["computations"]:
         instructions = {}
-        for line in computation[_COMPUTATION_INSTRUCTIONS]:
-            fields = _fields(line)
-            instructions[_number(fields, _ID)] = _instruction(fields)
-        root = _number(computation, _COMPUTATION_ROOT)
-        computations[_number(computation, _COMPUTATION_ID)] = Computation(root, instructions)
-    return Program(_number(module, _MODULE_ENTRY), computations)
+        for fields in computation["instructions"]:
+            instructions[fields["id"]] = _instruction(fields)
+        computations[computation["id"]] = Computation(computation["root"], instructions)
+    return Program(module["entry"], computations)
 
 
-def _instruction(fields: Fields) -> Instruction:
-    """Reads one instruction."""
-    opcode = _text(fields, _OPCODE)
+def _instruction(fields: dict[str, Any]) -> Instruction:
+    """Returns an instruction of which the fields are known."""
+    opcode = fields["opcode"]
+    called = fields["called"]
+    if opcode.endswith(("-update", "-done")):
+        called = ()  # they name what the -start runs
+    arrays: list[ArrayType] = []
+    for shape in fields["shape"]:
+        arrays += _arrays(shape)
+    config = fields["backend_config"]
+    times = 1
+    if opcode == "while" and config.startswith("{"):
+        times = int(json.loads(config).get("known_trip_count", {}).get("n", 1))
     groups = None
     if opcode.removesuffix("-start") in KINDS:
         groups = _device_groups(fields)
-    called = _numbers(fields, _CALLED)
-    if opcode.endswith(("-update", "-done")):
-        called = ()  # they name what the -start runs
-    shape = _fields(fields[_SHAPE][0])
-    operation = ""
-    if _METADATA in fields:
-        operation = _text(_fields(fields[_METADATA][0]), _METADATA_NAME)
     return Instruction(
         opcode,
-        arrays=tuple(_arrays(shape)),
-        operands=_numbers(fields, _OPERANDS),
-        called=called,
-        element=_number(fields, _TUPLE_INDEX),
-        operation=operation,
-        times=_trips(fields) if opcode == "while" else 1,
+        arrays=tuple(arrays),
+        operands=tuple(fields["operands"]),
+        called=tuple(called),
+        position=fields["tuple_index"] or fields["parameter"],
+        operation="".join(metadata["operation"] for metadata in fields["metadata"]),
+        times=times,
         groups=groups,
     )
 
 
-def _arrays(shape: Fields) -> list[ArrayType]:
+def _arrays(shape: dict[str, Any]) -> list[ArrayType]:
     """Lists the arrays of a shape; those of a tuple one after the other."""
-    number = _number(shape, _SHAPE_ELEMENT)
-    if number >= len(_ELEMENTS):
+    if shape["element"] >= len(_ELEMENTS):
         raise ValueError(
-            f"XLA's element type {number} is not known here, so its bytes cannot be counted. "
-            "Take an older jaxlib, or a newer jaxcomp."
+            f"XLA's element type {shape['element']} is not known here, so its bytes cannot be "
+            "counted. Take an older jaxlib, or a newer jaxcomp."
         )
-    element = _ELEMENTS[number]
-    if element == "tuple":
+    element = _ELEMENTS[shape["element"]]
+    if element in ("tuple", "opaque", "token"):
         arrays = []
-        for part in shape.get(_SHAPE_PARTS, ()):
-            arrays += _arrays(_fields(part))
+        for part in shape["parts"]:
+            arrays += _arrays(part)
         return arrays
-    if element in ("opaque", "token"):
-        return []
     bits = re.search(r"\d+", element)
     size = int(bits[0]) if bits else 8  # a truth value takes a byte
-    values = math.prod(_numbers(shape, _SHAPE_DIMENSIONS))
+    values = math.prod(shape["dimensions"])
     return [ArrayType(element, values, bytes=math.ceil(values * size / 8))]
 
 
-def _trips(fields: Fields) -> int:
-    """Returns how often a loop runs, if XLA has found it out, else 1."""
-    config = _text(fields, _BACKEND_CONFIG)
-    if not config.startswith("{"):
-        return 1
-    known = json.loads(config).get("known_trip_count", {})
-    return int(known.get("n", 1))
-
-
-def _device_groups(fields: Fields) -> np.ndarray | None:
-    """Reads which devices a collective joins, by their number in the mesh; None for all of them.
+def _device_groups(fields: dict[str, Any]) -> np.ndarray | None:
+    """Returns which devices a collective joins, by their number in the mesh; None for all of them.
 
     Raises:
       ValueError: If they are in a form that is not known.
     """
-    if _COUNTED_DEVICES in fields:
-        return _counted_groups(_fields(fields[_COUNTED_DEVICES][0]))
-    if _MESH_AXES in fields:
-        return _groups_along_axes(_fields(fields[_MESH_AXES][0]))
-    groups = []
-    for pair in map(_fields, fields.get(_PAIRS, [])):
-        groups.append((_number(pair, 1), _number(pair, 2)))
-    listed = fields.get(_GROUPS, [])
-    if _DEVICE_LIST in fields:
-        listed = _fields(fields[_DEVICE_LIST][0]).get(1, [])
-    for group in map(_fields, listed):
-        groups.append(_numbers(group, 1))
+    for counted in fields["counted"]:
+        return _in_order(counted).reshape(counted["groups"], counted["width"])
+    for along in fields["along"]:
+        return _groups_along_axes(along)
+    groups = [(pair["source"], pair["target"]) for pair in fields["pairs"]]
+    listed = fields["groups"]
+    for device_list in fields["device_list"]:
+        listed = device_list["groups"]
+    groups += [group["devices"] for group in listed]
     if groups:
         return np.array(groups)
-    if _DEVICE_LIST in fields:
+    if fields["device_list"]:
         return None
     raise ValueError(
-        f"XLA says in a form unknown here which devices an {_text(fields, _OPCODE)} joins: the "
-        f"message has the fields {sorted(fields)}. Take an older jaxlib, or a newer jaxcomp."
+        f"XLA says in a form unknown here which devices an {fields['opcode']} joins. Take an older "
+        "jaxlib, or a newer jaxcomp."
     )
 
 
-def _counted_groups(fields: Fields) -> np.ndarray:
-    """Reads groups of devices that are counted in a shape, whose axes are then put in an order."""
-    devices = _in_order(_numbers(fields, 3), _numbers(fields, 4))
-    return devices.reshape(_number(fields, 1), _number(fields, 2))
-
-
-def _groups_along_axes(fields: Fields) -> np.ndarray:
-    """Reads groups of devices along axes of a mesh, or along parts of axes."""
-    mesh = _fields(fields[1][0])
-    sizes = [_number(_fields(axis), 2) for axis in mesh[1]]
+def _groups_along_axes(along: dict[str, Any]) -> np.ndarray:
+    """Returns groups of devices along axes of a mesh, or along parts of axes."""
+    (mesh,) = along["mesh"]
+    sizes = [axis["size"] for axis in mesh["axes"]]
     devices = np.arange(math.prod(sizes))
-    if 3 in mesh:
-        order = _fields(mesh[3][0])
-        devices = _in_order(_numbers(order, 1), _numbers(order, 2))
-
+    for order in mesh["order"]:
+        devices = _in_order(order)
     # Every axis is cut in three: what is before the part that is joined, the part, the rest.
     cuts = [(1, 1, size) for size in sizes]
-    for axis in map(_fields, fields.get(2, [])):
-        number = _number(axis, 1)
-        cuts[number] = (1, sizes[number], 1)
-        for part in map(_fields, axis.get(2, [])):
-            before = _number(part, 1)
-            joined = _number(part, 2)
-            cuts[number] = (before, joined, sizes[number] // (before * joined))
+    for axis in along["axes"]:
+        size = sizes[axis["axis"]]
+        cuts[axis["axis"]] = (1, size, 1)
+        for part in axis["parts"]:
+            before = part["before"]
+            joined = part["joined"]
+            cuts[axis["axis"]] = (before, joined, size // (before * joined))
     devices = devices.reshape(np.ravel(cuts))
     parts = range(1, devices.ndim, 3)
     devices = np.moveaxis(devices, parts, range(-len(parts), 0))
-    width = math.prod(joined for _, joined, _ in cuts)
-    return devices.reshape(-1, width)
+    return devices.reshape(-1, math.prod(joined for _, joined, _ in cuts))
 
 
-def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+def _in_order(counted: dict[str, Any]) -> np.ndarray:
     """Counts devices in a shape and puts its axes in another order, if there is one."""
-    devices = np.arange(math.prod(shape)).reshape(shape)
-    if order:
-        devices = devices.transpose(order)
-    return devices
+    devices = np.arange(math.prod(counted["shape"])).reshape(counted["shape"])
+    return devices.transpose(counted["order"] or None)
 
 
-def _fields(message: memoryview) -> Fields:
-    """Takes a message apart: every field is its number, how it is written, and its value."""
-    fields: Fields = {}
+def _decoded(message: memoryview, fields: Fields) -> dict[str, Any]:
+    """Takes a message apart; a field that is not there is 0, or empty."""
+    values: dict[str, Any] = {}
+    for name, kind in fields.values():
+        values[name] = kind() if isinstance(kind, type) else []
     position = 0
     while position < len(message):
         key, position = _varint(message, position)
-        number, written = key >> 3, key & 7
-        if written == 0:
+        value: Any = None
+        if key & 7 == 0:
             value, position = _varint(message, position)
-        elif written == 2:
-            length, position = _varint(message, position)
-            value = message[position : position + length]
-            position += length
         else:
-            length = 8 if written == 1 else 4
-            value = message[position : position + length]
-            position += length
-        fields.setdefault(number, []).append(value)
-    return fields
+            size = 8 if key & 7 == 1 else 4
+            if key & 7 == 2:
+                size, position = _varint(message, position)
+            value = message[position : position + size]
+            position += size
+        name, kind = fields.get(key >> 3, ("", None))
+        if kind is int:
+            values[name] = value
+        elif kind is str:
+            values[name] = bytes(value).decode()
+        elif kind is list:
+            values[name] += [value] if isinstance(value, int) else _varints(value)
+        elif kind is not None:
+            values[name].append(_decoded(value, kind))
+    return values
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
@@ -286,25 +275,11 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
             return value, position
 
 
-def _number(fields: Fields, number: int) -> int:
-    """Returns an integer field; one that is not there is 0."""
-    return fields.get(number, [0])[0]
-
-
-def _numbers(fields: Fields, number: int) -> tuple[int, ...]:
-    """Returns a repeated integer field, whose values may be packed into one."""
-    values: list[int] = []
-    for value in fields.get(number, ()):
-        if isinstance(value, int):
-            values.append(value)
-            continue
-        position = 0
-        while position < len(value):
-            unpacked, position = _varint(value, position)
-            values.append(unpacked)
-    return tuple(values)
-
-
-def _text(fields: Fields, number: int) -> str:
-    """Returns a field of characters; one that is not there is empty."""
-    return bytes(fields.get(number, [b""])[0]).decode()
+def _varints(message: memoryview) -> list[int]:
+    """Reads integers that are packed one behind the other."""
+    values = []
+    position = 0
+    while position < len(message):
+        value, position = _varint(message, position)
+        values.append(value)
+    return values

@@ -82,7 +82,7 @@ REDUCERS = {
     "bfloat16": jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
     "factors in bfloat16": POWERSGD(1, start_step=0, comm_dtype=jnp.bfloat16),
 }
-TOO_MUCH = r"sends [\d,]+ bytes over data, where .* besides are allowed \(allow=\)"
+TOO_MUCH = r"sends [\d,]+ bytes over data, .* besides are allowed \(allow=\)"
 
 
 def checked(reducer, mesh, params, x, like=None):
@@ -200,7 +200,7 @@ def test_a_step_without_its_reducer_is_refused():
     params = parameters(mesh)
     x = placed(mesh, X, P("data"))
     local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), params, x)
-    with pytest.raises(ValueError, match=r"sends 0 bytes over data, where powersgd\(.*\) sends "):
+    with pytest.raises(ValueError, match=r"sends 0 bytes over data, .* with powersgd\(.*\) sends "):
         jaxcomp.check(local, REDUCERS["now"], params)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
         jaxcomp.check(local, optax.chain(REDUCERS["now"]), params)
@@ -284,7 +284,7 @@ def test_steps_in_a_loop_are_counted(loop, name):
         assert {collective.times for collective in crossing} == {times}
     with pytest.raises(ValueError, match=TOO_MUCH):
         jaxcomp.check(program, reducer, params, steps=times // 2)
-    with pytest.raises(ValueError, match="bytes over data, where"):
+    with pytest.raises(ValueError, match="bytes over data, "):
         jaxcomp.check(program, reducer, params, steps=3 * times)
 
 
@@ -340,32 +340,6 @@ def test_a_pmean_in_a_loop_of_steps_is_refused():
         jaxcomp.check(program, reducer, params)
 
 
-def test_the_reducer_in_a_loop_of_micro_batches_is_refused():
-    """Which sends three times what one does; a loop in a loop of steps does so too."""
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-
-    def micro_batches(state, params, x):
-        def one(carry, _):
-            state, total = carry
-            (_, grads), state = run(state, params, x)
-            return (state, jax.tree.map(jnp.add, total, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        (state, total), _ = jax.lax.scan(one, (state, zeros), length=3)
-        return (0.0, total), state
-
-    state = run.init(params)
-    with pytest.raises(ValueError, match=r"3 times as much. .* pass steps=3. If .* micro-batch"):
-        jaxcomp.check(compiled(micro_batches, state, params, X), reducer, params)
-    nested = compiled(steps_in_a_scan(micro_batches, 5), state, params, X)
-    with pytest.raises(ValueError, match="one call takes 15 training steps, pass steps=15"):
-        jaxcomp.check(nested, reducer, params)
-    jaxcomp.check(nested, reducer, params, steps=15)
-
-
 def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
     mesh = mesh_of(4)
     reducer = REDUCERS["now"]
@@ -384,47 +358,81 @@ def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
     jaxcomp.check(program, reducer, params)
 
 
-def test_steps_one_after_the_other_are_said():
+def unrolled(run, state, params, x, aside):
+    """Steps one after the other, by hand."""
+    for scale in (1.0, 2.0):
+        (_, grads), state = run(state, params, scale * x, aside)
+        params = descended(params, grads)
+    return state, params
+
+
+def scanned(unroll, length=10):
+    def several(run, state, params, x, aside):
+        def one(carry, scale):
+            state, params = carry
+            (_, grads), state = run(state, params, scale * x, aside)
+            return (state, descended(params, grads)), None
+
+        return jax.lax.scan(one, (state, params), jnp.arange(1.0, 1 + length), unroll=unroll)[0]
+
+    return several
+
+
+ASIDE = {
+    "one after the other": (unrolled, 2),
+    "with a constant": (scanned(1), 10),
+    "unrolled in part": (scanned(4), 10),
+    "unrolled": (scanned(True, 3), 3),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_steps_are_counted_unrolled_too_and_beside_constants_as_large_as_a_parameter(name):
+    """As FedProx' start, a target network or a batch are."""
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = parameters(mesh)
+    several, steps = ASIDE[name]
+
+    def distance(params, x, aside):
+        return loss(params, x) + jnp.mean((params["up"] - aside["up"]) ** 2)
+
+    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P("data"), P()))
+    batch = np.ones((256, 256), np.float32)  # as large as a parameter, too
+    arguments = (run.init(params), params, batch, parameters(mesh))
+    program = compiled(functools.partial(several, run), *arguments)
+    jaxcomp.check(program, reducer, params)
+    jaxcomp.check(program, reducer, params, steps=steps)
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(program, reducer, params, steps=1)
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+def test_micro_batches_are_no_steps_unrolled_or_not(unroll):
+    """Neither where the loop around them makes steps."""
     mesh = mesh_of(4)
     reducer = REDUCERS["now"]
     params = parameters(mesh)
     run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
 
-    def two(state, params, x):
-        for _ in range(2):
-            (_, grads), state = run(state, params, x)
-            params = descended(params, grads)
-        return state, params
+    def micro_batches(state, params, x):
+        def one(carry, scale):
+            state, total = carry
+            (_, grads), state = run(state, params, scale * x)
+            return (state, jax.tree.map(jnp.add, total, grads)), None
 
-    program = compiled(two, run.init(params), params, X)
-    with pytest.raises(ValueError, match=r"2 times as much. .* pass steps=2"):
-        jaxcomp.check(program, reducer, params)
-    jaxcomp.check(program, reducer, params, steps=2)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        scales = jnp.arange(1.0, 4.0)
+        (state, total), _ = jax.lax.scan(one, (state, zeros), scales, unroll=unroll)
+        return (0.0, total), state
 
-
-def test_a_frozen_copy_of_the_parameters_leaves_the_steps_to_be_said():
-    """As a teacher or a target network: such a loop looks like one of micro-batches."""
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-
-    def distance(params, teacher, x):
-        return loss(params, x) + jnp.mean((params["up"] - teacher["up"]) ** 2)
-
-    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P(), P("data")))
-
-    def several(state, params, teacher, x):
-        def one(carry, _):
-            state, params = carry
-            (_, grads), state = run(state, params, teacher, x)
-            return (state, descended(params, grads)), None
-
-        return jax.lax.scan(one, (state, params), length=4)[0]
-
-    program = compiled(several, run.init(params), params, params, X)
-    with pytest.raises(ValueError, match="pass steps=4"):
-        jaxcomp.check(program, reducer, params)
-    jaxcomp.check(program, reducer, params, steps=4)
+    state = run.init(params)
+    with pytest.raises(ValueError, match=r"3 times as much. .* micro-batch.* pass steps=3"):
+        jaxcomp.check(compiled(micro_batches, state, params, X), reducer, params)
+    nested = compiled(steps_in_a_scan(micro_batches, 5), state, params, X)
+    with pytest.raises(ValueError, match="one call takes 15 training steps, pass steps=15"):
+        jaxcomp.check(nested, reducer, params)
+    jaxcomp.check(nested, reducer, params, steps=15)
 
 
 def gan(mesh, reducers, critic_steps=1):

@@ -1,0 +1,119 @@
+"""Counts the training steps in one call of a program, by what is made of what.
+
+A step differentiates a loss and sends the gradients, and the next one differentiates the loss at
+parameters that came of what was sent. So the longest path through a program that goes by turns
+through a differentiated instruction and a collective of the reducer has as many turns as there are
+steps: in a loop, unrolled, or one after the other. A reducer that runs on every micro-batch, or
+twice in a row, sends something that was sent before, but there is no new loss in between.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import jax
+
+from jaxcomp._wire.program import Instruction, Program
+
+# Half-steps on the longest path to a value: even before its gradients are sent, odd behind. A tuple
+# has a list of them.
+_Depth: TypeAlias = "int | list[_Depth]"
+
+# After so many turns of a loop each further turn adds as much as the last.
+_TURNS = 3
+_RUN_ONCE = ("fusion", "call", "async-start")
+_UNCHANGED = ("opt-barrier", "copy", "copy-start", "copy-done", "async-done")
+
+
+def count_steps(program: Program, kind: str, array: tuple[str, int]) -> int:
+    """Counts the steps of a program, 1 at least.
+
+    Args:
+      program: The program.
+      kind: Of the collectives of the reducer.
+      array: XLA's element type and the number of values that one of them has, and others have not.
+    """
+    return (_highest(_Paths(program, kind, array).through(program.entry, [])) + 1) // 2 or 1
+
+
+class _Paths:
+    """Follows the values of a program."""
+
+    def __init__(self, program: Program, kind: str, array: tuple[str, int]):
+        """Takes the arguments of `count_steps`."""
+        self._program = program
+        self._kind = kind
+        self._array = array
+
+    def through(self, computation: int, arguments: list[_Depth]) -> _Depth:
+        """Returns the depth of a computation's result."""
+        body = self._program.computations[computation]
+        depths: dict[int, _Depth] = {}
+        for name, instruction in body.instructions.items():
+            operands = [depths[operand] for operand in instruction.operands]
+            if instruction.opcode == "parameter":
+                operands = arguments[instruction.position : instruction.position + 1]
+            depths[name] = self._behind(instruction, operands)
+        return depths[body.root]
+
+    def _behind(self, instruction: Instruction, operands: list[_Depth]) -> _Depth:
+        """Returns the depth of an instruction's result; `operands` of a parameter are its value."""
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return operands
+        if opcode == "while":
+            return self._behind_loop(instruction, operands[0])
+        if opcode == "conditional":
+            results: list[_Depth] = []
+            for branch, operand in zip(instruction.called, operands[1:], strict=True):
+                results.append(self.through(branch, [operand]))
+            return _merged(results)
+        if opcode in _RUN_ONCE and instruction.called:
+            return self.through(instruction.called[0], operands)
+        if len(operands) == 1:
+            (whole,) = operands
+            if opcode == "get-tuple-element" and isinstance(whole, list):
+                return whole[instruction.position]
+            if opcode == "parameter" or opcode in _UNCHANGED:
+                return whole
+        depth = _highest(operands)
+        if self._sends(instruction):
+            return depth + 1 - depth % 2
+        if _is_differentiated(instruction):
+            return depth + depth % 2
+        return depth
+
+    def _behind_loop(self, loop: Instruction, carried: _Depth) -> _Depth:
+        """Returns the depths of what a loop carries after its last turn."""
+        body = loop.called[0]
+        before = carried
+        turns = min(loop.times, _TURNS)
+        for _ in range(turns):
+            before = carried
+            carried = self.through(body, [before])
+        if loop.times == turns:
+            return carried
+        left = loop.times - turns
+        return jax.tree.map(lambda old, new: new + left * (new - old), before, carried)
+
+    def _sends(self, instruction: Instruction) -> bool:
+        """Tells the reducer's collectives from those of metrics, and of the loss itself."""
+        arrays = [(array.element, array.values) for array in instruction.arrays]
+        return instruction.kind == self._kind and self._array in arrays
+
+
+def _is_differentiated(instruction: Instruction) -> bool:
+    """Tells instructions of a loss; of its backward pass a residual may have become a part."""
+    return "jvp(" in instruction.operation and "transpose(" not in instruction.operation
+
+
+def _highest(depth: _Depth) -> int:
+    return max(jax.tree.leaves(depth), default=0)
+
+
+def _merged(results: list[_Depth]) -> _Depth:
+    """Returns the greater depth of each part of the results of several branches."""
+    lists = [result for result in results if isinstance(result, list)]
+    if len(lists) < len(results):
+        return _highest(results)
+    return [_merged(list(parts)) for parts in zip(*lists, strict=True)]
