@@ -2,7 +2,7 @@
 
 from jaxcomp import extend, types
 from jaxcomp._adviser.advise import advise
-from jaxcomp._adviser.model import measure
+from jaxcomp._adviser.measure import measure
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.gap import predict_gap
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum

@@ -1,6 +1,6 @@
 """What functions of this package return, to annotate with; users make none of these themselves."""
 
-from jaxcomp._adviser.advise import Advice, Prediction
+from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.model import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._bytes.gap import Gap, Law

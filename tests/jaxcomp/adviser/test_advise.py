@@ -74,7 +74,7 @@ def test_where_compression_does_not_pay_it_says_so(given):
     assert advice.recommended is advice.baseline
     if given["workers"] == 1:
         assert advice.baseline.step_time == 20e-3
-        assert "one worker, so nothing is sent" in str(advice)
+        assert "one sender, so nothing is sent" in str(advice)
 
 
 def test_every_reducer_that_is_named_can_be_made_and_sends_what_was_said():
@@ -218,7 +218,7 @@ def test_workers_of_a_host_share_a_link():
         assert shared.step_time == single.step_time
     assert "64 workers on 8 hosts" in str(hosts)
     assert "average among themselves first" in str(hosts)
-    assert "one host, so nothing is sent" in str(advise("124M", hosts=1, **SLOW))
+    assert "one sender, so nothing is sent" in str(advise("124M", hosts=1, **SLOW))
     with pytest.raises(ValueError, match="`hosts` must divide the workers, got hosts=3"):
         advise("124M", hosts=3, **SLOW)
 

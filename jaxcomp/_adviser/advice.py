@@ -1,0 +1,168 @@
+"""The answer of `advise`: what is expected of each reducer, and the verdict in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Callable
+
+from jaxcomp._adviser.model import Calibration, Link
+from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.typing import AxisName
+from jaxcomp._bytes.units import with_unit
+from jaxcomp._reducers.transformation import Transformation
+
+# Steps that differ by less are within the error of the model: so little is not worth what
+# compression costs in loss, nor, among reducers, a lower rank than is possible.
+CLOSE = 1.1
+_HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
+_WIDTH = 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is expected of one reducer. Times in seconds, gaps as shares: 0.01 is 1%."""
+
+    name: str
+    make: Callable[..., Transformation] = dataclasses.field(repr=False)  # takes ``axis_name=``
+    compressed: bool  # False for the exact averages, which are the baselines
+    rank: int  # of PowerSGD, else 0
+    sent: CompressionStats  # leaf by leaf
+    step_time: float
+    speedup: float  # over the faster baseline
+    break_even: float  # bytes per second below which it is faster than both; 0 never, inf always
+    gap: float | None  # how far above the exact run the loss is expected to end; None: not known
+    half_width: float | None  # of its 95% interval
+    doubt: str  # why the loss is not known well enough; empty where it is
+
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes it, for the replicas along `axis_name`."""
+        return self.make(axis_name=axis_name)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes handed to the collectives by each replica."""
+        return self.sent.bytes_after
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Its line in the table of all."""
+        limit = "-"
+        loss = "-"
+        if self.compressed:
+            words = {0.0: "never", math.inf: "always"}
+            limit = words.get(self.break_even, with_unit(8 * self.break_even, "bit/s"))
+            loss = "not known"
+            if self.gap is not None and self.half_width is not None:
+                loss = f"+{self.gap:.1%} ± {100 * self.half_width:.1f}"
+        step_time = with_unit(self.step_time, "s")
+        sent = with_unit(self.bytes_per_step, "B")
+        return (self.name, step_time, sent, f"{self.speedup:.2f}x", limit, loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What to use, why, and what was expected of every candidate; `str` gives the table."""
+
+    workers: int
+    link: Link
+    compute_time: float  # seconds
+    device: Calibration
+    predictions: tuple[Prediction, ...]
+    baseline: Prediction  # the faster all-reduce
+    # The baseline itself where compression does not pay; where the loss is not known, what to try.
+    recommended: Prediction
+    notes: tuple[str, ...]  # what was assumed, and how far it holds
+
+    @property
+    def compress(self) -> bool | None:
+        """Whether anything but an all-reduce is recommended; None where it is not known."""
+        if not self.recommended.compressed:
+            return False
+        return None if self.recommended.doubt else True
+
+    def reducer(self, axis_name: AxisName) -> Transformation:
+        """Makes what is recommended, or what to try, for the replicas along `axis_name`.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxcomp
+          >>> params = {"w": jnp.zeros((512, 2048)), "b": jnp.zeros(2048)}
+          >>> link = {"workers": 4, "bandwidth": "100Mbit", "step_time": "20ms"}
+          >>> advice = jaxcomp.advise(params, tokens=1024, **link)
+          >>> tx = advice.reducer("data")
+          >>> advice.recommended.name, tx.init(params).q["w"].shape
+          ('powersgd rank 64 int6', (512, 64))
+        """
+        return self.recommended.reducer(axis_name)
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in a few words."""
+        if self.compress is None:
+            return "Not known: run both."
+        return f"Use {self.recommended.name}." if self.compress else "Do not compress."
+
+    @property
+    def reason(self) -> str:
+        """Why this one, in a sentence or two."""
+        best = self.recommended
+        if best is self.baseline:
+            if self.link.senders == 1:
+                return "There is one sender, so nothing is sent."
+            others = [each for each in self.predictions if each.compressed]
+            nearest = min(others, key=lambda each: each.step_time)
+            return (
+                f"With the {self.baseline.name} a step takes {with_unit(best.step_time, 's')}, and "
+                f"with the best alternative, {nearest.name}, "
+                f"{with_unit(nearest.step_time, 's')}: no gain of {CLOSE - 1:.0%}, the error of "
+                "the model."
+            )
+        ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
+        subject = f"With {best.name}" if best.doubt else "With it"
+        sentences = [
+            f"{subject} the step is {best.speedup:.2f} times faster than with the "
+            f"{self.baseline.name}, with {ratio:.1f} times fewer bytes than float32 and "
+            f"{ratio / 2:.1f} than bfloat16."
+        ]
+        if best.doubt or best.gap is None or best.half_width is None:
+            sentences.append(
+                f"What it costs in loss is not known: {best.doubt}. The optimizer's state after a "
+                "quarter of an exact run gives an estimate: jaxcomp.advise(..., opt_state=...)."
+            )
+            int8 = self.predictions[2]
+            if int8.speedup >= CLOSE:
+                sentences.append(
+                    f"The {int8.name} lost nothing that could be seen, and is {int8.speedup:.2f} "
+                    "times faster."
+                )
+        else:
+            low = max(0.0, best.gap - best.half_width)
+            sentences.append(
+                f"The loss is expected to end {best.gap:.1%} above the exact run (95%: {low:.1%} "
+                f"to {best.gap + best.half_width:.1%})."
+            )
+        return " ".join(sentences)
+
+    def __str__(self) -> str:
+        values = sum(leaf.size for leaf in self.recommended.sent.leaves)
+        senders = f"{self.workers:,} workers"
+        if self.link.senders < self.workers:
+            senders += f" on {self.link.senders:,} hosts"
+        lines = [
+            f"{values:,} parameters, {senders}, {with_unit(8 * self.link.bandwidth, 'bit/s')}, "
+            f"latency {with_unit(self.link.latency, 's')}, {with_unit(self.compute_time, 's')} of "
+            "computation a step",
+            "",
+        ]
+        rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *cells in rows:
+            line = name.ljust(widths[0])
+            for cell, width in zip(cells, widths[1:], strict=True):
+                line += "  " + cell.rjust(width)
+            lines.append(line)
+        lines += ["", *textwrap.wrap(f"{self.verdict} {self.reason}", _WIDTH)]
+        for note in self.notes:
+            lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""The constants of the present devices, timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxcomp._adviser.model import ASSUMED, Calibration, ReducerCosts
+from jaxcomp._adviser.shapes import shapes_of
+from jaxcomp._base.checks import check_int
+from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._mesh.collectives import axis_size, exchange, gather
+from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.error_feedback import error_feedback
+from jaxcomp._reducers.powersgd import powersgd
+from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._states.place import shard_state, state_specs
+
+_Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+_AXIS = "replicas"
+_FEW = 1 << 9  # values in each of two vectors that are averaged
+_MANY = 1 << 22
+_REPEATS = 8  # of each step
+_SHORTEST = 1e-6  # seconds between two times, which noise may turn round
+
+
+def measure(
+    params: PyTree = 10_000_000,
+    *,
+    rank: int = 16,
+    devices: Sequence[_Device] | None = None,
+) -> Calibration:
+    """Times compression and an all-reduce on the present devices, for `advise`.
+
+    On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
+    is then the network's. Of what was measured and the link that `advise` is given the slower
+    counts.
+
+    Args:
+      params: The model to compress, arrays or shapes, or a number of parameters, 10_000_000 or
+        ``"10M"``, for which a transformer's shapes are assumed.
+      rank: At which to time `powersgd` with factors in six bits.
+      devices: Among which to time the all-reduce; None for all that JAX has.
+
+    Returns:
+      The constants, by the shortest of repeated runs. With one device the all-reduce is assumed.
+
+    Raises:
+      ValueError: If `rank` is no positive integer, or leaves nothing to compress.
+
+    Example:
+      >>> import jax, jaxcomp
+      >>> calibration = jaxcomp.measure(100_000, rank=2, devices=jax.devices()[:1])
+      >>> calibration.powersgd.per_value > 0
+      True
+    """
+    rank = check_int("rank", rank, 1)
+    tree = []
+    for leaf in jax.tree.leaves(shapes_of(params)[0]):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            tree.append(leaf)
+    low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
+    if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
+        raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")
+    if devices is None:
+        devices = jax.devices()
+    local = next(device for device in devices if device.process_index == jax.process_index())
+    assumed = ASSUMED["cpu" if local.platform == "cpu" else "gpu"]
+    int8 = error_feedback(quantized_allreduce(axis_name=_AXIS))
+    timed = dataclasses.replace(
+        assumed,
+        device=f"measured: {len(devices)} x {local.device_kind}, jax {jax.__version__}",
+        int8=_with_compression(int8, assumed.int8, tree, local),
+        powersgd=_with_compression(low_rank, assumed.powersgd, tree, local),
+    )
+    if len(devices) == 1:
+        device = f"{timed.device}; the time of a collective is assumed"
+        return dataclasses.replace(timed, device=device)
+    exact = _collective(allreduce(axis_name=_AXIS), 4, devices, local)
+    half = allreduce(axis_name=_AXIS, comm_dtype=assumed.half)
+    halves = _collective(half, 2, devices, local)
+    integers = _collective(optax.stateless(_exchanged), 1, devices, local)
+    return dataclasses.replace(
+        timed,
+        allreduce=timed.allreduce._replace(**exact),
+        allreduce_16=timed.allreduce_16._replace(**halves),
+        int8=timed.int8._replace(**integers),
+        powersgd=timed.powersgd._replace(**integers),
+    )
+
+
+def _with_compression(
+    reducer: Any, costs: ReducerCosts, tree: Sequence[Any], device: _Device
+) -> ReducerCosts:
+    """Scales assumed costs to the time that compression takes on a device."""
+    seconds = _step_time(reducer, tree, [device]) - _step_time(optax.identity(), tree, [device])
+    times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
+    times = max(times, 0.01)  # noise can make a difference of two times too small
+    per_value = times * costs.per_value
+    per_column = times * costs.per_column
+    return costs._replace(per_value=per_value, per_column=per_column)
+
+
+def _collective(
+    average: Any, width: int, devices: Sequence[_Device], local: _Device
+) -> dict[str, float]:
+    """Times steps that average few and many values of `width` bytes, among all devices and on one.
+
+    Returns:
+      Overhead in seconds and bandwidth in bytes per second.
+    """
+    seconds = []
+    payloads = []
+    for values in (_FEW, _MANY):
+        values += -values % len(devices)  # the same number from each replica to each
+        vectors = 2 * [jax.ShapeDtypeStruct((values,), jnp.float32)]
+        difference = _step_time(average, vectors, devices) - _step_time(average, vectors, [local])
+        seconds.append(max(difference, _SHORTEST))
+        payloads.append(2 * width * values)
+    sent = 2 * (len(devices) - 1) / len(devices) * (payloads[1] - payloads[0])
+    bandwidth = sent / max(seconds[1] - seconds[0], _SHORTEST)
+    return {"overhead": seconds[0], "bandwidth": bandwidth}
+
+
+def _exchanged(vectors: Any, params: PyTree) -> list[Array]:
+    """Puts vectors through the two collectives of an average in integers, without the rounding."""
+    del params
+    averaged = []
+    for vector in vectors:
+        shares = vector.astype(jnp.int8).reshape(axis_size(_AXIS), -1)
+        received = exchange(shares, _AXIS)[0]
+        averaged.append(gather(received, _AXIS).ravel().astype(jnp.float32))
+    return averaged
+
+
+def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:
+    """Times an SGD step on given gradients, in seconds: on one device nothing goes on the wire.
+
+    The step is around the reducer because XLA fuses its output with what the optimizer does to it.
+    """
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+    # Repeated, so that a large tree is quickly made: no time depends on the values.
+    noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
+    grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
+    optimizer = optax.chain(reducer, optax.sgd(1e-3))
+    state = optimizer.init(grads)
+    specs = (jax.P(), state_specs(state, _AXIS))
+
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, jax.P()), out_specs=specs, check_vma=False
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))  # the state stays where it is in memory
+    replicated = NamedSharding(mesh, jax.P())
+    params = jax.device_put(grads, replicated)
+    grads = jax.device_put(grads, replicated)
+    state = shard_state(state, mesh, _AXIS)
+    shortest = float("inf")  # the others waited for other programs, or compiled
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        params, state = jax.block_until_ready(compiled(params, state, grads))
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
