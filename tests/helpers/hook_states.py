@@ -1,22 +1,16 @@
 """States of the PowerSGD hook made by hand, with their buffers packed as torch's hook has them."""
 
-import dataclasses
-
 import numpy as np
 
 from torch_bridge import BucketLayout, Checkpoint, PowerSGDRecord
-
-BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def packed(layout, errors, factors, rank=2, rate=2.0, dtype=np.float32, **fields):
     """Makes the record of one rank, from arrays by name: errors, and factors (P, Q)."""
     record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate, **fields)
-    buffers = (
-        {bucket: np.zeros(size, dtype) for bucket, size in sizes.items()}
-        for sizes in layout.buffer_sizes(record)
-    )
-    record = dataclasses.replace(record, **dict(zip(BUFFERS, buffers, strict=True)))
+    for name, sizes in layout.buffer_sizes(record).items():
+        for bucket, size in sizes.items():
+            getattr(record, name)[bucket] = np.zeros(size, dtype)
     for name, part in layout.parts(record).items():
         part.error[...] = errors[name]
         if part.rank:

@@ -287,13 +287,15 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
 
 
 def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):
-    seen = {}
-    real = jaxcomp.powersgd
-    monkeypatch.setattr(jaxcomp, "powersgd", lambda **kwargs: seen.update(kwargs) or real(**kwargs))
+    calls, real = [], jaxcomp.powersgd
+    monkeypatch.setattr(
+        jaxcomp, "powersgd", lambda **kwargs: calls.append(kwargs) or real(**kwargs)
+    )
     source = dataclasses.replace(checkpoint(), hook="bf16_compress_wrapper(powerSGD_hook)")
     with pytest.warns(UserWarning, match="not finite"):
         torch_bridge.to_flax(source, variables(), axis_name="batch")
-    assert (seen["comm_dtype"], seen["axis_name"], seen["rank"]) == (jnp.bfloat16, "batch", 2)
+    said = (calls[0]["comm_dtype"], calls[0]["axis_name"], calls[0]["rank"])
+    assert said == (jnp.bfloat16, "batch", 2)
 
 
 def test_torchs_cut_is_used_where_jaxcomps_is_another():

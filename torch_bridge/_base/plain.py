@@ -35,11 +35,10 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         of_torch = kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
         if kind in _SCALARS or of_torch or is_tensor(value):
             return value
-        if depth > _DEEPEST:
-            return _LEFT_OUT
         if id(value) not in made:
             made[id(value)] = _LEFT_OUT  # where it holds itself
-            made[id(value)] = copy_of_parts(value, name, depth + 1)
+            if depth < _DEEPEST:
+                made[id(value)] = copy_of_parts(value, name, depth + 1)
         return made[id(value)]
 
     def copy_of_parts(value: Any, name: str, depth: int) -> Any:

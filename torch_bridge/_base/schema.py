@@ -35,20 +35,14 @@ def random_state(
     """
     if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
         raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
-    if not _is_integer(pos) or not 0 <= pos <= _WORDS:
-        raise CheckpointMismatch(f"`rng` must have its position in 0 to {_WORDS}")
-    if not _is_integer(has_gauss) or not 0 <= has_gauss <= 1:
-        raise CheckpointMismatch("`rng` must have 0 or 1 as `has_gauss`")
-    if not isinstance(cached_gaussian, float | np.floating):
+    for name, value, largest in (("position", pos, _WORDS), ("`has_gauss`", has_gauss, 1)):
+        if type(value) is not int or not 0 <= value <= largest:
+            raise CheckpointMismatch(f"`rng` must have its {name} in 0 to {largest}")
+    if not isinstance(cached_gaussian, float):
         raise CheckpointMismatch("`rng` must have a number as `cached_gaussian`")
     generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
-    words = key.astype(np.uint32)
-    generator.set_state(("MT19937", words, int(pos), int(has_gauss), float(cached_gaussian)))
+    generator.set_state(("MT19937", key.astype(np.uint32), pos, has_gauss, cached_gaussian))
     return generator
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +129,15 @@ def is_optimizer(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
     state, groups = value.get("state"), value.get("param_groups")
-    if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
+    if not isinstance(state, Mapping) or not _is_list(groups, Mapping):
         return False
-    states = state.values()
-    return all(isinstance(entry, Mapping) for entry in states) and all(map(_is_group, groups))
-
-
-def _is_group(group: Any) -> bool:
-    if not isinstance(group, Mapping) or "lr" not in group:
-        return False
-    names = group.get("param_names", ())
-    return _is_list(group.get("params"), int | str) and _is_list(names, str)
+    for group in groups:
+        names = group.get("param_names", ())
+        if "lr" not in group or not _is_list(names, str):
+            return False
+        if not _is_list(group.get("params"), int | str):
+            return False
+    return _is_list(list(state.values()), Mapping)
 
 
 def _is_list(value: Any, kind: Any) -> bool:
@@ -167,20 +159,21 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     missing = [name for name in _REQUIRED if name not in slots]
     if missing:
         raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
-    values: dict[str, Any] = {}
-    for name in _NUMBERS:
-        if name in slots:
-            values[name] = _number(name, slots[name])
+    values: dict[str, Any] = {"rng": slots.get("rng")}
+    for name in _NUMBERS.keys() & slots.keys():
+        values[name] = _number(name, slots[name])
     for name in BUFFERS:
-        values[name] = bucket_arrays(name, slots[name])
-    rng = slots.get("rng")
-    if rng is not None and not isinstance(rng, np.random.RandomState):
-        raise CheckpointMismatch(f"`rng` must be a numpy RandomState, got {type(rng).__name__}")
-    if values["matrix_approximation_rank"] < 1 or not 0 <= values["iter"] < _MAX_STEPS:
+        values[name] = _bucket_arrays(name, slots[name])
+    record = PowerSGDRecord(**values)
+    if not isinstance(record.rng, np.random.RandomState | None):
+        raise CheckpointMismatch(
+            f"`rng` must be a numpy RandomState, got {type(record.rng).__name__}"
+        )
+    if record.matrix_approximation_rank < 1 or not 0 <= record.iter < _MAX_STEPS:
         raise CheckpointMismatch(
             "`matrix_approximation_rank` must be >= 1, `iter` in 0 to 2**31 - 1"
         )
-    return PowerSGDRecord(rng=rng, **values)
+    return record
 
 
 def _number(name: str, value: Any) -> int | float | bool:
@@ -197,14 +190,16 @@ def _number(name: str, value: Any) -> int | float | bool:
     )
 
 
-def bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
+def _bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
     """Checks the entry `name` of the hook state, bucket index -> flat array."""
     if not isinstance(value, Mapping):
         raise CheckpointMismatch(f"`{name}` must be a dictionary, got {type(value).__name__}")
+    arrays = {}
     for key, array in value.items():
         if not isinstance(key, int) or not isinstance(array, np.ndarray):
             raise CheckpointMismatch(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
         # torch's are; a view with strides of 0 would grow when it is made flat.
         if not array.flags.c_contiguous or array.dtype.kind in "iubc":
             raise CheckpointMismatch(f"`{name}` must hold flat tensors, floating-point, at {key}")
-    return {key: array.reshape(-1) for key, array in value.items()}
+        arrays[key] = array.reshape(-1)
+    return arrays

@@ -27,6 +27,11 @@ from them. COMMAND --help has an example.
 exit codes: 0 done; 1 a file cannot be read, is damaged, or does not fit; 2 wrong usage; 3 a file
 asks to run something that is not on the allow-list (nothing was run).
 """
+_COMMANDS = {
+    "inspect": "show what a checkpoint holds",
+    "to-flax": "convert to a Flax checkpoint",
+    "to-torch": "convert a Flax checkpoint back",
+}
 _EPILOGS = {
     "inspect": "example: python -m torch_bridge inspect rank0.pt rank1.pt --json | jq .missing",
     "to-flax": """\
@@ -53,6 +58,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     main = _parser()
     options = main.parse_args(argv)
     if options.command != "inspect":
+        options.rules = options.rule or ()
         said = {name: getattr(options, name) for name in Options.__dataclass_fields__}
         for name in ("flatten", "unflatten", "turned"):
             said[name] = dict(said[name]) if said[name] else None
@@ -70,54 +76,41 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m torch_bridge", description=_DESCRIPTION, formatter_class=raw
     )
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inspect, to_flax, to_torch = (
-        commands.add_parser(
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(
             name, help=summary, description=summary, epilog=_EPILOGS[name], formatter_class=raw
         )
-        for name, summary in (
-            ("inspect", "show what a checkpoint holds"),
-            ("to-flax", "convert to a Flax checkpoint"),
-            ("to-torch", "convert a Flax checkpoint back"),
-        )
-    )
-    for command in (inspect, to_flax):
-        command.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE")
-    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    choices = ("error", "zero", "replicate")
-    to_flax.add_argument("--missing-ranks", choices=choices, default="error")
-    to_flax.add_argument("--params", required=True, metavar="MODULE:NAME", type=_params)
-    to_torch.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
-    like = {"nargs": "+", "required": True, "metavar": "FILE", "type": pathlib.Path}
-    to_torch.add_argument("--like", help="the torch checkpoint that the run came from", **like)
-    for command in (to_flax, to_torch):
         add = command.add_argument
-        add("--out", required=True, type=pathlib.Path)
-        add("--force", action="store_true", help="overwrite --out")
-        apply_help = "apply(params, *inputs) of the Flax model, which is run on the file's example"
-        add("--apply", metavar="MODULE:NAME", type=_function, help=apply_help)
-        add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
-        for name, metavar, kind, what in (
-            ("--rule", "REGEX=PATH", _rule, "the Flax path of these torch names"),
-            ("--flatten", "REGEX=C,H,W", _shape, "what this Linear's input was, or none"),
-            ("--unflatten", "REGEX=C,H,W", _shape, "what this Linear's output becomes, or none"),
-        ):
-            dest = "rules" if name == "--rule" else None
-            add(name, action="append", default=[], dest=dest, metavar=metavar, type=kind, help=what)
-        for name, what in (
-            ("--conv-transpose", "ConvTranspose layers with as many inputs as outputs"),
-            ("--conv1d", "layers that keep their weight (in, out)"),
-            ("--ignore", "torch tensors to leave out"),
-        ):
-            add(name, metavar="REGEX", help=what)
-        turned_help = "the order of the axes of a bare parameter in Flax"
-        turned = {"metavar": "REGEX=1,0", "type": _axes, "help": turned_help}
-        add("--turned", action="append", default=[], **turned)
-        add("--plain", action="store_true", help="whatever is left open is as usual")
-    for command in (inspect, to_flax, to_torch):
-        add = command.add_argument
+        if name == "to-torch":
+            add("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
+            like_help = "the torch checkpoint that the run came from"
+            add("--like", nargs="+", required=True, metavar="FILE", help=like_help)
+        else:
+            add("files", nargs="+", metavar="FILE")
+        if name == "inspect":
+            add("--json", action="store_true", help="print JSON instead of a table")
+        else:
+            _add_conversion(add)
+        if name == "to-flax":
+            add("--missing-ranks", choices=("error", "zero", "replicate"), default="error")
+            add("--params", required=True, metavar="MODULE:NAME", type=_params)
         add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
         add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
     return main
+
+
+def _add_conversion(add: Callable[..., Any]) -> None:
+    """Adds the options that both conversions take, those of `pair` among them."""
+    add("--out", required=True, type=pathlib.Path)
+    add("--force", action="store_true", help="overwrite --out")
+    add("--apply", metavar="MODULE:NAME", type=_function, help="apply(params, *inputs) of the Flax "
+        "model, which is run on the file's example")  # fmt: skip
+    add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
+    add("--plain", action="store_true", help="whatever is left open is as usual")
+    for name, what in _PATTERNS.items():
+        add(name, metavar="REGEX", help=what)
+    for name, (metavar, kind, what) in _NAMED.items():
+        add(name, action="append", metavar=metavar, type=kind, help=what)
 
 
 def read_files(options: argparse.Namespace) -> None:
@@ -199,15 +192,23 @@ def _rule(text: str) -> tuple[str, str]:
     return pattern, path
 
 
-def _axes(text: str) -> tuple[str, tuple[int, ...]]:
-    pattern, _, order = text.partition("=")
-    if not pattern or not re.fullmatch(r"[0-9](,[0-9])*", order):
-        raise argparse.ArgumentTypeError(f"must be REGEX=1,0, got {text!r}")
-    return pattern, tuple(map(int, order.split(",")))
+def _numbers(text: str) -> tuple[str, tuple[int, ...] | None]:
+    pattern, path = _rule(text)
+    if path.lower() == "none":
+        return pattern, None
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", path):
+        raise argparse.ArgumentTypeError(f"must be as REGEX=C,H,W or REGEX=none, got {text!r}")
+    return pattern, tuple(map(int, path.split(",")))
 
 
-def _shape(text: str) -> tuple[str, tuple[int, ...] | None]:
-    pattern, _, shape = text.partition("=")
-    if not pattern or not re.fullmatch(r"(?i:none)|[0-9]{1,9}(,[0-9]{1,9})*", shape):
-        raise argparse.ArgumentTypeError(f"must be REGEX=C,H,W or REGEX=none, got {text!r}")
-    return pattern, None if shape.lower() == "none" else tuple(map(int, shape.split(",")))
+_PATTERNS = {
+    "--conv-transpose": "ConvTranspose layers with as many inputs as outputs",
+    "--conv1d": "layers that keep their weight (in, out)",
+    "--ignore": "torch tensors to leave out",
+}
+_NAMED: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "--rule": ("REGEX=PATH", _rule, "the Flax path of these torch names"),
+    "--flatten": ("REGEX=C,H,W", _numbers, "what this Linear's input was, or none"),
+    "--unflatten": ("REGEX=C,H,W", _numbers, "what this Linear's output becomes, or none"),
+    "--turned": ("REGEX=1,0", _numbers, "the order of the axes of a bare parameter in Flax"),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from torch_bridge._cli.files import FlaxFile, write_flax
 from torch_bridge._cli.progress import steps
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_groups import MOMENTS
-from torch_bridge._convert.to_flax import FlaxRun, to_flax
+from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.infer import layout_of
@@ -42,8 +43,8 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         begin(f"reading {len(options.files)} file(s)")
         checkpoint = load(options.files, max_bytes=options.max_bytes)
         config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
-        if checkpoint.powersgd:
-            kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=checkpoint.hook)
+        for record in checkpoint.powersgd[:1]:
+            kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
             if "comm_dtype" in kwargs:
                 kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
             config["powersgd"] = kwargs
@@ -58,7 +59,10 @@ def convert_to_flax(options: argparse.Namespace) -> None:
             consume=True,
             **options.pairing,
         )
-        state = _entries(run)
+        # As a TrainState has them: other collections of linen variables beside `params`.
+        state: dict[str, Any] = {"step": np.int32(run.step), "opt_state": run.opt_state}
+        of_variables = flatten(run.params).collections
+        state.update(run.params if of_variables else {"params": run.params})
         begin("writing")
         write_flax(options.out, state, config, force=options.force)
     size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
@@ -76,10 +80,13 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         like = load(options.like, max_bytes=options.max_bytes)
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
-        example = like.example if options.apply else None
-        apply = _of_variables(options.apply) if options.apply else None
+        example = None
+        apply = None
+        if options.apply is not None:
+            example = like.example
+            apply = functools.partial(_apply_to_variables, options.apply)
         pairs = paired_for(like.model, variables, None, options.pairing, apply, example).pairs
-        layout = options.layout or layout_of(like, None, pairs)  # which needs the errors
+        layout = layout_of(like, options.layout, pairs)  # which needs the errors
         for record in like.powersgd:  # the way back needs their shapes only
             record.error_dict.update(hollow(record.error_dict))
         like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
@@ -100,21 +107,17 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 
-def _of_variables(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of variables out of one that may be of their parameters alone.
+def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any) -> Any:
+    """Runs a function of variables, or of their parameters alone.
 
     A file always has variables, and ``to-flax`` gives `apply` what ``--params`` names.
     """
-
-    def run(variables: Any, *inputs: Any) -> Any:
-        try:
-            return apply(variables, *inputs)
-        except Exception:  # it is the user's code, so it may raise anything
-            if variables.keys() != {"params"}:
-                raise
-        return apply(variables["params"], *inputs)
-
-    return run
+    try:
+        return apply(variables, *inputs)
+    except Exception:  # it is the user's code, so it may raise anything
+        if variables.keys() != {"params"}:
+            raise
+    return apply(variables["params"], *inputs)
 
 
 def _parts(tree: Any) -> list[Any]:
@@ -144,12 +147,6 @@ def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> An
     fields = {name: _as_made(part, of_nnx, states) for name, part in node.items()}
     state = states.get(frozenset(fields))
     return state(**fields) if state else fields
-
-
-def _entries(run: FlaxRun) -> dict[str, Any]:
-    """As a ``TrainState`` has them: other collections of linen variables beside ``params``."""
-    collections = run.params if flatten(run.params).collections else {"params": run.params}
-    return {"step": np.int32(run.step), **collections, "opt_state": run.opt_state}
 
 
 def _check_out(options: argparse.Namespace) -> None:

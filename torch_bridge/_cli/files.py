@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
+from torch_bridge._base.terminal import some
 from torch_bridge._pairing.leaves import hollow
 
 # As examples/language_model/checkpoints.py names them.
@@ -69,10 +70,10 @@ def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
         with _orbax(folder) as manager:
             manager.save(step, args=args)
     except ValueError as error:  # what tensorstore makes of an error of the system
-        code = next((c for c in (errno.ENOSPC, errno.EDQUOT) if f"'{c}'" in str(error)), None)
-        if code is None:
-            raise
-        raise OSError(code, os.strerror(code), str(folder.parent)) from error
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if f"'{code}'" in str(error):
+                raise OSError(code, os.strerror(code), str(folder.parent)) from error
+        raise
     finally:
         logger.setLevel(level)
 
@@ -129,11 +130,11 @@ def _refuse_changes(folder: pathlib.Path) -> None:
     if not (folder / _SUMS).exists():  # a step that a training script wrote has none
         return
     said = set((folder / _SUMS).read_bytes().decode("utf-8", "replace").splitlines())
-    found = set(_sums(folder))
-    if wrong := sorted({line.partition("  ")[2] for line in said ^ found}):
+    wrong = {line.partition("  ")[2] for line in said.symmetric_difference(_sums(folder))}
+    if wrong:
         raise CheckpointMismatch(
-            f"{folder} is damaged: {', '.join(wrong[:5])} of {len(found)} files are not what "
-            f"{_SUMS} says. Convert it again, or copy it again from where it is whole."
+            f"{folder} is damaged: {some(sorted(wrong))} are not what {_SUMS} says. Convert it "
+            "again, or copy it again from where it is whole."
         )
 
 
@@ -149,16 +150,19 @@ def _sums(folder: pathlib.Path) -> list[str]:
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Every file in a folder, or the one; anything that would be waited for is refused."""
-    waiting, seen, files = [path], set(), []
+    """Lists every file in a folder, or the one; anything that would be waited for is refused."""
+    waiting = [path]
+    seen = set()
+    files = []
     while waiting:
         file = waiting.pop()
         kind = no_file(file)
+        folder = file.resolve()
         if kind is None:
             files.append(file)
         elif not file.is_dir():
             raise CheckpointMismatch(f"{file} is {kind}, and no checkpoint.")
-        elif (folder := file.resolve()) not in seen:  # links lead in circles
+        elif folder not in seen:  # links lead in circles
             seen.add(folder)
-            waiting += file.iterdir()
+            waiting.extend(file.iterdir())
     return files

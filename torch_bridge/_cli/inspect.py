@@ -13,15 +13,15 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
-_ROWS, _NAMES = 50, 8  # that are shown
+_ROWS = 50  # that are shown
 _LONG = 200  # characters of a name
-_NUMBERS = ("bucket", "q_norm", "error_norm")
+_HEADER = ("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
       ``facts``, title -> value; ``parameters``, a dictionary each; ``missing``, what a complete
       conversion needs and the files lack, each as one sentence.
     """
-    record = checkpoint.powersgd[0] if checkpoint.powersgd else None
+    record = next(iter(checkpoint.powersgd), None)
     facts = _facts(checkpoint, record)
     missing = _missing(checkpoint, record)
     known = None
@@ -59,27 +59,36 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     # Without a layout the shapes alone say what is compressed.
     known = known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
     parameters = [_row(entry, record, parts.get(entry.name)) for entry in known]
-    wild = [row["name"] for row in parameters if row.pop("wild")]
+    wild = []
+    for row in parameters:
+        for key in ("q_norm", "error_norm"):
+            if row[key] is not None and not math.isfinite(row[key]):
+                row[key] = None  # JSON has no NaN
+                wild.append(row["name"])
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
-        missing.append(f"a finite state of {_some(wild)} {afresh}")
+        missing.append(f"a finite state of {some(list(dict.fromkeys(wild)))} {afresh}")
     return {"facts": facts, "parameters": parameters, "missing": missing}
 
 
 def _row(entry: BucketEntry, record: PowerSGDRecord | None, part: BucketPart | None) -> Any:
-    """Collects what is known of one parameter; ``wild`` where its state is not finite."""
-    row: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "matrix": entry.matrix}
+    """Collects what is known of one parameter: None stands for what is not."""
+    row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
+    row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
     row["rank"] = 0 if record is None else entry.factor_rank(record)
-    row.update(dict.fromkeys(_NUMBERS))
-    row["wild"] = False
-    if part is None:
-        return row
-    for name, number in _numbers(part).items():
-        if math.isfinite(number):
-            row[name] = number
-        else:  # JSON has no NaN
-            row["wild"] = True
+    if part is not None:
+        row["bucket"] = part.bucket
+        row["error_norm"] = _norm(part.error)
+        row["q_norm"] = _norm(part.q) if part.rank else None
     return row
+
+
+def _norm(array: np.ndarray | None) -> float | None:
+    """Computes a norm in float64, without a copy of the array."""
+    if array is None:
+        return None
+    flat = array.ravel(order="K")
+    return math.sqrt(np.einsum("i,i->", flat, flat, dtype=np.float64, casting="unsafe"))
 
 
 def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
@@ -90,36 +99,27 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
         world = checkpoint.world_size or "unknown"
         facts["ranks"] = f"{len(checkpoint.powersgd)} here, world size {world}"
         facts["iteration"] = f"{record.iter:,}"
-        began = "compressing" if record.iter > record.start_powerSGD_iter else "not compressing yet"
-        facts["phase"] = f"{began} (start_powerSGD_iter = {record.start_powerSGD_iter:,})"
-        for name, value in record.hyperparameters.items():
-            if name != "start_powerSGD_iter":
-                facts[name] = f"{value:g}" if isinstance(value, float) else str(value)
-        facts.update(_scale(checkpoint))
-    if checkpoint.optimizer is not None:
-        facts["optimizer"] = _optimizer(checkpoint.optimizer)
+        compressing = record.iter > record.start_powerSGD_iter
+        facts["phase"] = "compressing" if compressing else "not compressing yet"
+        facts.update((name, str(value)) for name, value in record.hyperparameters.items())
+        try:
+            scale = loss_scale_of(checkpoint)
+            if scale != 1:
+                facts["loss scale"] = f"{scale:g}, which a conversion takes out"
+        except CheckpointMismatch as error:
+            facts["loss scale"] = f"one of {', '.join(error.ambiguous)}"
+    optimizer = checkpoint.optimizer
+    if is_optimizer(optimizer):
+        groups, states = len(optimizer["param_groups"]), len(optimizer["state"])
+        facts["optimizer"] = f"{groups} group(s), state of {states} parameters"
+    elif optimizer is not None:
+        facts["optimizer"] = "not as an optimizer's state_dict() has it"
     if checkpoint.example is not None:
         shapes = [_times(array.shape) for array in checkpoint.example[0]]
         facts["example"] = f"inputs of {', '.join(shapes)}"
     if checkpoint.extra:
-        facts["beside it"] = _some(list(checkpoint.extra))
+        facts["beside it"] = some(list(checkpoint.extra))
     return facts
-
-
-def _scale(checkpoint: Checkpoint) -> dict[str, str]:
-    """Says the loss scale, if there is one."""
-    try:
-        scale = loss_scale_of(checkpoint)
-    except CheckpointMismatch as error:
-        return {"loss scale": f"one of {', '.join(error.ambiguous)}"}
-    return {} if scale == 1 else {"loss scale": f"{scale:g}, which a conversion takes out"}
-
-
-def _optimizer(optimizer: Any) -> str:
-    if not is_optimizer(optimizer):
-        return "not as an optimizer's state_dict() has it"
-    groups, states = len(optimizer["param_groups"]), len(optimizer["state"])
-    return f"{groups} group(s), state of {states} parameters"
 
 
 def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:
@@ -135,37 +135,13 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _numbers(part: BucketPart) -> dict[str, float]:
-    """Returns its bucket, and the norms of Q and of the error where it has them."""
-    numbers: dict[str, float] = {"bucket": part.bucket}
-    if part.rank and part.q is not None:
-        numbers["q_norm"] = _norm(part.q.reshape(-1))
-    if part.error is not None:
-        numbers["error_norm"] = _norm(part.entry.to_memory(part.error))
-    return numbers
-
-
-def _norm(flat: np.ndarray) -> float:
-    """Computes a norm in float64, without a copy of `flat`."""
-    return math.sqrt(np.einsum("i,i->", flat, flat, dtype=np.float64, casting="unsafe"))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES])
-    more = len(names) - _NAMES
-    return f"{shown} and {more:,} more" if more > 0 else shown
-
-
 def _text(summary: Mapping[str, Any]) -> str:
     """Lays a summary out for a terminal: the facts, a table, and what is missing."""
     parameters = summary["parameters"]
-    table: list[Sequence[str]] = []
-    table.append(("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter"))
-    table.extend(map(_cells, parameters[:_ROWS]))
     facts = [(title, printable(value)) for title, value in summary["facts"].items()]
     lines = _aligned(facts, "<<")
     lines.append("")
-    lines.extend(_aligned(table, ">>>>>><"))
+    lines.extend(_aligned([_HEADER, *map(_cells, parameters[:_ROWS])], ">>>>>><"))
     more = len(parameters) - _ROWS
     if more > 0:
         lines.append(f"{more:,} more parameters; --json has all.")
@@ -180,17 +156,15 @@ def _text(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    name = row["name"]
-    cells = [_times(row["shape"]) or "scalar"]
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    cells = [_times(row["shape"]) or "scalar", "", "not compressed"]
     if row["rank"]:
-        cells += [_times(row["matrix"]), str(row["rank"])]
-    else:
-        cells += ["", "not compressed"]
-    for key in _NUMBERS:
+        cells[1:] = [_times(row["matrix"]), str(row["rank"])]
+    for key in ("bucket", "q_norm", "error_norm"):
         cells.append("" if row[key] is None else f"{row[key]:.4g}")
+    name = row["name"]
     cells.append(printable(name if len(name) <= _LONG else f"{name[:_LONG]}..."))
-    return tuple(cells)
+    return cells
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -21,23 +21,13 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    task = bar.add_task("", total=total)
-    begun = 0
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=total, completed=-1)
 
     def begin(text: str) -> None:
-        nonlocal begun
-        bar.update(task, description=text, completed=begun)
-        begun += 1
+        bar.update(task, description=text, advance=1)
 
     timer = threading.Timer(_SECONDS, bar.start)
     timer.daemon = True

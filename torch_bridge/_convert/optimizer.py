@@ -18,12 +18,13 @@ from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import tied, to_tensor
 from torch_bridge._convert.optimizer_groups import (
     MOMENTS,
+    Document,
     Entry,
     ParamNames,
-    note_on_order,
-    notes_on_dtypes,
+    notes_on_entries,
     notes_on_groups,
     read_entries,
+    recorded_names,
 )
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
@@ -34,14 +35,15 @@ from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tenso
 Path: TypeAlias = tuple[str, ...]
 Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
 _FROZEN = "frozen"
-_PAUSES = {"": None, "unused": until_gradient, "held": held}
+HELD, UNUSED = "_held", "_unused"
+_PAUSES = {"": None, UNUSED: until_gradient, HELD: held}
 
 
 class _Part(NamedTuple):
     """What leaves share that are updated alike.
 
-    Those of a part may all be frozen with their state (``pause="held"``), or all without a gradient
-    as yet (``pause="unused"``).
+    Those of a part may all be frozen with their state (``HELD``), or all without a gradient as yet
+    (``UNUSED``).
     """
 
     group: int
@@ -51,12 +53,11 @@ class _Part(NamedTuple):
 
     @property
     def label(self) -> str:
-        suffix = f"_{self.pause}" if self.pause else ""
-        return f"group{self.group}_step{self.step}_terms{self.terms}{suffix}"
+        return f"group{self.group}_step{self.step}_terms{self.terms}{self.pause}"
 
 
 def optimizer_from_torch(
-    optimizer: Mapping[str, Any],
+    optimizer: Document,
     model: Model,
     params: Any,
     *,
@@ -139,13 +140,13 @@ class OptimizerPlan:
     pairs: Pairs
     parts: Mapping[Path, _Part]
     doubts: Sequence[str]
-    optimizer: Mapping[str, Any]
+    optimizer: Document
 
     @classmethod
     def of(
         cls,
-        optimizer: Mapping[str, Any],
-        model: Mapping[str, Any],
+        optimizer: Document,
+        model: Document,
         pairs: Pairs,
         param_names: ParamNames,
         layout: BucketLayout | None,
@@ -166,18 +167,13 @@ class OptimizerPlan:
         """
         entries = read_entries(optimizer, model, param_names, pairs, layout)
         _refuse_untied(pairs, model)
-        names: set[str] | None = None  # of what gets a gradient; None where nothing says it
-        if layout and layout.entries:
-            names = set(names_in(pairs, layout.entries))
+        moving = names_in(pairs, layout.entries if layout and layout.entries else entries)
         begun = any(entry.state for entry in entries.values())
+        pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
         parts: dict[Path, _Part | None] = {}
         split: list[str] = []
-        kept: list[Pair] = []
         for pair in pairs:
-            if pair.torch_name not in entries or pair.kind == "buffer":
-                continue
-            kept.append(pair)
-            frozen = names is not None and pair.torch_name not in names
+            frozen = pair.torch_name not in moving
             part = _part(pair, entries[pair.torch_name], begun, frozen)
             if parts.setdefault(pair.path, part) != part:
                 split.append("/".join(pair.path))
@@ -187,10 +183,10 @@ class OptimizerPlan:
                 "taken different numbers of steps, or are frozen in part.",
                 ambiguous=split,
             )
-        moving = {path: part for path, part in parts.items() if part}
-        doubts = list(note_on_order(optimizer, entries, model, param_names))
-        doubts.extend(notes_on_dtypes(entries, model))
-        return cls(entries, kept, moving, doubts, optimizer)
+        kept = {path: part for path, part in parts.items() if part}
+        recorded = recorded_names(optimizer, param_names) is not None
+        doubts = list(notes_on_entries(entries, model, recorded))
+        return cls(entries, pairs, kept, doubts, optimizer)
 
     def notes(self, scheduled: bool) -> list[str]:
         """Lists what the file does not tell, each a sentence with the way out.
@@ -206,7 +202,7 @@ class OptimizerPlan:
         return max((entry.step for entry in self.entries.values()), default=0)
 
     def paused(self, pause: str) -> list[str]:
-        """Lists the leaves that are ``held``, or ``unused``."""
+        """Lists the leaves that are `HELD`, or `UNUSED`."""
         return ["/".join(path) for path, part in self.parts.items() if part.pause == pause]
 
     def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
@@ -279,7 +275,7 @@ def _filled(tree: Any, leaves: Mapping[Path, Any]) -> Any:
     return jax.tree.map_with_path(leaf, tree)
 
 
-def _refuse_untied(pairs: Pairs, model: Mapping[str, Any]) -> None:
+def _refuse_untied(pairs: Pairs, model: Document) -> None:
     """Refuses one torch parameter that is several leaves, each with a gradient of its own.
 
     Raises:
@@ -322,7 +318,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
     if frozen:
         if not entry.state:
             return None
-        pause = "held"
+        pause = HELD
     elif pair.must_be_zero:
         raise CheckpointMismatch(
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
@@ -330,7 +326,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
         )
     elif begun and hyper.keeps and not entry.state:
         # Else gradients of zeros change nothing, and one part less is a simpler state.
-        pause = "unused" if hyper.algorithm != "sgd" or hyper.weight_decay else ""
+        pause = UNUSED if hyper.algorithm != "sgd" or hyper.weight_decay else ""
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
@@ -345,7 +341,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
 def optimizer_to_torch(
     state: Any,
     params: Any,
-    like: Mapping[str, Any],
+    like: Document,
     model: Model,
     *,
     pairs: Pairs | None = None,
@@ -383,16 +379,15 @@ def optimizer_to_torch(
       >>> optimizer_to_torch(state, params, like, model)["state"][0]["momentum_buffer"].shape
       torch.Size([3, 2])
     """
-    model, kept = named(model), kept_moments(state)
+    model = named(model)
     pairs = pairs_for(model, params, pairs)
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
     tensors: dict[str, dict[str, Any]] = {}  # by torch's names of what is kept, and of parameters
-    for key, leaves in kept.items():
-        with_leaf = [pair for pair in pairs if pair.path in leaves]
+    for key, leaves in kept_moments(state).items():
         # A packed tensor needs all of its leaves.
         lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
-        whole = [pair for pair in with_leaf if pair.torch_name not in lacking]
+        whole = [pair for pair in pairs if pair.torch_name not in lacking]
         if key == "step":
             tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in whole}
         else:
@@ -415,14 +410,11 @@ def optimizer_to_torch(
         )
     groups = []
     for group in like["param_groups"]:
-        plain = dict(group)
         # A learning rate may be an array; torch.load(weights_only=True) reads a tensor.
+        plain = dict(group)
         plain.update(plain_copy(group)[0])
         groups.append(plain)
-    document = dict(like)
-    document["state"] = filled
-    document["param_groups"] = groups
-    return document
+    return dict(like, state=filled, param_groups=groups)
 
 
 def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:

@@ -11,13 +11,13 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import is_optimizer
 from torch_bridge._base.tensors import clean_names, shape_of, trainable
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.pairs import Pair, unpaired
 
+Document: TypeAlias = Mapping[str, Any]  # a ``state_dict()``, of an optimizer or a model
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _NUMBER = re.compile(r"\d+")
-_SHOWN = 3  # names in a sentence
 _MAX_STEPS = 2**31  # optax counts in int32
 # Field of Optax's state -> what torch calls it: one table for both directions.
 MOMENTS: dict[type, dict[str, str]] = {
@@ -42,15 +42,15 @@ class Hyperparameters(NamedTuple):
 
     algorithm: str  # sgd, adam or adamw
     lr: float
-    weight_decay: float = 0.0  # added to the gradient (sgd, adam) or to the update (adamw)
-    maximize: bool = False  # whether the gradient is negated first
-    momentum: float = 0.0  # of sgd, as is nesterov
-    nesterov: bool = False
-    betas: tuple[float, ...] = (0.9, 0.999)  # of adam and adamw, as is eps
-    eps: float = 1e-8
+    weight_decay: float  # added to the gradient (sgd, adam) or to the update (adamw)
+    maximize: bool  # whether the gradient is negated first
+    momentum: float  # of sgd, as is nesterov
+    nesterov: bool
+    betas: tuple[float, float]  # of adam and adamw, as is eps
+    eps: float
 
     @classmethod
-    def read(cls, group: Mapping[str, Any], kept: Collection[str]) -> Hyperparameters:
+    def read(cls, group: Document, kept: Collection[str]) -> Hyperparameters:
         """Reads one entry of ``param_groups``.
 
         Args:
@@ -60,17 +60,19 @@ class Hyperparameters(NamedTuple):
         Raises:
           ValueError: If the algorithm is none of the three, or has no equal in optax.
         """
-        hyper = cls(_algorithm(group, kept), lr=0.0)
-        for name in ("lr", "weight_decay", "momentum", "eps"):
-            if name in group:
-                hyper = hyper._replace(**{name: _number(name, group[name])})
-        for name in ("maximize", "nesterov"):
-            if name in group:
-                hyper = hyper._replace(**{name: bool(group[name])})
-        betas = group.get("betas", hyper.betas)
+        betas = group.get("betas", (0, 0))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        return hyper._replace(betas=tuple(_number("betas", beta) for beta in betas))
+        return cls(
+            _algorithm(group, kept),
+            lr=_number("lr", group["lr"]),
+            weight_decay=_number("weight_decay", group.get("weight_decay", 0)),
+            maximize=bool(group.get("maximize")),
+            momentum=_number("momentum", group.get("momentum", 0)),
+            nesterov=bool(group.get("nesterov")),
+            betas=(_number("betas", betas[0]), _number("betas", betas[1])),
+            eps=_number("eps", group.get("eps", 0)),
+        )
 
     def transformation(
         self,
@@ -124,7 +126,7 @@ def _number(name: str, value: Any) -> float:
         ) from error
 
 
-def _algorithm(group: Mapping[str, Any], kept: Collection[str]) -> str:
+def _algorithm(group: Document, kept: Collection[str]) -> str:
     """Tells sgd, adam and adamw from each other, as Optax has them, and from all others.
 
     Raises:
@@ -171,13 +173,13 @@ class Entry(NamedTuple):
     key: int  # its number in the state dict
     group: int  # that of its param group
     hyper: Hyperparameters  # what the group says
-    state: Mapping[str, Any]  # what is kept for it; nothing before its first gradient
+    state: Document  # what is kept for it; nothing before its first gradient
     step: int  # updates that Adam has counted for it
 
 
 def read_entries(
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Any],
+    optimizer: Document,
+    model: Document,
     param_names: ParamNames,
     pairs: Sequence[Pair],
     layout: BucketLayout | None,
@@ -205,7 +207,15 @@ def read_entries(
             "state_dict() of one."
         )
     entries = _numbered(optimizer)
-    names = _names(optimizer, model, param_names, len(entries), pairs, layout)
+    names = recorded_names(optimizer, param_names)
+    if names is None:
+        names = _names_by_order(optimizer, model, len(entries), pairs, layout)
+    if len(names) != len(entries):
+        raise ValueError(
+            f"The optimizer has {len(entries)} parameters and there are {len(names)} names: what "
+            "was frozen or is a buffer cannot be told. Pass `param_names`: "
+            "[name for name, p in model.named_parameters()] of those that it was given."
+        )
     originals = {clean: name for name, clean in clean_names(list(model)).items()}
     cleaned = clean_names(names)
     named: dict[str, Entry] = {}
@@ -217,7 +227,7 @@ def read_entries(
     return named
 
 
-def _numbered(optimizer: Mapping[str, Any]) -> list[Entry]:
+def _numbered(optimizer: Document) -> list[Entry]:
     """Reads the parameters of an optimizer, group after group.
 
     Raises:
@@ -229,8 +239,7 @@ def _numbered(optimizer: Mapping[str, Any]) -> list[Entry]:
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
             states[index] = {key: value for key, value in state.items() if value is not None}
-        kept = set().union(*states.values())
-        hyper = Hyperparameters.read(group, kept)
+        hyper = Hyperparameters.read(group, set().union(*states.values()))
         for index, state in states.items():
             step = _number("step", state.get("step", 0))
             if not 0 <= step < _MAX_STEPS:
@@ -239,126 +248,97 @@ def _numbered(optimizer: Mapping[str, Any]) -> list[Entry]:
     return entries
 
 
-def _refuse_others(entries: Mapping[str, Entry], model: Mapping[str, Any]) -> None:
+def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
     """Refuses entries that are of another model, or of complex parameters.
 
     Raises:
       CheckpointMismatch: With all of these.
     """
-    unknown: list[str] = []
     mis_shaped: list[str] = []
     complex_ones: list[str] = []
-    for name, entry in entries.items():
-        if name not in model:
-            unknown.append(name)
-            continue
+    for name in entries.keys() & model.keys():
         shape = shape_of(model[name])
-        for key, value in entry.state.items():
-            if shape_of(value) and shape_of(value) != shape:
+        state = entries[name].state
+        for key, value in state.items():
+            if shape_of(value) not in ((), shape):
                 mis_shaped.append(f"{name} {shape} has {key} {shape_of(value)}")
-        if entry.state and _dtype_name(model[name]).startswith("complex"):
+        if state and _dtype_name(model[name]).startswith("complex"):
             complex_ones.append(name)
+    unknown = sorted(entries.keys() - model.keys())
     if unknown or mis_shaped:
         raise CheckpointMismatch(
             "The optimizer does not belong to this model. Pass `param_names` in the order in which "
             "the optimizer was given its parameters.",
             unexpected=unknown,
-            mis_shaped=mis_shaped,
+            mis_shaped=sorted(mis_shaped),
         )
     if complex_ones:
         raise CheckpointMismatch(
             "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
             "are the conjugates of jax.grad's. Convert the parameters alone, with "
             "params_from_torch, and begin the optimizer anew.",
-            unexpected=complex_ones,
+            unexpected=sorted(complex_ones),
         )
 
 
-def _names(
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Any],
-    param_names: ParamNames,
-    count: int,
-    pairs: Sequence[Pair],
-    layout: BucketLayout | None,
-) -> list[str]:
-    """Names the parameters, in the optimizer's order.
-
-    Raises:
-      ValueError: Nothing tells the names.
-    """
-    groups = optimizer["param_groups"]
-    recorded = recorded_names(optimizer, param_names)
-    if recorded is not None:
-        names = recorded
-    elif len(groups) > 1:
-        raise ValueError(
-            "An optimizer with several param groups numbers its parameters group by group. Pass "
-            "`param_names`: one list of names for each group, in the order given to the optimizer."
-        )
-    else:
-        names = _names_by_order(model, count, pairs, layout)
-        _refuse_sorted(names, model)
-    if len(names) != count:
-        raise ValueError(
-            f"The optimizer has {count} parameters and there are {len(names)} names: what "
-            "was frozen or is a buffer cannot be told. Pass `param_names`: "
-            "[name for name, p in model.named_parameters()] of those that it was given."
-        )
-    return names
-
-
-def recorded_names(optimizer: Mapping[str, Any], param_names: ParamNames) -> list[str] | None:
+def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | None:
     """Returns the names that the user says, or the optimizer has recorded; None where neither."""
     if param_names is None:
-        recorded = [group.get("param_names") for group in optimizer["param_groups"]]
-        if any(names is None for names in recorded):
-            return None
-        param_names = recorded
+        param_names = [group.get("param_names") for group in optimizer["param_groups"]]
     flat: list[str] = []
     for part in param_names:
-        if isinstance(part, str):
-            flat.append(part)
-        else:
-            flat.extend(part)
+        if part is None:
+            return None
+        flat.extend([part] if isinstance(part, str) else part)
     return flat
 
 
 def _names_by_order(
-    model: Mapping[str, Any], count: int, pairs: Sequence[Pair], layout: BucketLayout | None
+    optimizer: Document,
+    model: Document,
+    count: int,
+    pairs: Sequence[Pair],
+    layout: BucketLayout | None,
 ) -> list[str]:
-    """Names an optimizer's parameters by the order of the model, those that are as many."""
-    every = trainable(model)
-    leftover = set(unpaired(model, pairs))
-    bucketed = [name for name in model if layout and name in layout.entries]
-    paired = [name for name in every if name not in leftover]
-    for names in (bucketed, every, paired):
-        if len(names) == count:
-            return names
-    return every
-
-
-def _refuse_sorted(names: Sequence[str], model: Mapping[str, Any]) -> None:
-    """Refuses names in the order of the alphabet where another order would fit as well.
+    """Names an optimizer's parameters by the order of the model, those that are as many.
 
     safetensors sorts its names, and an optimizer numbers its parameters in the module's order.
 
     Raises:
-      ValueError: Two parameters of one shape may have been exchanged.
+      ValueError: There are several groups. Or names are sorted, and two parameters of one shape may
+        have been exchanged.
     """
-    if list(names) != sorted(names):
-        return
-    last: dict[Any, str] = {}
-    for name in names:
-        before = last.get(shape_of(model[name]))
-        last[shape_of(model[name])] = name
-        if before is not None and not _counts_up(before, name):
+    if len(optimizer["param_groups"]) > 1:
+        raise ValueError(
+            "An optimizer with several param groups numbers its parameters group by group. Pass "
+            "`param_names`: one list of names for each group, in the order given to the optimizer."
+        )
+    every = trainable(model)
+    leftover = set(unpaired(model, pairs))
+    paired = [name for name in every if name not in leftover]
+    bucketed = [name for name in model if layout and name in layout.entries]
+    # The last one of several of one length.
+    by_length = {len(names): names for names in (paired, every, bucketed)}
+    names = by_length.get(count, every)
+    for first, second in _alike(names, model):
+        if names == sorted(names) and not _counts_up(first, second):
             raise ValueError(
                 f"The names of the model are sorted, as safetensors does it, so that they do not "
-                f"tell in which order the optimizer has {printable(before)} and {printable(name)}, "
-                f"which have one shape. Pass `param_names`: "
+                f"tell in which order the optimizer has {printable(first)} and {printable(second)},"
+                f" which have one shape. Pass `param_names`: "
                 f"[name for name, p in model.named_parameters()]."
             )
+    return names
+
+
+def _alike(names: Sequence[str], model: Document) -> Iterator[tuple[str, str]]:
+    """Yields parameters of one shape that follow each other, which nothing else tells apart."""
+    last: dict[Any, str] = {}
+    for name in names:
+        shape = shape_of(model[name])
+        if shape in last:
+            yield last[shape], name
+        last[shape] = name
 
 
 def _counts_up(first: str, second: str) -> bool:
@@ -368,27 +348,28 @@ def _counts_up(first: str, second: str) -> bool:
     return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))
 
 
-def notes_on_groups(optimizer: Mapping[str, Any], scheduled: bool) -> Iterator[str]:
+def notes_on_groups(optimizer: Document, scheduled: bool) -> Iterator[str]:
     """Says by name what drove the optimizer in torch and stands still here.
 
     Args:
       optimizer: Its ``state_dict()``.
       scheduled: Whether a learning rate is given for Flax.
     """
-    for group in optimizer["param_groups"]:
-        bounds = [group.get(name) for name in ("base_momentum", "max_momentum")]
-        if bounds != [None, None] and bounds[0] != bounds[1]:
+    groups = optimizer["param_groups"]
+    for group in groups:
+        lowest, highest = group.get("base_momentum"), group.get("max_momentum")
+        if lowest != highest:
             kind = "betas" if "betas" in group else "momentum"
             yield (
                 f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
-                f"the optimizer's `{kind}` as well, between base_momentum={bounds[0]} and "
-                f"max_momentum={bounds[1]}. No file holds its course: here `{kind}` stays at "
+                f"the optimizer's `{kind}` as well, between base_momentum={lowest} and "
+                f"max_momentum={highest}. No file holds its course: here `{kind}` stays at "
                 f"{group.get(kind)}, as in the file. To go on with a course, build the optimizer "
                 f"with optax.inject_hyperparams and put the state in."
             )
             break
-    if not scheduled and any("initial_lr" in group for group in optimizer["param_groups"]):
-        rates = sorted({f"{_number('lr', group['lr']):g}" for group in optimizer["param_groups"]})
+    if not scheduled and any("initial_lr" in group for group in groups):
+        rates = sorted({f"{float(group['lr']):g}" for group in groups})
         yield (
             f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
             f"file holds its course: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
@@ -396,43 +377,35 @@ def notes_on_groups(optimizer: Mapping[str, Any], scheduled: bool) -> Iterator[s
         )
 
 
-def note_on_order(
-    optimizer: Mapping[str, Any],
-    entries: Mapping[str, Entry],
-    model: Mapping[str, Any],
-    param_names: ParamNames,
-) -> Iterator[str]:
-    """Says which parameters could be exchanged, where the optimizer does not name its own."""
-    if recorded_names(optimizer, param_names) is not None:
-        return
-    seen: dict[Any, str] = {}
-    for name, entry in entries.items():
-        other = seen.setdefault(shape_of(model[name]), name)
-        if other != name and entry.state:
+def notes_on_entries(entries: Mapping[str, Entry], model: Document, named: bool) -> Iterator[str]:
+    """Says which parameters could be exchanged, and which moments are cast.
+
+    Args:
+      entries: By the names of `model`.
+      model: Torch state dict of the model.
+      named: Whether the optimizer, or the user, says the names of its parameters.
+    """
+    for first, second in _alike(list(entries), model):
+        if not named and entries[second].state:
             yield (
                 f"The optimizer does not name its parameters, so that they are taken in the order "
-                f"of the model. If it was given them in another order, {printable(other)} and "
-                f"{printable(name)} (of one shape) have each other's state: pass param_names=."
+                f"of the model. If it was given them in another order, {printable(first)} and "
+                f"{printable(second)} (of one shape) have each other's state: pass param_names=."
             )
-            return
+            break
+    cast: list[str] = []
+    for name, entry in entries.items():
+        dtype = _dtype_name(model[name])
+        for key, value in entry.state.items():
+            kept = _dtype_name(value)
+            if shape_of(value) and kept and dtype and kept != dtype:
+                cast.append(f"{key} of {name} ({kept} beside {dtype})")
+    if cast:
+        yield (
+            f"Moments of another dtype than their parameters are cast to it, as torch's "
+            f"load_state_dict does: {some(cast)}."
+        )
 
 
 def _dtype_name(value: Any) -> str:
     return str(getattr(value, "dtype", "")).removeprefix("torch.")
-
-
-def notes_on_dtypes(entries: Mapping[str, Entry], model: Mapping[str, Any]) -> Iterator[str]:
-    """Says which moments are cast to the dtype of their parameters."""
-    cast: list[str] = []
-    for name, entry in entries.items():
-        for key, value in entry.state.items():
-            kept = _dtype_name(value)
-            dtype = _dtype_name(model[name])
-            if shape_of(value) and kept and dtype and kept != dtype:
-                cast.append(f"{key} of {name} ({kept} beside {dtype})")
-    if cast:
-        more = f" and {len(cast) - _SHOWN} more" if len(cast) > _SHOWN else ""
-        yield (
-            f"Moments of another dtype than their parameters are cast to it, as torch's "
-            f"load_state_dict does: {printable(', '.join(cast[:_SHOWN]))}{more}."
-        )

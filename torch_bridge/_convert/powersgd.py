@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from jaxcomp.extend import LeafPlan, plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import printable, some
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import leaves_by_path, trained
+from torch_bridge._pairing.leaves import leaves_by_path, plain_path, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
         PowerSGDState as TorchPowerSGDState,
     )
+
+
+Leaves: TypeAlias = dict[tuple[str, ...], np.ndarray]
 
 
 class CommonMatrix(NamedTuple):
@@ -106,12 +109,10 @@ def powersgd_from_torch(
     model = checkpoint.model or (layout.entries if layout else {})
     pairs = pairs_for(model, params, pairs)
     record = mean_of_ranks(checkpoint, missing_ranks)
-    shapes = _shapes(params, record, matrix_dims)
-    return filled_state(shapes, record, params, pairs, layout, matrix_dims)
+    return filled_state(record, params, pairs, layout, matrix_dims)
 
 
 def filled_state(
-    shapes: Any,
     record: PowerSGDRecord,
     params: Any,
     pairs: Pairs,
@@ -121,43 +122,31 @@ def filled_state(
     """Fills a state of `jaxcomp.powersgd` with what a record holds.
 
     Args:
-      shapes: The state without values, as of ``jax.eval_shape``.
       record: With the mean error, in units of the loss.
       params: As for `powersgd_from_torch`, like the others.
       pairs: Of `params`.
       layout: Of the buffers of `record`.
       matrix_dims: As passed to `jaxcomp.powersgd`.
     """
-    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
-    draw = np.random.default_rng(0).standard_normal
-    residuals: dict[tuple[str, ...], np.ndarray] = {}
-    for path, leaf in leaves_by_path(shapes.residual).items():
-        residuals[path] = np.zeros(leaf.shape, np.float32)
-    factors: dict[tuple[str, ...], np.ndarray] = {}
-    for path, leaf in leaves_by_path(shapes.q).items():
-        factors[path] = draw(leaf.shape, np.float32)
+    residuals: Leaves = {}
+    factors: Leaves = {}
     afresh: list[str] = []
-    packed: set[str] = set()
+    packed: list[str] = []
     for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
-        residual = residuals.get(pair.path)
-        q = factors.get(pair.path)
-        if part.error is not None and residual is not None:
-            residual = pair.to_flax(part.error)
-        if part.q is not None and q is not None:
-            q = part.q.astype(np.float32)[q_rows].reshape(q.shape)
-            if pair.rows:
-                packed.add(pair.torch_name)
-        if not (_is_finite(residual) and _is_finite(q)):
+        kept = [array for array in (part.error, part.q) if array is not None]
+        if not all(np.isfinite(array).all() for array in kept):
             afresh.append("/".join(pair.path))
             continue
-        if residual is not None:
-            residuals[pair.path] = residual
-        if q is not None:
-            factors[pair.path] = q
+        if part.error is not None:
+            residuals[pair.path] = pair.to_flax(part.error)
+        if part.q is not None:
+            factors[pair.path] = part.q[q_rows]
+            if pair.rows and pair.torch_name not in packed:
+                packed.append(pair.torch_name)
     if afresh:
         warnings.warn(
-            f"The state of {printable(', '.join(afresh))} in the file is not finite: the layer was "
-            "never used, or the run diverged. It starts afresh, with a new Q and no residual.",
+            f"The state of {some(afresh)} in the file is not finite: the layer was never used, or "
+            "the run diverged. It starts afresh, with a new Q and no residual.",
             stacklevel=3,
         )
     if record.buckets and not record.warm_start:
@@ -168,21 +157,32 @@ def filled_state(
         )
     if packed:
         warnings.warn(
-            f"{printable(', '.join(sorted(packed)))}: torch has one Q for all parts of a packed "
-            "matrix. Each Flax kernel gets this Q and its part of the error, so the next steps are "
-            "equivalent in kind, not equal. A Flax model with one packed kernel continues exactly.",
+            f"{some(packed)}: torch has one Q for all parts of a packed matrix. Each Flax kernel "
+            "gets this Q and its part of the error, so the next steps are equivalent in kind, not "
+            "equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
+    shapes = _shapes(params, record, matrix_dims)
+    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
+    draw = np.random.default_rng(0).standard_normal
     return PowerSGDState(
         jnp.asarray(record.iter, jnp.int32),
-        jax.tree.structure(shapes.residual).unflatten(map(jnp.array, residuals.values())),
-        jax.tree.structure(shapes.q).unflatten(map(jnp.array, factors.values())),
+        _filled(shapes.residual, residuals, np.zeros),
+        _filled(shapes.q, factors, draw),
         owner=jnp.zeros([], jnp.float32),
     )
 
 
-def _is_finite(array: np.ndarray | None) -> bool:
-    return array is None or bool(np.isfinite(array).all())
+def _filled(shapes: Any, leaves: Leaves, fresh: Callable[..., np.ndarray]) -> Any:
+    """Fills a tree of shapes with leaves by path, and with fresh ones where there are none."""
+
+    def leaf(path: Any, shape: Any) -> jax.Array:
+        value = leaves.get(plain_path(path))
+        if value is None:
+            value = fresh(shape.shape, np.float32)
+        return jnp.asarray(value.reshape(shape.shape), shape.dtype)
+
+    return jax.tree.map_with_path(leaf, shapes)
 
 
 # --- both ways ----------------------------------------------------------------------------------
@@ -341,12 +341,16 @@ def record_of_state(
             "model, and pass layout=.",
             parameters=("layout",),
         )
-    _allocate(record, layout)
+    # Buffers are written through views: a second copy would double the memory.
+    for name, sizes in layout.buffer_sizes(record).items():
+        keeps = record.use_error_feedback if name == "error_dict" else record.warm_start
+        for bucket, size in sizes.items():
+            if keeps:
+                getattr(record, name)[bucket] = np.zeros(size, np.float32)
     matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
     _check_state(state, params, record, matrices, matrix_dims)
     _fill(record, layout, state, matrices)
-    _scale(record, loss_scale_of(like))
-    _as_before(record, old)
+    _as_before(record, old, loss_scale_of(like))
     return record
 
 
@@ -363,18 +367,6 @@ def _born_in_jax(state: PowerSGDState, count: int) -> PowerSGDRecord:
         use_error_feedback=bool(jax.tree.leaves(state.residual)),
         warm_start=bool(factors),
     )
-
-
-def _allocate(record: PowerSGDRecord, layout: BucketLayout) -> None:
-    """Gives a record buffers of zeros, those that its hook keeps.
-
-    They are written through views: a second copy would double the memory.
-    """
-    kept = (record.use_error_feedback, record.warm_start, record.warm_start)
-    for name, sizes, keeps in zip(BUFFERS, layout.buffer_sizes(record), kept, strict=True):
-        if keeps:
-            for bucket, size in sizes.items():
-                getattr(record, name)[bucket] = np.zeros(size, np.float32)
 
 
 def _fill(
@@ -399,34 +391,27 @@ def _fill(
             part.q[...] = _common_q(part, seen.get(name, []))
 
 
-def _scale(record: PowerSGDRecord, scale: float) -> None:
-    """Brings errors and Q into the units of torch's scaled loss, in place."""
-    if scale == 1:
-        return
-    for buffers in (record.error_dict, record.q_memory_dict):
-        for buffer in buffers.values():
-            buffer *= np.float32(scale)
-
-
-def _as_before(record: PowerSGDRecord, old: PowerSGDRecord) -> None:
-    """Keeps the P and the dtypes that a record had.
+def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> None:
+    """Brings buffers into the units of torch's scaled loss, and the dtypes that they had, in place.
 
     Raises:
       CheckpointMismatch: A buffer does not fit the dtype that it had.
     """
-    # Of P only its presence matters to torch; with the old one nothing at all changes.
-    for bucket, p in old.p_memory_dict.items():
-        if bucket in record.p_memory_dict and p.size == record.p_memory_dict[bucket].size:
-            record.p_memory_dict[bucket] = p
     overflown = []
     for name in BUFFERS:
         buffers, before = getattr(record, name), getattr(old, name)
-        for bucket in buffers.keys() & before.keys():
-            buffer = buffers[bucket]
+        for bucket, buffer in buffers.items():
+            known = before.get(bucket, buffer)
+            if name == "p_memory_dict":
+                # Only its presence matters to torch; with the old one nothing at all changes.
+                buffers[bucket] = known if known.size == buffer.size else buffer
+                continue
+            if scale != 1:
+                buffer *= np.float32(scale)
             with np.errstate(over="ignore"):
-                buffers[bucket] = buffer.astype(before[bucket].dtype, copy=False)
+                buffers[bucket] = buffer.astype(known.dtype, copy=False)
             if np.isfinite(buffer).all() and not np.isfinite(buffers[bucket]).all():
-                overflown.append(f"{name} of bucket {bucket}: {before[bucket].dtype}")
+                overflown.append(f"{name} of bucket {bucket}: {known.dtype}")
     if overflown:
         raise CheckpointMismatch(
             "The state does not fit the dtype that it had in torch, in units of the loss scale of "
@@ -456,19 +441,16 @@ def _check_state(
       CheckpointMismatch: With all of these.
     """
     wrong = []
-    needs_errors = any(part.error is not None for _, part, _ in matrices)
-    needs_factors = any(part.q is not None for _, part, _ in matrices)
-    if needs_errors and not jax.tree.leaves(state.residual):
-        wrong.append("no residual")
-    if needs_factors and not jax.tree.leaves(state.q):
-        wrong.append("no q")
     fresh = _shapes(params, record, matrix_dims)
-    for what in ("residual", "q"):
-        shapes = leaves_by_path(getattr(fresh, what))
-        for path, leaf in leaves_by_path(getattr(state, what)).items():
-            shape = shapes[path].shape if path in shapes else None
+    for field, buffers in (("residual", record.error_dict), ("q", record.q_memory_dict)):
+        expected = leaves_by_path(getattr(fresh, field))
+        leaves = leaves_by_path(getattr(state, field))
+        if buffers and matrices and not leaves:
+            wrong.append(f"no {field}")
+        for path, leaf in leaves.items():
+            shape = getattr(expected.get(path), "shape", None)
             if tuple(leaf.shape) != shape:
-                wrong.append(f"{'/'.join(path)}: {what} of shape {leaf.shape}, expected {shape}")
+                wrong.append(f"{'/'.join(path)}: {field} of shape {leaf.shape}, expected {shape}")
     if wrong:
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "

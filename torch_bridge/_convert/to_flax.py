@@ -7,14 +7,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-import jax
 import optax
 
 import jaxcomp
-from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import some
 from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
-from torch_bridge._convert.optimizer import OptimizerPlan, Rates
+from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.buckets import BucketLayout
@@ -145,6 +143,7 @@ def to_flax(
         Adam's count, and the hook has another.
 
     Example:
+      >>> import jax
       >>> import numpy as np
       >>> checkpoint = Checkpoint({"fc.weight": np.ones((3, 2), np.float32)})
       >>> like = {"fc": {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32)}}
@@ -157,42 +156,38 @@ def to_flax(
       True
     """
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
-    if apply is not None and example is None:
-        example = checkpoint.example
+    example = example or checkpoint.example
+    if apply is None:
+        example = None
     paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
-    pairs = paired.pairs
-    trained_pairs = pairs_of(trained(like), pairs)
-    params = flatten(like).with_leaves(leaves_from_torch(pairs, checkpoint.model))
+    params = flatten(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
     trained_params = trained(params)
-    record = next(iter(checkpoint.powersgd), None)
-    layout = layout or checkpoint.layout
-    if record:
-        layout = layout_of(checkpoint, layout, pairs)
-        matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
-    reducer = _reducer(record, checkpoint.hook or "", axis_name, matrix_dims)
+    trained_pairs = pairs_of(trained_params, paired.pairs)
+    layout = layout_of(checkpoint, layout, paired.pairs)
+    matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
+    reducer = _reducer(checkpoint, axis_name, matrix_dims)
     plan = None
     if checkpoint.optimizer is not None:
-        model, optimizer = checkpoint.model, checkpoint.optimizer
-        plan = OptimizerPlan.of(optimizer, model, trained_pairs, param_names, layout)
+        model, optimizer_state = checkpoint.model, checkpoint.optimizer
+        plan = OptimizerPlan.of(optimizer_state, model, trained_pairs, param_names, layout)
     counted = plan.counted if plan else 0
-    calls = counted
-    if record:
-        calls = record.iter
+    if checkpoint.powersgd:
+        calls = checkpoint.powersgd[0].iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
-        shapes = jax.eval_shape(reducer.init, trained_params)
-        state = filled_state(shapes, mean, trained_params, trained_pairs, layout, matrix_dims)
+        state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
         del mean  # frees the errors' memory before the optimizer's is taken
     else:
+        calls = counted
         state = reducer.init(trained_params)
-    if consume:
-        for each in checkpoint.powersgd:
-            each.error_dict.clear()
     rates = learning_rate if step is None else None
     doubts = list(_doubts(checkpoint, layout, plan, calls, rates))
     if plan:
         doubts.extend(plan.notes(scheduled=learning_rate is not None))
     for text in doubts:
         warnings.warn(text, stacklevel=2)
+    if consume:
+        for record in checkpoint.powersgd:
+            record.error_dict.clear()
     optimizer = None
     optimizer_state = None
     if plan:
@@ -210,7 +205,7 @@ def to_flax(
         optimizer_state,
         calls if step is None else step,
         paired.difference,
-        pairs,
+        paired.pairs,
     )
 
 
@@ -228,14 +223,12 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
 
 
 def _reducer(
-    record: PowerSGDRecord | None,
-    hook: str,
-    axis_name: str | tuple[str, ...],
-    matrix_dims: MatrixDimsFn | None,
+    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn
 ) -> optax.GradientTransformation:
     """Makes what averages gradients as the torch job did, with or without its hook's state."""
-    if record:
-        kwargs = powersgd_kwargs_from_torch(record, hook=hook)
+    hook = checkpoint.hook or ""
+    if checkpoint.powersgd:
+        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook or None)
         return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
     if not hook or "powerSGD" in hook:  # DDP's own mean; of the other a warning tells
         return jaxcomp.allreduce(axis_name=axis_name)
@@ -250,49 +243,52 @@ def _doubts(
     rates: Rates,
 ) -> Iterator[str]:
     """Says what the file does not tell, or tells in two ways, with the way out."""
-    states, hook = checkpoint.unread_states, checkpoint.hook or ""
-    if not checkpoint.powersgd and (states or "powerSGD" in hook):
-        seems = f"checkpoint.extra[{states[0]!r}] looks like one: " if states else ""
+    unread = checkpoint.unread_states
+    if not checkpoint.powersgd and (unread or "powerSGD" in (checkpoint.hook or "")):
+        seems = f"checkpoint.extra[{unread[0]!r}] looks like one: " if unread else ""
         yield (
             "The checkpoint has no PowerSGDState where one is looked for, so that run.reducer is "
             f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
         )
-    if plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
-        if unread := checkpoint.unread_optimizers:
-            yield (
-                "The checkpoint has no optimizer where one is looked for, so that the chain has "
-                f"none; checkpoint.extra[{unread[0]!r}] looks like one, or a list of them. Go on "
-                "from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
-            )
-        else:
-            yield (
-                "The checkpoint has no optimizer, so that run.transformation averages gradients "
-                "and no more: added to parameters as they are, they lead uphill. Put one behind "
-                "it: optax.chain(run.reducer, optax.sgd(...)), with the state "
-                "(run.reducer_state, optimizer.init(params))."
-            )
+    others = checkpoint.unread_optimizers
+    if plan is None and others:
+        yield (
+            "The checkpoint has no optimizer where one is looked for, so that the chain has none; "
+            f"checkpoint.extra[{others[0]!r}] looks like one, or a list of them. Go on from "
+            "dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
+        )
+    elif plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
+        yield (
+            "The checkpoint has no optimizer, so that run.transformation averages gradients and no "
+            "more: added to parameters as they are, they lead uphill. Put one behind it: "
+            "optax.chain(run.reducer, optax.sgd(...)), with the state (run.reducer_state, "
+            "optimizer.init(params))."
+        )
+    if plan is None:
         return
     yield (
         "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
         "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
     )
     counted = plan.counted
-    each = rates if isinstance(rates, Sequence) else [rates]
-    if counted not in (0, calls) and any(map(callable, each)):
+    schedules = rates if isinstance(rates, Sequence) else [rates]
+    if counted not in (0, calls) and any(map(callable, schedules)):
         yield (
             f"Adam has counted {counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule goes on at "
             f"{counted}. Pass step= to say where."
         )
-    if held := plan.paused("held"):
+    held = plan.paused(HELD)
+    if held:
         yield (
-            f"{printable(', '.join(held))}: the optimizer has them and DDP's buckets do not, so "
-            "that they get no gradient. They are frozen here too; their state is kept."
+            f"{some(held)}: the optimizer has them and DDP's buckets do not, so that they get no "
+            "gradient. They are frozen here too; their state is kept."
         )
-    if (unused := plan.paused("unused")) and not (layout and layout.names):
+    unused = plan.paused(UNUSED)
+    if unused and not (layout and layout.names):
         yield (
-            f"{printable(', '.join(unused))}: never used, or frozen; the file does not say which, "
-            "and the optimizer has no state for them. They are trained as soon as they get a "
-            "gradient. To freeze them pass layout=BucketLayout.from_order([names], "
-            "checkpoint.model), with the names of what is trained."
+            f"{some(unused)}: never used, or frozen; the file does not say which, and the "
+            "optimizer has no state for them. They are trained as soon as they get a gradient. To "
+            "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
+            "names of what is trained."
         )

@@ -16,7 +16,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import to_tensor
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer import kept_moments, optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
@@ -32,8 +32,6 @@ from torch_bridge._pairing.leaves import hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
-
-_SHOWN = 10  # names in a warning
 
 
 def to_torch(
@@ -177,10 +175,9 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Keeps everything that ``torch.load(weights_only=True)`` can read back."""
     kept, lacking = plain_copy(extra)
     if lacking:
-        more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
         warnings.warn(
             f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
-            f"{printable(', '.join(lacking[:_SHOWN]))}{more}. Add them in torch.",
+            f"{some(lacking)}. Add them in torch.",
             stacklevel=3,
         )
     return kept

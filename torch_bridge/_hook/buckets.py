@@ -27,6 +27,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS
 from torch_bridge._base.tensors import shape_of, to_numpy, unwrapped
 
+_KINDS = {"error_dict": "error", "p_memory_dict": "P", "q_memory_dict": "Q"}
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
 _MAX_AXES = 64  # as torch
 _MAX_SIZE = 2**59  # of any array, axes of length 0 left out
@@ -87,9 +88,12 @@ class BucketEntry:
     @property
     def _memory_order(self) -> list[int]:
         # Slowest axis first; an axis of length 1 may carry any stride, so it keeps its place.
-        wide = [axis for axis, size in enumerate(self.shape) if size > 1]
-        queue = iter(sorted(wide, key=lambda axis: -self.strides[axis]))
-        return [next(queue) if size > 1 else axis for axis, size in enumerate(self.shape)]
+        order = list(range(len(self.shape)))
+        wide = [axis for axis in order if self.shape[axis] > 1]
+        slowest_first = sorted(wide, key=self.strides.__getitem__, reverse=True)
+        for place, axis in zip(wide, slowest_first, strict=True):
+            order[place] = axis
+        return order
 
     def column_order(self) -> np.ndarray | None:
         """Returns the hook's columns, as positions in ``array.reshape(shape[0], -1)``.
@@ -103,8 +107,8 @@ class BucketEntry:
         order = self._memory_order
         if order and order[0] != 0:
             return None
-        cols = np.arange(math.prod(self.shape[1:])).reshape(self.shape[1:])
-        return cols.transpose([axis - 1 for axis in order[1:]]).reshape(-1)
+        cols = np.arange(math.prod(self.shape[1:])).reshape(1, *self.shape[1:])
+        return cols.transpose(order).reshape(-1)
 
 
 class BucketPart(NamedTuple):
@@ -172,7 +176,7 @@ class BucketLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements per bucket."""
-        return tuple(map(_elements, self.buckets))
+        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
@@ -196,20 +200,18 @@ class BucketLayout:
                 "`order` must hold a list of names for each bucket, and has a name in the place of "
                 "a list. Write [[...]] if there is one bucket."
             )
-        missing = [name for name in itertools.chain(*order) if name not in model]
+        missing = set(itertools.chain(*order)) - model.keys()
         if missing:
             raise CheckpointMismatch(
                 "The order names parameters that the model does not have. Use the names of "
                 "model.named_parameters().",
-                missing=missing,
+                missing=sorted(missing),
             )
         buckets = []
         for names in order:
-            bucket = []
-            for name in names:
-                array = model[name]
-                bucket.append(BucketEntry(name, shape_of(array), dense_strides(array)))
-            buckets.append(tuple(bucket))
+            arrays = [model[name] for name in names]
+            shapes = map(shape_of, arrays)
+            buckets.append(tuple(map(BucketEntry, names, shapes, map(dense_strides, arrays))))
         return cls(tuple(buckets))
 
     def to_json(self) -> str:
@@ -254,74 +256,58 @@ class BucketLayout:
         """
         parts = {}
         for index, bucket in enumerate(self.buckets):
-            error, p, q = (_buffer(record, name, index) for name in BUFFERS)
-            errors = _cut(error, [entry.size for entry in bucket])
-            views = dict(zip(bucket, errors, strict=True))
-            alike: dict[tuple[int, int], list[BucketEntry]] = {}
+            groups: dict[tuple[int, int], int] = {}
             for entry in bucket:
-                alike.setdefault(entry.matrix, []).append(entry)
-            order = list(itertools.chain(*alike.values()))
+                groups.setdefault(entry.matrix, len(groups))
+            order = sorted(bucket, key=lambda entry: groups[entry.matrix])
             ranks = [entry.factor_rank(record) for entry in order]
-            sizes = list(zip(order, ranks, strict=True))
-            ps = _cut(p, [entry.matrix[0] * rank for entry, rank in sizes])
-            qs = _cut(q, [entry.matrix[1] * rank for entry, rank in sizes])
-            for entry, rank, flat_p, flat_q in zip(order, ranks, ps, qs, strict=True):
-                flat = views[entry]
-                parts[entry.name] = BucketPart(
-                    entry,
-                    index,
-                    rank,
-                    None if flat is None else entry.from_memory(flat),
-                    None if flat_p is None else flat_p.reshape(entry.matrix[0], rank),
-                    None if flat_q is None else flat_q.reshape(entry.matrix[1], rank),
-                )
+            factored = list(zip(order, ranks, strict=True))
+            errors = _cut(record.error_dict.get(index), [entry.size for entry in bucket])
+            error_of = dict(zip(bucket, errors, strict=True))
+            ps = _cut(record.p_memory_dict.get(index), [e.matrix[0] * rank for e, rank in factored])
+            qs = _cut(record.q_memory_dict.get(index), [e.matrix[1] * rank for e, rank in factored])
+            for (entry, rank), p, q in zip(factored, ps, qs, strict=True):
+                error = error_of[entry]
+                if error is not None:
+                    error = entry.from_memory(error)
+                if p is not None:
+                    p = p.reshape(entry.matrix[0], rank)
+                if q is not None:
+                    q = q.reshape(entry.matrix[1], rank)
+                parts[entry.name] = BucketPart(entry, index, rank, error, p, q)
         return parts
 
-    def buffer_sizes(self, record: Any) -> tuple[dict[int, int], ...]:
-        """Returns the lengths of the error, P and Q buffers, a dictionary by bucket each."""
-        errors, ps, qs = dict[int, int](), dict[int, int](), dict[int, int]()
+    def buffer_sizes(self, record: Any) -> dict[str, dict[int, int]]:
+        """Returns the lengths of the error, P and Q buffers, by their names and by bucket."""
+        sizes = {name: dict.fromkeys(range(len(self.buckets)), 0) for name in BUFFERS}
         for index, bucket in enumerate(self.buckets):
-            errors[index] = _elements(bucket)
-            ps[index] = qs[index] = 0
             for entry in bucket:
                 rank = entry.factor_rank(record)
                 rows, cols = entry.matrix
-                ps[index] += rows * rank
-                qs[index] += cols * rank
-        return errors, ps, qs
+                sizes["error_dict"][index] += entry.size
+                sizes["p_memory_dict"][index] += rows * rank
+                sizes["q_memory_dict"][index] += cols * rank
+        return sizes
 
     def misfits(self, record: Any) -> list[str]:
         """Lists the buffers of another length than the layout gives them, a line each."""
         lines = []
-        kinds = zip(("error", "P", "Q"), BUFFERS, self.buffer_sizes(record), strict=True)
-        for kind, name, sizes in kinds:
+        for name, sizes in self.buffer_sizes(record).items():
             for bucket, array in getattr(record, name).items():
                 size = sizes.get(bucket, "no such bucket")
                 if len(array) != size:
                     lines.append(
-                        f"{kind} of bucket {bucket} has {len(array)} values, the layout gives it "
-                        f"{size}"
+                        f"{_KINDS[name]} of bucket {bucket} has {len(array)} values, the layout "
+                        f"gives it {size}"
                     )
         return lines
 
 
-def _elements(bucket: Sequence[BucketEntry]) -> int:
-    return sum(entry.size for entry in bucket)
-
-
-def _buffer(record: Any, name: str, bucket: int) -> np.ndarray | None:
-    flat = getattr(record, name).get(bucket)
-    return None if flat is None else to_numpy(flat)
-
-
-def _cut(flat: np.ndarray | None, sizes: Sequence[int]) -> list[np.ndarray | None]:
+def _cut(flat: Any, sizes: Sequence[int]) -> Sequence[np.ndarray | None]:
     """Cuts a buffer into consecutive views of these sizes; None stays None."""
-    views: list[np.ndarray | None] = []
-    end = 0
-    for size in sizes:
-        end += size
-        views.append(None if flat is None else flat[end - size : end])
-    return views
+    if flat is None:
+        return [None] * len(sizes)
+    return np.split(to_numpy(flat), np.cumsum(sizes, dtype=int))[:-1]
 
 
 def _entry(item: Any) -> BucketEntry:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -95,9 +96,8 @@ class Checkpoint:
         if rank < known and (world_size is None or world_size >= known):
             return self.powersgd[rank]
         mean = self.mean
-        errors = {}
-        for bucket, error in mean.error_dict.items():
-            errors[bucket] = error.astype(self.powersgd[0].error_dict[bucket].dtype)
+        dtypes = self.powersgd[0].error_dict
+        errors = jax.tree.map(lambda e, first: e.astype(first.dtype), mean.error_dict, dtypes)
         return dataclasses.replace(mean, error_dict=errors)
 
     @property
@@ -137,7 +137,10 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
     if scale == 1:
         return record
     # torch's next step adds them to gradients of the present scale, whatever it was before.
-    errors, factors = _divided(record.error_dict, scale), _divided(record.q_memory_dict, scale)
+    unit = np.float32(scale)
+    errors, factors = jax.tree.map(
+        lambda array: array.astype(np.float32) / unit, (record.error_dict, record.q_memory_dict)
+    )
     return dataclasses.replace(record, error_dict=errors, q_memory_dict=factors)
 
 
@@ -176,28 +179,16 @@ def _scales_in(entries: Mapping[Any, Any], above: str = "") -> dict[str, float]:
     return scales
 
 
-def _divided(arrays: Mapping[int, np.ndarray], scale: float) -> dict[int, np.ndarray]:
-    return {
-        bucket: array.astype(np.float32) / np.float32(scale) for bucket, array in arrays.items()
-    }
-
-
 def _mean(records: Sequence[PowerSGDRecord], bucket: int) -> np.ndarray:
     """Takes the mean of the ranks' errors in one bucket, flat, float32."""
+    errors = [record.error_dict[bucket] for record in records]
     # `to_torch` writes one buffer for all ranks: what they share is read once.
-    distinct: dict[Any, np.ndarray] = {}
-    ranks: collections.Counter[Any] = collections.Counter()
-    for record in records:
-        error = record.error_dict[bucket]
-        key = storage_key(error)
-        distinct[key] = error
-        ranks[key] += 1
-    first = next(iter(distinct.values()))
+    counts = collections.Counter(map(storage_key, errors))
+    distinct = dict(zip(map(storage_key, errors), errors, strict=True))
     if len(distinct) == 1:  # which is only read, so it needs no copy
-        return first.astype(np.float32, copy=False)
-    mean = np.zeros(first.shape, np.float32)
+        return errors[0].astype(np.float32, copy=False)
+    mean = np.zeros(errors[0].shape, np.float32)
     for key, error in distinct.items():
-        part = error.astype(np.float32, copy=False)
-        mean += part if ranks[key] == 1 else part * ranks[key]
+        mean += error.astype(np.float32, copy=False) * counts[key]
     mean /= len(records)
     return mean

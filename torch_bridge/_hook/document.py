@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import (
-    PowerSGDRecord,
-    bucket_arrays,
-    random_state,
-    record_from_slots,
-)
+from torch_bridge._base.schema import PowerSGDRecord, random_state, record_from_slots
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._read.values import brief
@@ -93,10 +87,9 @@ def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any]
     if example is None:
         return None
     inputs = example.get("inputs") if isinstance(example, Mapping) else None
-    if not isinstance(inputs, list | tuple) or "outputs" not in example:
-        raise CheckpointMismatch("`example` must have `inputs` and `outputs`")
-    if not inputs or not all(isinstance(array, np.ndarray) for array in inputs):
-        raise CheckpointMismatch("`example` must have tensors as `inputs`")
+    are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
+    if not inputs or not are_arrays or "outputs" not in example:
+        raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
     return tuple(inputs), example["outputs"]
 
 
@@ -113,33 +106,31 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
     for name, kind in (("powersgd", dict), ("optimizer", dict), ("layout", str), ("hook", str)):
         if not isinstance(value.get(name), kind | None):
             raise CheckpointMismatch(f"`{name}` must be a {kind.__name__}")
-    hook: Any = value.get("powersgd")
-    if hook is None:
+    if value.get("powersgd") is None:
         return []
-    errors = _checked_errors(value.get("errors"))
-    slots = dict(hook)
-    slots["error_dict"] = errors[0]
+    slots = dict(value["powersgd"])
     if slots.get("rng") is not None:
         slots["rng"] = _generator(slots["rng"])
-    first = record_from_slots(slots)
-    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
-    for error in errors:
-        if id(error) not in records:
-            buffers = bucket_arrays("error_dict", error)
-            records[id(error)] = dataclasses.replace(first, error_dict=buffers)
-    if any(record.error_sizes != first.error_sizes for record in records.values()):
-        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
-    return [records[id(error)] for error in errors]
-
-
-def _checked_errors(errors: Any) -> Sequence[Mapping[Any, Any]]:
-    """Checks the number of ranks, and of tensors."""
-    ranks = len(errors) if isinstance(errors, list | tuple) else 0
+    errors = value.get("errors")
+    ranks = len(errors) if isinstance(errors, list) else 0
     if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
-    return errors
+    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
+    sizes = None
+    for error in errors:
+        if id(error) in records:
+            continue
+        slots["error_dict"] = error
+        record = record_from_slots(slots)
+        records[id(error)] = record
+        sizes = record.error_sizes if sizes is None else sizes
+        if record.error_sizes != sizes:
+            raise CheckpointMismatch(
+                "`errors` of the ranks have different buckets or different sizes"
+            )
+    return [records[id(error)] for error in errors]
 
 
 def _generator(rng: Any) -> np.random.RandomState:

@@ -12,6 +12,8 @@ against what the state itself implies, and a layout is accepted only if it is th
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,15 +66,15 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     for label, order in _candidates(checkpoint.model, frozen, record.error_sizes):
         layout = BucketLayout.from_order(order, checkpoint.model)
         flaw = _flaw_of(layout, checkpoint)
-        if flaw:
-            reasons.append(f"{label}: {flaw}")
-            continue
         # Without errors nothing but the places of the factors makes a difference.
         key: Any = layout
-        if not record.error_dict:
-            compressed = [part for part in layout.parts(record).values() if part.rank]
-            key = tuple((part.entry.name, part.bucket) for part in compressed)
-        fitting.setdefault(key, (label, layout))
+        if not flaw and not record.error_dict:
+            parts = layout.parts(record).values()
+            key = tuple((part.entry.name, part.bucket) for part in parts if part.rank)
+        if flaw:
+            reasons.append(f"{label}: {flaw}")
+        else:
+            fitting.setdefault(key, (label, layout))
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
@@ -90,16 +92,12 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
 
 def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
     """Says of each layout what follows where they first differ, a line each."""
-    orders = {label: layout.names for label, layout in layouts.items()}
-    shared = 0
-    for names in zip(*orders.values(), strict=False):
-        if len(set(names)) > 1:
-            break
-        shared += 1
+    orders = [layout.names for layout in layouts.values()]
+    shared = len(os.path.commonprefix(orders))  # noqa: RUF071 (of names)
     lines = []
-    for label, names in orders.items():
-        following = ", ".join(names[shared : shared + 3])
-        lines.append(f"{label}: after {shared} of {len(names)} parameters {following}")
+    for label, layout in layouts.items():
+        following = ", ".join(layout.names[shared : shared + 3])
+        lines.append(f"{label}: after {shared} of {len(layout.names)} parameters {following}")
     return lines
 
 
@@ -126,46 +124,36 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     several = len(checkpoint.powersgd) > 1
     for name, part in layout.parts(record).items():
         mean = means[name].error if means else None
-        flaw = _uncancelled(part, mean) if several and not part.rank else None
-        flaw = flaw or _oblique(part) or _unexplained(part, mean)
+        if part.rank and part.p is not None:
+            flaw = _flaw_of_factors(part, part.p, mean)
+        elif several and mean is not None and not part.rank:
+            flaw = _flaw_of_errors(part, mean)
+        else:
+            flaw = None
         if flaw:
             return flaw
     return None
 
 
-def _uncancelled(part: BucketPart, mean: np.ndarray | None) -> str | None:
+def _flaw_of_errors(part: BucketPart, mean: np.ndarray) -> str | None:
     """Tests that the errors of an uncompressed parameter cancel over the ranks."""
-    if mean is None or part.error is None:
-        return None
+    assert part.error is not None
     size = np.linalg.norm(part.error.astype(np.float64))
     if np.linalg.norm(mean) <= 1e-2 * size:
         return None
     return f"the errors of {part.entry.name} would not cancel over the ranks"
 
 
-def _some_of_p(part: BucketPart) -> np.ndarray | None:
-    """Returns columns of P, which show what all would: those of a full rank take gigabytes."""
-    if not part.rank or part.p is None:
+def _flaw_of_factors(part: BucketPart, p: np.ndarray, mean: np.ndarray | None) -> str | None:
+    """Tests that the columns of P are orthonormal, and the mean error orthogonal to them."""
+    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(p.dtype).eps), 1e-3)
+    # Some columns show what all would: those of a full rank take gigabytes.
+    p = p[:, :_COLUMNS].astype(np.float64)
+    if not np.isfinite(p).all():
         return None
-    p = part.p[:, :_COLUMNS].astype(np.float64)
-    return p if np.isfinite(p).all() else None
-
-
-def _oblique(part: BucketPart) -> str | None:
-    """Tests that the columns of P are orthonormal."""
-    p = _some_of_p(part)
-    if p is None or part.p is None:
-        return None
-    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
-    if np.abs(p.T @ p - np.eye(p.shape[1])).max() <= tolerance:
-        return None
-    return f"the factors of {part.entry.name} would not be orthonormal"
-
-
-def _unexplained(part: BucketPart, mean: np.ndarray | None) -> str | None:
-    """Tests that the mean error is what P left over, so orthogonal to it."""
-    p = _some_of_p(part)
-    if p is None or mean is None:
+    if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+        return f"the factors of {part.entry.name} would not be orthonormal"
+    if mean is None:
         return None
     matrix = part.entry.to_memory(mean).reshape(len(p), -1)
     if np.linalg.norm(p.T @ matrix) <= 1e-2 * np.linalg.norm(matrix) + 1e-12:
@@ -217,10 +205,8 @@ def _candidates(
     """Yields label and names per bucket of every order that can be cut at the right lengths."""
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     every = trainable(model)
-    choices = [every]
-    if frozen:
-        choices.insert(0, [name for name in every if name not in frozen])
-    for names in choices:
+    fewer = [name for name in every if name not in frozen]
+    for names in (fewer, every) if frozen else (every,):
         for label, order in _orders(names, model).items():
             buckets = _cut(order, lengths, model)
             if buckets:
@@ -258,16 +244,11 @@ def _cut(
     """Cuts `order` into pieces of exactly `lengths` elements; one piece if no length is known."""
     if not lengths:
         return [order]
-    pieces: list[Sequence[str]] = []
-    start = 0
-    for length in lengths:
-        end, elements = start, 0
-        # What is empty goes with what is in front of it.
-        while end < len(order) and (elements < length or model[order[end]].size == 0):
-            elements += model[order[end]].size
-            end += 1
-        if elements != length:
-            return None
-        pieces.append(order[start:end])
-        start = end
-    return pieces if start == len(order) else None
+    ends = np.cumsum([model[name].size for name in order])
+    wanted = np.cumsum(lengths)
+    # What is empty goes with what is in front of it.
+    cuts = np.searchsorted(ends, wanted, side="right")
+    fits = bool(len(ends)) and np.array_equal(ends[cuts - 1], wanted) and cuts[-1] == len(order)
+    if not fits:
+        return None
+    return [order[start:end] for start, end in itertools.pairwise([0, *cuts])]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
@@ -113,17 +115,15 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
     try:
         value, budget = read_archive(file, max_bytes)
         entries, records = _interpreted(expect(value, dict, "at its root"))
-        layout = None
-        if entries.get("layout") is not None:
-            budget.claim(PARSED_BYTES * len(entries["layout"]))
-            layout = BucketLayout.from_json(entries["layout"])
+        text = entries.get("layout")
+        budget.claim(PARSED_BYTES * len(text or ""))
         extra = entries.get("extra")
         size = entries.get("world_size")
         return Checkpoint(
             model=_model(entries.get("state_dict")),
             powersgd=tuple(records),
             optimizer=entries.get("optimizer"),
-            layout=layout,
+            layout=None if text is None else BucketLayout.from_json(text),
             extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
             world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
             hook=entries.get("hook"),
@@ -139,18 +139,14 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         raise CheckpointMismatch(
             f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
         ) from error
-    except CheckpointMismatch as error:
-        raise _unreadable(file, f"{error!s:.400}", error.parameters) from error
-    except _UNFORESEEN as error:
+    except (CheckpointMismatch, *_UNFORESEEN) as error:
         # NumPy and Python say what they could not do, which says nothing about the file.
-        raise _unreadable(file, "an entry of another kind than torch writes") from error
-
-
-def _unreadable(
-    file: pathlib.Path, found: str, parameters: Sequence[str] = ()
-) -> CheckpointMismatch:
-    text = f"{file} cannot be read: found {found}. Expected {_EXPECTED}, complete and undamaged."
-    return CheckpointMismatch(text, parameters=parameters)
+        ours = isinstance(error, CheckpointMismatch)
+        found = f"{error!s:.400}" if ours else "an entry of another kind than torch writes"
+        raise CheckpointMismatch(
+            f"{file} cannot be read: found {found}. Expected {_EXPECTED}, complete and undamaged.",
+            parameters=getattr(error, "parameters", ()),
+        ) from error
 
 
 def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRecord]]:
@@ -165,30 +161,27 @@ def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRe
         return {"state_dict": {}, "optimizer": value}, []
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     hook = _take(rest, ("comm_hook",), Global)
-    name = None if hook is None else hook.name.rpartition(".")[2]
     # No tensors: a flat state_dict may have parameters of these names.
     model = _take(rest, _MODEL_KEYS, dict)
     state = _take(rest, _HOOK_KEYS, dict | list | tuple)
+    entries = {
+        "optimizer": _take(rest, _OPTIMIZER_KEYS, dict),  # a list of them stays in `extra`
+        "layout": _take(rest, ("layout",), str),
+        "hook": None if hook is None else hook.name.rpartition(".")[2],
+    }
+    records = []
     if is_post_local(state):
         rest["comm_hook_state"] = dict(state)
-        name = name or "post_localSGD_hook"
-        state = None
-    elif state is not None and not is_slots(state):
+        entries["hook"] = entries["hook"] or "post_localSGD_hook"
+    elif is_slots(state):
+        records.append(record_from_slots(state))
+    elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
-    optimizer = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
-    layout = _take(rest, ("layout",), str)
-    if model is None and state is None and "comm_hook_state" not in rest:
+    elif model is None:
         model = rest
-        rest = dict[Any, Any]()
-    entries = {
-        "state_dict": {} if model is None else model,
-        "optimizer": optimizer,
-        "layout": layout,
-        "extra": rest,
-        "world_size": rest.get("world_size"),
-        "hook": name,
-    }
-    return entries, [] if state is None else [record_from_slots(state)]
+        rest = {}
+    entries.update(state_dict=model or {}, extra=rest, world_size=rest.get("world_size"))
+    return entries, records
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
@@ -224,18 +217,13 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
 
 def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
     """Makes one checkpoint out of one file per rank, after checking that they belong together."""
-    lead = parts[0]
-    first = lead
-    layout = None
-    for part in reversed(parts):
-        first = part if part.model else first
-        layout = part.layout or layout
+    first = next((part for part in parts if part.model), parts[0])
     wrong = []
     for file, count in collections.Counter(file.resolve() for file in files).items():
         if count > 1:
             wrong.append(f"{file}: given {count} times")
     for file, part in zip(files, parts, strict=True):
-        wrong.extend(f"{file}: {line}" for line in _differences(lead, first, part))
+        wrong.extend(f"{file}: {line}" for line in _differences(parts[0], first, part))
     if first.world_size is not None and len(files) > first.world_size:
         wrong.append(f"{len(files)} files of a run of {first.world_size} ranks")
     if wrong:
@@ -247,7 +235,7 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     return dataclasses.replace(
         first,
         powersgd=tuple(part.powersgd[0] for part in parts),
-        layout=layout,
+        layout=next((part.layout for part in parts if part.layout), None),
         world_size=first.world_size or len(parts),
     )
 
@@ -269,18 +257,11 @@ def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[
     for name, value in known.hyperparameters.items():
         if record.hyperparameters[name] != value:
             lines.append(f"{name} {record.hyperparameters[name]}, not {value}")
-    if part.model and _shapes(part.model) != _shapes(first.model):
+    if part.model and jax.tree.map(np.shape, part.model) != jax.tree.map(np.shape, first.model):
         lines.append("another model")
     if record.error_sizes != known.error_sizes:
         lines.append("errors of other buckets")
-    if _bytes(record.q_memory_dict) != _bytes(known.q_memory_dict):
+    as_bytes = functools.partial(jax.tree.map, np.ndarray.tobytes)
+    if as_bytes(record.q_memory_dict) != as_bytes(known.q_memory_dict):
         lines.append("other Q factors, which all ranks of a run share")
     return lines
-
-
-def _shapes(model: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in model.items()}
-
-
-def _bytes(buffers: Mapping[int, np.ndarray]) -> dict[int, bytes]:
-    return {bucket: array.tobytes() for bucket, array in buffers.items()}

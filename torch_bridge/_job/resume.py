@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
 
-_KINDS = ("error", "p", "q")
+_FIELDS = ("error", "p", "q")  # of a `BucketPart`
 
 
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
@@ -41,6 +39,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
       process_group: The group, or None for the default group.
 
     Example:
+      >>> import numpy as np
       >>> record = PowerSGDRecord(2, 1_200, {0: np.zeros(36, np.float32)}, {}, {})
       >>> state_from_record(record).start_powerSGD_iter
       1202
@@ -94,6 +93,7 @@ def resume_powersgd(
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
 
+      >>> import numpy as np
       >>> import torch
       >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
       >>> layout = BucketLayout.from_order([["bias", "weight"]], model.module.state_dict())
@@ -171,22 +171,18 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
         )
     before = old.parts(state)
     device = None
-    for name in BUFFERS:
-        for tensor in getattr(state, name).values():
+    for name, sizes in new.buffer_sizes(state).items():
+        buffers = getattr(state, name)
+        if buffers:
+            tensor = next(iter(buffers.values()))
             device = tensor.device
-    for name, kind, sizes in zip(BUFFERS, _KINDS, new.buffer_sizes(state), strict=True):
-        buffers = {}
-        for bucket, entries in enumerate(new.buckets):
-            parts = [before[entry.name] for entry in entries]
-            arrays = [getattr(part, kind) for part in parts if part.rank or kind == "error"]
-            if arrays and all(array is not None for array in arrays):
-                buffers[bucket] = to_tensor(np.zeros(sizes[bucket], arrays[0].dtype))
-        setattr(state, name, buffers)
-    for name, part in new.parts(state).items():  # views of what is on the CPU
-        for kind in _KINDS:
-            target, array = getattr(part, kind), getattr(before[name], kind)
-            if target is not None and array is not None:
-                target[...] = array
+            buffers = {b: tensor.new_zeros(size, device="cpu") for b, size in sizes.items()}
+            setattr(state, name, buffers)
+    for name, part in new.parts(state).items():  # views of these
+        for field in _FIELDS:
+            view, array = getattr(part, field), getattr(before[name], field)
+            if view is not None and array is not None:
+                view[...] = array
     for name in BUFFERS:
         buffers = getattr(state, name)
         setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in buffers.items()})

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._read.globals import functions_of
-from torch_bridge._read.keys import Keys
 from torch_bridge._read.tensors import storage_reader
 from torch_bridge._read.unpickle import STORAGE, unpickle
 from torch_bridge._read.values import Budget, Malformed
@@ -66,10 +65,9 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
         file.charges = False
         with archive:
             entries = _Entries(archive, budget)
-            keys = Keys(budget)
-            functions = functions_of(keys, budget)
+            functions = functions_of(budget)
             functions[STORAGE] = storage_reader(entries.read)
-            return unpickle(entries.read("data.pkl"), functions, keys, budget), budget
+            return unpickle(entries.read("data.pkl"), functions, budget), budget
 
 
 def _refuse_other_kinds(head: bytes) -> None:
@@ -101,11 +99,10 @@ class _Charged(io.BufferedReader):
         self.charges = True
 
     def read(self, size: int | None = -1, /) -> bytes:
+        wanted = self._size if size is None or size < 0 else min(size, self._size)
         if self.charges:
-            rest = self._size - self.tell()
-            wanted = rest if size is None or size < 0 else min(size, rest)
-            self._budget.claim(_DIRECTORY_BYTES * max(wanted, 0))
-        return super().read(size)
+            self._budget.claim(_DIRECTORY_BYTES * min(wanted, self._size - self.tell()))
+        return super().read(wanted)
 
 
 class _Entries:

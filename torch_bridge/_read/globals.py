@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.schema import random_state
-from torch_bridge._read.keys import Keys
 from torch_bridge._read.tensors import STORAGES, tensor_constructors
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brief, expect
 
@@ -69,7 +68,7 @@ class Attributes(dict):
     __slots__ = ()
 
 
-def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
+def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
     """Makes what stands for each global that may be called; copies are charged.
 
     What the file sets attributes of afterwards is empty until `set_state`.
@@ -83,7 +82,11 @@ def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
         return rebuild[function.name](*expect(args, tuple, "as arguments"))
 
     def mapping(items: Any = ()) -> dict:
-        return keys.mapping(items.items() if isinstance(items, dict) else _listed(items))
+        items = items.items() if isinstance(items, dict) else _listed(items)
+        return budget.fill_dictionary({}, items)
+
+    def members(items: Any = ()) -> set:
+        return budget.fill_set(set(), _listed(items))
 
     def size(items: Any = ()) -> tuple:
         budget.claim(8 * len(_listed(items)))
@@ -121,8 +124,8 @@ def functions_of(keys: Keys, budget: Budget) -> dict[str, Callable[..., Any]]:
         "collections.OrderedDict": mapping,
         "collections.Counter": mapping,
         "collections.defaultdict": lambda factory=None, items=(): mapping(items),
-        "builtins.set": lambda items=(): keys.members(_listed(items)),
-        "builtins.frozenset": lambda items=(): frozenset(keys.members(_listed(items))),
+        "builtins.set": members,
+        "builtins.frozenset": lambda items=(): frozenset(members(items)),
         "builtins.bytes": to_bytes,
         "builtins.bytearray": to_bytes,
         "builtins.complex": _complex,

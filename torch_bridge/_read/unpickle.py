@@ -21,7 +21,6 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._read.globals import is_value, set_state
-from torch_bridge._read.keys import Keys
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, expect
 
 STORAGE = "storage"  # what a persistent id of torch's begins with
@@ -33,11 +32,34 @@ _LATEST = 5  # protocol
 codecs.lookup("raw-unicode-escape")
 _DEEPEST = 100  # containers in each other, through which everything else walks
 _LONGEST_NAME = 200  # of a global; the longest on the list has 80 characters
-# Of memory for a byte of a pickle: of it itself, and of text, which can take 4 bytes a character.
+# Bytes of memory for a byte of a pickle: of it itself, and of text, which can take 4 a character.
 _COPIES = 4
 # Bytes of memory: of a global that was not named before, of what is remembered of a container, and
 # for each value that a file shows once more (64 characters count as one), as a walk meets it again.
 _NAME, _CONTAINER, _AGAIN = 512, 224, 64
+# Bytes of memory that an opcode takes at most, with its places on the stack and in a container.
+_SMALL, _NUMBER, _MEDIUM, _LARGE = 32, 64, 96, 208
+# Opcodes that push their argument.
+_PUSHED = {
+    "BININT1": _SMALL,
+    "BININT2": _NUMBER,
+    "BININT": _NUMBER,
+    "LONG1": _NUMBER,
+    "LONG4": _NUMBER,
+    "BINFLOAT": _NUMBER,
+    "SHORT_BINSTRING": _MEDIUM,
+    "BINSTRING": _MEDIUM,
+    "SHORT_BINUNICODE": _MEDIUM,
+    "BINUNICODE": _MEDIUM,
+    "BINUNICODE8": _MEDIUM,
+    "SHORT_BINBYTES": _MEDIUM,
+    "BINBYTES": _MEDIUM,
+    "BINBYTES8": _MEDIUM,
+}
+# Opcodes that push a value of their own.
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Unpickler:
@@ -45,13 +67,11 @@ class _Unpickler:
 
     Args:
       functions: What a global, and a storage's id, stand for.
-      keys: Fills dictionaries and sets.
       budget: What everything is charged to.
     """
 
-    def __init__(self, functions: Functions, keys: Keys, budget: Budget) -> None:
+    def __init__(self, functions: Functions, budget: Budget) -> None:
         self._functions = functions
-        self._keys = keys
         self._budget = budget
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks below each mark
@@ -60,23 +80,32 @@ class _Unpickler:
         self._measured: dict[int, tuple[Any, int, int]] = {}
 
     def run(self, data: bytes) -> Any:
-        """Carries out one opcode after the other; the value that is left at the end."""
+        """Carries out one opcode after the other; returns the value that is left at the end."""
+        claim = self._budget.claim
         for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                break
-            if opcode.name not in _ACTIONS:
-                raise Malformed(f"the opcode {opcode.name}, which torch does not write")
-            action, nbytes = _ACTIONS[opcode.name]
-            self._budget.claim(nbytes)
-            action(self, argument)
+            name = opcode.name
+            if name in _PUSHED:
+                claim(_PUSHED[name])
+                self._stack.append(argument)
+            elif name in _CONSTANTS:
+                claim(_SMALL)
+                self._stack.append(_CONSTANTS[name])
+            elif name in _EMPTY:
+                claim(_LARGE)
+                self._stack.append(_EMPTY[name]())
+            elif name in _TUPLES:
+                claim(_MEDIUM)
+                self._stack.append(self._popped(_TUPLES[name]))
+            elif name in _ACTIONS:
+                claim(_LARGE if name in _COSTLY else _SMALL)
+                _ACTIONS[name](self, argument)
+            elif name != "STOP":
+                raise Malformed(f"the opcode {name}, which torch does not write")
         value = self._stack.pop()
         self._measure(value)
         return value
 
     # --- the stack and the memo ---
-
-    def push(self, value: Any) -> None:
-        self._stack.append(value)
 
     def mark(self, _: None) -> None:
         self._below.append(self._stack)
@@ -85,6 +114,13 @@ class _Unpickler:
     def _since_mark(self) -> list[Any]:
         values = self._stack
         self._stack = self._below.pop()
+        return values
+
+    def _popped(self, count: int) -> tuple[Any, ...]:
+        values = tuple(self._stack[-count:])
+        if len(values) < count:
+            raise IndexError("too few values on the stack")
+        del self._stack[-count:]
         return values
 
     def pop(self, _: None) -> None:
@@ -101,16 +137,15 @@ class _Unpickler:
 
     def put(self, index: int) -> None:
         if index == len(self._memo):
-            self._memo.append(self._stack[-1])
-        else:
-            self._memo[index] = self._stack[-1]
+            self.memoize(None)
+        self._memo[index] = self._stack[-1]
 
     def get(self, index: int) -> None:
         value = self._memo[index]
         size, _ = self._measure(value)
         if size > 1 or isinstance(value, _CONTAINERS):
             self._budget.claim(_AGAIN * size)
-        self.push(value)
+        self._stack.append(value)
 
     def _measure(self, value: Any, level: int = 0) -> tuple[int, int]:
         """Counts what a walk meets, in values, and the containers in each other.
@@ -146,19 +181,13 @@ class _Unpickler:
 
     # --- containers ---
 
-    def tuple_of(self, count: int) -> None:
-        values = self._stack[len(self._stack) - count :]
-        if len(values) < count:
-            raise IndexError("too few values on the stack")
-        del self._stack[len(self._stack) - count :]
-        self.push(tuple(values))
+    def make_tuple(self, _: None) -> None:
+        values = self._since_mark()
+        self._stack.append(tuple(values))
 
-    def tuple_since_mark(self, _: None) -> None:
-        self.push(tuple(self._since_mark()))
-
-    def frozen_set(self, _: None) -> None:
-        members = self._keys.members(self._since_mark())
-        self.push(frozenset(members))
+    def make_frozenset(self, _: None) -> None:
+        members = self._budget.fill_set(set(), self._since_mark())
+        self._stack.append(frozenset(members))
 
     def append(self, _: None) -> None:
         value = self._stack.pop()
@@ -170,17 +199,16 @@ class _Unpickler:
 
     def add(self, _: None) -> None:
         members = self._since_mark()
-        self._keys.members(members, self._filled(set))
+        self._budget.fill_set(self._filled(set), members)
 
     def set_item(self, _: None) -> None:
-        value = self._stack.pop()
-        key = self._stack.pop()
-        self._keys.mapping([(key, value)], self._filled(dict))
+        item = self._popped(2)
+        self._budget.fill_dictionary(self._filled(dict), [item])
 
     def set_items(self, _: None) -> None:
         values = self._since_mark()
         items = zip(values[::2], values[1::2], strict=True)
-        self._keys.mapping(items, self._filled(dict))
+        self._budget.fill_dictionary(self._filled(dict), items)
 
     def _filled(self, kind: type) -> Any:
         """Returns the container at the top of the stack, which is about to be filled."""
@@ -213,22 +241,21 @@ class _Unpickler:
                 raise Forbidden(full)
             self._budget.claim(_NAME)
             self._globals[full] = Global(full)
-        self.push(self._globals[full])
+        self._stack.append(self._globals[full])
 
     def instance(self, text: str) -> None:
         self.name(text)  # so that what is not allowed is named
         raise Malformed("the opcode INST, which torch does not write")
 
     def call(self, _: None) -> None:
-        arguments = self._stack.pop()
-        function = self._stack.pop()
+        function, arguments = self._popped(2)
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("a call of something that is no function")
         if function.name not in self._functions:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{function.name} (called)")
         otherwise = f"arguments that {function.name} cannot have"
-        self.push(_called(self._functions[function.name], arguments, otherwise))
+        self._stack.append(_called(self._functions[function.name], arguments, otherwise))
 
     def build(self, _: None) -> None:
         state = self._stack.pop()
@@ -240,17 +267,20 @@ class _Unpickler:
         is_tuple = isinstance(identity, tuple) and bool(identity)
         if not is_tuple or not isinstance(identity[0], str) or identity[0] != STORAGE:
             raise Malformed("a reference to something that is no storage")
-        self.push(self._functions[STORAGE](*identity[1:]))
+        self._stack.append(self._functions[STORAGE](*identity[1:]))
 
     def extension(self, _: int) -> None:
         # The standard library keeps such objects, so that one may come from another file.
         raise Forbidden("a copyreg extension code")
 
+    def make_bytes(self, raw: bytearray) -> None:
+        self._stack.append(bytes(raw))
+
     def protocol(self, number: int) -> None:
         if number > _LATEST:
             raise Malformed(f"a pickle of protocol {number}, which is later than {_LATEST}")
 
-    def skip(self, _: Any) -> None:
+    def skip(self, _: int) -> None:
         """Does nothing: a frame only says how much to read at once."""
 
 
@@ -264,66 +294,41 @@ def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise:
         raise Malformed(otherwise) from error
 
 
-_Action: TypeAlias = Callable[[_Unpickler, Any], None]
-# Each opcode that is carried out, and the bytes of memory that it takes at most, with its places on
-# the stack and in a container; what takes none only takes away from the stack.
-_ACTIONS: dict[str, tuple[_Action, int]] = {
-    "PROTO": (_Unpickler.protocol, 32),
-    "FRAME": (_Unpickler.skip, 32),
-    "NONE": (lambda unpickler, _: unpickler.push(None), 32),
-    "NEWTRUE": (lambda unpickler, _: unpickler.push(True), 32),
-    "NEWFALSE": (lambda unpickler, _: unpickler.push(False), 32),
-    "BININT1": (_Unpickler.push, 32),
-    "BININT2": (_Unpickler.push, 64),
-    "BININT": (_Unpickler.push, 64),
-    "LONG1": (_Unpickler.push, 64),
-    "LONG4": (_Unpickler.push, 64),
-    "BINFLOAT": (_Unpickler.push, 64),
-    "SHORT_BINSTRING": (_Unpickler.push, 96),
-    "BINSTRING": (_Unpickler.push, 96),
-    "SHORT_BINUNICODE": (_Unpickler.push, 96),
-    "BINUNICODE": (_Unpickler.push, 96),
-    "BINUNICODE8": (_Unpickler.push, 96),
-    "SHORT_BINBYTES": (_Unpickler.push, 96),
-    "BINBYTES": (_Unpickler.push, 96),
-    "BINBYTES8": (_Unpickler.push, 96),
-    "BYTEARRAY8": (lambda unpickler, raw: unpickler.push(bytes(raw)), 96),
-    "EMPTY_TUPLE": (lambda unpickler, _: unpickler.push(()), 32),
-    "TUPLE1": (lambda unpickler, _: unpickler.tuple_of(1), 96),
-    "TUPLE2": (lambda unpickler, _: unpickler.tuple_of(2), 96),
-    "TUPLE3": (lambda unpickler, _: unpickler.tuple_of(3), 96),
-    "TUPLE": (_Unpickler.tuple_since_mark, 64),
-    "EMPTY_LIST": (lambda unpickler, _: unpickler.push([]), 128),
-    "EMPTY_DICT": (lambda unpickler, _: unpickler.push({}), 208),
-    "EMPTY_SET": (lambda unpickler, _: unpickler.push(set()), 208),
-    "FROZENSET": (_Unpickler.frozen_set, 208),
-    "APPEND": (_Unpickler.append, 0),
-    "APPENDS": (_Unpickler.extend, 0),
-    "ADDITEMS": (_Unpickler.add, 0),
-    "SETITEM": (_Unpickler.set_item, 0),
-    "SETITEMS": (_Unpickler.set_items, 0),
-    "MARK": (_Unpickler.mark, 128),
-    "POP": (_Unpickler.pop, 0),
-    "POP_MARK": (_Unpickler.pop_mark, 0),
-    "MEMOIZE": (_Unpickler.memoize, 16),
-    "BINPUT": (_Unpickler.put, 16),
-    "LONG_BINPUT": (_Unpickler.put, 16),
-    "BINGET": (_Unpickler.get, 32),
-    "LONG_BINGET": (_Unpickler.get, 32),
-    "GLOBAL": (_Unpickler.name, 32),
-    "STACK_GLOBAL": (_Unpickler.name_on_stack, 32),
-    "INST": (_Unpickler.instance, 32),
-    "REDUCE": (_Unpickler.call, 208),
-    "NEWOBJ": (_Unpickler.call, 208),
-    "BUILD": (_Unpickler.build, 0),
-    "BINPERSID": (_Unpickler.storage, 208),
-    "EXT1": (_Unpickler.extension, 0),
-    "EXT2": (_Unpickler.extension, 0),
-    "EXT4": (_Unpickler.extension, 0),
+# Opcodes that do something else than to push.
+_ACTIONS: dict[str, Callable[[_Unpickler, Any], None]] = {
+    "PROTO": _Unpickler.protocol,
+    "FRAME": _Unpickler.skip,
+    "BYTEARRAY8": _Unpickler.make_bytes,
+    "TUPLE": _Unpickler.make_tuple,
+    "FROZENSET": _Unpickler.make_frozenset,
+    "APPEND": _Unpickler.append,
+    "APPENDS": _Unpickler.extend,
+    "ADDITEMS": _Unpickler.add,
+    "SETITEM": _Unpickler.set_item,
+    "SETITEMS": _Unpickler.set_items,
+    "MARK": _Unpickler.mark,
+    "POP": _Unpickler.pop,
+    "POP_MARK": _Unpickler.pop_mark,
+    "MEMOIZE": _Unpickler.memoize,
+    "BINPUT": _Unpickler.put,
+    "LONG_BINPUT": _Unpickler.put,
+    "BINGET": _Unpickler.get,
+    "LONG_BINGET": _Unpickler.get,
+    "GLOBAL": _Unpickler.name,
+    "STACK_GLOBAL": _Unpickler.name_on_stack,
+    "INST": _Unpickler.instance,
+    "REDUCE": _Unpickler.call,
+    "NEWOBJ": _Unpickler.call,
+    "BUILD": _Unpickler.build,
+    "BINPERSID": _Unpickler.storage,
+    "EXT1": _Unpickler.extension,
+    "EXT2": _Unpickler.extension,
+    "EXT4": _Unpickler.extension,
 }
+_COSTLY = frozenset({"MARK", "TUPLE", "FROZENSET", "BYTEARRAY8", "REDUCE", "NEWOBJ", "BINPERSID"})
 
 
-def unpickle(data: np.ndarray, functions: Functions, keys: Keys, budget: Budget) -> Any:
+def unpickle(data: np.ndarray, functions: Functions, budget: Budget) -> Any:
     """Reads a pickle into plain values; `functions` are what a global, and a storage, stand for.
 
     Raises:
@@ -332,7 +337,7 @@ def unpickle(data: np.ndarray, functions: Functions, keys: Keys, budget: Budget)
     """
     budget.claim(_COPIES * data.size)
     try:
-        return _Unpickler(functions, keys, budget).run(data.tobytes())
+        return _Unpickler(functions, budget).run(data.tobytes())
     except (CheckpointMismatch, Forbidden, MemoryError):
         raise
     except Exception as error:  # whatever the standard library says of a damaged pickle
