@@ -1,29 +1,29 @@
-"""Whether the tests of a module notice when it is wrong: makes mutations, and runs its tests.
+"""Finds out whether tests notice when a module is wrong: makes mutations, and runs its tests.
 
     python -m tests.mutate jaxcomp/_reducers torch_bridge/_read --count 20
 
 A mutation changes one place: a comparison, a constant, a sign, a condition, a statement that is
-dropped, an `and` that becomes an `or`. It is made in a copy of the repository. Those that no test
-notices are listed with their line: a test is missing, or the change makes no difference.
+dropped, an `and` that becomes an `or`. It is made in a copy of the repository. Mutations that no
+test notices are listed with their line: a test is missing, or the change makes no difference.
 """
 
 import argparse
 import ast
 import collections
-import copy
+import functools
+import itertools
+import operator
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.helpers.paths import ROOT
 
-COPIED = ("jaxcomp", "torch_bridge", "tests", "examples", "docs", "benchmarks")
-FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-COMPARISONS = {
+LEFT_OUT = (".*", "out", "__pycache__", "*.png")
+OPPOSITES = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
@@ -34,143 +34,101 @@ COMPARISONS = {
     ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.USub: ast.UAdd,
 }
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 # The tests of a wing, where they do not lie in a folder of its name.
 TESTS = {
+    "jaxcomp/__main__.py": ["tests/jaxcomp/adviser"],
     "jaxcomp/_base": ["tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
+    "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
     "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz"],
     "torch_bridge/_read": ["tests/torch_bridge/test_load.py", "tests/torch_bridge/test_refused.py"],
     "torch_bridge/_cli": ["tests/torch_bridge/test_cli.py", "tests/torch_bridge/test_cli_files.py"],
 }
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
 
 
-class Mutation(NamedTuple):
-    """One changed place; `apply` changes the node of that number in a tree."""
-
-    path: Path
-    line: int
-    number: int  # of the node, as `ast.walk` counts
-    kind: str
-
-
-def kinds_of(node):
-    """Yields in which ways a node can be changed."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        yield "comparison"
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        yield "operator"
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
-        yield "sign"
-    elif isinstance(node, ast.BoolOp):
-        yield "and, or"
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        yield "constant"
-    elif isinstance(node, ast.If | ast.IfExp):
-        yield "branches"
-    elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(
-        node, ast.AugAssign | ast.Raise
-    ):
-        yield "dropped"
-
-
-def mutations_of(path):
-    """Returns all mutations of a file, outside of annotations and calls of nothing but types."""
-    tree = ast.parse(path.read_text())
-    mutations = []
-    for number, node in enumerate(ast.walk(tree)):
-        for kind in kinds_of(node):
-            mutations.append(Mutation(path.relative_to(ROOT), node.lineno, number, kind))
-    return mutations
+def changes(tree):
+    """Yields for every change of a syntax tree its line, its kind, and what makes it in place."""
+    for node in ast.walk(tree):
+        change = None
+        match node:
+            case ast.Compare(ops=[sign, *_]) if type(sign) in OPPOSITES:
+                change = functools.partial(operator.setitem, node.ops, 0, OPPOSITES[type(sign)]())
+            case ast.BinOp(op=sign) | ast.BoolOp(op=sign) | ast.UnaryOp(op=sign):
+                if type(sign) in OPPOSITES:
+                    change = functools.partial(setattr, node, "op", OPPOSITES[type(sign)]())
+            case ast.Constant(value=bool() as value):
+                change = functools.partial(setattr, node, "value", not value)
+            case ast.Constant(value=int() | float() as value):
+                change = functools.partial(setattr, node, "value", value + 1)
+            case ast.If(test=test) | ast.IfExp(test=test):
+                negated = ast.UnaryOp(ast.Not(), test)
+                change = functools.partial(setattr, node, "test", negated)
+        if change:
+            yield node.lineno, type(node).__name__, change
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if not isinstance(statements, list):
+                continue  # an expression has its branches under the same names
+            for place, statement in enumerate(statements):
+                match statement:
+                    case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise():
+                        drop = functools.partial(operator.setitem, statements, place, ast.Pass())
+                        yield statement.lineno, f"{type(statement).__name__} dropped", drop
 
 
-def changed(node, kind):
-    """Returns what stands in the place of a node; None for nothing."""
-    new = copy.copy(node)
-    if kind == "comparison":
-        new.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
-    elif kind == "operator":
-        new.op = OPERATORS[type(node.op)]()
-    elif kind == "sign":
-        return node.operand
-    elif kind == "and, or":
-        new.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-    elif kind == "constant":
-        new.value = not node.value if isinstance(node.value, bool) else node.value + 1
-    elif kind == "branches":
-        new.test = ast.UnaryOp(ast.Not(), node.test)
-    else:
-        return ast.Pass()
-    return new
+def drawn(folders, count, seed):
+    """Draws mutations from all wings in turn: their file, and their number among its changes."""
+    by_wing = collections.defaultdict(list)
+    for folder in folders:
+        place = ROOT / folder
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            file = path.relative_to(ROOT)
+            for number, _ in enumerate(changes(ast.parse(path.read_text()))):
+                by_wing[wing_of(file)].append((file, number))
+    generator = random.Random(seed)
+    for mutations in by_wing.values():
+        generator.shuffle(mutations)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_wing.values()))
+    return list(itertools.islice(filter(None, turns), count))
 
 
-class Applied(ast.NodeTransformer):
-    """Replaces one node of a tree."""
-
-    def __init__(self, node, kind):
-        self.node = node
-        self.kind = kind
-
-    def visit(self, node):
-        if node is self.node:
-            return changed(node, self.kind)
-        return self.generic_visit(node)
+def wing_of(file):
+    """Returns the part of the repository that a file is counted with."""
+    return "/".join(file.parts[:2])
 
 
-def mutated(source, mutation):
-    """Returns the source of a file with one place changed."""
-    tree = ast.parse(source)
-    node = next(node for k, node in enumerate(ast.walk(tree)) if k == mutation.number)
-    return ast.unparse(ast.fix_missing_locations(Applied(node, mutation.kind).visit(tree)))
-
-
-def tests_of(path):
+def tests_of(file):
     """Returns the tests of a module, as arguments of pytest."""
-    package, wing = path.parts[0], path.parts[1]
-    named = TESTS.get(f"{package}/{wing}")
-    if named:
-        return named
-    folder = Path("tests") / package / wing.removeprefix("_")
-    if (ROOT / folder).is_dir():
-        return [str(folder)]
-    return [f"tests/{package}"]
+    package, wing = file.parts[:2]
+    folder = f"tests/{package}/{wing.removeprefix('_')}"
+    default = [folder] if (ROOT / folder).is_dir() else [f"tests/{package}"]
+    return TESTS.get(wing_of(file), default)
 
 
-def copied(folder):
-    """Copies what the tests need, and returns the copy."""
-    target = Path(folder) / "repository"
-    for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "*.png")
-        shutil.copytree(ROOT / name, target / name, ignore=ignored)
-    for name in FILES:
-        shutil.copy(ROOT / name, target / name)
-    return target
-
-
-def survives(mutation, repository, seconds):
-    """Returns whether all tests of the module pass with the mutation; what hangs is noticed."""
-    path = repository / mutation.path
+def noticed(repository, file, number, seconds):
+    """Makes a mutation; returns whether a test fails or hangs, the line and the kind."""
+    path = repository / file
     source = path.read_text()
-    path.write_text(mutated(source, mutation))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += tests_of(mutation.path)
+    tree = ast.parse(source)
+    line, kind, change = next(itertools.islice(changes(tree), number, None))
+    change()
+    path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+    command = [sys.executable, *PYTEST, *tests_of(file)]
     try:
         done = subprocess.run(command, cwd=repository, capture_output=True, timeout=seconds)
+        return done.returncode != 0, line, kind
     except subprocess.TimeoutExpired:
-        return False
+        return True, line, kind
     finally:
         path.write_text(source)
-    return done.returncode == 0
 
 
 def main():
@@ -180,27 +138,20 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900, help="for the tests of one")
     options = parser.parse_args()
-    mutations = []
-    for folder in options.folders:
-        place = ROOT / folder
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            mutations += mutations_of(path)
-    chosen = random.Random(options.seed).sample(mutations, min(options.count, len(mutations)))
     made = collections.Counter()
-    noticed = collections.Counter()
+    caught = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        repository = copied(folder)
-        for mutation in chosen:
-            wing = "/".join(mutation.path.parts[:2])
-            made[wing] += 1
-            left = survives(mutation, repository, options.seconds)
-            noticed[wing] += not left
-            verdict = "SURVIVED" if left else "noticed"
-            print(f"{verdict}: {mutation.path}:{mutation.line} {mutation.kind}", flush=True)
+        repository = Path(folder) / "repository"
+        shutil.copytree(ROOT, repository, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for file, number in drawn(options.folders, options.count, options.seed):
+            seen, line, kind = noticed(repository, file, number, options.seconds)
+            made[wing_of(file)] += 1
+            caught[wing_of(file)] += seen
+            print(f"{'noticed' if seen else 'SURVIVED'}: {file}:{line} {kind}", flush=True)
     print("\n| module | mutations | noticed |\n|---|--:|--:|")
     for wing in sorted(made):
-        print(f"| {wing} | {made[wing]} | {noticed[wing]} |")
-    print(f"| together | {made.total()} | {noticed.total()} |")
+        print(f"| {wing} | {made[wing]} | {caught[wing]} |")
+    print(f"| together | {made.total()} | {caught.total()} |")
 
 
 if __name__ == "__main__":
