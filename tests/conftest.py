@@ -2,14 +2,18 @@
 before JAX and NumPy start.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
+import mmap
 import os
 import tempfile
+from pathlib import Path
 
 from tests.helpers import xla
 
-# Of each QR: beside another worker, more threads spin for longer than they compute.
+# For each QR: beside another worker, more threads spin for longer than they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # What was compiled serves this run only, in the modules to come and in processes that tests start.
@@ -20,12 +24,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.helpers import memory  # noqa: E402
+from tests.helpers.runners import forget_programs  # noqa: E402
 
 # A GPU that happens to be there is used; the replicas are CPU devices otherwise.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-memory.save_time()
+# Tracing makes a million objects a second that its own reference counts free.
+gc.set_threshold(200_000, 20, 50)
 
 # The first example of a shape compiles, so a deadline would time the compiler; and a gate that
 # lands or refuses work must not depend on the day's random seeds.
@@ -47,11 +52,34 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def resident():
+    """Returns the bytes of this process in memory; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return 0
+
+
+GROWTH = 500 << 20
+kept = 0  # bytes in memory after programs were dropped last
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Drops compiled programs: a suite that keeps them holds gigabytes at its end."""
-    if memory.has_grown():
-        memory.forget()
+    """Drops compiled programs where much was compiled: a suite that keeps them holds gigabytes.
+
+    A program that is needed again comes from the compilation cache.
+    """
+    global kept
+    if resident() <= kept + GROWTH:
+        return
+    forget_programs()
+    jax.clear_caches()
+    gc.collect()
+    # glibc keeps what was freed between what was not: half of it all.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+    kept = resident()
 
 
 def pytest_unconfigure():
@@ -59,24 +87,42 @@ def pytest_unconfigure():
 
 
 # A worker that begins one of these as the last would keep the others waiting.
-LONGEST = (
-    *("test_collectives.py", "test_battery.py", "test_examples.py", "test_adopt.py"),
-    *("test_recorded.py", "test_docs.py", "test_whole_run.py", "test_refused.py"),
-    *("test_faults.py", "test_time_to_loss.py", "test_migration.py", "test_value_and_grad.py"),
-    *("test_powersgd.py", "test_meshes.py", "test_reducer_bytes.py", "test_integer_factors.py"),
-    *("test_data_parallel.py", "test_in_loops.py", "test_non_finite.py", "test_gpu_form.py"),
-    *("test_programs.py", "test_memory.py", "test_ddp_equivalence.py", "test_overhead.py"),
+LONGEST = [
+    "test_battery.py",
+    "test_examples.py",
+    "test_adopt.py",
+    "test_recorded.py",
+    "test_docs.py",
+    "test_whole_run.py",
+    "test_refused.py",
+    "test_faults.py",
+    "test_time_to_loss.py",
+    "test_migration.py",
+    "test_value_and_grad.py",
+    "test_powersgd.py",
+    "test_meshes.py",
+    "test_reducer_bytes.py",
+    "test_integer_factors.py",
+    "test_data_parallel.py",
+    "test_in_loops.py",
+    "test_non_finite.py",
+    "test_gpu_form.py",
+    "test_programs.py",
+    "test_memory.py",
+    "test_ddp_equivalence.py",
+    "test_overhead.py",
     "test_cluster.py",
-)
+]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first; xdist would begin with those of the most tests."""
+    """Puts the longest files first for workers; xdist would begin with those of the most tests."""
     if not TORCH:
         config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker("torch")])
         items[:] = [x for x in items if not x.get_closest_marker("torch")]
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture
