@@ -1,6 +1,7 @@
 """DiLoCo: four replicas train on their own for 16 steps, then an outer optimizer joins them."""
 
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -31,39 +32,53 @@ def loss_fn(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -1]).mean()
 
 
-def local_step(params, opt_state, tokens):  # of one device: nothing in it knows of the others
+def local_step(params, opt_state, tokens):  # on one device; nothing in it knows of the others
     loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-a, b, c = jax.random.split(jax.random.key(0), 3)
-params = {
-    "bytes": jax.random.normal(a, (256, 16)),
-    "hidden": jax.random.normal(b, (256, 256)) / 16,
-    "output": jax.random.normal(c, (256, 256)) / 16,
-}
-# As in the paper, it begins with a model that has been trained a little. A step on the whole batch
-# is the exact average.
-opt_state, exact_step = optimizer.init(params), jax.jit(local_step)
-for i in range(START):
-    params, opt_state, _ = exact_step(params, opt_state, draw(train_text, BATCH, (0, i)))
+def new_params():
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    return {
+        "bytes": jax.random.normal(a, (256, 16)),
+        "hidden": jax.random.normal(b, (256, 256)) / 16,
+        "output": jax.random.normal(c, (256, 256)) / 16,
+    }
 
-# H local steps, then Nesterov momentum on what they have moved the parameters by.
-nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
-diloco = jaxcomp.local_sgd_round(
-    local_step, sync_every=H, axis_name="data", mesh=mesh, outer=nesterov
-)
-state, train_round = diloco.init(params, opt_state), jax.jit(diloco)
 
-exact, exact_state = params, opt_state
-for i in range(START, STEPS, H):
-    tokens = draw(train_text, (H, BATCH), (0, i))
-    params, state, _ = jax.block_until_ready(train_round(params, state, tokens))
-    for batch in tokens:  # beside it, the exact average in every step
-        exact, exact_state, _ = exact_step(exact, exact_state, batch)
+def main():
+    # As in the paper, it begins with a model that has been trained a little. A step on the whole
+    # batch is the exact average.
+    params, exact_step = new_params(), jax.jit(local_step)
+    opt_state = optimizer.init(params)
+    for i in range(START):
+        params, opt_state, _ = exact_step(params, opt_state, draw(train_text, BATCH, (0, i)))
 
-held_out, evaluate = draw(held_out_text, 8192, 1), jax.jit(loss_fn)
-best, loss = float(evaluate(exact, held_out)), float(evaluate(params, held_out))
-print(f"held-out loss {best:.4f} exact, {loss:.4f} with DiLoCo: {loss / best - 1:+.1%}")
-print(f"{diloco.bytes(params).ratio:.0f} times fewer bytes")
+    # H local steps, then Nesterov momentum on what they have moved the parameters by.
+    nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    diloco = jaxcomp.local_sgd_round(
+        local_step, sync_every=H, axis_name="data", mesh=mesh, outer=nesterov
+    )
+    state, train_round = diloco.init(params, opt_state), jax.jit(diloco)
+
+    exact, exact_state = params, opt_state
+    for i in range(START, STEPS, H):
+        tokens = draw(train_text, (H, BATCH), (0, i))
+        params, state, losses = jax.block_until_ready(train_round(params, state, tokens))
+        for batch in tokens:  # beside it, the exact average in every step
+            exact, exact_state, _ = exact_step(exact, exact_state, batch)
+        if (i + H) % 64 == 0:
+            print(f"step {i + H}: loss {losses.mean():.3f}", flush=True)
+
+    held_out, evaluate = draw(held_out_text, 8192, 1), jax.jit(loss_fn)
+    best, loss = float(evaluate(exact, held_out)), float(evaluate(params, held_out))
+    print(f"held-out loss {best:.4f} exact, {loss:.4f} with DiLoCo: {loss / best - 1:+.1%}")
+    print(f"{diloco.bytes(params).ratio:.0f} times fewer bytes")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("diloco.py: interrupted")

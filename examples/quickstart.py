@@ -1,6 +1,7 @@
 """A small language model, trained twice on four replicas: exact gradients, then compressed ones."""
 
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -56,8 +57,16 @@ def train(reducer):
     return held_out_loss, reducer.bytes(params, replicas=4, steps=STEPS)
 
 
-exact, _ = train(jaxcomp.allreduce(axis_name="data"))
-reducer = jaxcomp.powersgd(32, axis_name="data", start_step=0, comm_dtype="int6")
-loss, sent = train(reducer)
-print(f"held-out loss {exact:.4f} exact, {loss:.4f} compressed: {loss / exact - 1:+.1%}")
-print(f"{sent.bytes_after:,} bytes in the whole run, {sent.ratio:.1f} times fewer bytes than exact")
+def main():
+    exact, _ = train(jaxcomp.allreduce(axis_name="data"))
+    reducer = jaxcomp.powersgd(32, axis_name="data", start_step=0, comm_dtype="int6")
+    loss, sent = train(reducer)
+    print(f"held-out loss {exact:.4f} exact, {loss:.4f} compressed: {loss / exact - 1:+.1%}")
+    print(f"{sent.bytes_after:,} bytes in all, {sent.ratio:.1f} times fewer bytes than exact")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("quickstart.py: interrupted")

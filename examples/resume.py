@@ -5,6 +5,7 @@ python examples/resume.py checkpoints --replicas 2
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import jax
@@ -71,11 +72,14 @@ if start:
 params, opt_state, reducer_state = state
 reducer_state = jaxcomp.shard_state(reducer_state, mesh, "data")  # a residual for each replica
 
-for done in range(start + 1, start + STEPS + 1):
-    state = train_step(params, opt_state, reducer_state, *draw(done))
-    params, opt_state, reducer_state, loss = jax.block_until_ready(state)
-    if done % 10 == 0:
-        print(f"{arguments.replicas} replicas, step {done}: loss {loss:.6f}")
+try:
+    for done in range(start + 1, start + STEPS + 1):
+        state = train_step(params, opt_state, reducer_state, *draw(done))
+        params, opt_state, reducer_state, loss = jax.block_until_ready(state)
+        if done % 10 == 0:
+            print(f"{arguments.replicas} replicas, step {done}: loss {loss:.6f}", flush=True)
+except KeyboardInterrupt:
+    sys.exit(f"resume.py: interrupted; step {start} is what was saved last")
 
 # The mean of the residuals is all that counts: one state, whatever the number of replicas.
 state = jax.device_get((params, opt_state, jaxcomp.consolidate(reducer_state)))

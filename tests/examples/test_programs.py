@@ -36,10 +36,36 @@ def test_the_documents_show_the_programs_as_they_are(page):
     assert page.read_text() == include.included(page.read_text()), "run python docs/include.py"
 
 
-def test_ctrl_c_ends_a_program_with_a_sentence():
+@pytest.mark.parametrize(
+    ("program", "endless", "sentence"),
+    [
+        ("jit_loop", ("default=300", "default=10**9"), "interrupted"),
+        (
+            "quickstart",
+            ("STEPS, BATCH, CONTEXT = 300, 512", "STEPS, BATCH, CONTEXT = 10**9, 8"),
+            "interrupted",
+        ),
+        (
+            "diloco",
+            (
+                "START, STEPS, H, BATCH, CONTEXT = 64, 512",
+                "START, STEPS, H, BATCH, CONTEXT = 16, 10**9",
+            ),
+            "interrupted",
+        ),
+        (
+            "resume",
+            ("STEPS, BATCH = 60", "STEPS, BATCH = 10**9"),
+            "interrupted; step 0 is what was saved last",
+        ),
+    ],
+)
+def test_ctrl_c_ends_a_program_with_a_sentence(program, endless, sentence, tmp_path):
+    source = (EXAMPLES / f"{program}.py").read_text()
+    assert endless[0] in source
     # What a shell starts in the background ignores the signal, and so would what that starts.
-    command = ["env", "--default-signal=INT", sys.executable]
-    command += [EXAMPLES / "jit_loop.py", "--steps", "100000000"]
+    command = ["env", "--default-signal=INT", sys.executable, "-u", "-c"]
+    command += [source.replace(*endless), *([tmp_path / "run"] if program == "resume" else [])]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -49,7 +75,7 @@ def test_ctrl_c_ends_a_program_with_a_sentence():
             _, errors = process.communicate(timeout=100)
         finally:
             process.kill()  # a program that does not end would keep the suite waiting
-    assert errors == "jit_loop.py: interrupted\n"
+    assert errors == f"{program}.py: {sentence}\n"
 
 
 def excess_and_ratio(printed):
